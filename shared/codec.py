@@ -1,0 +1,60 @@
+"""msgpack with arrays as raw little-endian bytes: 9 bytes a token for (int32 id, float32 log-probability, uint8 mask).
+
+A one-dimensional numpy array travels as a msgpack extension type: its code is the dtype, its data the raw buffer.
+Nothing is ever unpickled, and no input, however hostile, raises anything but `DecodeError`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from shared.errors import DecodeError
+
+MEDIA_TYPE = "application/msgpack"
+_DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<i4"),
+    2: np.dtype("<f4"),
+    3: np.dtype("u1"),
+    4: np.dtype("<i8"),
+    5: np.dtype("<f8"),
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_MAX_DEPTH_ERRORS = (ValueError, TypeError, RecursionError, OverflowError, KeyError)
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        code = _CODES.get(value.dtype.newbyteorder("<"))
+        if value.ndim != 1 or code is None:
+            raise TypeError(f"only 1-D arrays of {[str(d) for d in _CODES]} travel, not {value.dtype}{list(value.shape)}")
+        return msgpack.ExtType(code, np.ascontiguousarray(value, _DTYPES[code]).tobytes())
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"cannot encode {type(value).__name__}")
+
+
+def _decode(code: int, data: bytes) -> np.ndarray:
+    dtype = _DTYPES.get(code)
+    if dtype is None:
+        raise ValueError(f"unknown array type {code}")
+    return np.frombuffer(data, dtype)
+
+
+def pack(value: Any) -> bytes:
+    """Encodes dicts, lists, scalars, strings, bytes and 1-D arrays (int32, float32, uint8, int64, float64)."""
+    return msgpack.packb(value, default=_encode, use_bin_type=True)
+
+
+def unpack(data: bytes, what: str = "body") -> Any:
+    """Decodes what `pack` made; arrays come back read-only, without a copy of their own.
+
+    Raises:
+        DecodeError: the bytes are not one whole msgpack value, or hold an unknown array type.
+    """
+    try:
+        return msgpack.unpackb(data, ext_hook=_decode, raw=False, strict_map_key=True)
+    except (msgpack.UnpackException, *_MAX_DEPTH_ERRORS) as error:
+        raise DecodeError(f"{what} is not valid msgpack: {type(error).__name__}: {error}") from error

@@ -1,0 +1,109 @@
+"""The one config loader: layered YAML, `key.path=value` overrides, merged by OmegaConf, validated by pydantic.
+
+Every error is one line that names the key, or the file and the line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from shared.errors import ConfigError
+from shared.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A validated run configuration with the plain tree it came from and that tree's hash."""
+
+    config: RunConfig
+    tree: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.to_yaml().encode()).hexdigest()[:16]
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.tree, sort_keys=True, allow_unicode=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The two arguments every command with a configuration takes."""
+    parser.add_argument("--config", action="append", required=True, metavar="FILE.yaml", help="run configuration; given again, the later file wins")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
+
+
+def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Loaded:
+    """Raises ConfigError naming the file, key or value that is wrong."""
+    merged = OmegaConf.create({})
+    for path in paths:
+        merged = OmegaConf.merge(merged, _read(Path(path)))
+    for override in overrides:
+        key, sign, _ = override.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"override {override!r} is not of the form key.path=value")
+        try:
+            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
+        except (OmegaConfBaseException, yaml.YAMLError) as error:
+            raise ConfigError(f"override {override!r} cannot be applied: {_first_line(error)}") from error
+    return validate(merged)
+
+
+def validate(tree: Any) -> Loaded:
+    """Validates a plain or OmegaConf tree. Raises ConfigError."""
+    try:
+        plain = OmegaConf.to_container(tree, resolve=True) if OmegaConf.is_config(tree) else tree
+        return Loaded(RunConfig.model_validate(plain), plain)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"the configuration cannot be resolved: {_first_line(error)}") from error
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(e) for e in error.errors())) from error
+
+
+def _read(path: Path) -> Any:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"config file {path}: {error.strerror}", "give an existing YAML file with --config") from error
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config file {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config file {path} does not hold a mapping of sections")
+    return OmegaConf.create(tree)
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"]) or "configuration"
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key}{_suggestion(error['loc'])}"
+    if error["type"] == "missing":
+        return f"{key} is missing"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"]) if not error["loc"] else f"{key}: {error['ctx']['error']}"
+    return f"{key}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _suggestion(loc: tuple[Any, ...]) -> str:
+    """The valid keys at that place, so that a typing error is mended at a glance."""
+    model: Any = RunConfig
+    for part in loc[:-1]:
+        field = getattr(model, "model_fields", {}).get(part)
+        if field is None:
+            return ""
+        model = field.annotation
+    return f" (valid here: {', '.join(getattr(model, 'model_fields', {}))})"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

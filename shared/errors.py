@@ -1,0 +1,154 @@
+"""The one error tree of the project.
+
+    VolleyError                 anything a user may have to read; has a title, a detail and a hint
+    ├── ConfigError             a config key, value or file is wrong (commands exit with code 2)
+    ├── InputError              a request is wrong                                         422
+    │   ├── DecodeError         bytes that are not the record they claim to be             400
+    │   ├── TooLarge            a body, prompt or episode is over its limit                413
+    │   ├── NotFound            no such environment, episode, run, version                 404
+    │   ├── Forbidden           a path outside the configured root, a missing token        403
+    │   │   └── Unauthorized    no or a wrong bearer token                                 401
+    │   └── Conflict            legal elsewhere, not in the present state                  409
+    ├── Unavailable             try again later (also: a deadline passed)                  503
+    │   ├── ServiceUnreachable  another service did not answer
+    │   ├── QueueUnavailable    Redis did not answer
+    │   └── OutOfMemory         weights or an episode do not fit                           507
+    ├── Fenced                  a newer trainer has taken over; this one has to stop       409
+    ├── WeightsError            digest, tree or fingerprint of a checkpoint differs        422
+    └── EngineDied              the inference engine is gone; the process has to end       500
+
+Foreign exceptions are translated to this tree in one function per client, and nowhere else. An HTTP answer carries an
+error as a problem body (RFC 9457), made by `problem` and read back by `from_problem`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class VolleyError(Exception):
+    """Base of all errors of the project.
+
+    Args:
+        detail: what happened, naming the thing (key, path, address, id).
+        hint: what the reader can do about it; may be empty.
+    """
+
+    status: ClassVar[int] = 500
+    title: ClassVar[str] = "Internal error"
+
+    def __init__(self, detail: str, hint: str = "") -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.detail} ({self.hint})" if self.hint else self.detail
+
+
+class ConfigError(VolleyError):
+    status, title = 422, "Invalid configuration"
+
+
+class InputError(VolleyError):
+    status, title = 422, "Invalid request"
+
+
+class DecodeError(InputError):
+    status, title = 400, "Malformed body"
+
+
+class TooLarge(InputError):
+    status, title = 413, "Too large"
+
+
+class NotFound(InputError):
+    status, title = 404, "Not found"
+
+
+class Forbidden(InputError):
+    status, title = 403, "Forbidden"
+
+
+class Unauthorized(Forbidden):
+    status, title = 401, "Unauthorized"
+
+
+class Conflict(InputError):
+    status, title = 409, "Conflict"
+
+
+class Unavailable(VolleyError):
+    """The request may succeed later; `retry_after_s` says when to try, in seconds."""
+
+    status, title = 503, "Unavailable"
+
+    def __init__(self, detail: str, hint: str = "", retry_after_s: float = 1.0) -> None:
+        super().__init__(detail, hint)
+        self.retry_after_s = retry_after_s
+
+
+class ServiceUnreachable(Unavailable):
+    title = "Service unreachable"
+
+
+class QueueUnavailable(Unavailable):
+    title = "Queue unavailable"
+
+
+class OutOfMemory(Unavailable):
+    status, title = 507, "Out of memory"
+
+
+class Fenced(VolleyError):
+    status, title = 409, "Superseded by a newer trainer"
+
+
+class WeightsError(VolleyError):
+    status, title = 422, "Weights rejected"
+
+
+class EngineDied(VolleyError):
+    status, title = 500, "Engine died"
+
+
+_BY_NAME: dict[str, type[VolleyError]] = {}
+
+
+def _register(kind: type[VolleyError]) -> None:
+    _BY_NAME[kind.__name__] = kind
+    for child in kind.__subclasses__():
+        _register(child)
+
+
+_register(VolleyError)
+
+
+def problem(error: VolleyError) -> dict[str, Any]:
+    """The RFC 9457 body of an error."""
+    body: dict[str, Any] = {
+        "type": f"urn:volley:{type(error).__name__}",
+        "title": error.title,
+        "status": error.status,
+        "detail": error.detail,
+    }
+    if error.hint:
+        body["hint"] = error.hint
+    return body
+
+
+def from_problem(status: int, body: dict[str, Any]) -> VolleyError:
+    """The error a problem body stands for; an unknown type becomes the nearest class by HTTP status."""
+    name = str(body.get("type", "")).rpartition(":")[2]
+    detail = str(body.get("detail") or body.get("title") or f"HTTP {status}")
+    kind = _BY_NAME.get(name) or _by_status(status)
+    return kind(detail, str(body.get("hint", "")))
+
+
+def _by_status(status: int) -> type[VolleyError]:
+    exact = {400: DecodeError, 401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 413: TooLarge, 507: OutOfMemory}
+    if status in exact:
+        return exact[status]
+    if status in (408, 429, 502, 503, 504):
+        return Unavailable
+    return InputError if 400 <= status < 500 else VolleyError

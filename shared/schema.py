@@ -1,0 +1,210 @@
+"""The run's configuration: one YAML, these models, unknown keys refused. Algorithm keys keep Tunix's names.
+
+The core of a service never sees these models: its `settings.py` turns the sections it needs into plain values.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Run(Section):
+    """Identity of the run; its folder `dir/name` holds config, checkpoints, ledger, metrics and plots."""
+
+    name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    dir: Path = Path("runs")
+    seed: NonNegativeInt = 0
+
+    @property
+    def folder(self) -> Path:
+        return self.dir / self.name
+
+
+
+class Model(Section):
+    """`path` is a Hugging Face folder or hub id: config.json and tokenizer; without safetensors the weights are random."""
+
+    path: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: Literal["none", "block", "decoder"] = "none"
+
+
+class Data(Section):
+    """Which environment makes the tasks. `train` and `eval` are the files of a dataset environment."""
+
+    env: str
+    env_config: dict[str, Any] = {}
+    train: Path | None = None
+    eval: Path | None = None
+    n_eval_tasks: PositiveInt = 200
+
+
+class OptimizerConfig(Section):
+    learning_rate: PositiveFloat = 1e-5
+    schedule_type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    b1: Fraction = 0.9
+    b2: Fraction = 0.95
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+
+
+class Sft(Section):
+    """Warm start on demonstrations made by the environment, before step 0 of RL. `max_steps: 0` skips it."""
+
+    max_steps: NonNegativeInt = 0
+    n_demonstrations: PositiveInt = 1024
+    batch_size: PositiveInt = 32
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class GrpoConfig(Section):
+    """`off_policy_steps` is the staleness bound in steps: 0 trains synchronously. `max_response_length` bounds one turn, in tokens."""
+
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    num_iterations: PositiveInt = 1
+    beta: NonNegativeFloat = 0.0
+    epsilon: PositiveFloat = 0.2
+    epsilon_high: PositiveFloat | None = None
+    loss_algo: Literal["grpo", "gspo-token"] = "grpo"
+    loss_agg_mode: Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale", "seq-mean-token-sum"] = "token-mean"
+    kl_loss_mode: Literal["kl", "mse_kl", "low_var_kl"] = "low_var_kl"
+    advantage_estimator: Literal["grpo", "drgrpo", "rloo"] = "grpo"
+    sampler_is: Literal["none", "token"] = "none"
+    sampler_is_threshold: PositiveFloat = 2.0
+    off_policy_steps: NonNegativeInt = 1
+    max_response_length: PositiveInt = 512
+
+
+class Mesh(Section):
+    shape: tuple[PositiveInt, ...] = (1, 1)
+    axis_names: tuple[Literal["fsdp", "tp"], ...] = ("fsdp", "tp")
+
+    @model_validator(mode="after")
+    def _same_rank(self) -> Mesh:
+        if len(self.shape) != len(self.axis_names):
+            raise ValueError("mesh.shape and mesh.axis_names differ in length")
+        return self
+
+
+class CheckpointingOptions(Section):
+    save_interval_steps: PositiveInt = 1
+    max_to_keep: Annotated[int, Field(ge=2)] = 3
+
+
+class Trainer(Section):
+    """`groups_per_step` groups of `num_generations` episodes make one optimizer step. `length_buckets` bound the compiled shapes, in tokens."""
+
+    max_steps: PositiveInt = 10
+    groups_per_step: PositiveInt = 8
+    train_micro_batch_size: PositiveInt | None = None
+    order: Literal["arrival", "ticket"] = "arrival"
+    length_buckets: tuple[PositiveInt, ...] = (256, 512, 1024, 2048, 4096)
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    checkpointing_options: CheckpointingOptions = CheckpointingOptions()
+    mesh: Mesh = Mesh()
+
+
+class Engine(Section):
+    """sglang-jax: sizes are tokens, except `max_running_requests`. Paddings list the shapes compiled at start; null compiles on demand."""
+
+    device: Literal["cpu", "tpu", "gpu"] = "cpu"
+    tp_size: PositiveInt = 1
+    context_length: PositiveInt = 512
+    max_running_requests: PositiveInt = 64
+    max_total_tokens: PositiveInt | None = None
+    max_prefill_tokens: PositiveInt = 2048
+    precompile_token_paddings: tuple[PositiveInt, ...] | None = None
+    precompile_bs_paddings: tuple[PositiveInt, ...] | None = None
+
+
+class Sampling(Section):
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: int = -1
+
+
+class Rollout(Section):
+    """`update_mode` says what happens to requests that are running when new weights arrive."""
+
+    engine: Engine = Engine()
+    sampling: Sampling = Sampling()
+    update_mode: Literal["retract", "abort", "in_place"] = "retract"
+
+
+class Orchestrator(Section):
+    max_concurrent_episodes: PositiveInt = 256
+    max_turns: PositiveInt = 8
+    lease_s: PositiveFloat = 60.0
+    episode_timeout_s: PositiveFloat = 600.0
+    max_attempts: PositiveInt = 3
+    eval_every_n_steps: PositiveInt | None = None
+
+
+class Endpoint(Section):
+    """Where a service listens; `url` is how others reach it (default: from host and port)."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)]
+    url: str | None = None
+
+    @property
+    def base_url(self) -> str:
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return (self.url or f"http://{host}:{self.port}").rstrip("/")
+
+
+class Limits(Section):
+    max_body_bytes: PositiveInt = 64 * 2**20
+    body_timeout_s: PositiveFloat = 30.0
+    grace_s: PositiveFloat = 10.0
+
+
+class Services(Section):
+    """`redis_url: null` starts the embedded server. Rollout servers register themselves; `rollout_urls` adds fixed ones."""
+
+    redis_url: str | None = None
+    redis_password_file: Path | None = None
+    token_file: Path | None = None
+    env: Endpoint = Endpoint(port=8101)
+    rollout: Endpoint = Endpoint(port=8102)
+    orchestrator: Endpoint = Endpoint(port=8103)
+    trainer: Endpoint = Endpoint(port=8104)
+    rollout_urls: tuple[str, ...] = ()
+    rollout_replicas: PositiveInt = 1
+    limits: Limits = Limits()
+
+
+class RunConfig(Section):
+    """The whole file."""
+
+    run: Run = Run()
+    model: Model
+    data: Data
+    sft: Sft = Sft()
+    grpo_config: GrpoConfig = GrpoConfig()
+    trainer: Trainer = Trainer()
+    rollout: Rollout = Rollout()
+    orchestrator: Orchestrator = Orchestrator()
+    services: Services = Services()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        interval, eta = self.trainer.checkpointing_options.save_interval_steps, self.grpo_config.off_policy_steps
+        if interval > eta + 1:
+            raise ValueError(
+                f"trainer.checkpointing_options.save_interval_steps={interval} needs grpo_config.off_policy_steps >= {interval - 1}: "
+                "new weights are published only once they are durable, so a longer interval would wait for itself"
+            )
+        if self.rollout.engine.context_length > max(self.trainer.length_buckets):
+            raise ValueError("trainer.length_buckets must reach rollout.engine.context_length")
+        return self
