@@ -45,7 +45,8 @@ def _decode(code: int, data: bytes) -> np.ndarray:
 
 def pack(value: Any) -> bytes:
     """Encodes dicts, lists, scalars, strings, bytes and 1-D arrays (int32, float32, uint8, int64, float64)."""
-    return msgpack.packb(value, default=_encode, use_bin_type=True)
+    packer = msgpack.Packer(default=_encode, use_bin_type=True)
+    return bytes(packer.pack(value))
 
 
 def unpack(data: bytes, what: str = "body") -> Any:

@@ -38,7 +38,9 @@ class Loaded:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two arguments every command with a configuration takes."""
-    parser.add_argument("--config", action="append", required=True, metavar="FILE.yaml", help="run configuration; given again, the later file wins")
+    parser.add_argument(
+        "--config", action="append", required=True, metavar="FILE.yaml", help="run configuration; given again, the later file wins"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
 
 
@@ -61,7 +63,7 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Loaded:
 def validate(tree: Any) -> Loaded:
     """Validates a plain or OmegaConf tree. Raises ConfigError."""
     try:
-        plain = OmegaConf.to_container(tree, resolve=True) if OmegaConf.is_config(tree) else tree
+        plain: Any = OmegaConf.to_container(tree, resolve=True) if OmegaConf.is_config(tree) else tree
         return Loaded(RunConfig.model_validate(plain), plain)
     except OmegaConfBaseException as error:
         raise ConfigError(f"the configuration cannot be resolved: {_first_line(error)}") from error

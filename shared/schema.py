@@ -29,7 +29,6 @@ class Run(Section):
         return self.dir / self.name
 
 
-
 class Model(Section):
     """`path` is a Hugging Face folder or hub id: config.json and tokenizer; without safetensors the weights are random."""
 
@@ -102,7 +101,10 @@ class CheckpointingOptions(Section):
 
 
 class Trainer(Section):
-    """`groups_per_step` groups of `num_generations` episodes make one optimizer step. `length_buckets` bound the compiled shapes, in tokens."""
+    """`groups_per_step` groups of `num_generations` episodes make one optimizer step.
+
+    `length_buckets` are the sequence lengths compiled for, in tokens.
+    """
 
     max_steps: PositiveInt = 10
     groups_per_step: PositiveInt = 8
@@ -159,7 +161,7 @@ class Endpoint(Section):
 
     @property
     def base_url(self) -> str:
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host  # noqa: S104 - compared, not bound
         return (self.url or f"http://{host}:{self.port}").rstrip("/")
 
 
@@ -187,7 +189,7 @@ class Services(Section):
 class RunConfig(Section):
     """The whole file."""
 
-    run: Run = Run()
+    run: Run = Run(name="quickstart")
     model: Model
     data: Data
     sft: Sft = Sft()

@@ -115,7 +115,7 @@ class Trajectory:
             _require(not covered[span.start : span.end].any(), "version spans overlap")
             covered[span.start : span.end] = True
         _require(bool((covered == sampled).all()), "version spans do not cover exactly the sampled tokens")
-        _require(sampled.any(), "no token was sampled")
+        _require(bool(sampled.any()), "no token was sampled")
         _require(all(0 <= turn.start <= turn.end <= n for turn in self.turns), "a turn lies outside the sequence")
         _require(bool(np.isfinite(self.reward)), "the reward is not finite")
 

@@ -1,0 +1,169 @@
+"""The boot path of every service: parse the configuration, bind, open resources, serve, clean up.
+
+Four ends, each with all resources released:
+- SIGTERM or SIGINT: stop accepting, cancel workers, finish requests within the grace, exit code 0;
+- a worker raises: the same, exit code 1 (a crashed worker never leaves a zombie that still answers 200);
+- connections that never finish: cut off when the grace is over;
+- start-up fails (configuration, taken port, unreachable Redis): one line on stderr, exit code 2 or 1.
+
+The socket is bound before resources are opened, so a taken port costs nothing; heavy imports happen after both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+
+import uvicorn
+from fastapi import FastAPI
+
+from shared import config, telemetry
+from shared.errors import ConfigError, VolleyError
+from shared.schema import Endpoint, RunConfig
+
+_log = telemetry.Log("boot")
+
+
+@dataclass(frozen=True)
+class Service:
+    """What `open_service` yields: the HTTP application and the workers that live as long as it does."""
+
+    app: FastAPI
+    workers: Sequence[Callable[[], Awaitable[None]]] = field(default=())
+
+
+type OpenService = Callable[[RunConfig], AbstractAsyncContextManager[Service]]
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling; ours runs on the loop and reaches the workers too."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def main(name: str, argv: Sequence[str] | None = None) -> None:
+    """Entry point of `python -m services.NAME`; the section `services.NAME` of the configuration says where to listen."""
+    parser = argparse.ArgumentParser(prog=f"python -m services.{name}")
+    config.add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    telemetry.configure(name)
+    try:
+        loaded = config.load(arguments.config, arguments.overrides)
+        endpoint: Endpoint = getattr(loaded.config.services, name)
+        with bind(endpoint) as listener:
+            open_service: OpenService = importlib.import_module(f"services.{name}.app").open_service
+            code = asyncio.run(serve(loaded.config, open_service, listener))
+    except VolleyError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+    raise SystemExit(code)
+
+
+def bind(endpoint: Endpoint) -> socket.socket:
+    """Raises ConfigError when the address is taken or not ours."""
+    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((endpoint.host, endpoint.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {endpoint.host}:{endpoint.port}: {error.strerror or error}",
+            "another program may use the port; choose one with services.<name>.port=…",
+        ) from error
+    return listener
+
+
+async def serve(run_config: RunConfig, open_service: OpenService, listener: socket.socket) -> int:
+    """Runs one service until a signal or a crash; returns the exit code. Raises VolleyError if it cannot start."""
+    async with contextlib.AsyncExitStack() as stack:
+        with _cancelled_by_signal() as stopped:
+            service = await stack.enter_async_context(open_service(run_config))
+        if stopped.is_set():
+            return 0
+        server = _Server(
+            uvicorn.Config(
+                service.app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=max(1, int(run_config.services.limits.grace_s)),
+                timeout_keep_alive=30,
+            )
+        )
+        return await _run(server, service, listener)
+    return 0
+
+
+@contextlib.contextmanager
+def _cancelled_by_signal() -> Iterator[asyncio.Event]:
+    """Inside, a signal cancels the current task; the cancellation ends here and sets the event."""
+    stopped, task = asyncio.Event(), asyncio.current_task()
+    assert task is not None
+
+    def stop() -> None:
+        stopped.set()
+        task.cancel()
+
+    with _on_signal(stop):
+        try:
+            yield stopped
+        except asyncio.CancelledError:
+            if not stopped.is_set() or task.uncancel() > 0:
+                raise
+
+
+async def _run(server: _Server, service: Service, listener: socket.socket) -> int:
+    crashed: list[BaseException] = []
+    tasks: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        server.force_exit, server.should_exit = server.should_exit, True
+        for task in tasks:
+            task.cancel()
+
+    async def guarded(worker: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await worker()
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever a worker raises ends the process
+            crashed.append(error)
+            _report_crash(error)
+            stop()
+
+    with _on_signal(stop):
+        async with asyncio.TaskGroup() as group:
+            tasks.extend(group.create_task(guarded(worker)) for worker in service.workers)
+            await server.serve(sockets=[listener])
+            for task in tasks:
+                task.cancel()
+    return 1 if crashed else 0
+
+
+def _report_crash(error: Exception) -> None:
+    if isinstance(error, VolleyError):
+        _log.error("worker failed", error=type(error).__name__, detail=str(error))
+    else:
+        _log.exception("worker crashed", error=type(error).__name__)
+
+
+@contextlib.contextmanager
+def _on_signal(callback: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, callback)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

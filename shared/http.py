@@ -1,0 +1,204 @@
+"""What every service's HTTP face has in common: problem bodies, limits, bearer token, health, metrics, msgpack.
+
+`/health` says the process lives, `/ready` says "route to me"; both and `/metrics` need no token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shared import codec, telemetry
+from shared.errors import ConfigError, DecodeError, InputError, TooLarge, Unauthorized, Unavailable, VolleyError, problem
+from shared.schema import Limits
+
+_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+_REQUESTS = telemetry.Histogram(
+    "volley_http_request_seconds", "Duration of a request", ["method", "route", "status"], registry=telemetry.REGISTRY
+)
+_log = telemetry.Log("http")
+
+
+def create_app(title: str, *, limits: Limits, token: str | None, ready: Callable[[], str | None]) -> FastAPI:
+    """An application with the common routes and middleware.
+
+    Args:
+        token: bearer token every request must carry; None leaves the service open (loopback use).
+        ready: returns None when requests may be routed here, else the reason why not.
+    """
+    app = FastAPI(title=title, version="1", docs_url="/docs", redoc_url=None)
+    app.add_exception_handler(VolleyError, _on_volley_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
+    app.add_middleware(_Edge, limits=limits, token=token)
+
+    @app.get("/health", tags=["common"])
+    async def health() -> dict[str, str]:
+        return {"status": "ok", "service": title}
+
+    @app.get("/ready", tags=["common"])
+    async def readiness() -> dict[str, str]:
+        reason = ready()
+        if reason is not None:
+            raise Unavailable(reason)
+        return {"status": "ready"}
+
+    @app.get("/metrics", tags=["common"])
+    async def metrics() -> Response:
+        return Response(telemetry.exposition(), media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+def read_token(path: Path | None) -> str | None:
+    """The bearer token in a file, or None if no file is configured. Raises ConfigError."""
+    if path is None:
+        return None
+    try:
+        token = path.read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"token file {path}: {error.strerror}", "create it, or unset services.token_file") from error
+    if not token:
+        raise ConfigError(f"token file {path} is empty")
+    return token
+
+
+async def read_body(request: Request) -> dict[str, Any]:
+    """The JSON or msgpack body as a dict, by Content-Type. Raises DecodeError."""
+    data = await request.body()
+    if request.headers.get("content-type", "").startswith(codec.MEDIA_TYPE):
+        value = codec.unpack(data)
+    else:
+        try:
+            value = orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise DecodeError(f"body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DecodeError(f"body must be an object, not {type(value).__name__}")
+    return value
+
+
+def respond(request: Request, value: Any, status: int = 200) -> Response:
+    """`value` in the format the request came in: msgpack for msgpack, else JSON."""
+    if request.headers.get("content-type", "").startswith(codec.MEDIA_TYPE):
+        return Response(codec.pack(value), status, media_type=codec.MEDIA_TYPE)
+    return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
+
+
+def problem_response(error: VolleyError) -> Response:
+    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if isinstance(error, Unavailable) else {}
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    return Response(orjson.dumps(problem(error)), error.status, headers, "application/problem+json")
+
+
+async def _on_volley_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, VolleyError)
+    return problem_response(error)
+
+
+async def _on_validation_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    found = "; ".join(f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors())
+    return problem_response(InputError(found))
+
+
+async def _on_http_exception(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = {"type": "about:blank", "title": str(error.detail), "status": error.status_code, "detail": str(error.detail)}
+    return Response(orjson.dumps(body), error.status_code, dict(error.headers or {}), "application/problem+json")
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """A defect of ours: the traceback goes to the log (by the server), the client learns nothing of it."""
+    _log.error("unhandled error", method=request.method, path=request.url.path, error=type(error).__name__)
+    return problem_response(VolleyError("internal error", "the service's log says more"))
+
+
+class _Edge:
+    """Checks the token, bounds the body in bytes and in time, and measures every request."""
+
+    def __init__(self, app: ASGIApp, limits: Limits, token: str | None) -> None:
+        self._app, self._limits, self._token = app, limits, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 499
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._guarded(scope, receive, watched_send)
+        finally:
+            route = getattr(scope.get("route"), "path", "unmatched")
+            _REQUESTS.labels(scope["method"], route, status).observe(time.perf_counter() - started)
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._authorize(scope)
+            body = await self._read(scope, receive)
+        except VolleyError as error:
+            await problem_response(error)(scope, receive, send)
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    def _authorize(self, scope: Scope) -> None:
+        if self._token is None or scope["path"] in _OPEN_PATHS:
+            return
+        given = next((value for key, value in scope["headers"] if key == b"authorization"), b"")
+        if not hmac.compare_digest(given, b"Bearer " + self._token.encode()):
+            raise Unauthorized("missing or wrong bearer token", "send Authorization: Bearer <token>")
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        limit = self._limits.max_body_bytes
+        declared = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
+        too_large = TooLarge(f"the body exceeds {limit} bytes", "services.limits.max_body_bytes sets the limit")
+        if not declared.isdigit() or int(declared) > limit:
+            raise too_large
+        chunks, size = [], 0
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise DecodeError("the client went away before the body was complete")
+                    chunks.append(message.get("body", b""))
+                    size += len(chunks[-1])
+                    if size > limit:
+                        raise too_large
+                    if not message.get("more_body", False):
+                        return b"".join(chunks)
+        except TimeoutError:
+            raise DecodeError(f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
+
+
+def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
+    """A `receive` that yields the body already read, then what follows it (the disconnect)."""
+    sent = False
+
+    async def replayed() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed
