@@ -123,7 +123,8 @@ def read_manifest(path: Path) -> Manifest:
 def verify_files(folder: Path, manifest: Manifest) -> None:
     """Raises WeightsError naming the first file that is missing, extra, of another size, or of another digest."""
     expected = {file.name: file for file in manifest.files}
-    present = {str(p.relative_to(folder)) for p in (folder / manifest.path).rglob("*") if p.is_file()}
+    below = confined(folder, manifest.path)
+    present = {str(p.relative_to(folder.resolve())) for p in below.rglob("*") if p.is_file()}
     for name in sorted(present ^ expected.keys()):
         raise WeightsError(f"{manifest.version}: file {name} is {'not in the manifest' if name in present else 'missing'}")
     for file in manifest.files:

@@ -1,0 +1,132 @@
+"""The four ends of a service, each with a real process."""
+
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.net import free_port, wait_http
+
+PROGRAM = """
+    import asyncio, sys
+    from contextlib import asynccontextmanager
+    from pathlib import Path
+    from shared import boot, telemetry
+    from shared.http import create_app
+    from shared.schema import Data, Endpoint, Limits, Model, RunConfig, Services
+    from shared.errors import ServiceUnreachable
+
+    folder, port, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    config = RunConfig(model=Model(path="x"), data=Data(env="e"),
+                       services=Services(env=Endpoint(port=port), limits=Limits(grace_s=1)))
+
+    @asynccontextmanager
+    async def open_service(config):
+        if mode == "unreachable":
+            raise ServiceUnreachable("redis at nowhere")
+        try:
+            if mode == "slow start":
+                (folder / "opening").touch()
+                await asyncio.sleep(60)
+            app = create_app("env", limits=config.services.limits, token=None, ready=lambda: None)
+            @app.get("/slow")
+            async def slow():
+                await asyncio.sleep(60)
+            async def worker():
+                if mode == "crash":
+                    await asyncio.sleep(0.2)
+                    raise RuntimeError("boom")
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    (folder / "worker").touch()
+            yield boot.Service(app, [worker])
+        finally:
+            (folder / "cleaned").touch()
+
+    telemetry.configure("env")
+    with boot.bind(config.services.env) as listener:
+        raise SystemExit(asyncio.run(boot.serve(config, open_service, listener)))
+"""
+
+
+class Program:
+    def __init__(self, folder: Path, mode: str) -> None:
+        (folder / "program.py").write_text(textwrap.dedent(PROGRAM))
+        self.folder, self.port = folder, free_port()
+        root = Path(__file__).parents[2]
+        self.process = subprocess.Popen(
+            [sys.executable, str(folder / "program.py"), str(folder), str(self.port), mode], cwd=root, env={"PYTHONPATH": str(root)},
+            stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def end(self, timeout: float = 20) -> tuple[int, str]:
+        _, err = self.process.communicate(timeout=timeout)
+        return self.process.returncode, err
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def go(mode: str) -> Program:
+        started.append(Program(tmp_path, mode))
+        return started[-1]
+
+    yield go
+    for program in started:
+        program.process.kill()
+        program.process.wait()
+
+
+def test_sigterm_ends_with_zero_and_cleanup(start, tmp_path):
+    program = start("plain")
+    wait_http(f"http://127.0.0.1:{program.port}/ready")
+    program.process.send_signal(signal.SIGTERM)
+    assert program.end()[0] == 0
+    assert (tmp_path / "cleaned").exists()
+    assert (tmp_path / "worker").exists()
+
+
+def test_crashed_worker_ends_with_one_and_cleanup(start, tmp_path):
+    code, err = start("crash").end()
+    assert code == 1
+    assert "boom" in err
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_open_connections_do_not_delay_the_end_beyond_the_grace(start, tmp_path):
+    program = start("plain")
+    wait_http(f"http://127.0.0.1:{program.port}/ready")
+    with socket.create_connection(("127.0.0.1", program.port)) as slow, socket.create_connection(("127.0.0.1", program.port)) as half:
+        slow.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        half.sendall(b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc")
+        time.sleep(0.2)
+        program.process.send_signal(signal.SIGTERM)
+        assert program.end(timeout=10)[0] == 0
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_signal_while_starting_ends_with_zero_and_cleanup(start, tmp_path):
+    program = start("slow start")
+    while not (tmp_path / "opening").exists():
+        time.sleep(0.01)
+    program.process.send_signal(signal.SIGTERM)
+    assert program.end(timeout=10)[0] == 0
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_a_taken_port_is_one_line(tmp_path):
+    config = tmp_path / "c.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config.write_text(f"model: {{path: x}}\ndata: {{env: frozen_lake}}\nservices: {{env: {{port: {port}}}}}\n")
+        done = subprocess.run([sys.executable, "-m", "services.env", "--config", str(config)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

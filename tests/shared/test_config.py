@@ -1,0 +1,69 @@
+"""Configuration: every committed file parses, and every mistake is one line that names it."""
+
+from pathlib import Path
+
+import pytest
+
+from shared import config
+from shared.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+MINIMAL = "model: {path: m}\ndata: {env: frozen_lake}\n"
+
+
+def write(tmp_path, text, name="c.yaml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda p: p.name)
+def test_every_committed_config_parses(path):
+    assert config.load([path]).config.run.name
+
+
+def test_later_files_and_overrides_win(tmp_path):
+    first = write(tmp_path, MINIMAL + "trainer: {max_steps: 1, groups_per_step: 2}\n")
+    second = write(tmp_path, "trainer: {max_steps: 3}\n", "d.yaml")
+    loaded = config.load([first, second], ["trainer.groups_per_step=4", "data.train=a/b.jsonl"])
+    assert (loaded.config.trainer.max_steps, loaded.config.trainer.groups_per_step) == (3, 4)
+    assert loaded.config.data.train == Path("a/b.jsonl")
+
+
+def test_the_written_config_is_the_same_config(tmp_path):
+    loaded = config.load([write(tmp_path, MINIMAL)], ["run.seed=3"])
+    again = config.load([write(tmp_path, loaded.to_yaml(), "again.yaml")])
+    assert again.config == loaded.config
+    assert again.digest == loaded.digest
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.max_step=3"], r"unknown key trainer\.max_step \(valid here: max_steps"),
+        (["nonsense.key=3"], "unknown key nonsense"),
+        (["trainer.max_steps=many"], "trainer.max_steps='many': input should be a valid integer"),
+        (["trainer.max_steps=0"], "trainer.max_steps=0"),
+        (["grpo_config.loss_algo=magic"], "grpo_config.loss_algo='magic'"),
+        (["trainer.max_steps"], "not of the form key.path=value"),
+        (["trainer.checkpointing_options.save_interval_steps=4"], "needs grpo_config.off_policy_steps >= 3"),
+        (["run.name=../x"], "run.name"),
+        (["trainer.mesh.shape=[1]"], "trainer.mesh"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_key(tmp_path, overrides, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        config.load([write(tmp_path, MINIMAL)], overrides)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["a: [", "- 1\n", ""])
+def test_a_bad_file_is_named(tmp_path, text):
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError, match=str(path)):
+        config.load([path])
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        config.load([tmp_path / "none.yaml"])

@@ -1,0 +1,146 @@
+"""The HTTP edge: problem bodies, limits, token, msgpack, and the client that reads them back."""
+
+import asyncio
+import socket
+
+import httpx
+import numpy as np
+import pytest
+import uvicorn
+from fastapi import Request
+
+from shared import codec, errors
+from shared.clients.base import HttpClient
+from shared.http import create_app, read_body, respond
+from shared.schema import Limits
+from tests.support.net import free_port
+
+LIMITS = Limits(max_body_bytes=1000, body_timeout_s=0.3)
+
+
+def make_app(token=None, reason=None):
+    app = create_app("demo", limits=LIMITS, token=token, ready=lambda: reason)
+
+    @app.post("/echo")
+    async def echo(request: Request):
+        return respond(request, await read_body(request))
+
+    @app.get("/fail/{name}")
+    async def fail(name: str):
+        raise getattr(errors, name)("the detail", "the hint")
+
+    @app.get("/bug")
+    async def bug():
+        raise KeyError("secret of the inside")
+
+    @app.get("/number/{n}")
+    async def number(n: int):
+        return n
+
+    return app
+
+
+def client(app, token=None):
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return HttpClient("http://demo", token=token, transport=transport)
+
+
+async def test_msgpack_echo_keeps_arrays():
+    async with client(make_app()) as c:
+        answer = await c.post("/echo", {"ids": np.arange(3, dtype=np.int32)})
+    assert answer["ids"].dtype == np.int32
+    assert answer["ids"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "name", ["NotFound", "Conflict", "TooLarge", "Forbidden", "OutOfMemory", "WeightsError", "Fenced", "EngineDied", "DecodeError"]
+)
+async def test_an_error_crosses_the_wire_as_itself(name):
+    async with client(make_app()) as c:
+        with pytest.raises(getattr(errors, name), match=r"the detail \(the hint\)"):
+            await c.get(f"/fail/{name}", attempts=1)
+
+
+async def test_a_bug_says_nothing_of_the_inside():
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(), raise_app_exceptions=False), base_url="http://x") as c:
+        answer = await c.get("/bug")
+    assert answer.status_code == 500
+    assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("send", "status"),
+    [
+        (lambda c: c.post("/echo", content=b"{", headers={"content-type": "application/json"}), 400),
+        (lambda c: c.post("/echo", content=b"\xc1", headers={"content-type": codec.MEDIA_TYPE}), 400),
+        (lambda c: c.post("/echo", content=b"[1]", headers={"content-type": "application/json"}), 400),
+        (lambda c: c.post("/echo", content=b"x" * 1001), 413),
+        (lambda c: c.get("/number/many"), 422),
+        (lambda c: c.get("/nowhere"), 404),
+        (lambda c: c.get("/echo"), 405),
+    ],
+)
+async def test_bad_requests_get_a_problem_body(send, status):
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app()), base_url="http://x") as c:
+        answer = await send(c)
+    assert answer.status_code == status
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.json()["detail"]
+
+
+async def test_a_chunked_body_over_the_limit_is_cut_off():
+    async def chunks():
+        for _ in range(20):
+            yield b"x" * 100
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app()), base_url="http://x") as c:
+        assert (await c.post("/echo", content=chunks())).status_code == 413
+
+
+async def test_token():
+    async with client(make_app(token="s3cret")) as c:
+        assert await c.get("/health")
+        with pytest.raises(errors.Unauthorized):
+            await c.get("/number/1")
+    async with client(make_app(token="s3cret"), token="s3cret") as c:
+        assert await c.get("/number/1") == 1
+
+
+async def test_ready_names_the_reason():
+    async with client(make_app(reason="no weights yet")) as c:
+        with pytest.raises(errors.Unavailable, match="no weights yet"):
+            await c.get("/ready", attempts=1)
+
+
+async def test_metrics_count_requests_by_route():
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app()), base_url="http://x") as c:
+        await c.get("/number/1")
+        text = (await c.get("/metrics")).text
+    assert 'route="/number/{n}",status="200"' in text
+
+
+async def test_a_slow_body_is_given_up():
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(make_app(), port=port, log_level="error"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        answer = await asyncio.wait_for(reader.read(2000), 5)
+        writer.close()
+    finally:
+        server.should_exit = True
+        await task
+    assert b"400" in answer.split(b"\r\n")[0]
+    assert b"did not arrive within" in answer
+
+
+async def test_an_unreachable_service_is_named():
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        async with HttpClient(url) as c:
+            with pytest.raises(errors.ServiceUnreachable, match=url):
+                await c.post("/x", {})

@@ -1,0 +1,90 @@
+"""Manifests: a folder is valid only when whole, and every way of being broken is named."""
+
+import dataclasses
+import os
+
+import pytest
+
+from shared import weights
+from shared.errors import Forbidden, WeightsError
+from shared.weights import Leaf, Manifest, Probe
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "checkpoints" / "e000001-s000002"
+    (folder / "params" / "d").mkdir(parents=True)
+    (folder / "params" / "d" / "0").write_bytes(os.urandom(1000))
+    (folder / "params" / "_METADATA").write_bytes(b"{}")
+    (folder / "state.json").write_bytes(b"{}")
+    manifest = Manifest(
+        "run", folder.name, None, 2, "full", "params", weights.digest_files(folder, "params"),
+        (Leaf("a.w", (2, 3), "float32"),), {"vocab_size": 8}, Probe((1, 2), (-0.5,)), 0.0,
+    )  # fmt: skip
+    weights.write_manifest(folder, manifest)
+    return folder
+
+
+def test_round_trip(folder):
+    manifest = weights.read_manifest(folder)
+    assert manifest.tree == (Leaf("a.w", (2, 3), "float32"),)
+    assert manifest.probe == Probe((1, 2), (-0.5,))
+    weights.verify_files(folder, manifest)
+
+
+def flip(folder):
+    path = folder / "params" / "d" / "0"
+    data = bytearray(path.read_bytes())
+    data[500] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (flip, "digest of params/d/0 differs"),
+        (lambda f: os.truncate(f / "params" / "d" / "0", 999), "has 999 bytes, expected 1000"),
+        (lambda f: (f / "params" / "d" / "0").unlink(), "params/d/0 is missing"),
+        (lambda f: (f / "params" / "extra").touch(), "params/extra is not in the manifest"),
+    ],
+)
+def test_harm_is_named(folder, harm, message):
+    harm(folder)
+    with pytest.raises(WeightsError, match=message):
+        weights.verify_files(folder, weights.read_manifest(folder))
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"schema": 2}', b'{"schema": 1, "version": "x"}'])
+def test_a_malformed_manifest_is_refused(folder, data):
+    (folder / "manifest.json").write_bytes(data)
+    with pytest.raises(WeightsError):
+        weights.read_manifest(folder)
+
+
+def test_a_folder_without_manifest_does_not_exist(folder):
+    root = folder.parent
+    (root / "e000001-s000003" / "params").mkdir(parents=True)
+    (root / "tmp-e000001-s000004").mkdir()
+    (root / "tmp-e000001-s000004" / "manifest.json").touch()
+    assert weights.newest(root) == folder
+    assert weights.newest(root / "none") is None
+
+
+def test_paths_stay_under_the_root(folder, tmp_path):
+    (tmp_path / "link").symlink_to("/")
+    for name in ("../..", "/etc/passwd", "link/etc"):
+        with pytest.raises(Forbidden):
+            weights.confined(tmp_path, name)
+    manifest = weights.read_manifest(folder)
+    outside = dataclasses.replace(manifest, path="../../..", files=(weights.File("../../../x", 1, ""),))
+    with pytest.raises((WeightsError, Forbidden)):
+        weights.verify_files(folder, outside)
+
+
+@pytest.mark.parametrize(
+    ("expected", "message"),
+    [({"a.w": (3, 2)}, "has shape"), ({"a.w": (2, 3), "b": (1,)}, "b is missing"), ({}, "a.w is unknown")],
+)
+def test_another_tree_is_named(folder, expected, message):
+    with pytest.raises(WeightsError, match=message):
+        weights.check_tree(weights.read_manifest(folder), expected)

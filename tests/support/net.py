@@ -1,0 +1,23 @@
+"""Free ports and waiting for a server, for tests that start real processes."""
+
+import socket
+import time
+import urllib.error
+import urllib.request
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def wait_http(url: str, timeout_s: float = 30.0) -> None:
+    """Returns once `url` answers 200. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.05)
+    raise TimeoutError(f"{url} did not answer within {timeout_s} s")
