@@ -1,0 +1,103 @@
+"""Makes the model folder of the quickstart: configs/models/tiny/{config.json, tokenizer.json, tokenizer_config.json}.
+
+    .venvs/base/bin/python configs/models/make_tiny.py [--text FILE ...]
+
+A byte-level BPE of 512 tokens, trained on what the built-in environments say (and on the files given), so that a grid, an
+answer or a number costs few tokens, and any text can still be written. The weights are random: there are none in the folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from services.env.environments.frozen_lake import FrozenLakeConfig, frozen_lake  # noqa: E402
+from services.env.environments.sokoban import SokobanConfig, sokoban  # noqa: E402
+
+VOCABULARY = 512
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+# A tag, an action separator, a word with the space before it, a digit, any other sign or a space, each on its own.
+PIECES = r"</?[a-z_]+>| \|\| |####| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]|\s"
+TEMPLATE = """\
+{%- for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}
+"""
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "initializer_range": 0.02,
+    "torch_dtype": "float32",
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "use_cache": True,
+}
+
+
+def conversations() -> Iterator[str]:
+    """Demonstrations of the games, in the text a model sees."""
+    for talk in ("bare", "chat"):
+        lake = frozen_lake(FrozenLakeConfig(talk=talk, demo_actions_per_turn=1))
+        boxes = sokoban(SokobanConfig(talk=talk))
+        for environment, n in ((lake, 300), (boxes, 60)):
+            for index in range(n):
+                for message in environment.demonstration("train", index):
+                    yield f"{message['role']}\n{message['content']}"
+    yield "√" * 1000  # Sokoban's rarest sign is three bytes, and should still be one token
+
+
+def train(texts: list[str]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[AddedToken(token, special=True) for token in SPECIAL],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--text", type=Path, action="append", default=[], help="more text to train on, e.g. problems of GSM8K")
+    parser.add_argument("--out", type=Path, default=ROOT / "configs" / "models" / "tiny")
+    arguments = parser.parse_args()
+    texts = [*conversations(), *(path.read_text() for path in arguments.text)]
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    train(texts).save(str(arguments.out / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    (arguments.out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    (arguments.out / "config.json").write_text(json.dumps(MODEL, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
