@@ -1,0 +1,57 @@
+"""Wires the env service: catalogue, episodes, routes. The environment of the run is tried at start, so that bad settings and
+missing files end the service with one line instead of failing its first episode."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+from services.env.catalogue import Catalogue
+from services.env.episodes import Episodes
+from services.env.routes import State, router
+from services.env.runner import Runner
+from services.env.settings import EnvSettings, from_config
+from shared import telemetry
+from shared.boot import Service
+from shared.errors import ConfigError, InputError
+from shared.http import create_app, read_token
+from shared.schema import RunConfig
+
+_log = telemetry.Log("env")
+
+
+@asynccontextmanager
+async def open_service(config: RunConfig) -> AsyncIterator[Service]:
+    """Raises ConfigError."""
+    async with open_env(from_config(config)) as service:
+        yield service
+
+
+@asynccontextmanager
+async def open_env(settings: EnvSettings) -> AsyncIterator[Service]:
+    """The service from plain settings. Raises ConfigError."""
+    catalogue = open_catalogue(settings)
+    app = create_app("env", limits=settings.limits, token=read_token(settings.token_file), ready=lambda: None)
+    pool = ThreadPoolExecutor(settings.n_threads, thread_name_prefix="env")
+    try:
+        runner = Runner(pool, settings.deadline_s)
+        episodes = Episodes(runner, max_episodes=settings.max_episodes, ttl_s=settings.ttl_s)
+        app.state.env = State(catalogue, episodes, runner)
+        app.include_router(router)
+        _log.info("environments ready", env=settings.env, available=[entry.name for entry in catalogue.entries()])
+        yield Service(app, [episodes.sweep])
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def open_catalogue(settings: EnvSettings) -> Catalogue:
+    """The catalogue, with one task of the run's environment tried out. Raises ConfigError."""
+    try:
+        catalogue = Catalogue(settings.configs)
+        environment = catalogue.get(settings.env).environment
+        for split in environment.splits:
+            environment.task(split, 0)
+    except InputError as error:
+        raise ConfigError(f"data.env={settings.env}: {error.detail}", error.hint) from error
+    return catalogue

@@ -1,0 +1,114 @@
+"""The environments this service offers: the built-in ones, and configured variants of them.
+
+Invariants: a name never changes its meaning while the process lives, and at most MAX_VARIANTS can be added, so that the
+catalogue is bounded. Files of a dataset are set by whoever runs the service, never through a request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from services.env.environments.base import Environment
+from services.env.environments.frozen_lake import FrozenLakeConfig, frozen_lake
+from services.env.environments.gsm8k import Gsm8k, Gsm8kConfig
+from services.env.environments.sokoban import SokobanConfig, sokoban
+from shared.errors import Conflict, Forbidden, InputError, NotFound, Unavailable
+
+MAX_VARIANTS = 256
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind[C: BaseModel]:
+    """A built-in environment: its configuration model, how it is built, and the keys a request may not set."""
+
+    config: type[C]
+    build: Callable[[C], Environment]
+    private: frozenset[str] = frozenset()
+
+
+KINDS: Mapping[str, Kind[Any]] = {
+    "gsm8k": Kind(Gsm8kConfig, Gsm8k, frozenset({"train", "eval"})),
+    "frozen_lake": Kind(FrozenLakeConfig, frozen_lake),
+    "sokoban": Kind(SokobanConfig, sokoban),
+}
+"""An environment is added here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One environment on offer. `kind` is the built-in it comes from."""
+
+    name: str
+    kind: str
+    config: BaseModel
+    environment: Environment
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "base": self.kind, "config": self.config.model_dump(mode="json")}
+
+
+class Catalogue:
+    """Args: configs: settings of built-in environments that differ from their defaults, by name. Raises NotFound, InputError."""
+
+    def __init__(self, configs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        given = dict(configs or {})
+        self._entries: dict[str, Entry] = {}
+        for name in KINDS:
+            self._entries[name] = _entry(name, name, given.pop(name, {}))
+        for unknown in given:
+            self.get(unknown)
+
+    def get(self, name: str) -> Entry:
+        """Raises NotFound listing the environments there are."""
+        entry = self._entries.get(name)
+        if entry is None:
+            raise NotFound(f"there is no environment {name!r}", f"available: {', '.join(self._entries)}")
+        return entry
+
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(self._entries.values())
+
+    def register(self, name: str, base: str, config: Mapping[str, Any]) -> tuple[Entry, bool]:
+        """Adds `base` with some settings changed under a new name; the same request again changes nothing.
+
+        Returns the entry and whether it is new. Raises NotFound (base), InputError (name, settings), Forbidden (private
+        settings), Conflict (the name has another meaning), Unavailable (full).
+        """
+        if not _NAME.fullmatch(name):
+            raise InputError(f"{name[:80]!r} is not a name", "use up to 64 letters, digits, '.', '_' and '-'")
+        parent = self.get(base)
+        for key in sorted(KINDS[parent.kind].private & config.keys()):
+            raise Forbidden(f"{parent.kind}: {key} cannot be set by a request", "it belongs in the configuration of the service")
+        entry = _entry(name, parent.kind, {**parent.config.model_dump(), **config})
+        if (known := self._entries.get(name)) is not None:
+            if (known.kind, known.config) != (entry.kind, entry.config):
+                raise Conflict(f"the environment {name!r} exists with other settings", "choose another name")
+            return known, False
+        if len(self._entries) >= len(KINDS) + MAX_VARIANTS:
+            raise Unavailable(f"{MAX_VARIANTS} environments have been registered", "restart the service to forget them", 60.0)
+        self._entries[name] = entry
+        return entry, True
+
+
+def _entry(name: str, kind: str, config: Mapping[str, Any]) -> Entry:
+    try:
+        valid = KINDS[kind].config.model_validate(dict(config))
+    except ValidationError as error:
+        raise InputError(f"{kind}: {'; '.join(_explain(kind, e) for e in error.errors())}") from error
+    return Entry(name, kind, valid, KINDS[kind].build(valid))
+
+
+def _explain(kind: str, error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"unknown setting {key} (it has: {', '.join(KINDS[kind].config.model_fields)})"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return f"{key}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

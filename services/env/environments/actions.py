@@ -1,0 +1,66 @@
+"""How a game reads actions out of text, and writes them: `<answer>Right || Down</answer>`, or the bare names.
+
+Reading is total: any text gives a `Reply`, never an exception. Unknown names are dropped and make the reply malformed,
+known ones around them are still played (GRL's convention).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+type Style = Literal["answer", "plain"]
+
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_SEPARATORS = re.compile(r"\|\||[\s,]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The actions of one turn, canonical names in order; `well_formed` is false when the penalty is due."""
+
+    actions: tuple[str, ...]
+    well_formed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ActionProtocol:
+    """`names` are the legal actions; `style` says whether they stand in an <answer> tag or alone."""
+
+    names: tuple[str, ...]
+    style: Style = "answer"
+    max_per_turn: int = 1
+
+    def read(self, text: str) -> Reply:
+        """At most `max_per_turn` actions of `text`; the last <answer> counts. Case and space do not matter."""
+        body = self._body(text)
+        if body is None:
+            return Reply((), False)
+        words = self._words(body)
+        known = {name.lower(): name for name in self.names}
+        actions = tuple(known[word.lower()] for word in words if word.lower() in known)
+        return Reply(actions[: self.max_per_turn], bool(words) and len(actions) == len(words))
+
+    def write(self, actions: Sequence[str]) -> str:
+        """The text that `read` gives back as `actions`."""
+        if self.style == "answer":
+            return f"<answer>{' || '.join(actions)}</answer>"
+        return " ".join(actions)
+
+    def _body(self, text: str) -> str | None:
+        """The text inside the last closed <answer>; found in one pass, whatever a model writes."""
+        if self.style == "plain":
+            return text
+        opened, body = None, None
+        for tag in _TAG.finditer(text):
+            if not tag[1]:
+                opened = tag.end()
+            elif opened is not None:
+                body, opened = text[opened : tag.start()], None
+        return body
+
+    def _words(self, body: str) -> list[str]:
+        parts = body.split("||") if self.style == "answer" else _SEPARATORS.split(body)
+        return [part.strip() for part in parts if part.strip()]

@@ -1,0 +1,123 @@
+"""What an environment is: tasks in splits, and episodes that answer an assistant's message with Gymnasium's five-tuple.
+
+Invariants
+- An `Environment` is immutable once built and shared by all its episodes; an `Episode` belongs to one client.
+- `(split, index)` names the same task in every process; `(split, index, seed)` gives the same episode for the same messages.
+- All of it is synchronous, CPU-only code that knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NotRequired, Protocol, TypedDict
+
+from shared.errors import NotFound
+
+TRAIN, EVAL = "train", "eval"
+
+type Step = Literal["reset", "step"]
+
+
+class Message(TypedDict):
+    """One chat message. `tool_calls` has OpenAI's shape: [{"function": {"name", "arguments"}}]."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    tool_calls: NotRequired[list[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Info:
+    """What an answer says beside the five-tuple's numbers.
+
+    `reward_components` sums to the step's reward; `success` says whether the task is solved; `extra` is the environment's own.
+    """
+
+    reward_components: Mapping[str, float]
+    success: bool
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Gymnasium's (observation, reward, terminated, truncated, info); the observation is messages."""
+
+    messages: tuple[Message, ...]
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: Info
+
+    @property
+    def over(self) -> bool:
+        return self.terminated or self.truncated
+
+
+class Episode(Protocol):
+    """One conversation in progress."""
+
+    @property
+    def opening(self) -> tuple[Message, ...]:
+        """The messages the assistant answers first; read once, before the first step."""
+        ...
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """JSON schemas of the tools, in OpenAI's shape."""
+        ...
+
+    def step(self, message: Message) -> StepResult:
+        """Answers one assistant message. Never called again once the result says `over`."""
+        ...
+
+
+class Environment(Protocol):
+    """What the author of an environment implements."""
+
+    @property
+    def splits(self) -> tuple[str, ...]: ...
+
+    @property
+    def slow(self) -> frozenset[Step]:
+        """The calls that may take longer than about a millisecond; they run in a thread, with a deadline."""
+        ...
+
+    def num_tasks(self, split: str) -> int:
+        """Raises NotFound on an unknown split."""
+        ...
+
+    def task(self, split: str, index: int) -> str:
+        """A readable id that is unique to the task. Raises NotFound outside 0 <= index < num_tasks(split)."""
+        ...
+
+    def reset(self, split: str, index: int, seed: int) -> Episode:
+        """A new episode; `seed` drives whatever is random after the task is chosen. Raises NotFound."""
+        ...
+
+    def demonstration(self, split: str, index: int) -> tuple[Message, ...]:
+        """A solved conversation from the first message to the assistant's last. Raises NotFound."""
+        ...
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def check_task(env: str, counts: Mapping[str, int], split: str, index: int) -> None:
+    """Raises NotFound unless `split` is one of `counts` and 0 <= index < counts[split]."""
+    if split not in counts:
+        raise NotFound(f"{env} has no split {split!r}", f"it has: {', '.join(counts)}")
+    if not 0 <= index < counts[split]:
+        raise NotFound(f"{env}/{split} has no task {index}", f"indices run from 0 to {counts[split] - 1}")
+
+
+def fingerprint(message: Message) -> str:
+    """Equal for equal messages: tells a repeated request from another one that reuses its id."""
+    return hashlib.blake2b(json.dumps(message, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,171 @@
+"""FrozenLake: gymnasium's own environment, on random maps, rendered as text.
+
+Maps come from gymnasium's `generate_random_map` and are only used when their shortest path fits the budget of actions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+from pydantic import Field
+
+from services.env.environments.actions import ActionProtocol
+from services.env.environments.base import EVAL, TRAIN, Message, Step
+from services.env.environments.layouts import Drawn, Layouts, Rows
+from services.env.environments.text_game import GameConfig, GameEpisode, Outcome, demonstrate, instructions
+from shared.errors import InputError
+
+ACTIONS = ("Left", "Down", "Right", "Up")
+"""In gymnasium's order: the position is the action's number."""
+
+_MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
+_DEMO_SEEDS = 64
+
+RULES = (
+    "You walk on a frozen lake. Reach the goal G without falling into a hole O.\n"
+    "P is you, _ is ice, O a hole, G the goal, X you in a hole, * you on the goal."
+)
+SLIPPERY = " The ice is slippery: you may slide to the side of where you are heading."
+
+type Render = Literal["grid", "spaced", "grid+coords", "coords"]
+
+
+class FrozenLakeConfig(GameConfig):
+    """`render`: the board as lines; with spaces between tiles; with coordinates of player and goal; coordinates alone, of holes too."""
+
+    size: int = Field(4, ge=2, le=16)
+    frozen_probability: float = Field(0.8, ge=0.65, le=1)
+    is_slippery: bool = False
+    render: Render = "grid"
+    success_reward: float = Field(1.0, gt=0)
+    hole_reward: float = Field(0.0, le=0)
+    step_reward: float = Field(0.0, le=0)
+
+
+@dataclass(slots=True)
+class LakeGame:
+    """One map in play. `lake` is gymnasium's environment, already reset."""
+
+    rows: Rows
+    lake: FrozenLakeEnv
+    config: FrozenLakeConfig
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(row, column) of the player."""
+        row, column = divmod(int(self.lake.s), len(self.rows))
+        return row, column
+
+    def render(self) -> str:
+        return _RENDER[self.config.render](self.rows, self.position)
+
+    def act(self, action: str) -> Outcome:
+        _, reward, over, _, _ = self.lake.step(ACTIONS.index(action))
+        won = reward > 0
+        rewards = {"success": self.config.success_reward} if won else {"hole": self.config.hole_reward} if over else {}
+        if self.config.step_reward:
+            rewards["step"] = self.config.step_reward
+        return Outcome(rewards, over, won)
+
+    def plan(self) -> Sequence[str] | None:
+        return shortest_path(self.rows, self.position)
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenLake:
+    """The environment; build it with `frozen_lake`."""
+
+    config: FrozenLakeConfig
+    layouts: Layouts[Rows]
+    protocol: ActionProtocol
+    splits: tuple[str, ...] = (TRAIN, EVAL)
+    slow: frozenset[Step] = frozenset({"reset"})
+
+    def num_tasks(self, split: str) -> int:
+        return self.layouts.count(split)
+
+    def task(self, split: str, index: int) -> str:
+        return f"{split}/{index}@{self.layouts.get(split, index).digest}"
+
+    def reset(self, split: str, index: int, seed: int) -> GameEpisode:
+        return self._episode(self.layouts.get(split, index), seed)
+
+    def demonstration(self, split: str, index: int) -> tuple[Message, ...]:
+        """On slippery ice the first of some seeds on which the plan works. Raises InputError when none does."""
+        drawn = self.layouts.get(split, index)
+        for seed in range(_DEMO_SEEDS):
+            messages = demonstrate(self._episode(drawn, seed))
+            if messages is not None:
+                return messages
+        raise InputError(f"frozen_lake/{split}/{index}: no plan worked on {_DEMO_SEEDS} seeds", "raise max_actions and max_turns")
+
+    def _episode(self, drawn: Drawn[Rows], seed: int) -> GameEpisode:
+        lake = FrozenLakeEnv(desc=list(drawn.layout), is_slippery=self.config.is_slippery)
+        lake.reset(seed=seed)
+        intro = instructions(RULES + (SLIPPERY if self.config.is_slippery else ""), self.config, self.protocol)
+        return GameEpisode(LakeGame(drawn.layout, lake, self.config), self.config, self.protocol, intro)
+
+
+def frozen_lake(config: FrozenLakeConfig) -> FrozenLake:
+    """Builds the environment; maps are made when they are asked for."""
+
+    def make(seed: int) -> Rows | None:
+        rows = tuple(generate_random_map(config.size, config.frozen_probability, seed))
+        path = shortest_path(rows, (0, 0))
+        return rows if path is not None and len(path) <= config.budget else None
+
+    counts = {TRAIN: config.train_tasks, EVAL: config.eval_tasks}
+    protocol = ActionProtocol(ACTIONS, config.protocol, config.max_actions_per_turn)
+    return FrozenLake(config, Layouts("frozen_lake", make, lambda rows: rows, counts), protocol)
+
+
+def shortest_path(rows: Rows, start: tuple[int, int]) -> tuple[str, ...] | None:
+    """A shortest sequence of actions from `start` (row, column) to G that avoids H, by breadth-first search; None if there is none."""
+    paths: dict[tuple[int, int], tuple[str, ...]] = {start: ()}
+    queue = deque([start])
+    while queue:
+        row, column = cell = queue.popleft()
+        if rows[row][column] == "G":
+            return paths[cell]
+        for action, (down, right) in _MOVES.items():
+            there = row + down, column + right
+            if there not in paths and _is_open(rows, there):
+                paths[there] = (*paths[cell], action)
+                queue.append(there)
+    return None
+
+
+def _is_open(rows: Rows, cell: tuple[int, int]) -> bool:
+    row, column = cell
+    return 0 <= row < len(rows) and 0 <= column < len(rows[0]) and rows[row][column] != "H"
+
+
+def _grid(rows: Rows, player: tuple[int, int], between: str = "") -> str:
+    tiles = [[{"H": "O", "G": "G"}.get(tile, "_") for tile in row] for row in rows]
+    under = rows[player[0]][player[1]]
+    tiles[player[0]][player[1]] = {"H": "X", "G": "*"}.get(under, "P")
+    return "\n".join(between.join(row) for row in tiles)
+
+
+def _coords(rows: Rows, player: tuple[int, int]) -> str:
+    def of(tile: str) -> str:
+        return " ".join(f"{r} {c}" for r, row in enumerate(rows) for c, found in enumerate(row) if found == tile)
+
+    return f"P {player[0]} {player[1]} G {of('G')} O {of('H')}".rstrip()
+
+
+def _grid_coords(rows: Rows, player: tuple[int, int]) -> str:
+    row, column = next((r, row.index("G")) for r, row in enumerate(rows) if "G" in row)
+    return f"{_grid(rows, player)}\nP {player[0]} {player[1]} G {row} {column}"
+
+
+_RENDER: Mapping[Render, Callable[[Rows, tuple[int, int]], str]] = {
+    "grid": _grid,
+    "spaced": lambda rows, player: _grid(rows, player, " "),
+    "grid+coords": _grid_coords,
+    "coords": _coords,
+}

@@ -1,0 +1,114 @@
+"""HTTP to catalogue and episodes. Task listing has the Open Reward Standard's names; episodes speak Gymnasium's five-tuple."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from services.env.bodies import (
+    CreateBody,
+    Created,
+    RegisterBody,
+    SplitBody,
+    StepBody,
+    Stepped,
+    TaskBody,
+    body_of,
+    created,
+    documents,
+    stepped,
+)
+from services.env.catalogue import Catalogue
+from services.env.episodes import Episodes
+from services.env.episodes import Request as EpisodeRequest
+from services.env.runner import Runner
+from shared.http import respond
+
+router = APIRouter()
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the routes work on; lives in `app.state.env`."""
+
+    catalogue: Catalogue
+    episodes: Episodes
+    runner: Runner
+
+
+def _state(request: Request) -> State:
+    return request.app.state.env
+
+
+Env = Annotated[State, Depends(_state)]
+
+
+@router.get("/environments", tags=["environments"])
+async def list_environments(request: Request, state: Env) -> Response:
+    """All environments with their settings."""
+    return respond(request, {"environments": [entry.describe() for entry in state.catalogue.entries()]})
+
+
+@router.post("/environments", status_code=201, tags=["environments"], openapi_extra=documents(RegisterBody))
+async def register_environment(request: Request, state: Env, body: Annotated[RegisterBody, Depends(body_of(RegisterBody))]) -> Response:
+    """Adds a configured variant of an environment: 201, or 200 when it exists already with these settings."""
+    entry, new = state.catalogue.register(body.name, body.base, body.config)
+    return respond(request, entry.describe(), 201 if new else 200)
+
+
+@router.post("/episodes", status_code=201, tags=["episodes"], response_model=Created, openapi_extra=documents(CreateBody))
+async def create_episode(request: Request, state: Env, body: Annotated[CreateBody, Depends(body_of(CreateBody))]) -> Response:
+    """Starts an episode of one task. Idempotent by `request_id` for as long as the episode lives."""
+    wanted = EpisodeRequest(state.catalogue.get(body.env), body.split, body.index, body.seed)
+    slot = await state.episodes.create(body.request_id, wanted)
+    return respond(request, created(slot, state.episodes.ttl_s), 201)
+
+
+@router.post("/episodes/{episode_id}/step", tags=["episodes"], response_model=Stepped, openapi_extra=documents(StepBody))
+async def step_episode(request: Request, state: Env, episode_id: str, body: Annotated[StepBody, Depends(body_of(StepBody))]) -> Response:
+    """Answers an assistant message with observation messages, reward, terminated, truncated, info. Idempotent by `request_id`."""
+    return respond(request, stepped(await state.episodes.step(episode_id, body.request_id, body.message.as_message())))
+
+
+@router.delete("/episodes/{episode_id}", status_code=204, tags=["episodes"])
+async def delete_episode(state: Env, episode_id: str) -> Response:
+    """Forgets an episode, also one that is forgotten already."""
+    state.episodes.delete(episode_id)
+    return Response(status_code=204)
+
+
+@router.get("/{env}/splits", tags=["tasks"])
+async def list_splits(request: Request, state: Env, env: str) -> Response:
+    return respond(request, list(state.catalogue.get(env).environment.splits))
+
+
+async def count_tasks(request: Request, state: Env, env: str, body: Annotated[SplitBody, Depends(body_of(SplitBody))]) -> Response:
+    """How many tasks a split has."""
+    return respond(request, {"num_tasks": state.catalogue.get(env).environment.num_tasks(body.split)})
+
+
+async def show_task(request: Request, state: Env, env: str, body: Annotated[TaskBody, Depends(body_of(TaskBody))]) -> Response:
+    """The id of a task: split, index, and a digest of what the task is."""
+    return respond(request, {"task": await _slow(state, env, lambda e: e.task(body.split, body.index))})
+
+
+@router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=documents(TaskBody))
+async def demonstrate(request: Request, state: Env, env: str, body: Annotated[TaskBody, Depends(body_of(TaskBody))]) -> Response:
+    """A solved conversation of one task, ending with the assistant's last message."""
+    return respond(request, {"messages": list(await _slow(state, env, lambda e: e.demonstration(body.split, body.index)))})
+
+
+for _path, _handler, _body in (("num_tasks", count_tasks, SplitBody), ("task", show_task, TaskBody)):
+    router.add_api_route(f"/{{env}}/{_path}", _handler, methods=["GET"], tags=["tasks"], operation_id=f"get_{_path}")
+    router.add_api_route(
+        f"/{{env}}/{_path}", _handler, methods=["POST"], tags=["tasks"], operation_id=f"post_{_path}", openapi_extra=documents(_body)
+    )
+
+
+async def _slow(state: State, env: str, call: Any) -> Any:
+    """Runs a call that may make a task, where the environment's resets run."""
+    entry = state.catalogue.get(env)
+    return await state.runner.run(entry.name, entry.environment, "reset", lambda: call(entry.environment))

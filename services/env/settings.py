@@ -1,0 +1,48 @@
+"""The plain values the service needs, read once from the run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared.schema import Limits, RunConfig
+
+DATASETS = frozenset({"gsm8k"})
+"""Environments that read data.train and data.eval."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSettings:
+    """`env` is the environment of the run, checked at start; `configs` holds the settings of each built-in that has some.
+
+    ttl_s is the idle life of an episode, in seconds; deadline_s bounds one call into environment code that runs in a thread.
+    """
+
+    env: str
+    configs: Mapping[str, Mapping[str, Any]]
+    max_episodes: int
+    ttl_s: float
+    deadline_s: float
+    n_threads: int
+    limits: Limits
+    token_file: Path | None
+
+
+def from_config(config: RunConfig) -> EnvSettings:
+    """An episode outlives the orchestrator's own deadline, and four times its concurrency fits."""
+    data, orchestrator = config.data, config.orchestrator
+    files = {"train": data.train, "eval": data.eval}
+    configs: dict[str, dict[str, Any]] = {name: {k: v for k, v in files.items() if v is not None} for name in DATASETS}
+    configs[data.env] = {**configs.get(data.env, {}), **data.env_config}
+    return EnvSettings(
+        env=data.env,
+        configs=configs,
+        max_episodes=max(1024, 4 * orchestrator.max_concurrent_episodes),
+        ttl_s=orchestrator.episode_timeout_s + 60.0,
+        deadline_s=30.0,
+        n_threads=4,
+        limits=config.services.limits,
+        token_file=config.services.token_file,
+    )
