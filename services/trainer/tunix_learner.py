@@ -1,0 +1,154 @@
+"""Optimizer steps through `tunix.rl.trainer.Trainer`. The one module, beside the model's, that knows Tunix.
+
+Invariants: the Trainer is wrapped, never subclassed; it neither saves nor restores (no root folder); each call of `update`
+is one optimizer step, however many micro-batches it has; the mesh is entered in the calling thread, because JAX's mesh
+context is thread-local and inputs are silently not sharded without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from tunix.rl.trainer import Trainer
+from tunix.sft.metrics_logger import MetricsLogger
+from tunix.sft.peft_trainer import TrainingConfig
+
+from services.trainer.batch import Batch
+from services.trainer.logprobs import TokenScores, token_scores
+from services.trainer.loss import Sums
+from services.trainer.model.qwen3 import Qwen3, head, hidden_states, leaf_name
+
+type Loss = Callable[[TokenScores, Batch], tuple[jax.Array, Sums]]
+
+_NEVER = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Of one optimizer step: the whole batch's loss, its gradient's global norm before clipping, sums over its tokens."""
+
+    loss: float
+    grad_norm: float
+    sums: Mapping[str, float]
+
+
+class Learner:
+    """A model under training with one loss.
+
+    Args:
+        n_micro: micro-batches of every step; their gradients are averaged (see Batch.row_weight).
+        logger: one for the whole process, because Tunix's loggers listen globally.
+        sums: names of the sums the loss returns.
+    """
+
+    def __init__(
+        self,
+        model: Qwen3,
+        optimizer: optax.GradientTransformation,
+        loss: Loss,
+        *,
+        sums: Sequence[str],
+        temperature: float,
+        n_micro: int,
+        mesh: jax.sharding.Mesh,
+        logger: MetricsLogger,
+    ) -> None:
+        self.model, self.mesh, self.n_micro, self.temperature = model, mesh, n_micro, temperature
+        self._sums = tuple(sums)
+        rows = ("fsdp",) if "fsdp" in mesh.axis_names else (None,)
+        self._rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*rows))
+        config = TrainingConfig(
+            eval_every_n_steps=_NEVER,
+            gradient_accumulation_steps=n_micro if n_micro > 1 else None,
+            data_sharding_axis=rows,  # pyright: ignore[reportArgumentType]  (a None axis is fine)
+            metrics_prefix="trainer",
+        )
+        with mesh:
+            self._trainer = Trainer(model, optimizer, config, custom_checkpoint_metadata_fn=dict, metrics_logger=logger)
+        self._trainer.with_loss_fn(model_loss(loss, temperature), has_aux=True)
+        self._trainer.with_gen_model_input_fn(_as_keywords)
+        self._trainer.with_rl_metrics_to_log(dict.fromkeys(self._sums, np.sum))
+        self._trainer.is_managed_externally = True
+        self._score = jax.jit(_scorer(nnx.split(model)[0], temperature))
+
+    def update(self, batches: Sequence[Batch]) -> Update:
+        """One optimizer step on exactly `n_micro` micro-batches; blocks until it is done."""
+        assert len(batches) == self.n_micro
+        with self.mesh:
+            self._trainer.train(batches)
+        return self._last_update()
+
+    def params(self) -> dict[str, jax.Array]:
+        """The parameters by leaf name, on their devices."""
+        return flat(nnx.state(self.model, nnx.Param))
+
+    def optimizer_state(self) -> dict[str, jax.Array]:
+        """All state of the optimizer, step counts included, by name."""
+        return flat(nnx.state(self._trainer.optimizer, nnx.optimizer.OptState))
+
+    def load_optimizer_state(self, values: Mapping[str, Any]) -> None:
+        """Puts back what `optimizer_state` gave, bit by bit."""
+        optimizer = self._trainer.optimizer
+        nnx.update(optimizer, replaced(nnx.state(optimizer, nnx.optimizer.OptState), values))
+
+    def snapshot(self) -> Any:
+        """The present parameters, for `logprobs`; later updates do not reach them."""
+        return jax.tree.map(lambda x: x, nnx.state(self.model))
+
+    def logprobs(self, batch: Batch, params: Any = None) -> np.ndarray:
+        """float32 [B, T]: log-probabilities of `batch.targets` under a snapshot, or under the present parameters."""
+        ids, targets = (jax.device_put(x, self._rows) for x in (batch.ids, batch.targets))
+        with self.mesh:
+            return np.asarray(self._score(nnx.state(self.model) if params is None else params, ids, targets))
+
+    def _last_update(self) -> Update:
+        # The Trainer hands metrics to its logger one step late, to overlap input and output; this is the buffer they wait in.
+        buffer = self._trainer._prev_buffered_train_metrics  # pyright: ignore[reportPrivateUsage]
+        assert buffer is not None
+        losses = [float(x) for x in jax.device_get(buffer.losses)]
+        sums = {name: float(np.sum(jax.device_get(buffer.additional_metrics[name][0]))) for name in self._sums}
+        return Update(float(np.mean(losses)), self._grad_norm(), sums)
+
+    def _grad_norm(self) -> float:
+        state: Any = self._trainer.optimizer.opt_state
+        inner = state.inner_opt_state if self.n_micro > 1 else state
+        return float(inner[0].norm.get_value())
+
+
+def model_loss(loss: Loss, temperature: float) -> Callable[[Qwen3, Batch], tuple[jax.Array, Sums]]:
+    """The loss as a function of the model, for differentiation."""
+
+    def of_model(model: Qwen3, batch: Batch) -> tuple[jax.Array, Sums]:
+        scores = token_scores(hidden_states(model, batch.ids), head(model), batch.targets, temperature, entropy=True)
+        return loss(scores, batch)
+
+    return of_model
+
+
+def flat(state: Any) -> dict[str, jax.Array]:
+    """An nnx state as {name: array}."""
+    return {leaf_name(path): variable.get_value() for path, variable in nnx.to_flat_state(state)}
+
+
+def replaced(state: Any, values: Mapping[str, Any]) -> Any:
+    """The same nnx state with other values, each placed where the old one lies."""
+    filled = [(path, v.replace(jax.device_put(values[leaf_name(path)], v.get_value().sharding))) for path, v in nnx.to_flat_state(state)]
+    return nnx.from_flat_state(filled)
+
+
+def _scorer(graph: Any, temperature: float) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
+    def score(params: Any, ids: jax.Array, targets: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, params)
+        return token_scores(hidden_states(model, ids), head(model), targets, temperature, entropy=False).logprobs
+
+    return score
+
+
+def _as_keywords(batch: Batch) -> dict[str, Batch]:
+    return {"batch": batch}

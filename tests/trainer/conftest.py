@@ -1,0 +1,11 @@
+"""Four virtual CPU devices for meshes; the tests need the trainer's environment of Python and are not collected in another."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+
+collect_ignore_glob = [] if importlib.util.find_spec("tunix") else ["test_*.py"]

@@ -1,0 +1,85 @@
+"""Small models, rows and groups for the trainer's tests."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from services.trainer.batch import Row
+from services.trainer.model import qwen3
+from services.trainer.model.shape import ModelShape, from_hf, hf_name
+from shared.types import Group, Trajectory, VersionSpan
+from tests.support import models
+
+CONFIG = models.tiny_config(vocab_size=96, hidden_size=32, intermediate_size=64, head_dim=16)
+
+
+def model_of(weights: models.Weights, config: dict[str, Any], mesh: jax.sharding.Mesh | None = None, **options: Any) -> qwen3.Qwen3:
+    shape = ModelShape.parse(config)
+    mesh = mesh or qwen3.make_mesh((1, 1), ("fsdp", "tp"))
+    return qwen3.build(shape, partial(_leaf, weights), mesh, **({"dtype": "float32"} | options))
+
+
+def _leaf(weights: models.Weights, name: str, size: tuple[int, ...]) -> np.ndarray:
+    return from_hf(name, weights[hf_name(name)], size)
+
+
+def rows(n: int, seed: int = 0, longest: int = 24, vocab: int = 96) -> list[Row]:
+    """Multi-turn rows of unequal length: prompt, sampled tokens, a stretch of environment tokens, sampled tokens."""
+    rng = np.random.default_rng(seed)
+    return [_row(rng, int(rng.integers(12, longest + 1)), vocab) for _ in range(n)]
+
+
+def _row(rng: np.random.Generator, length: int, vocab: int) -> Row:
+    mask = np.ones(length, np.uint8)
+    mask[:4], mask[7:9] = 0, 0
+    behaviour = np.where(mask, -4.5 + 0.4 * rng.standard_normal(length), 0).astype(np.float32)
+    return Row(rng.integers(1, vocab, length).astype(np.int32), mask, behaviour, mask, float(rng.standard_normal()))
+
+
+def group(ticket: int, version: str, *, n: int = 2, seed: int = 0, length: int = 16, vocab: int = 96) -> Group:
+    """A complete group whose content is a pure function of (ticket, seed); all tokens are labelled `version`."""
+    rng = np.random.default_rng([seed, ticket])
+    return Group(ticket, "toy", f"train/{ticket}", tuple(_trajectory(rng, ticket, i, version, length, vocab) for i in range(n)))
+
+
+def _trajectory(rng: np.random.Generator, ticket: int, sibling: int, version: str, length: int, vocab: int) -> Trajectory:
+    row = _row(rng, length, vocab)
+    reward = float(rng.integers(0, 2))
+    return Trajectory(
+        ticket=ticket,
+        sibling=sibling,
+        attempt=0,
+        env="toy",
+        task=f"train/{ticket}",
+        prompt_len=4,
+        token_ids=row.ids,
+        loss_mask=row.mask,
+        logprobs=row.behaviour,
+        versions=(VersionSpan(version, 4, 7), VersionSpan(version, 9, length)),
+        turns=(),
+        reward=reward,
+        success=reward > 0,
+        status="completed",
+    )
+
+
+def write_shards(folder: Path, config: dict[str, Any], weights: models.Weights) -> Path:
+    """A Hugging Face folder with the weights in two safetensors files and an index."""
+    import json
+
+    from safetensors.numpy import save_file
+
+    models.write_hf(folder, config)
+    names = sorted(weights)
+    where = {}
+    for i, part in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-0000{i}-of-00002.safetensors"
+        save_file({name: weights[name] for name in part}, folder / file)
+        where |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return folder

@@ -1,0 +1,172 @@
+"""The GRPO loss and its gradient against a float64 numpy reference, and what must not change them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from services.trainer.batch import Batch, Layout, Row, micro_batches, row_weights
+from services.trainer.loss import GrpoOptions, grpo_loss, supervised_loss
+from services.trainer.model.shape import from_hf, hf_name
+from services.trainer.tunix_learner import flat, model_loss
+from tests.support import models
+from tests.trainer import grpo_ref
+from tests.trainer.grpo_ref import Sequence_, Spec
+from tests.trainer.support import CONFIG, model_of, rows
+
+WEIGHTS = models.random_weights(CONFIG, seed=1)
+LAYOUT = Layout(buckets=(32,), rows=6, pad_id=0)
+
+SPECS = {
+    "plain": Spec(),
+    "clip-higher, sequence means": Spec(epsilon=0.1, epsilon_high=0.3, aggregation="sequence-mean-token-mean"),
+    "dr. grpo": Spec(aggregation="sequence-mean-token-scale", max_response_length=17),
+    "sums, k1": Spec(aggregation="seq-mean-token-sum", beta=0.3, kl="kl"),
+    "k2, temperature": Spec(beta=0.3, kl="mse_kl", temperature=0.7),
+    "k3": Spec(beta=0.3, kl="low_var_kl"),
+    "gspo-token": Spec(algo="gspo-token", aggregation="sequence-mean-token-mean"),
+    "truncated importance sampling": Spec(threshold=1.1, beta=0.1, temperature=1.3),
+}
+
+
+def options(spec: Spec) -> GrpoOptions:
+    return GrpoOptions(spec.epsilon, spec.epsilon_high, spec.beta, spec.algo, spec.kl, spec.threshold)
+
+
+def batch_of(some: list[Row], spec: Spec, layout: Layout = LAYOUT, n_micro: int = 1) -> list[Batch]:
+    return micro_batches(some, row_weights(some, spec.aggregation, spec.max_response_length), layout, n_micro)
+
+
+def near_policy(spec: Spec, n: int = 6, seed: int = 0) -> tuple[list[Row], list[Sequence_], list[np.ndarray]]:
+    """Rows whose behaviour log-probabilities lie around the policy's, so that some ratios are clipped and some are not."""
+    rng = np.random.default_rng(seed)
+    made, sequences, start = [], [], []
+    for row in sorted(rows(n, seed), key=lambda r: -len(r.ids)):
+        logp = grpo_ref.token_logprobs(WEIGHTS, CONFIG, row.ids, spec.temperature)
+        behaviour = np.where(row.mask, logp + 0.15 * rng.standard_normal(len(logp)), 0).astype(np.float32)
+        reference = logp + 0.2 * rng.standard_normal(len(logp))
+        made.append(replace(row, behaviour=behaviour))
+        sequences.append(Sequence_(row.ids, row.mask > 0, behaviour.astype(np.float64), reference, row.advantage))
+        start.append(logp)
+    return made, sequences, start
+
+
+def with_reference(batch: Batch, sequences: list[Sequence_]) -> Batch:
+    table = np.zeros_like(batch.behaviour)
+    for i, s in enumerate(sequences):
+        table[i, : len(s.ids) - 1] = s.reference[1:]
+    return replace(batch, reference=table)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of(WEIGHTS, CONFIG)
+
+
+def value_and_grad(model, loss, batch: Batch, temperature: float):
+    graph, params = nnx.split(model)
+
+    @jax.jit
+    def evaluate(params, batch):
+        return jax.value_and_grad(lambda p: model_loss(loss, temperature)(nnx.merge(graph, p), batch), has_aux=True)(params)
+
+    (value, sums), gradient = evaluate(params, batch)
+    return float(value), {k: float(v) for k, v in sums.items()}, {k: np.asarray(v) for k, v in flat(gradient).items()}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_loss_and_gradient_equal_the_float64_reference(model, name: str):
+    spec = SPECS[name]
+    some, sequences, start = near_policy(spec)
+    batch = with_reference(batch_of(some, spec)[0], sequences)
+    value, _, gradient = value_and_grad(model, partial(grpo_loss, options=options(spec)), batch, spec.temperature)
+    assert value == pytest.approx(grpo_ref.loss(start, start, sequences, spec), rel=2e-5, abs=2e-6)
+    for direction in directions():
+        expected = grpo_ref.slope(WEIGHTS, CONFIG, direction, sequences, spec, start)
+        found = sum(float((gradient[k] * from_hf(k, direction[hf_name(k)], gradient[k].shape)).sum(dtype=np.float64)) for k in gradient)
+        assert found == pytest.approx(expected, rel=2e-3, abs=2e-5)
+
+
+def directions() -> list[dict[str, np.ndarray]]:
+    """A direction through all weights, and one through each end of the network alone."""
+    rng = np.random.default_rng(7)
+    everything = {k: rng.standard_normal(w.shape) for k, w in WEIGHTS.items()}
+    alone = ("lm_head.weight", "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight")
+    return [everything, *({k: v * (k == name) for k, v in everything.items()} for name in alone)]
+
+
+def test_reference_rejects_a_wrong_mask(model):
+    """The comparison above has teeth: training on environment tokens too is seen."""
+    spec = SPECS["plain"]
+    some, sequences, start = near_policy(spec)
+    wrong = [replace(row, mask=np.where(np.arange(len(row.mask)) < 4, 0, 1).astype(np.uint8)) for row in some]
+    value, _, _ = value_and_grad(model, partial(grpo_loss, options=options(spec)), batch_of(wrong, spec)[0], 1.0)
+    assert abs(value - grpo_ref.loss(start, start, sequences, spec)) > 1e-3
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-scale", "seq-mean-token-sum"])
+def test_micro_batches_add_up_to_the_whole_batch(model, aggregation: str):
+    spec = Spec(aggregation=aggregation)
+    some, _, _ = near_policy(spec, n=5)
+    loss = partial(grpo_loss, options=options(spec))
+    whole, sums, gradient = value_and_grad(model, loss, batch_of(some, spec)[0], 1.0)
+    parts = [value_and_grad(model, loss, b, 1.0) for b in batch_of(some, spec, replace(LAYOUT, buckets=(16, 24, 32), rows=2), n_micro=3)]
+    assert np.mean([p[0] for p in parts]) == pytest.approx(whole, rel=1e-5)
+    for name, total in sums.items():
+        assert sum(p[1][name] for p in parts) == pytest.approx(total, rel=1e-5)
+    for name, full in gradient.items():
+        np.testing.assert_allclose(np.mean([p[2][name] for p in parts], axis=0), full, atol=2e-6 * max(1.0, np.abs(full).max()))
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -1e4])
+def test_what_stands_at_masked_positions_does_not_matter(model, poison: float):
+    spec = SPECS["truncated importance sampling"]
+    some, sequences, _ = near_policy(spec)
+    clean = with_reference(batch_of(some, spec)[0], sequences)
+    dirty = replace(clean, **{k: np.where(clean.mask > 0, getattr(clean, k), poison).astype(np.float32) for k in ("behaviour", "reference")})
+    loss = partial(grpo_loss, options=options(spec))
+    (a, _, ga), (b, _, gb) = (value_and_grad(model, loss, x, spec.temperature) for x in (clean, dirty))
+    assert a == b
+    assert all(np.array_equal(ga[k], gb[k]) for k in ga)
+
+
+def test_padding_changes_nothing(model):
+    spec = SPECS["plain"]
+    some, _, _ = near_policy(spec)
+    loss = partial(grpo_loss, options=options(spec))
+    short = value_and_grad(model, loss, batch_of(some, spec)[0], 1.0)
+    long = value_and_grad(model, loss, batch_of(some, spec, Layout((64,), 8, pad_id=5))[0], 1.0)
+    assert short[0] == pytest.approx(long[0], rel=1e-5)
+    np.testing.assert_allclose(short[2]["lm_head.w"], long[2]["lm_head.w"], atol=1e-6)
+
+
+def test_importance_uses_the_given_old_logprobs_after_the_first_iteration():
+    ones = jnp.ones((1, 2))
+    batch = Batch(ones, ones, ones, -2 * ones, ones, ones, jnp.ones(1), old=-1.5 * ones)
+    scores = type("Scores", (), {"logprobs": -ones, "entropy": ones})
+    value, _ = grpo_loss(scores, batch, GrpoOptions(0.2, 0.2, 0.0, "grpo", "kl", 10.0))
+    assert float(value) == pytest.approx(-2 * min(np.exp(0.5), 1.2) * np.exp(0.5), rel=1e-6)
+
+
+def test_metrics_are_sums_over_trainable_tokens(model):
+    spec = Spec()
+    some, _, start = near_policy(spec)
+    _, sums, _ = value_and_grad(model, partial(grpo_loss, options=options(spec)), batch_of(some, spec)[0], 1.0)
+    n = sum(row.n_tokens for row in some)
+    delta = sum(np.abs(logp - row.behaviour)[row.mask > 0].sum() for logp, row in zip(start, some, strict=True))
+    assert sums["tokens"] == n == sums["current_tokens"]
+    assert sums["delta"] == pytest.approx(delta, rel=1e-4)
+    assert 0 < sums["clipped"] < n
+
+
+def test_supervised_loss_is_the_mean_negative_log_likelihood(model):
+    some, _, start = near_policy(Spec())
+    value, _, _ = value_and_grad(model, supervised_loss, batch_of(some, Spec())[0], 1.0)
+    expected = -np.concatenate([logp[row.mask > 0] for logp, row in zip(start, some, strict=True)]).mean()
+    assert value == pytest.approx(expected, rel=1e-5)
