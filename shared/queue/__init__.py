@@ -1,0 +1,1 @@
+"""The ticketed train-data queue, its server, and the connection to it."""

