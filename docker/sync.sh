@@ -1,0 +1,18 @@
+#!/bin/sh
+# Installs the locked dependencies of one environment of Python into $UV_PROJECT_ENVIRONMENT. Used while an image is built.
+#
+#   sync.sh [--extra NAME] [--no-install-package NAME]...
+#
+# uv comes from the package index, in an environment of its own: the base image's Python may be managed by its distribution.
+# A build secret named `ca` that holds certificates replaces the system's; without one, nothing changes.
+set -eu
+
+ca=/run/secrets/ca
+if [ -s "$ca" ]; then
+    export SSL_CERT_FILE="$ca" PIP_CERT="$ca"
+fi
+
+python -m venv /tmp/uv
+/tmp/uv/bin/pip install --quiet --disable-pip-version-check "uv>=0.9,<1"
+/tmp/uv/bin/uv sync --locked --no-dev --no-install-project "$@"
+rm -rf /tmp/uv
