@@ -1,0 +1,61 @@
+"""Messages between the service and the engine's process: msgpack frames over a socket pair. Nothing is unpickled.
+
+A frame is a 4-byte little-endian length and a msgpack map with a key `op`. The engine's side is synchronous; when the
+other end closes, `receive` raises EOFError, and the engine ends: it never outlives the service.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import threading
+from typing import Any
+
+from shared import codec
+
+HEADER = struct.Struct("<I")
+Message = dict[str, Any]
+
+
+def frame(message: Message) -> bytes:
+    body = codec.pack(message)
+    return HEADER.pack(len(body)) + body
+
+
+class Link:
+    """The engine's end."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray()
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Blocks until the message is handed over; callable from any thread."""
+        data = frame(message)
+        with self._lock:
+            self._sock.sendall(data)
+
+    def receive(self, wait_s: float) -> list[Message]:
+        """All messages that have arrived; waits up to `wait_s` seconds for the first one. Raises EOFError."""
+        while select.select([self._sock], [], [], wait_s)[0]:
+            data = self._sock.recv(1 << 20)
+            if not data:
+                raise EOFError("the service has closed the link")
+            self._buffer += data
+            wait_s = 0.0
+        return self._split()
+
+    def _split(self) -> list[Message]:
+        messages: list[Message] = []
+        at = 0
+        while len(self._buffer) - at >= HEADER.size:
+            (size,) = HEADER.unpack_from(self._buffer, at)
+            if len(self._buffer) - at - HEADER.size < size:
+                break
+            start = at + HEADER.size
+            messages.append(codec.unpack(bytes(self._buffer[start : start + size]), "engine message"))
+            at = start + size
+        del self._buffer[:at]
+        return messages

@@ -1,0 +1,190 @@
+"""What the service knows of an engine. No heavy import: routes and tests run against any implementation of `Engine`.
+
+Invariants of every implementation: output ids are exactly the sampled tokens (the stop token included), each with the
+log-probability and the weight version it was sampled with; a failed stage changes nothing; weights change only in
+`commit`, between two steps; the engine's death fails every waiting call with EngineDied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from shared.types import VersionSpan
+
+CommitMode = Literal["retract", "abort", "in_place"]
+FinishType = Literal["stop", "length", "abort"]
+BASE_VERSION = "base"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """How to start an engine.
+
+    Args:
+        model_path: folder with config.json, and model.safetensors if `load_weights`.
+        load_weights: False starts without weights: nothing is generated until the first commit.
+        dtype: of weights, activations and key/value pool.
+        context_length: most tokens of prompt and output together, plus one.
+        max_total_tokens: size of the key/value pool in tokens; None lets the engine choose.
+        token_paddings, bs_paddings: shapes of prefill (tokens) and decode (requests) to compile at start; None compiles
+            default shapes when first met.
+    """
+
+    model_path: str
+    load_weights: bool = True
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["cpu", "tpu", "gpu"] = "cpu"
+    tp_size: int = 1
+    context_length: int = 512
+    max_running_requests: int = 64
+    max_total_tokens: int | None = None
+    max_prefill_tokens: int = 2048
+    token_paddings: tuple[int, ...] | None = None
+    bs_paddings: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a started engine reports: sizes in tokens, times in seconds."""
+
+    vocab_size: int
+    context_length: int
+    max_total_tokens: int
+    max_running_requests: int
+    eos_token_ids: tuple[int, ...]
+    boot_s: float
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """temperature 0 is greedy; top_k -1 is all; without a seed the draw is different every time."""
+
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    sampling_seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateRequest:
+    """`input_ids`: int32[n], n >= 1, every id within the vocabulary. `rid` is unique among running requests."""
+
+    rid: str
+    input_ids: np.ndarray
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class FinishReason:
+    """`matched` is the stop token of "stop", `length` the limit of "length", `message` the cause of "abort"."""
+
+    type: FinishType
+    matched: int | None = None
+    length: int | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerateResult:
+    """`output_ids`: int32[n]; `logprobs`: float32[n], natural logarithm at the request's temperature; spans cover 0..n."""
+
+    rid: str
+    output_ids: np.ndarray
+    logprobs: np.ndarray
+    finish: FinishReason
+    versions: tuple[VersionSpan, ...]
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """Weights to stage: `kind` says whether `path` is an Orbax params folder (Tunix's layout) or a Hugging Face folder."""
+
+    path: str
+    version: str
+    digest: str = ""
+    kind: Literal["orbax", "hf"] = "orbax"
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """What a commit did to the running requests; `pause_s` is how long decoding stood still."""
+
+    version: str
+    previous: str | None
+    continued: int
+    aborted: int
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot taken between two steps; `output_tokens` counts since the start."""
+
+    current: str | None = None
+    staged: str | None = None
+    digest: str = ""
+    paused: bool = False
+    running: int = 0
+    queued: int = 0
+    output_tokens: int = 0
+    free_kv_tokens: int = 0
+    compilations: int = 0
+    steps: dict[str, int] = field(default_factory=dict[str, int])
+
+
+class Engine(Protocol):
+    """An engine that is up. Every method may raise EngineDied."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Runs one request to its end. Cancelling the call aborts the request.
+
+        Raises Unavailable while no weights are committed.
+        """
+        ...
+
+    async def stage(self, weights: StagedWeights) -> dict[str, float]:
+        """Loads weights beside the serving ones while decoding goes on; replaces what was staged. Returns durations in seconds.
+
+        Raises WeightsError (names, shapes or file contents differ) or OutOfMemory; then nothing is staged.
+        """
+        ...
+
+    async def commit(self, version: str, base_version: str | None, mode: CommitMode) -> CommitResult:
+        """Makes the staged weights serve. Raises Conflict if `version` is not staged or `base_version` not current."""
+        ...
+
+    async def status(self) -> EngineStatus: ...
+
+    async def abort(self, rid: str | None) -> int:
+        """Ends the request, or all of them for None, with what they have produced; the number of requests ended."""
+        ...
+
+    async def pause(self) -> None:
+        """Stops decoding; running requests keep their state, new ones wait."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def flush_cache(self) -> None:
+        """Forgets every cached prefix; running requests recompute theirs and go on."""
+        ...
+
+    async def wait_closed(self) -> None:
+        """Returns when the engine was closed; raises EngineDied when it ended by itself."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the engine and its processes."""
+        ...

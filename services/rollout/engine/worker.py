@@ -1,0 +1,151 @@
+"""Entry of the engine's process: `python -m services.rollout.engine.worker FD`, started by `client` and by nothing else.
+
+Reads its EngineSpec as the first message of the link, boots, then serves messages between steps. It ends when the
+service closes the link, and with code 1 on any error of its own; it starts no children.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from services.rollout.engine.link import Link, Message
+from services.rollout.engine.protocol import BASE_VERSION, EngineSpec
+from shared.errors import Conflict, OutOfMemory, VolleyError, problem
+from shared.telemetry import Log, configure
+
+log = Log("rollout.engine")
+
+
+@dataclasses.dataclass
+class _Staged:
+    version: str
+    digest: str
+    leaves: list[Any]
+
+
+class Worker:
+    """Answers messages; the scheduler runs between them."""
+
+    def __init__(self, link: Link, scheduler: Any) -> None:
+        from services.rollout.engine.scheduler import RolloutScheduler
+
+        self._link = link
+        self._scheduler: RolloutScheduler = scheduler
+        self._staged: _Staged | None = None
+        self._digest = ""
+
+    def run(self) -> None:
+        """Returns when the service has closed the link."""
+        busy = True
+        while True:
+            try:
+                messages = self._link.receive(0.0 if busy else 0.2)
+            except EOFError:
+                return
+            for message in messages:
+                self._answer(message)
+            busy = self._scheduler.turn() or bool(messages)
+
+    def _answer(self, message: Message) -> None:
+        op = message["op"]
+        if op == "generate":
+            self._scheduler.add(message)
+        elif op == "stage":
+            self._staged = None
+            threading.Thread(target=self._stage, args=(message,), daemon=True).start()
+        else:
+            self._reply(message["call"], lambda: getattr(self, f"_on_{op}")(message))
+
+    def _reply(self, call: int, work: Any) -> None:
+        try:
+            self._link.send({"op": "reply", "call": call, "value": work()})
+        except VolleyError as error:
+            self._link.send({"op": "reply", "call": call, "error": problem(error)})
+
+    def _stage(self, message: Message) -> None:
+        self._reply(message["call"], lambda: self._load(message))
+
+    def _load(self, message: Message) -> dict[str, float]:
+        from services.rollout.engine.staging import load_leaves
+
+        try:
+            leaves, timings = load_leaves(self._scheduler.runner, message["path"], message["kind"])
+        except MemoryError as error:
+            raise OutOfMemory(f"weights {message['version']} do not fit beside the serving ones: {error}") from error
+        self._staged = _Staged(message["version"], message["digest"], leaves)
+        return timings
+
+    def _on_commit(self, message: Message) -> Message:
+        staged, current = self._staged, self._scheduler.version
+        if staged is None or staged.version != message["version"]:
+            raise Conflict(f"{message['version']} is not staged (staged: {staged.version if staged else 'nothing'})", "stage it first")
+        if message["base_version"] is not None and message["base_version"] != current:
+            raise Conflict(f"{message['version']} builds on {message['base_version']}, but {current} is serving")
+        counts = self._scheduler.swap(staged.leaves, staged.version, message["mode"])
+        self._staged, self._digest = None, staged.digest
+        return {"version": staged.version, "previous": current, **counts}
+
+    def _on_status(self, _: Message) -> Message:
+        scheduler = self._scheduler
+        return {
+            "current": scheduler.version,
+            "staged": self._staged.version if self._staged else None,
+            "digest": self._digest,
+            "paused": scheduler.paused,
+            "running": len(scheduler.live()) - len(scheduler.waiting_queue),
+            "queued": len(scheduler.waiting_queue),
+            "output_tokens": scheduler.output_tokens,
+            "free_kv_tokens": int(scheduler.token_to_kv_pool_allocator.available_size()),
+            "compilations": scheduler.step.compilations,
+            "steps": scheduler.counts,
+        }
+
+    def _on_abort(self, message: Message) -> int:
+        return self._scheduler.abort(message["rid"])
+
+    def _on_pause(self, _: Message) -> None:
+        self._scheduler.paused = True
+
+    def _on_resume(self, _: Message) -> None:
+        self._scheduler.paused = False
+
+    def _on_flush(self, _: Message) -> None:
+        self._scheduler.flush()
+
+
+def main(fd: int) -> int:
+    """Boots and serves; the exit code."""
+    configure("rollout-engine")
+    start = time.perf_counter()
+    link = Link(socket.socket(fileno=fd))
+    try:
+        (message,) = link.receive(60.0)
+        spec = EngineSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in message["spec"].items()})
+        worker, info = _boot(spec, link)
+        link.send({"op": "ready", "info": {**info, "boot_s": time.perf_counter() - start, "pid": os.getpid()}})
+        worker.run()
+        return 0
+    except Exception as error:
+        log.exception("engine died")
+        link.send({"op": "fatal", "detail": f"{type(error).__name__}: {error}"})
+        return 1
+
+
+def _boot(spec: EngineSpec, link: Link) -> tuple[Worker, Message]:
+    from services.rollout.engine.boot import build_scheduler, describe, precompile
+
+    scheduler = build_scheduler(spec, link, BASE_VERSION if spec.load_weights else None)
+    precompile(scheduler, spec)
+    return Worker(link, scheduler), describe(scheduler, spec)
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)

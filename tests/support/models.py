@@ -1,0 +1,122 @@
+"""Tiny Qwen3 models for tests: the same weights as a Hugging Face folder and as a checkpoint in Tunix's layout."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Weights = dict[str, np.ndarray]
+
+
+def tiny_config(**overrides: Any) -> dict[str, Any]:
+    """config.json of a 2-layer Qwen3 with 0.3 M parameters; head_dim stays 128, which the engine's kernels need."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "attention_bias": False,
+        "initializer_range": 0.02,
+        "use_cache": True,
+    } | overrides
+
+
+def random_weights(config: Mapping[str, Any], seed: int) -> Weights:
+    """float32 weights with Hugging Face's names, large enough that distributions are far from uniform."""
+    rng = np.random.default_rng(seed)
+    dim, ffn, vocab, head = config["hidden_size"], config["intermediate_size"], config["vocab_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+
+    def normal(*shape: int, scale: float = 0.08) -> np.ndarray:
+        return (rng.standard_normal(shape) * scale).astype(np.float32)
+
+    weights = {"model.embed_tokens.weight": normal(vocab, dim, scale=0.3), "model.norm.weight": 1 + normal(dim)}
+    if not config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = normal(vocab, dim, scale=0.3)
+    shapes = {"self_attn.q_proj": (q, dim), "self_attn.k_proj": (kv, dim), "self_attn.v_proj": (kv, dim), "self_attn.o_proj": (dim, q)}
+    shapes |= {"mlp.gate_proj": (ffn, dim), "mlp.up_proj": (ffn, dim), "mlp.down_proj": (dim, ffn)}
+    gains = {"self_attn.q_norm": head, "self_attn.k_norm": head, "input_layernorm": dim, "post_attention_layernorm": dim}
+    for layer in range(config["num_hidden_layers"]):
+        for name, shape in shapes.items():
+            weights[f"model.layers.{layer}.{name}.weight"] = normal(*shape)
+        for name, size in gains.items():
+            weights[f"model.layers.{layer}.{name}.weight"] = 1 + normal(size)
+    return weights
+
+
+def write_hf(folder: Path, config: Mapping[str, Any], weights: Weights | None = None) -> Path:
+    """Writes config.json and, if given, model.safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if weights is not None:
+        from safetensors.numpy import save_file
+
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def to_tunix(weights: Weights, config: Mapping[str, Any]) -> Weights:
+    """The same weights under Tunix's names and shapes, flat (`layers.0.attn.q_proj.w`)."""
+    return dict(_tunix_leaf(name, value, config) for name, value in weights.items())
+
+
+def _tunix_leaf(name: str, value: np.ndarray, config: Mapping[str, Any]) -> tuple[str, np.ndarray]:
+    top = {"model.embed_tokens.weight": "embedder.input_embedding", "model.norm.weight": "final_norm.w"}
+    if name in top:
+        return top[name], value
+    if name == "lm_head.weight":
+        return "lm_head.w", np.ascontiguousarray(value.T)
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(?:self_attn\.|mlp\.)?(\w+)\.weight", name)
+    assert match, name
+    layer, leaf = match.groups()
+    if leaf.endswith("layernorm"):
+        return f"layers.{layer}.{leaf}.w", value
+    if leaf in ("q_norm", "k_norm"):
+        return f"layers.{layer}.attn.{leaf}.w", value
+    if leaf in ("gate_proj", "up_proj", "down_proj"):
+        return f"layers.{layer}.mlp.{leaf}.kernel", np.ascontiguousarray(value.T)
+    heads = config["num_attention_heads"] if leaf in ("q_proj", "o_proj") else config["num_key_value_heads"]
+    dim, head = config["hidden_size"], config["head_dim"]
+    shape = (heads, head, dim) if leaf == "o_proj" else (dim, heads, head)
+    return f"layers.{layer}.attn.{leaf}.w", np.ascontiguousarray(value.T.reshape(shape))
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": x} to {"a": {"b": x}}."""
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        node = tree
+        *parents, leaf = key.split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
+def save_params(folder: Path, flat: Weights) -> Path:
+    """Writes `folder` as an Orbax checkpoint (OCDBT, not compressed) of the nested tree."""
+    import orbax.checkpoint as ocp
+
+    tree = nest(flat)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder.absolute(), ocp.args.PyTreeSave(tree), force=True)
+    return folder

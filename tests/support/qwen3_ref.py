@@ -1,0 +1,86 @@
+"""Independent float64 numpy forward of Hugging Face's Qwen3, written from the paper's equations and config.json only.
+
+Weights are a flat dict with Hugging Face's names and orientation ([out, in] for linear layers). Nothing here imports
+JAX, so an error in the engine or in the trainer cannot hide in a shared primitive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Weights = Mapping[str, np.ndarray]
+Config = Mapping[str, Any]
+
+
+def _rms(x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * gain
+
+
+def _rope(x: np.ndarray, theta: float) -> np.ndarray:
+    """x: [T, heads, head_dim]; rotates the two halves of every head by position * theta^(-2i/d)."""
+    length, _, dim = x.shape
+    angles = np.outer(np.arange(length), theta ** (-np.arange(0, dim, 2) / dim))[:, None, :]
+    a, b = x[..., : dim // 2], x[..., dim // 2 :]
+    return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], axis=-1)
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def _attention(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Config) -> np.ndarray:
+    heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    theta, eps, length = config["rope_theta"], config["rms_norm_eps"], len(x)
+    q, k, v = (
+        (x @ w[f"{prefix}{name}_proj.weight"].T).reshape(length, n, dim) for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+    )
+    q = _rope(_rms(q, w[prefix + "q_norm.weight"], eps), theta)
+    k = _rope(_rms(k, w[prefix + "k_norm.weight"], eps), theta)
+    k, v = (np.repeat(t, heads // kv_heads, axis=1) for t in (k, v))
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim)
+    scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+    out = np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(length, heads * dim)
+    return out @ w[prefix + "o_proj.weight"].T
+
+
+def _mlp(x: np.ndarray, w: dict[str, np.ndarray], prefix: str) -> np.ndarray:
+    gate = x @ w[prefix + "gate_proj.weight"].T
+    return (gate / (1 + np.exp(-gate)) * (x @ w[prefix + "up_proj.weight"].T)) @ w[prefix + "down_proj.weight"].T
+
+
+def logits(weights: Weights, config: Config, ids: Sequence[int]) -> np.ndarray:
+    """float64[T, vocabulary]: the scores of the next token after every prefix of `ids`."""
+    w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+    eps = config["rms_norm_eps"]
+    x = w["model.embed_tokens.weight"][np.asarray(ids)]
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        x = x + _attention(_rms(x, w[prefix + "input_layernorm.weight"], eps), w, prefix + "self_attn.", config)
+        x = x + _mlp(_rms(x, w[prefix + "post_attention_layernorm.weight"], eps), w, prefix + "mlp.")
+    head = w["model.embed_tokens.weight"] if config["tie_word_embeddings"] else w["lm_head.weight"]
+    return _rms(x, w["model.norm.weight"], eps) @ head.T
+
+
+def log_softmax(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """float64, same shape: log softmax(scores / temperature) over the last axis."""
+    z = scores / temperature
+    z = z - z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+def score(weights: Weights, config: Config, prompt: Sequence[int], output: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+    """float64[len(output)]: log-probability of every output token given all before it."""
+    table = log_softmax(logits(weights, config, [*prompt, *output]), temperature)
+    return np.array([table[len(prompt) - 1 + i, token] for i, token in enumerate(output)])
+
+
+def greedy(weights: Weights, config: Config, prompt: Sequence[int], n: int) -> list[int]:
+    """The n most likely continuations, one after another."""
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(int(logits(weights, config, ids)[-1].argmax()))
+    return ids[len(prompt) :]
