@@ -1,0 +1,98 @@
+"""The `volley` command. Heavy imports happen in the command that needs them; an error is one line on stderr.
+
+Exit codes: 0 done, 1 failed, 2 wrong configuration or usage, 130 stopped by Ctrl-C, 143 stopped by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shared.config import add_arguments
+from shared.errors import ConfigError, VolleyError
+
+QUICKSTART = "configs/quickstart.yaml"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of `volley`."""
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        code = command(arguments)
+        sys.stdout.flush()
+    except VolleyError as error:
+        print(f"volley: {error}", file=sys.stderr)
+        code = 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    raise SystemExit(code)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="volley", description="Reinforcement-learning post-training for language-model agents.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="train a model: starts all services on this machine and stops them at the end")
+    add_arguments(train)
+    train.set_defaults(command=_train)
+
+    quickstart = commands.add_parser("quickstart", help=f"train with {QUICKSTART}")
+    quickstart.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the file")
+    quickstart.set_defaults(command=_quickstart)
+
+    report = commands.add_parser("report", help="make summary.json, the plot and the table of a run")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    report.set_defaults(command=_report)
+
+    status = commands.add_parser("status", help="show the services of a run: readiness and weight versions")
+    status.add_argument("targets", nargs="*", metavar="RUN_DIR|URL", help="a run's folder or addresses (default: the newest of runs/)")
+    status.set_defaults(command=_status)
+
+    bench = commands.add_parser("bench", help="measure; prints a table")
+    bench.add_argument("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    bench.set_defaults(command=_bench)
+    return parser
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from services.cli import train
+
+    return train.main(arguments.config, arguments.overrides)
+
+
+def _quickstart(arguments: argparse.Namespace) -> int:
+    from services.cli import train
+    from services.cli.layout import PROJECT
+
+    os.chdir(PROJECT)
+    return train.main([QUICKSTART], train.fresh_name([QUICKSTART], arguments.overrides))
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from services.cli import report
+
+    return report.main(arguments.run_dir)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from services.cli import status
+
+    return status.main(arguments.targets)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from services.cli.bench import frame
+
+    return frame.main(arguments.names, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What a run shows while it goes: one plain line an optimizer step, an SFT report, an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from services.cli.jsonl import Tail
+from services.cli.layout import RunFolder
+
+
+class Progress:
+    """Prints what the services have added to the run's files since the last call."""
+
+    def __init__(self, folder: RunFolder, max_steps: int, say: Callable[[str], None]) -> None:
+        self._tails = (
+            (Tail(folder.sft, from_end=True), sft_line),
+            (Tail(folder.metrics, from_end=True), lambda record: step_line(record, max_steps)),
+            (Tail(folder.evals, from_end=True), eval_line),
+        )
+        self._say = say
+
+    def show(self) -> bool:
+        """Whether there was anything new."""
+        lines = [line(record) for tail, line in self._tails for record in tail.new()]
+        for line in lines:
+            self._say(line)
+        return bool(lines)
+
+
+def step_line(record: Mapping[str, Any], max_steps: int) -> str:
+    """One step; the keys are those of metrics.jsonl, |Δlogp| compares rollout and trainer, staleness is in steps."""
+    width = len(str(max_steps))
+    parts = [
+        f"step {record.get('step', '?'):>{width}}/{max_steps}",
+        f"loss {_number(record, 'loss', '+.4f')}",
+        f"reward {_number(record, 'reward_mean', '.3f')}",
+        f"success {_number(record, 'success', '.3f')}",
+        f"KL {_number(record, 'kl', '.5f')}",
+        f"mean |Δlogp| {_number(record, 'logprob_abs_diff', '.1e')}",
+        f"{_number(record, 'tokens_per_sec', ',.0f')} tokens/s",
+        f"weights {record.get('version', '?')}",
+        f"staleness {_number(record, 'staleness_mean', '.1f')} (max {_number(record, 'staleness_max', '.0f')})",
+    ]
+    return "  ".join(parts)
+
+
+def eval_line(record: Mapping[str, Any]) -> str:
+    parts = [
+        f"held-out after step {record.get('step', '?')}: success {_number(record, 'success', '.1%')}",
+        f"reward {_number(record, 'reward_mean', '.3f')}",
+        f"{record.get('n_tasks', '?')} tasks, greedy",
+        f"weights {record.get('version', '?')}",
+    ]
+    return "  ".join(parts)
+
+
+def sft_line(record: Mapping[str, Any]) -> str:
+    return f"warm start (SFT) step {record.get('step', '?')}/{record.get('max_steps', '?')}  loss {_number(record, 'loss', '.4f')}"
+
+
+def _number(record: Mapping[str, Any], key: str, form: str) -> str:
+    value = record.get(key)
+    return format(value, form) if isinstance(value, int | float) and math.isfinite(value) else "–"

@@ -1,0 +1,44 @@
+"""Ends a supervisor's process groups when the supervisor itself is killed. Standard library only; started by its path.
+
+Protocol: lines `+PGID` and `-PGID` on stdin say which groups are alive. End of file means that the supervisor is gone:
+every group still listed gets SIGTERM, and SIGKILL after `GRACE_S` seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+
+GRACE_S = 10.0
+
+
+def main() -> None:
+    groups: set[int] = set()
+    for line in sys.stdin:
+        number = int(line[1:])
+        groups.add(number) if line[0] == "+" else groups.discard(number)
+    deadline = time.monotonic() + GRACE_S
+    send(groups, signal.SIGTERM)
+    while any(map(alive, groups)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    send(groups, signal.SIGKILL)
+
+
+def send(groups: set[int], number: signal.Signals) -> None:
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, number)
+
+
+def alive(group: int) -> bool:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, 0)
+        return True
+    return False
+
+
+if __name__ == "__main__":
+    main()

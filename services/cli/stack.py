@@ -1,0 +1,144 @@
+"""The processes of a local run: which, in what order, with which configuration and environment.
+
+Redis first, then env (it checks the data), then trainer, rollout servers and orchestrator together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from services.cli import ports
+from services.cli.layout import CACHE, RunFolder, python_of
+from services.cli.processes import Reaper, Spec
+from services.cli.runs import secret, write_json
+from services.cli.supervisor import Kept, Member, Say, keeping
+from shared.clients.base import HttpClient
+from shared.config import Loaded
+from shared.errors import VolleyError
+from shared.http import read_token
+from shared.queue import client as redis_client
+from shared.queue import server as redis_server
+from shared.schema import Services
+
+_ENVIRONMENT_OF = {"env": "base", "orchestrator": "base", "rollout": "rollout", "trainer": "trainer"}
+_START_S = {"redis": 30.0, "env": 120.0, "orchestrator": 120.0, "rollout": 900.0, "trainer": 900.0}
+"""How long a process may take to answer for the first time, in seconds: model loading and compiling included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A running local stack: the address of every service that answers HTTP, the token they ask for, and the processes."""
+
+    urls: dict[str, str]
+    token: str | None
+    kept: list[Kept]
+
+    def client(self, name: str, timeout_s: float = 5.0) -> HttpClient:
+        return HttpClient(self.urls[name], token=self.token, timeout_s=timeout_s)
+
+
+@asynccontextmanager
+async def running(loaded: Loaded, folder: RunFolder, reaper: Reaper, say: Say) -> AsyncIterator[Stack]:
+    """All services of the run, answering. Raises VolleyError, also inside an ExceptionGroup."""
+    builder = _Builder(loaded, folder)
+    redis = [] if builder.redis is None else [builder.redis_member(builder.redis)]
+    await builder.check_redis()
+    async with (
+        keeping(redis, reaper, say) as first,
+        keeping(builder.members("env"), reaper, say) as second,
+        keeping(builder.members("trainer", "rollout", "orchestrator"), reaper, say) as third,
+    ):
+        yield Stack(builder.urls, builder.token, [*first, *second, *third])
+
+
+class _Builder:
+    """Turns a configuration into processes. What the supervisor chose (ports, secrets) goes to services.yaml of the run."""
+
+    def __init__(self, loaded: Loaded, folder: RunFolder) -> None:
+        self._folder = folder
+        services = loaded.config.services
+        self._local = ["env"] * (services.env.url is None) + ["orchestrator", "trainer"] + ["rollout"] * (not services.rollout_urls)
+        n_rollout = services.rollout_replicas if "rollout" in self._local else 0
+        self._ports = ports.choose(services, loaded.tree.get("services") or {}, n_rollout)
+        self.redis = redis_server.prepare(folder.redis) if services.redis_url is None else None
+        self._services = self._resolved(services)
+        self.urls = ports.urls(services, {name: self._ports[name] for name in self._local})
+        self.token = read_token(self._services.token_file)
+        self._cpu = loaded.config.rollout.engine.device == "cpu"
+        self._write_services()
+
+    async def check_redis(self) -> None:
+        """Raises VolleyError if a Redis of the user's does not answer."""
+        if self.redis is None:
+            await _ping(self._services)
+
+    def redis_member(self, spec: redis_server.ServerSpec) -> Member:
+        async def answers() -> bool:
+            try:
+                await _ping(self._services)
+            except VolleyError:
+                return False
+            return True
+
+        return Member(Spec("redis", tuple(spec.argv), dict(os.environ), self._folder.logs / "redis.log"), answers, _START_S["redis"])
+
+    def members(self, *kinds: str) -> list[Member]:
+        return [self._member(kind, i) for kind in kinds if kind in self._local for i in range(len(self._ports[kind]))]
+
+    def _member(self, kind: str, i: int) -> Member:
+        name = f"{kind}-{i}" if kind == "rollout" else kind
+        command = [str(python_of(_ENVIRONMENT_OF[kind])), "-P", "-m", f"services.{kind}"]
+        command += ["--config", str(self._folder.config), "--config", str(self._folder.services)]
+        command += [f"services.{kind}.port={self._ports[kind][i]}"]
+        url = self.urls[name]
+        spec = Spec(name, tuple(command), self._environment(kind), self._folder.logs / f"{name}.log")
+        return Member(spec, lambda: _is_healthy(url), _START_S[kind])
+
+    def _environment(self, kind: str) -> dict[str, str]:
+        """The caller's, plus JAX's platform where the configuration says CPU, and its compilation cache in the project."""
+        added = {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{_ENVIRONMENT_OF[kind]}")}
+        if self._cpu:
+            added["JAX_PLATFORMS"] = "cpu"
+        return {**added, **os.environ}
+
+    def _resolved(self, services: Services) -> Services:
+        update: dict[str, Any] = {
+            name: getattr(services, name).model_copy(update={"port": numbers[0]}) for name, numbers in self._ports.items() if numbers
+        }
+        if self.redis is not None:
+            password = self._folder.secrets / "redis"
+            password.unlink(missing_ok=True)
+            with open(os.open(password, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(self.redis.password)
+            update |= {"redis_url": f"redis://127.0.0.1:{self.redis.port}/0", "redis_password_file": password}
+        if services.token_file is None:
+            update["token_file"] = secret(self._folder, "token")
+        return services.model_copy(update=update)
+
+    def _write_services(self) -> None:
+        tree = {"services": self._services.model_dump(mode="json")}
+        self._folder.services.write_text(yaml.safe_dump(tree, sort_keys=True))
+        write_json(self._folder.processes, {"urls": self.urls, "token_file": str(self._services.token_file)})
+
+
+async def _ping(services: Services) -> None:
+    assert services.redis_url is not None
+    client = redis_client.connect(services.redis_url, services.redis_password_file)
+    async with client:
+        with redis_client.translated():
+            await client.ping()  # pyright: ignore[reportGeneralTypeIssues] - typed for both the sync and the async client
+
+
+async def _is_healthy(url: str) -> bool:
+    async with HttpClient(url, timeout_s=2.0) as client:
+        try:
+            await client.get("/health", attempts=1)
+        except VolleyError:
+            return False
+        return True

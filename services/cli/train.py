@@ -1,0 +1,183 @@
+"""`volley train`: the local supervisor. Starts every service, shows progress, ends with a report.
+
+Whatever happens – the run finishes, a service fails, Ctrl-C, SIGTERM, a second Ctrl-C, kill -9 – nothing started here is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from services.cli import report, stack
+from services.cli.layout import RunFolder
+from services.cli.processes import Reaper
+from services.cli.progress import Progress
+from services.cli.runs import Record, claimed, read_record, write_record
+from shared import config
+from shared.config import Loaded
+from shared.errors import ConfigError, VolleyError
+from shared.hub import model_folder
+
+_POLL_S = 0.3
+_QUIET_S = 30.0
+"""After so long without news the line of progress says what the run waits for, in seconds."""
+
+
+class Stopped(Exception):
+    """A signal asked us to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.exit_code = 128 + number
+
+
+def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
+    """Raises VolleyError; otherwise returns the exit code."""
+    loaded = config.load(paths, overrides)
+    check_inputs(loaded)
+    with claimed(loaded) as (folder, record):
+        started = time.monotonic()
+        try:
+            asyncio.run(_supervised(loaded, folder))
+        except Stopped as stopped:
+            say(f"stopped by {stopped}; everything it started has ended. The same command continues run {folder.name}.")
+            return stopped.exit_code
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        finally:
+            record = dataclasses.replace(record, elapsed_s=record.elapsed_s + time.monotonic() - started)
+            write_record(folder, record)
+        return _finish(folder, record)
+
+
+def check_inputs(loaded: Loaded) -> None:
+    """Finds what is wrong with the inputs before anything is started. Raises ConfigError."""
+    for key in ("train", "eval"):
+        path: Path | None = getattr(loaded.config.data, key)
+        if path is not None and not path.is_file():
+            raise ConfigError(f"data.{key}={path}: no such file", f"give an existing file with data.{key}=…")
+    model_folder(loaded.config.model.path)
+
+
+def fresh_name(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """The overrides with a run.name that is not that of a finished run, unless the user gave a name."""
+    if any(override.startswith("run.name=") for override in overrides):
+        return list(overrides)
+    run = config.load(paths, overrides).config.run
+    names = [run.name, *(f"{run.name}-{n}" for n in range(2, 1000))]
+    unfinished = (name for name in names if not _is_finished(RunFolder(run.dir / name)))
+    return [*overrides, f"run.name={next(unfinished)}"]
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to tell of: one of the project's if there is any, else the first."""
+    leaves = list(_leaves(group))
+    return next((error for error in leaves if isinstance(error, VolleyError)), leaves[0])
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def _is_finished(folder: RunFolder) -> bool:
+    record = read_record(folder)
+    return record is not None and record.finished
+
+
+def _finish(folder: RunFolder, record: Record) -> int:
+    write_record(folder, dataclasses.replace(record, finished=True))
+    summary = report.make(folder)
+    say(report.table(summary, folder))
+    say(f"DONE: steps={summary['steps']} elapsed_sec={summary['elapsed_sec']:.1f}")
+    return 0
+
+
+async def _supervised(loaded: Loaded, folder: RunFolder) -> None:
+    """Returns when the run is finished. Raises Stopped, VolleyError, or a group of them."""
+    started = time.monotonic()
+    say(f"run {folder.name} in {folder.path}: starting services (logs in {folder.logs})")
+    with Reaper.running() as reaper:
+        async with _stopping_on_signal(reaper.kill_all), stack.running(loaded, folder, reaper, say) as running:
+            say(f"all services answer after {time.monotonic() - started:.1f} s")
+            await _follow(running, folder, Progress(folder, loaded.config.trainer.max_steps, say))
+
+
+async def _follow(running: stack.Stack, folder: RunFolder, progress: Progress) -> None:
+    """Shows progress until the orchestrator says that the run is finished."""
+    news = time.monotonic()
+    async with running.client("orchestrator") as orchestrator:
+        while True:
+            finished = await _is_run_finished(orchestrator, folder.name)
+            if progress.show():
+                news = time.monotonic()
+            if finished:
+                return
+            if time.monotonic() - news > _QUIET_S:
+                say(f"no news for {_QUIET_S:g} s; {await _waiting_for(running)}")
+                news = time.monotonic()
+            await asyncio.sleep(_POLL_S)
+
+
+async def _is_run_finished(orchestrator: stack.HttpClient, run: str) -> bool:
+    try:
+        answer = await orchestrator.get(f"/runs/{run}", attempts=1)
+    except VolleyError:
+        return False
+    return isinstance(answer, dict) and answer.get("state") == "finished"
+
+
+async def _waiting_for(running: stack.Stack) -> str:
+    reasons = []
+    for name in running.urls:
+        async with running.client(name) as client:
+            try:
+                await client.get("/ready", attempts=1)
+            except VolleyError as error:
+                reasons.append(f"{name} is not ready: {error.detail}")
+    return "; ".join(reasons) or "all services are ready"
+
+
+@asynccontextmanager
+async def _stopping_on_signal(kill_all: Callable[[], None]) -> AsyncIterator[None]:
+    """Inside, the first signal cancels the body, which then stops its services; a second one kills them without grace.
+
+    Raises Stopped.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    received: list[int] = []
+    assert task is not None
+
+    def on_signal(number: int) -> None:
+        received.append(number)
+        if len(received) == 1:
+            say(f"{signal.Signals(number).name}: stopping all services (again: at once)")
+            task.cancel()
+        else:
+            kill_all()
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        task.uncancel()
+        raise Stopped(received[0]) from None
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
