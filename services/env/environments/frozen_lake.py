@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from services.env.environments.actions import ActionProtocol
 from services.env.environments.base import EVAL, TRAIN, Message, Step
@@ -37,13 +37,19 @@ type Render = Literal["grid", "spaced", "grid+coords", "coords"]
 class FrozenLakeConfig(GameConfig):
     """`render`: the board as lines; with spaces between tiles; with coordinates of player and goal; coordinates alone, of holes too."""
 
-    size: int = Field(4, ge=2, le=16)
-    frozen_probability: float = Field(0.8, ge=0.65, le=1)
+    size: int = Field(default=4, ge=3, le=16)
+    frozen_probability: float = Field(default=0.8, ge=0.65, le=1)
     is_slippery: bool = False
     render: Render = "grid"
-    success_reward: float = Field(1.0, gt=0)
-    hole_reward: float = Field(0.0, le=0)
-    step_reward: float = Field(0.0, le=0)
+    success_reward: float = Field(default=1.0, gt=0)
+    hole_reward: float = Field(default=0.0, le=0)
+    step_reward: float = Field(default=0.0, le=0)
+
+    @model_validator(mode="after")
+    def _reachable(self) -> FrozenLakeConfig:
+        if self.budget < 2 * (self.size - 1):
+            raise ValueError(f"size={self.size} needs at least {2 * (self.size - 1)} actions, but an episode allows {self.budget}")
+        return self
 
 
 @dataclass(slots=True)

@@ -45,9 +45,9 @@ class Gsm8kConfig(BaseModel):
     eval: Path | None = None
     tool: Literal["none", "calculator"] = "none"
     answer: Literal["strict", "flexible"] = "strict"
-    max_turns: int = Field(8, ge=1, le=64)
-    correct_reward: float = Field(1.0, gt=0)
-    format_reward: float = Field(0.0, ge=0)
+    max_turns: int = Field(default=8, ge=1, le=64)
+    correct_reward: float = Field(default=1.0, gt=0)
+    format_reward: float = Field(default=0.0, ge=0)
 
 
 @dataclass(slots=True)

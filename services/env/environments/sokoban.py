@@ -28,14 +28,14 @@ class SokobanConfig(GameConfig):
     """`dim_room` is (height, width) with the surrounding wall. Levels need at least `min_solution` actions, at most the budget."""
 
     dim_room: tuple[int, int] = (6, 6)
-    num_boxes: int = Field(1, ge=1, le=4)
-    min_solution: int = Field(2, ge=1, le=100)
+    num_boxes: int = Field(default=1, ge=1, le=4)
+    min_solution: int = Field(default=2, ge=1, le=100)
     spaced: bool = False
-    reward_scale: float = Field(1.0, gt=0)
-    action_reward: float = Field(-0.1, le=0)
-    box_on_reward: float = Field(1.0, ge=0)
-    box_off_reward: float = Field(-1.0, le=0)
-    finish_reward: float = Field(10.0, ge=0)
+    reward_scale: float = Field(default=1.0, gt=0)
+    action_reward: float = Field(default=-0.1, le=0)
+    box_on_reward: float = Field(default=1.0, ge=0)
+    box_off_reward: float = Field(default=-1.0, le=0)
+    finish_reward: float = Field(default=10.0, ge=0)
 
     @model_validator(mode="after")
     def _playable(self) -> SokobanConfig:

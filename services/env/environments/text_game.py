@@ -26,13 +26,13 @@ class GameConfig(BaseModel):
 
     talk: Talk = "chat"
     protocol: Style = "answer"
-    max_turns: int = Field(6, ge=1, le=100)
-    max_actions_per_turn: int = Field(5, ge=1, le=100)
-    max_actions: int = Field(10, ge=1, le=1000)
-    demo_actions_per_turn: int = Field(5, ge=1, le=100)
-    format_penalty: float = Field(-0.1, le=0)
-    train_tasks: int = Field(100_000, ge=1, le=2**31)
-    eval_tasks: int = Field(256, ge=1, le=10_000)
+    max_turns: int = Field(default=6, ge=1, le=100)
+    max_actions_per_turn: int = Field(default=5, ge=1, le=100)
+    max_actions: int = Field(default=10, ge=1, le=1000)
+    demo_actions_per_turn: int = Field(default=5, ge=1, le=100)
+    format_penalty: float = Field(default=-0.1, le=0)
+    train_tasks: int = Field(default=100_000, ge=1, le=2**31)
+    eval_tasks: int = Field(default=256, ge=1, le=10_000)
 
     @property
     def budget(self) -> int:

@@ -1,0 +1,62 @@
+"""What the tests of the env service share: GSM8K files, the app over ASGI, a scripted environment."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from services.env.app import open_env
+from services.env.settings import EnvSettings
+from shared.schema import Limits
+
+ROWS = [
+    {"question": "Ann has 48 eggs and sells half. How many are left?", "answer": "She has 48/2 = <<48/2=24>>24 eggs.\n#### 24"},
+    {
+        "question": "A car costs $1,000 and gains 8%. Its price?",
+        "answer": "It gains 1000*0.08 = <<1000*0.08=80>>80.\nNow 1000+80 = <<1000+80=1080>>$1,080.\n#### 1,080",
+    },
+    {"question": "Bo owes 5 and has 2. His balance?", "answer": "He has 2-5 = <<2-5=-3>>-3.\n#### -3"},
+]
+
+
+@pytest.fixture
+def gsm8k_files(tmp_path: Path) -> dict[str, Path]:
+    """train: the first two problems; eval: the third."""
+    files = {"train": tmp_path / "train.jsonl", "eval": tmp_path / "test.jsonl"}
+    files["train"].write_bytes(b"\n".join(orjson.dumps(row) for row in ROWS[:2]) + b"\n")
+    files["eval"].write_bytes(orjson.dumps(ROWS[2]) + b"\n")
+    return files
+
+
+type OpenClient = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@asynccontextmanager
+async def _open(**changes: Any) -> AsyncIterator[httpx.AsyncClient]:
+    defaults: dict[str, Any] = {
+        "env": "frozen_lake",
+        "configs": {},
+        "max_episodes": 16,
+        "ttl_s": 60.0,
+        "deadline_s": 5.0,
+        "n_threads": 2,
+        "limits": Limits(max_body_bytes=10_000),
+        "token_file": None,
+    }
+    async with (
+        open_env(EnvSettings(**{**defaults, **changes})) as service,
+        httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url="http://env") as client,
+    ):
+        yield client
+
+
+@pytest.fixture
+def open_client() -> OpenClient:
+    """An HTTP client of the service in this process; keyword arguments change its settings."""
+    return _open

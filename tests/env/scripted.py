@@ -1,0 +1,69 @@
+"""An environment whose behaviour a test sets: it counts calls, and can block, fail or end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import BaseModel
+
+from services.env.catalogue import Entry
+from services.env.environments.base import Info, Message, Step, StepResult, assistant, check_task, user
+
+
+@dataclass
+class ScriptedEpisode:
+    env: Scripted
+    steps: int = 0
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def opening(self) -> tuple[Message, ...]:
+        return (user(f"step {self.steps}"),)
+
+    def step(self, message: Message) -> StepResult:
+        self.steps += 1
+        self.env.calls.append(message["content"])
+        self.env.on_step()
+        return StepResult((user(f"step {self.steps}"),), 1.0, message["content"] == "end", False, Info({"one": 1.0}, False))
+
+
+@dataclass
+class Scripted:
+    slow: frozenset[Step] = frozenset()
+    on_reset: Callable[[], object] = lambda: None
+    on_step: Callable[[], object] = lambda: None
+    calls: list[str] = field(default_factory=list[str])
+    splits: tuple[str, ...] = ("train",)
+
+    def num_tasks(self, split: str) -> int:
+        check_task("scripted", {"train": 10}, split, 0)
+        return 10
+
+    def task(self, split: str, index: int) -> str:
+        check_task("scripted", {"train": 10}, split, index)
+        return f"{split}/{index}"
+
+    def reset(self, split: str, index: int, seed: int) -> ScriptedEpisode:
+        check_task("scripted", {"train": 10}, split, index)
+        self.calls.append(f"reset {index} {seed}")
+        self.on_reset()
+        return ScriptedEpisode(self)
+
+    def demonstration(self, split: str, index: int) -> tuple[Message, ...]:
+        return (user("?"), assistant("end"))
+
+
+class NoSettings(BaseModel):
+    pass
+
+
+def entry(env: Scripted) -> Entry:
+    return Entry("scripted", "scripted", NoSettings(), env)
+
+
+def until(event: threading.Event) -> Callable[[], object]:
+    """Blocks a call until the event is set (10 s at most)."""
+    return lambda: event.wait(10)

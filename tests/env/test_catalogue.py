@@ -1,0 +1,104 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.env.app import open_catalogue
+from services.env.catalogue import KINDS, MAX_VARIANTS, Catalogue
+from services.env.settings import from_config
+from shared.config import validate
+from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
+
+
+def test_an_unknown_environment_is_answered_with_those_there_are() -> None:
+    with pytest.raises(NotFound, match=r"'maze'.*gsm8k, frozen_lake, sokoban"):
+        Catalogue().get("maze")
+
+
+def test_a_variant_changes_some_settings_of_its_base() -> None:
+    catalogue = Catalogue({"frozen_lake": {"render": "spaced"}})
+    entry, new = catalogue.register("lake8", "frozen_lake", {"size": 8, "max_actions": 20})
+    assert new
+    assert catalogue.get("lake8") is entry
+    assert entry.describe()["config"].items() >= {"size": 8, "max_actions": 20, "render": "spaced"}.items()
+    smaller, _ = catalogue.register("lake5", "lake8", {"size": 5})
+    assert smaller.describe()["config"].items() >= {"size": 5, "max_actions": 20}.items()
+    assert smaller.kind == "frozen_lake"
+
+
+def test_registering_again_changes_nothing_and_otherwise_conflicts() -> None:
+    catalogue = Catalogue()
+    first, _ = catalogue.register("a", "sokoban", {"num_boxes": 2})
+    again, new = catalogue.register("a", "sokoban", {"num_boxes": 2})
+    assert again is first
+    assert not new
+    for base, config in (("sokoban", {}), ("frozen_lake", {})):
+        with pytest.raises(Conflict):
+            catalogue.register("a", base, config)
+    with pytest.raises(Conflict):
+        catalogue.register("sokoban", "sokoban", {"num_boxes": 2})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"sizes": 8}, "unknown setting sizes .*size"),
+        ({"size": 99}, "size=99"),
+        ({"size": 9}, "size=9 needs at least 16 actions"),
+        ({"size": "big"}, "size='big'"),
+        ({"render": "ascii"}, "render='ascii'"),
+    ],
+)
+def test_bad_settings_are_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Catalogue().register("a", "frozen_lake", config)
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../a", "é", "x" * 65, "-a"])
+def test_bad_names_are_refused(name: str) -> None:
+    with pytest.raises(InputError, match="not a name"):
+        Catalogue().register(name, "frozen_lake", {})
+
+
+def test_a_request_cannot_make_the_service_read_files(gsm8k_files: dict[str, Path]) -> None:
+    catalogue = Catalogue({"gsm8k": gsm8k_files})
+    with pytest.raises(Forbidden, match="train"):
+        catalogue.register("a", "gsm8k", {"train": "/etc/passwd"})
+    entry, _ = catalogue.register("a", "gsm8k", {"tool": "calculator"})
+    assert entry.environment.num_tasks("train") == 2
+
+
+def test_variants_are_bounded() -> None:
+    catalogue = Catalogue()
+    for i in range(MAX_VARIANTS):
+        catalogue.register(f"v{i}", "frozen_lake", {})
+    with pytest.raises(Unavailable):
+        catalogue.register("one-more", "frozen_lake", {})
+    assert len(catalogue.entries()) == len(KINDS) + MAX_VARIANTS
+
+
+def settings(**data: Any) -> Any:
+    return from_config(validate({"model": {"path": "m"}, "data": data}).config)
+
+
+def test_the_runs_configuration_reaches_its_environment(gsm8k_files: dict[str, Path]) -> None:
+    catalogue = open_catalogue(settings(env="gsm8k", env_config={"tool": "calculator"}, **gsm8k_files))
+    entry = catalogue.get("gsm8k")
+    assert entry.environment.num_tasks("eval") == 1
+    assert entry.describe()["config"]["tool"] == "calculator"
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"env": "maze"}, "data.env=maze: there is no environment"),
+        ({"env": "frozen_lake", "env_config": {"sise": 4}}, "unknown setting sise"),
+        ({"env": "frozen_lake", "env_config": {"size": 8}}, "size=8 needs at least 14 actions, but an episode allows 10"),
+        ({"env": "gsm8k"}, "gsm8k has no data"),
+        ({"env": "gsm8k", "train": "/nowhere.jsonl"}, "data file /nowhere.jsonl: No such file"),
+        ({"env": "sokoban", "env_config": {"dim_room": [4, 4]}}, "no room for num_boxes=1"),
+    ],
+)
+def test_a_wrong_configuration_ends_the_start(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_catalogue(settings(**data))

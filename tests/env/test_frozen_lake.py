@@ -1,0 +1,113 @@
+import random
+from typing import Any
+
+import gymnasium
+import pytest
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+
+from services.env.environments.base import assistant
+from services.env.environments.frozen_lake import ACTIONS, FrozenLakeConfig, LakeGame, frozen_lake, shortest_path
+from services.env.environments.text_game import Outcome
+
+LOOSE: dict[str, Any] = {"max_turns": 100, "max_actions": 1000, "max_actions_per_turn": 100}
+
+
+@pytest.mark.parametrize("slippery", [False, True])
+@pytest.mark.parametrize("size", [4, 8])
+def test_it_moves_as_gymnasium_does(slippery: bool, size: int) -> None:
+    """Random walks, step by step against gymnasium.make on the same map and seed."""
+    env, rng = frozen_lake(FrozenLakeConfig(size=size, is_slippery=slippery, **LOOSE)), random.Random(size)
+    for index in range(20):
+        drawn = env.layouts.get("train", index)
+        assert list(drawn.layout) == generate_random_map(size, 0.8, drawn.seed)
+        ours = env.reset("train", index, seed=index)
+        game = ours.game
+        assert isinstance(game, LakeGame)
+        theirs = gymnasium.make("FrozenLake-v1", desc=list(drawn.layout), is_slippery=slippery, max_episode_steps=1000)
+        theirs.reset(seed=index)
+        for _ in range(30):
+            action = rng.randrange(4)
+            state, reward, terminated, _, _ = theirs.step(action)
+            result = ours.step(assistant(f"<answer>{ACTIONS[action]}</answer>"))
+            assert game.position == divmod(int(state), size)
+            assert (result.reward, result.terminated, result.info.success) == (reward, terminated, bool(reward))
+            if terminated:
+                break
+
+
+def test_shortest_path_against_relaxation() -> None:
+    """Length against Bellman-Ford distances; the path itself played in gymnasium."""
+    for seed in range(50):
+        rows = tuple(generate_random_map(6, 0.7, seed))
+        path = shortest_path(rows, (0, 0))
+        assert path is not None
+        far = 10**9
+        distance = {(r, c): far for r in range(6) for c in range(6) if rows[r][c] != "H"}
+        distance[0, 0] = 0
+        for _ in distance:
+            for r, c in distance:
+                near = [distance.get((r + dr, c + dc), far) for dr, dc in ((0, 1), (1, 0), (0, -1), (-1, 0))]
+                distance[r, c] = min(distance[r, c], min(near) + 1)
+        assert len(path) == distance[5, 5]
+        lake = gymnasium.make("FrozenLake-v1", desc=list(rows), is_slippery=False)
+        lake.reset()
+        rewards = [lake.step(ACTIONS.index(action))[1] for action in path]
+        assert sum(map(float, rewards)) == 1
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"size": 6, "max_actions": 12, "demo_actions_per_turn": 1, "max_turns": 12}, {"talk": "bare", "protocol": "plain"}]
+)
+def test_demonstrations_win_within_the_budget(config: dict[str, Any]) -> None:
+    env = frozen_lake(FrozenLakeConfig(**config))
+    for split in ("train", "eval"):
+        for index in range(40):
+            shown = env.demonstration(split, index)
+            episode = env.reset(split, index, 0)
+            results = [episode.step(message) for message in shown if message["role"] == "assistant"]
+            assert results[-1].info.success
+            assert not any(result.over for result in results[:-1])
+            seen = [*env.reset(split, index, 0).opening, *(m for r in results[:-1] for m in r.messages)]
+            assert [m for m in shown if m["role"] == "user"] == seen
+
+
+def test_slippery_demonstrations_win_too() -> None:
+    env = frozen_lake(FrozenLakeConfig(is_slippery=True, demo_actions_per_turn=1, **LOOSE))
+    assert env.demonstration("train", 0)[-1]["role"] == "assistant"
+
+
+ROWS = ("SFH", "FHF", "FFG")
+
+
+def play(*actions: str, **config: Any) -> tuple[LakeGame, list[Outcome]]:
+    """A game on ROWS after some actions."""
+    lake = FrozenLakeEnv(desc=list(ROWS), is_slippery=False)
+    lake.reset(seed=0)
+    game = LakeGame(ROWS, lake, FrozenLakeConfig(**config))
+    return game, [game.act(action) for action in actions]
+
+
+@pytest.mark.parametrize(
+    ("render", "text"),
+    [
+        ("grid", "_PO\n_O_\n__G"),
+        ("spaced", "_ P O\n_ O _\n_ _ G"),
+        ("grid+coords", "_PO\n_O_\n__G\nP 0 1 G 2 2"),
+        ("coords", "P 0 1 G 2 2 O 0 2 1 1"),
+    ],
+)
+def test_renderings(render: Any, text: str) -> None:
+    assert play("Right", render=render)[0].render() == text
+
+
+def test_a_hole_ends_the_game() -> None:
+    game, outcomes = play("Right", "Down", hole_reward=-0.5)
+    assert game.render() == "__O\n_X_\n__G"
+    assert outcomes == [Outcome({}, False, False), Outcome({"hole": -0.5}, True, False)]
+
+
+def test_the_goal_wins_and_steps_may_cost() -> None:
+    game, outcomes = play("Down", "Down", "Right", "Right", success_reward=2, step_reward=-0.01)
+    assert game.render() == "__O\n_O_\n__*"
+    assert outcomes[0] == Outcome({"step": -0.01}, False, False)
+    assert outcomes[-1] == Outcome({"success": 2.0, "step": -0.01}, True, True)

@@ -1,0 +1,73 @@
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.env.environments.frozen_lake import FrozenLakeConfig, frozen_lake
+from services.env.environments.layouts import Layouts, canonical, seed_of, split_of
+from services.env.environments.sokoban import SokobanConfig, sokoban
+from services.env.environments.sokoban_level import draw
+from shared.errors import InputError, NotFound
+
+square = st.integers(1, 5).flatmap(lambda n: st.lists(st.text("ab#", min_size=n, max_size=n), min_size=n, max_size=n)).map(tuple)
+
+
+@given(square)
+def test_a_mirrored_layout_belongs_to_the_same_split(rows: tuple[str, ...]) -> None:
+    turned = tuple("".join(column) for column in zip(*rows[::-1], strict=True))
+    for other in (turned, rows[::-1], tuple(row[::-1] for row in rows)):
+        assert canonical(other) == canonical(rows)
+        assert split_of(other) == split_of(rows)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 100), st.integers(0, 10**6), st.integers(0, 100))
+def test_no_seed_serves_both_splits(index: int, draw_: int, other_index: int, other_draw: int) -> None:
+    assert seed_of("x", "train", index, draw_) != seed_of("x", "eval", other_index, other_draw)
+
+
+def boards(name: str, split: str, n: int) -> list[tuple[str, ...]]:
+    if name == "frozen_lake":
+        lake = frozen_lake(FrozenLakeConfig())
+        return [lake.layouts.get(split, i).layout for i in range(n)]
+    levels = sokoban(SokobanConfig()).layouts
+    return [draw(level.room, level.start) for level in (levels.get(split, i).layout for i in range(n))]
+
+
+@pytest.mark.parametrize("name", ["frozen_lake", "sokoban"])
+def test_evaluation_layouts_are_new_and_distinct(name: str) -> None:
+    """All default evaluation tasks against 2,000 training tasks, mirrored and turned ones included."""
+    trained = {canonical(rows) for rows in boards(name, "train", 2000)}
+    held_out = boards(name, "eval", 256)
+    assert len(set(held_out)) == 256
+    assert not trained & {canonical(rows) for rows in held_out}
+
+
+def test_tasks_do_not_depend_on_order_or_process() -> None:
+    program = (
+        "from services.env.environments.frozen_lake import *; from services.env.environments.sokoban import *\n"
+        "for env in (frozen_lake(FrozenLakeConfig()), sokoban(SokobanConfig())):\n"
+        "    print(*(env.task(s, i) for s in ('eval', 'train') for i in (7, 2)))"
+    )
+    there = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    envs = (frozen_lake(FrozenLakeConfig()), sokoban(SokobanConfig()))
+    assert there == [env.task(split, i) for env in envs for split in ("eval", "train") for i in (7, 2)]
+    again = (frozen_lake(FrozenLakeConfig()), sokoban(SokobanConfig()))
+    assert sorted(there) == sorted(env.task(split, i) for env in again for split in ("train", "eval") for i in (2, 7))
+
+
+def test_too_few_layouts_is_said() -> None:
+    layouts = Layouts("tiny", lambda seed: ("a",), lambda rows: rows, {"train": 5, "eval": 5})
+    split = split_of(("a",))
+    other = "train" if split == "eval" else "eval"
+    with pytest.raises(InputError, match=f"no (new )?layout for {other} task 0 .*{other}_tasks"):
+        layouts.get(other, 0)
+
+
+@pytest.mark.parametrize(("split", "index"), [("test", 0), ("train", -1), ("train", 100_000), ("eval", 256)])
+def test_unknown_tasks_are_refused(split: str, index: int) -> None:
+    env = frozen_lake(FrozenLakeConfig())
+    for call in (env.task, env.demonstration, lambda s, i: env.reset(s, i, 0)):
+        with pytest.raises(NotFound):
+            call(split, index)
