@@ -3,7 +3,7 @@
 
 FROM python:3.13-slim AS dependencies
 ENV UV_PROJECT_ENVIRONMENT=/opt/volley UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1
-WORKDIR /build
+WORKDIR /app
 COPY pyproject.toml uv.lock docker/sync.sh ./
 RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache \
     sh sync.sh
@@ -15,6 +15,7 @@ COPY --from=dependencies /opt/volley /opt/volley
 ENV PATH=/opt/volley/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 ENV HF_HOME=/cache/huggingface MPLCONFIGDIR=/tmp/matplotlib
 WORKDIR /app
+COPY pyproject.toml uv.lock ./
 COPY configs configs
 COPY docker docker
 COPY shared shared

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Installs the locked dependencies of one environment of Python into $UV_PROJECT_ENVIRONMENT. Used while an image is built.
+# Installs the locked dependencies of one environment of Python into $UV_PROJECT_ENVIRONMENT, and the project as a link to
+# this folder, where its code comes later. Used while an image is built.
 #
 #   sync.sh [--extra NAME] [--no-install-package NAME]...
 #
@@ -14,5 +15,7 @@ fi
 
 python -m venv /tmp/uv
 /tmp/uv/bin/pip install --quiet --disable-pip-version-check "uv>=0.9,<1"
-/tmp/uv/bin/uv sync --locked --no-dev --no-install-project "$@"
+mkdir -p services shared
+touch README.md services/__init__.py shared/__init__.py
+/tmp/uv/bin/uv sync --locked --no-dev "$@"
 rm -rf /tmp/uv

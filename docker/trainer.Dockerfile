@@ -1,12 +1,13 @@
-# The trainer: Tunix on a JAX mesh.
+# The trainer: Tunix on a JAX mesh. EXTRA=trainer-tpu makes the image for TPU hosts.
 # The dependencies are a layer of their own, made from the lock alone: a change of code rebuilds none of them.
 
 FROM python:3.13-slim AS dependencies
+ARG EXTRA=trainer
 ENV UV_PROJECT_ENVIRONMENT=/opt/volley UV_PYTHON_DOWNLOADS=never UV_LINK_MODE=copy UV_COMPILE_BYTECODE=1
-WORKDIR /build
+WORKDIR /app
 COPY pyproject.toml uv.lock docker/sync.sh ./
 RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache \
-    sh sync.sh --extra trainer
+    sh sync.sh --extra "$EXTRA"
 
 FROM python:3.13-slim
 RUN useradd --uid 10001 --user-group --no-log-init --home-dir /home/volley --create-home volley \
@@ -15,6 +16,7 @@ COPY --from=dependencies /opt/volley /opt/volley
 ENV PATH=/opt/volley/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 ENV HF_HOME=/cache/huggingface MPLCONFIGDIR=/tmp/matplotlib JAX_COMPILATION_CACHE_DIR=/cache/jax-trainer
 WORKDIR /app
+COPY pyproject.toml uv.lock ./
 COPY configs configs
 COPY docker docker
 COPY shared shared
