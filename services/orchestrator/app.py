@@ -1,0 +1,72 @@
+"""Wires the orchestrator: Redis, the environment service, rollout servers, the run, routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from services.orchestrator.balancer import Balancer
+from services.orchestrator.board import Board
+from services.orchestrator.conductor import Conductor
+from services.orchestrator.dispatch import Dispatcher
+from services.orchestrator.episode import EpisodeRunner
+from services.orchestrator.fleet import Discover, Fleet, Found
+from services.orchestrator.gate import Gate
+from services.orchestrator.routes import router
+from services.orchestrator.settings import OrchestratorSettings, from_config
+from shared.boot import Service
+from shared.chat import ChatTokenizer
+from shared.clients.env import EnvClient
+from shared.clients.rollout import RolloutClient
+from shared.http import create_app, read_token
+from shared.hub import model_folder
+from shared.queue.client import connect
+from shared.queue.queue import TicketQueue
+from shared.registry import Registry
+from shared.schema import RunConfig
+
+
+@asynccontextmanager
+async def open_service(config: RunConfig) -> AsyncIterator[Service]:
+    """Raises ConfigError. Services that are not up yet are waited for by the worker."""
+    async with open_orchestrator(from_config(config)) as service:
+        yield service
+
+
+@asynccontextmanager
+async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Service]:
+    """The service from plain settings. Raises ConfigError."""
+    token = read_token(settings.token_file)
+    tokenizer = await asyncio.to_thread(lambda: ChatTokenizer(model_folder(settings.model_path)))
+    async with AsyncExitStack() as stack:
+        redis = await stack.enter_async_context(connect(settings.redis_url, settings.redis_password_file))
+        environments = await stack.enter_async_context(EnvClient(settings.env_url, token=token))
+        balancer = Balancer(settings.terms.eta)
+        discover = _discover(Registry(redis, settings.run), settings.rollout_urls)
+        fleet = await stack.enter_async_context(Fleet(balancer, discover, lambda url: RolloutClient(url, token=token)))
+        board = Board()
+        dispatcher = Dispatcher(
+            EpisodeRunner(tokenizer, environments, balancer, settings.bounds),
+            environments,
+            balancer,
+            board,
+            max_concurrent=settings.max_concurrent,
+            max_attempts=settings.bounds.max_attempts,
+            patience_s=settings.bounds.timeout_s,
+        )
+        queue = TicketQueue(redis, settings.run)
+        conductor = Conductor(settings, queue, environments, tokenizer, balancer, board, Gate(), dispatcher)
+        app = create_app("orchestrator", limits=settings.limits, token=token, ready=lambda: None)
+        app.state.conductor = conductor
+        app.include_router(router)
+        yield Service(app, [fleet.watch, conductor.work])
+
+
+def _discover(registry: Registry, fixed_urls: Sequence[str]) -> Discover:
+    async def discover() -> Sequence[Found]:
+        registered = [Found(server.url.rstrip("/"), server.capacity) for server in await registry.servers()]
+        known = {server.url for server in registered}
+        return registered + [Found(url.rstrip("/")) for url in fixed_urls if url.rstrip("/") not in known]
+
+    return discover

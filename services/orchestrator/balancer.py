@@ -1,0 +1,218 @@
+"""Which rollout server answers the next turn: version-aware, least in flight, sticky for an episode.
+
+Rules
+- A server is routable if it is not out and its weights are fresh: at least `eta` steps behind the queue's version at most, and
+  not of a lineage that was undone (a trainer that went back to an older step has a higher epoch, and wins).
+- An episode stays on its server for the prefix cache, unless that server is overloaded.
+- A failure takes a server out for a cool-down that grows with every further one; a probe, not a request, brings it back.
+- Waiting for a server has a deadline and ends with the reason why there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from services.orchestrator.failures import NoServer
+from shared.clients.rollout import Generation, ServerWeights
+from shared.types import WeightVersion
+
+_OVERLOAD_FACTOR, _OVERLOAD_SLACK = 1.5, 4
+_COOL_DOWN_S, _COOL_DOWN_CAP_S = 0.5, 8.0
+
+
+class Engine(Protocol):
+    """The part of `RolloutClient` that is used here."""
+
+    async def generate(
+        self, input_ids: np.ndarray, sampling: Mapping[str, Any], rid: str, *, timeout_s: float | None = None
+    ) -> Generation: ...
+
+    async def abort(self, rid: str) -> None: ...
+
+    async def weights(self) -> ServerWeights: ...
+
+    async def ready(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Steps of the weights that may answer. None leaves the bound to the staleness rule (below) or open (above)."""
+
+    min_step: int | None = None
+    max_step: int | None = None
+
+
+@dataclass(slots=True)
+class Server:
+    """A rollout server as seen from here. `inflight` counts our requests; `out_until` is monotonic time; `leaving` gets no new ones."""
+
+    url: str
+    engine: Engine
+    version: WeightVersion | None = None
+    capacity: int = 1
+    inflight: int = 0
+    failures: int = 0
+    out_until: float = 0.0
+    out_reason: str = ""
+    leaving: bool = False
+
+    @property
+    def out(self) -> bool:
+        return self.failures > 0
+
+    @property
+    def load(self) -> float:
+        return self.inflight / self.capacity
+
+
+class Balancer:
+    """Args: eta: allowed staleness in steps; clock: monotonic seconds."""
+
+    def __init__(self, eta: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._eta, self._clock = eta, clock
+        self._target = WeightVersion(0, 0)
+        self._servers: dict[str, Server] = {}
+        self._changed = asyncio.Event()
+        self._n_waiting = 0
+        self._hungry = asyncio.Event()
+
+    @property
+    def servers(self) -> Sequence[Server]:
+        return tuple(self._servers.values())
+
+    def set_target(self, epoch: int, step: int) -> None:
+        """The queue's version: the trainer's newest durable step."""
+        if self._target != WeightVersion(epoch, step):
+            self._target = WeightVersion(epoch, step)
+            self._notify()
+
+    def add(self, server: Server) -> None:
+        self._servers[server.url] = server
+        self._notify()
+
+    def remove(self, url: str) -> None:
+        self._servers.pop(url, None)
+
+    def observe(self, server: Server, version: WeightVersion | None) -> None:
+        """A probe found the server well, with these weights."""
+        changed = server.version != version or server.out
+        server.version, server.failures, server.out_reason = version, 0, ""
+        if changed:
+            self._notify()
+
+    def saw_version(self, server: Server, version: str) -> None:
+        """An answer carried this version: newer than the last probe's, perhaps."""
+        seen = WeightVersion.parse(version)
+        if server.version is None or seen > server.version:
+            server.version = seen
+            self._notify()
+
+    def fail(self, server: Server, reason: str) -> None:
+        """Takes the server out; a second failure within the same cool-down changes nothing."""
+        now = self._clock()
+        if now < server.out_until and server.out:
+            return
+        server.failures += 1
+        server.out_until = now + min(_COOL_DOWN_CAP_S, _COOL_DOWN_S * 2 ** (server.failures - 1))
+        server.out_reason = reason
+
+    def probe_due(self, server: Server) -> bool:
+        """Whether a server that is out may be asked whether it is well again."""
+        return self._clock() >= server.out_until
+
+    @asynccontextmanager
+    async def server(self, need: Need, deadline: float, preferred: str | None = None) -> AsyncIterator[Server]:
+        """The server for one request, counted as in flight while the context lasts.
+
+        Args:
+            deadline: on the clock of the balancer.
+            preferred: url of the server that has the episode's prefix.
+
+        Raises:
+            NoServer: none became routable before the deadline.
+        """
+        chosen = await self._wait(need, deadline, preferred)
+        chosen.inflight += 1
+        try:
+            yield chosen
+        finally:
+            chosen.inflight -= 1
+
+    async def wait_routable(self, need: Need, deadline: float) -> None:
+        """Raises NoServer."""
+        await self._wait(need, deadline, None)
+
+    def why_none(self, need: Need | None = None) -> str | None:
+        """What keeps requests from being routed, or None if nothing does."""
+        if any(self._obstacle(server, need or Need()) is None for server in self._servers.values()):
+            return None
+        if not self._servers:
+            return "no rollout server is known"
+        return "; ".join(f"{s.url}: {self._obstacle(s, need or Need())}" for s in self._servers.values())
+
+    def pick(self, need: Need, preferred: str | None = None) -> Server | None:
+        """The routable server to use now, or None."""
+        routable = [s for s in self._servers.values() if self._obstacle(s, need) is None]
+        if not routable:
+            return None
+        sticky = next((s for s in routable if s.url == preferred), None)
+        if sticky is not None and not _overloaded(sticky, routable):
+            return sticky
+        return min(routable, key=lambda s: s.load)
+
+    def _obstacle(self, server: Server, need: Need) -> str | None:
+        if server.leaving:
+            return "is leaving"
+        if server.out:
+            return f"failed ({server.out_reason})"
+        if server.version is None:
+            return "has no weight version yet"
+        step, target = server.version.step, self._target
+        floor = need.min_step if need.min_step is not None else target.step - self._eta
+        if step < floor:
+            return f"has {server.version}, step {floor} is needed"
+        if step > target.step and server.version.epoch < target.epoch:
+            return f"has {server.version} of an undone lineage, the trainer is at {target}"
+        if need.max_step is not None and step > need.max_step:
+            return f"has {server.version}, not newer than step {need.max_step} is needed"
+        return None
+
+    async def _wait(self, need: Need, deadline: float, preferred: str | None) -> Server:
+        while (chosen := self.pick(need, preferred)) is None:
+            left = deadline - self._clock()
+            if left <= 0:
+                raise NoServer(self.why_none(need) or "no rollout server became free", "is a rollout server running?")
+            self._n_waiting += 1
+            self._hungry.set()
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                continue
+            finally:
+                self._n_waiting -= 1
+        return chosen
+
+    async def hungry(self, timeout_s: float) -> None:
+        """Returns when an episode waits for a server, at the latest after `timeout_s`."""
+        if self._n_waiting == 0:
+            self._hungry.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hungry.wait(), timeout_s)
+
+    def _notify(self) -> None:
+        """Wakes all who wait, now; the event is replaced so that nobody spins on a set one."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _overloaded(server: Server, routable: Sequence[Server]) -> bool:
+    """More than 1.5 times its fair share of our requests, and a few."""
+    fair = sum(s.inflight for s in routable) * server.capacity / sum(s.capacity for s in routable)
+    return server.inflight > _OVERLOAD_FACTOR * fair + _OVERLOAD_SLACK

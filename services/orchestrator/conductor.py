@@ -1,0 +1,124 @@
+"""The run as a whole: its parts, its one worker, and the description that the routes give of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from services.orchestrator.balancer import Balancer
+from services.orchestrator.board import Board
+from services.orchestrator.dispatch import Dispatcher
+from services.orchestrator.draws import TaskOrder
+from services.orchestrator.evaluation import EvalPlan, Evaluator
+from services.orchestrator.gate import Gate
+from services.orchestrator.groups import GroupPlan, first, run_group
+from services.orchestrator.run import Course, Sizes, wait_for_tasks
+from services.orchestrator.settings import OrchestratorSettings
+from services.orchestrator.tickets import TicketLoop
+from shared import telemetry
+from shared.chat import ChatTokenizer
+from shared.clients.env import EnvClient
+from shared.errors import VolleyError
+from shared.queue.queue import TicketQueue
+
+_PAUSED = "paused"
+_log = telemetry.Log("run")
+
+
+@dataclass
+class Conductor:
+    """`course` is None until the environment service has answered."""
+
+    settings: OrchestratorSettings
+    queue: TicketQueue
+    environments: EnvClient
+    tokenizer: ChatTokenizer
+    balancer: Balancer
+    board: Board
+    gate: Gate
+    dispatcher: Dispatcher
+    course: Course | None = None
+    evaluator: Evaluator | None = None
+
+    async def work(self) -> None:
+        """The worker: follows the run to its end. What it cannot go on from is the state `failed`, to be read at the routes."""
+        failure: VolleyError | None = None
+        try:
+            await self._follow()
+        except* VolleyError as errors:
+            failure = first(errors)
+        if failure is None:
+            self.board.end("finished")
+            _log.info("run finished", run=self.settings.run)
+        else:
+            self.board.end("failed", str(failure))
+            _log.error("run failed", run=self.settings.run, error=type(failure).__name__, detail=str(failure))
+
+    def pause(self) -> None:
+        """No new groups; those in progress end and are published."""
+        self.board.paused = True
+        self.gate.close(_PAUSED)
+
+    def resume(self) -> None:
+        self.board.paused = False
+        self.gate.release(_PAUSED)
+
+    def describe(self) -> dict[str, Any]:
+        """What GET /runs/{name} answers."""
+        state, reason = self.board.state(self.balancer.why_none())
+        queue = self.course.state if self.course else None
+        servers = self.balancer.servers
+        return {
+            "name": self.settings.run,
+            "state": state,
+            "reason": reason,
+            "step": queue.version if queue else None,
+            "epoch": queue.epoch if queue else None,
+            "max_steps": self.settings.max_steps,
+            "queue": dataclasses.asdict(queue) if queue else None,
+            "episodes_running": self.board.running,
+            "groups_published": self.board.published,
+            "groups_failed": self.board.failed_groups,
+            "tokens_per_s": round(self.board.tokens_per_s(), 1),
+            "staleness": self.board.staleness,
+            "mean_episode_s": self.board.mean_episode_s(),
+            "servers": [
+                {"url": s.url, "version": str(s.version) if s.version else None, "inflight": s.inflight, "out": s.out_reason or None}
+                for s in servers
+            ],
+            "evaluations": [dataclasses.asdict(record) for record in self.evaluator.records] if self.evaluator else [],
+        }
+
+    async def _follow(self) -> None:
+        sizes = await wait_for_tasks(self.environments, self.settings.env, self.board)
+        self.evaluator = self._evaluator(sizes)
+        self.course = Course(
+            self.queue,
+            self.balancer,
+            self.board,
+            self.gate,
+            self._ticket_loop(sizes),
+            self.evaluator,
+            max_steps=self.settings.max_steps,
+        )
+        await self.course.follow()
+
+    def _ticket_loop(self, sizes: Sizes) -> TicketLoop:
+        settings = self.settings
+        plan = GroupPlan(
+            settings.env, "train", settings.n_siblings, settings.seed, settings.sampling, TaskOrder(settings.seed, sizes.n_train)
+        )
+        return TicketLoop(
+            self.queue,
+            self.gate,
+            self.board,
+            settings.terms,
+            n_groups=settings.n_groups,
+            run_group=lambda ticket, need: run_group(self.dispatcher, plan, ticket, need),
+        )
+
+    def _evaluator(self, sizes: Sizes) -> Evaluator:
+        settings = self.settings
+        plan = EvalPlan(settings.env, min(settings.n_eval_tasks, sizes.n_eval), settings.seed, settings.eval_every, settings.max_steps)
+        return Evaluator(self.dispatcher, self.tokenizer, plan, settings.folder)

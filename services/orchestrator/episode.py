@@ -1,0 +1,140 @@
+"""One episode: the model and the environment take turns until one of them, or a bound, ends it.
+
+The tokens so far are the whole state of the model's side, so a turn whose server fails is asked of another one, and a turn
+that a weight update cut short goes on. Only the environment's side can be lost; then the episode starts again from the
+beginning (see `groups`). Whatever the model does is data; whatever raises is the infrastructure's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from services.orchestrator import draws
+from services.orchestrator.balancer import Balancer
+from services.orchestrator.failures import EpisodeLost, EpisodeTimeout, PromptTooLong
+from services.orchestrator.recorder import Recorder
+from services.orchestrator.sampling import Bounds, Budget, Course, Sampler, Spec
+from shared import telemetry
+from shared.chat import ChatTokenizer
+from shared.clients.env import Opening, StepResult
+from shared.errors import Conflict, NotFound, VolleyError
+from shared.types import Message, Status, Trajectory
+
+_DELETE_S = 2.0
+_LONG_TEXT = 20_000  # characters; tokenizing more at once would hold up the event loop
+_log = telemetry.Log("episode")
+
+
+class Environments(Protocol):
+    """The part of `EnvClient` that is used here."""
+
+    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening: ...
+
+    async def step(self, episode_id: str, request_id: str, content: str) -> StepResult: ...
+
+    async def delete_episode(self, episode_id: str) -> None: ...
+
+    async def ready(self) -> None: ...
+
+
+class EpisodeRunner:
+    """Drives episodes; one object serves all of them."""
+
+    def __init__(self, tokenizer: ChatTokenizer, environments: Environments, balancer: Balancer, bounds: Bounds) -> None:
+        self._tokenizer, self._environments, self._balancer, self._bounds = tokenizer, environments, balancer, bounds
+        self._sampler = Sampler(balancer, tokenizer.eos_id, bounds)
+
+    async def run(self, spec: Spec, budget: Budget) -> Trajectory:
+        """One whole episode; its environment's episode is deleted however it ends.
+
+        Raises:
+            PromptTooLong: the first prompt leaves no room to answer.
+            VolleyError: the infrastructure failed (see `failures`).
+        """
+        try:
+            async with asyncio.timeout(self._bounds.timeout_s):
+                return await self._run(spec, budget)
+        except TimeoutError:
+            where = self._balancer.why_none(spec.need)
+            raise EpisodeTimeout(
+                f"an episode of {spec.env}/{spec.split}/{spec.index} took more than {self._bounds.timeout_s:g} s", where or ""
+            ) from None
+
+    async def _run(self, spec: Spec, budget: Budget) -> Trajectory:
+        started, request_id = time.monotonic(), uuid.uuid4().hex
+        seed = draws.env_seed(spec.seed, spec.ticket, spec.sibling)
+        opening = await self._environments.create(request_id, spec.env, spec.split, spec.index, seed=seed)
+        env_s = time.monotonic() - started
+        try:
+            course = Course(spec, budget, Recorder(await self._prompt(opening)), started + self._bounds.timeout_s)
+            success, status, step_s = await self._play(course, opening.episode_id, request_id)
+        finally:
+            await self._delete(opening.episode_id)
+        timings = {"env_s": env_s + step_s, "generate_s": course.generate_s, "total_s": time.monotonic() - started}
+        trajectory = course.recorder.trajectory(
+            ticket=spec.ticket,
+            sibling=spec.sibling,
+            attempt=budget.used,
+            env=spec.env,
+            task=opening.task,
+            success=success,
+            status=status,
+            timings=timings,
+        )
+        trajectory.validate()
+        return trajectory
+
+    async def _play(self, course: Course, episode_id: str, request_id: str) -> tuple[bool, Status, float]:
+        """Takes turns until the end; returns success, status, and seconds spent in the environment."""
+        recorder, env_s, n_turns = course.recorder, 0.0, 0
+        while True:
+            start = len(recorder)
+            sampled = await self._sampler.turn(course)
+            n_turns += 1
+            stepped = time.monotonic()
+            result = await self._step(episode_id, f"{request_id}-{n_turns}", self._tokenizer.message_text(sampled))
+            env_s += time.monotonic() - stepped
+            recorder.end_turn(start, result.reward, result.reward_components)
+            if result.terminated:
+                return result.success, "completed", env_s
+            if result.truncated or n_turns >= self._bounds.max_turns:
+                return result.success, "truncated", env_s
+            ids = await self._continuation(result.messages, ended=sampled[-1] == self._tokenizer.eos_id)
+            if self._bounds.room(len(recorder) + len(ids)) <= 0:
+                return result.success, "truncated", env_s
+            recorder.add_environment(ids, str(result.messages[0]["role"]) if result.messages else "user")
+
+    async def _prompt(self, opening: Opening) -> list[int]:
+        ids = await _tokenized(opening.messages, lambda: self._tokenizer.render_prompt(opening.messages, opening.tools))
+        if self._bounds.room(len(ids)) <= 0:
+            raise PromptTooLong(
+                f"the prompt of {opening.task} has {len(ids)} tokens, the context {self._bounds.context_length}",
+                "raise rollout.engine.context_length",
+            )
+        return ids
+
+    async def _continuation(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
+        return await _tokenized(messages, lambda: self._tokenizer.render_continuation(messages, ended=ended))
+
+    async def _step(self, episode_id: str, request_id: str, text: str) -> StepResult:
+        try:
+            return await self._environments.step(episode_id, request_id, text)
+        except (NotFound, Conflict) as error:
+            raise EpisodeLost(f"the environment lost episode {episode_id}: {error.detail}") from error
+
+    async def _delete(self, episode_id: str) -> None:
+        """Best effort within its time: an episode that stays behind expires by itself."""
+        with suppress(VolleyError, TimeoutError):
+            async with asyncio.timeout(_DELETE_S):
+                await self._environments.delete_episode(episode_id)
+
+
+async def _tokenized(messages: Sequence[Message], render: Callable[[], list[int]]) -> list[int]:
+    if sum(len(str(message.get("content") or "")) for message in messages) > _LONG_TEXT:
+        return await asyncio.to_thread(render)
+    return render()

@@ -1,0 +1,46 @@
+"""Why an episode fails for reasons that are not the model's.
+
+    VolleyError
+    ├── TooLarge ── PromptTooLong      the task's first prompt leaves no room to answer: no attempt can succeed
+    ├── Unavailable
+    │   ├── NoServer                   no rollout server may be used now; says which and why
+    │   ├── EpisodeLost                the environment service no longer knows the episode (it was restarted)
+    │   └── EpisodeTimeout             the episode's deadline passed
+    ├── PrefixBroken                   a turn would not continue exactly what was sampled before: a defect, never data
+    └── WrongVersion                   an evaluation got tokens of another version than the one it measures
+
+Whatever the model does (malformed answers, endless text, too many turns) is data and never appears here.
+"""
+
+from __future__ import annotations
+
+from shared.errors import InputError, TooLarge, Unavailable, VolleyError
+
+
+class PromptTooLong(TooLarge):
+    title = "Prompt longer than the context"
+
+
+class NoServer(Unavailable):
+    title = "No rollout server"
+
+
+class EpisodeLost(Unavailable):
+    title = "Episode lost"
+
+
+class EpisodeTimeout(Unavailable):
+    title = "Episode timed out"
+
+
+class PrefixBroken(VolleyError):
+    title = "Token prefix broken"
+
+
+class WrongVersion(VolleyError):
+    title = "Wrong weight version"
+
+
+def may_pass(error: VolleyError) -> bool:
+    """Whether another attempt, perhaps on another server, can succeed: the infrastructure failed, and not the request."""
+    return not isinstance(error, InputError | PrefixBroken | WrongVersion)

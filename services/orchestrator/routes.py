@@ -1,0 +1,59 @@
+"""HTTP to the conductor: runs, and pausing them. One process serves one run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+
+from services.orchestrator.conductor import Conductor
+from shared.errors import Conflict, NotFound
+
+router = APIRouter(prefix="/runs", tags=["runs"])
+
+
+def _conductor(request: Request) -> Conductor:
+    return request.app.state.conductor
+
+
+def _named(request: Request, name: str) -> Conductor:
+    conductor = _conductor(request)
+    if name != conductor.settings.run:
+        raise NotFound(f"there is no run {name!r} here", f"this orchestrator serves {conductor.settings.run!r}")
+    return conductor
+
+
+Served = Annotated[Conductor, Depends(_conductor)]
+Named = Annotated[Conductor, Depends(_named)]
+
+
+@router.get("")
+async def list_runs(conductor: Served) -> list[dict[str, Any]]:
+    return [conductor.describe()]
+
+
+@router.get("/{name}")
+async def show_run(conductor: Named) -> dict[str, Any]:
+    """State (waiting, running, evaluating, paused, finished, failed) with its reason, progress, rates, servers, evaluations."""
+    return conductor.describe()
+
+
+@router.post("/{name}/pause")
+async def pause_run(conductor: Named) -> dict[str, Any]:
+    """No new groups are begun; those in progress are finished. Repeating it changes nothing."""
+    _require_going(conductor)
+    conductor.pause()
+    return conductor.describe()
+
+
+@router.post("/{name}/resume")
+async def resume_run(conductor: Named) -> dict[str, Any]:
+    _require_going(conductor)
+    conductor.resume()
+    return conductor.describe()
+
+
+def _require_going(conductor: Conductor) -> None:
+    if conductor.board.is_over:
+        state, _ = conductor.board.state(None)
+        raise Conflict(f"run {conductor.settings.run!r} has {state}")

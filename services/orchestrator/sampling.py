@@ -1,0 +1,166 @@
+"""One assistant turn: sampled in one part if all goes well, in several when a weight update cuts it short or a server fails.
+
+Every part continues exactly the ids that are recorded; what a failed server had sampled is lost and sampled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from services.orchestrator import draws, metrics
+from services.orchestrator.balancer import Balancer, Need, Server
+from services.orchestrator.failures import NoServer, WrongVersion, may_pass
+from services.orchestrator.recorder import Recorder
+from shared.clients.rollout import Generation
+from shared.errors import Unavailable, VolleyError
+from shared.types import WeightVersion
+
+_ABORT_S = 2.0
+_MAX_PARTS = 64  # of one turn; each weight update in abort mode makes one more
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds of one episode. `context_length` and `max_response_length` (of one turn) are tokens."""
+
+    context_length: int
+    max_response_length: int
+    max_turns: int
+    timeout_s: float
+    max_attempts: int
+
+    def room(self, n_tokens: int) -> int:
+        """Tokens that may be sampled after `n_tokens`; engines want the sum below their context length."""
+        return self.context_length - 1 - n_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Which episode to run. `sampling` holds temperature, top_p and top_k; `ticket` 0 stands for an evaluation."""
+
+    env: str
+    split: str
+    index: int
+    ticket: int
+    sibling: int
+    seed: int
+    sampling: Mapping[str, Any]
+    need: Need
+
+
+@dataclass(slots=True)
+class Budget:
+    """Attempts of one sibling, over all its turns and restarts."""
+
+    max_attempts: int
+    used: int = 0
+
+    def spend(self, error: VolleyError) -> None:
+        """Counts a failure; raises it again when it was the last attempt or cannot pass."""
+        if not may_pass(error) or self.used >= self.max_attempts:
+            raise error
+        metrics.RETRIES.labels(type(error).__name__).inc()
+        self.used += 1
+        if self.used >= self.max_attempts:
+            raise error
+
+
+@dataclass(slots=True)
+class Course:
+    """What changes while an episode runs: its record, its server, its budget, seconds spent generating. `deadline` is monotonic time."""
+
+    spec: Spec
+    budget: Budget
+    recorder: Recorder
+    deadline: float
+    server_url: str | None = None
+    generate_s: float = 0.0
+
+
+class Sampler:
+    """Asks rollout servers for turns; one object serves all episodes."""
+
+    def __init__(self, balancer: Balancer, eos_id: int, bounds: Bounds) -> None:
+        self._balancer, self._eos_id, self._bounds = balancer, eos_id, bounds
+
+    async def turn(self, course: Course) -> list[int]:
+        """Records one assistant turn; returns its ids, which end with `eos_id` unless a bound cut it.
+
+        Raises:
+            NoServer: none was routable until the deadline.
+            VolleyError: the attempts are used up.
+        """
+        recorder, start = course.recorder, len(course.recorder)
+        for _ in range(_MAX_PARTS):
+            left = min(self._bounds.max_response_length - (len(recorder) - start), self._bounds.room(len(recorder)))
+            if left <= 0:
+                return recorder.ids_since(start)
+            generation = await self._part(course, left)
+            recorder.add_sampled(generation)
+            if generation.finish_reason != "abort":
+                return recorder.ids_since(start)
+        raise Unavailable(f"one turn was cut short {_MAX_PARTS} times")
+
+    async def _part(self, course: Course, max_new_tokens: int) -> Generation:
+        while True:
+            started = time.perf_counter()
+            try:
+                async with self._balancer.server(course.spec.need, course.deadline, course.server_url) as server:
+                    course.server_url = server.url
+                    return await self._ask(server, course, max_new_tokens)
+            except NoServer:
+                raise
+            except VolleyError as error:
+                course.budget.spend(error)
+            finally:
+                elapsed = time.perf_counter() - started
+                course.generate_s += elapsed
+                metrics.GENERATE_SECONDS.observe(elapsed)
+
+    async def _ask(self, server: Server, course: Course, max_new_tokens: int) -> Generation:
+        ids, rid = course.recorder.prompt(), uuid.uuid4().hex
+        params = self._params(course.spec, len(ids), max_new_tokens)
+        try:
+            generation = await server.engine.generate(ids, params, rid, timeout_s=self._bounds.timeout_s)
+        except asyncio.CancelledError:
+            await _abort(server, rid)
+            raise
+        except VolleyError as error:
+            if may_pass(error):
+                self._balancer.fail(server, str(error))
+            raise
+        if generation.versions:
+            self._balancer.saw_version(server, generation.versions[-1].version)
+        _check_versions(generation, course.spec.need)
+        return generation
+
+    def _params(self, spec: Spec, position: int, max_new_tokens: int) -> dict[str, Any]:
+        return {
+            **spec.sampling,
+            "max_new_tokens": max_new_tokens,
+            "stop_token_ids": [self._eos_id],
+            "sampling_seed": draws.sampling_seed(spec.seed, spec.ticket, spec.sibling, position),
+        }
+
+
+def _check_versions(generation: Generation, need: Need) -> None:
+    """Raises WrongVersion if an upper bound is set and any token lies outside of the bounds."""
+    if need.max_step is None:
+        return
+    for span in generation.versions:
+        step = WeightVersion.parse(span.version).step
+        if not (need.min_step or 0) <= step <= need.max_step:
+            raise WrongVersion(f"tokens of {span.version} where step {need.max_step} was asked for")
+
+
+async def _abort(server: Server, rid: str) -> None:
+    """Best effort within its time: the engine goes on with requests whose client went away."""
+    with suppress(VolleyError, TimeoutError):
+        async with asyncio.timeout(_ABORT_S):
+            await server.engine.abort(rid)

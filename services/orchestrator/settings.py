@@ -1,0 +1,89 @@
+"""The plain values the service needs, read once from the run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from services.orchestrator.sampling import Bounds
+from services.orchestrator.tickets import Terms
+from shared.errors import ConfigError
+from shared.schema import Limits, RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class OrchestratorSettings:
+    """`folder` is the run's; `sampling` holds temperature, top_p and top_k of training episodes."""
+
+    run: str
+    folder: Path
+    seed: int
+    model_path: str
+    env: str
+    env_url: str
+    rollout_urls: tuple[str, ...]
+    redis_url: str
+    redis_password_file: Path | None
+    token_file: Path | None
+    limits: Limits
+    bounds: Bounds
+    terms: Terms
+    sampling: Mapping[str, Any]
+    n_siblings: int
+    max_concurrent: int
+    max_steps: int
+    n_eval_tasks: int
+    eval_every: int | None
+
+    @property
+    def n_groups(self) -> int:
+        """Groups worked on at once: as many as fill the concurrency, at least one."""
+        return max(1, self.max_concurrent // self.n_siblings)
+
+
+def from_config(config: RunConfig) -> OrchestratorSettings:
+    """Raises ConfigError."""
+    orchestrator, trainer, services = config.orchestrator, config.trainer, config.services
+    if services.redis_url is None:
+        raise ConfigError(
+            "services.redis_url is not set", "volley train starts a server of its own and sets it; or name one: redis://host:6379/0"
+        )
+    return OrchestratorSettings(
+        run=config.run.name,
+        folder=config.run.folder,
+        seed=config.run.seed,
+        model_path=config.model.path,
+        env=config.data.env,
+        env_url=services.env.base_url,
+        rollout_urls=services.rollout_urls,
+        redis_url=services.redis_url,
+        redis_password_file=services.redis_password_file,
+        token_file=services.token_file,
+        limits=services.limits,
+        bounds=_bounds(config),
+        terms=Terms(
+            batch=trainer.groups_per_step,
+            eta=config.grpo_config.off_policy_steps,
+            total=trainer.max_steps * trainer.groups_per_step,
+            lease_s=orchestrator.lease_s,
+            patience_s=orchestrator.episode_timeout_s,
+        ),
+        sampling=config.rollout.sampling.model_dump(),
+        n_siblings=config.grpo_config.num_generations,
+        max_concurrent=orchestrator.max_concurrent_episodes,
+        max_steps=trainer.max_steps,
+        n_eval_tasks=config.data.n_eval_tasks,
+        eval_every=orchestrator.eval_every_n_steps,
+    )
+
+
+def _bounds(config: RunConfig) -> Bounds:
+    return Bounds(
+        context_length=config.rollout.engine.context_length,
+        max_response_length=config.grpo_config.max_response_length,
+        max_turns=config.orchestrator.max_turns,
+        timeout_s=config.orchestrator.episode_timeout_s,
+        max_attempts=config.orchestrator.max_attempts,
+    )

@@ -1,0 +1,186 @@
+"""The ticket loop: reserve, generate the group, publish; as many groups at once as memory is meant for.
+
+Invariants
+- A ticket is held by a lease while its group is worked on; whatever happens here, it is published, given back, or its lease
+  runs out and another producer gets it. Nothing is lost when Redis, the trainer or this process goes away.
+- Only the queue slows generation down: no ticket, no group.
+- A group needs weights that are fresh enough for the step that will train it, so that it is not stale on arrival.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.orchestrator import metrics
+from services.orchestrator.balancer import Need
+from services.orchestrator.board import Board
+from services.orchestrator.gate import Gate
+from shared import telemetry
+from shared.errors import QueueUnavailable, VolleyError
+from shared.queue.records import Published, QueueState, Refusal, Reservation
+from shared.types import Group
+
+_RESERVE_WAIT_S = 2.0
+_RETRY_S, _RETRY_CAP_S = 0.2, 3.0
+_GIVE_BACK_S = 2.0
+_log = telemetry.Log("tickets")
+
+_WAITING = {
+    Refusal.NOT_READY: "the trainer has not opened the queue",
+    Refusal.FULL: "the trainer has enough groups and has not finished a step yet",
+    Refusal.EXHAUSTED: "all groups are generated, the trainer is finishing",
+}
+
+
+class Queue(Protocol):
+    """The producer's part of `TicketQueue`."""
+
+    async def reserve_wait(self, ttl_s: float, batch: int, eta: int, total: int, deadline_s: float) -> Reservation | Refusal: ...
+
+    async def renew(self, ticket: int, ttl_s: float) -> bool: ...
+
+    async def publish(self, ticket: int, payload: bytes) -> Published: ...
+
+    async def state(self) -> QueueState: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The queue's terms for this run: B groups a step, staleness eta in steps, groups in the whole run, lease in seconds."""
+
+    batch: int
+    eta: int
+    total: int
+    lease_s: float
+    patience_s: float
+
+    def need(self, reservation: Reservation, void: int) -> Need:
+        """Weights for a ticket: at most eta steps older than the step that trains it, but never newer than the durable one.
+
+        The bound can always be met: new weights are published before the queue's version advances.
+        """
+        trained_at = (reservation.ticket - void - 1) // self.batch
+        return Need(min_step=max(0, min(reservation.version, trained_at - self.eta)))
+
+
+type RunGroup = Callable[[int, Need], Awaitable[Group]]
+
+
+class TicketLoop:
+    """Args: n_groups: groups worked on at once; run_group: makes the group of a ticket (failed ones too)."""
+
+    def __init__(self, queue: Queue, gate: Gate, board: Board, terms: Terms, *, n_groups: int, run_group: RunGroup) -> None:
+        self._queue, self._gate, self._board = queue, gate, board
+        self._terms, self._run_group = terms, run_group
+        self._slots = asyncio.Semaphore(n_groups)
+        self._held: set[int] = set()
+        self._failed_in_a_row = 0
+        self._max_failed_in_a_row = max(8, 2 * terms.batch)
+        self._void = 0
+
+    async def run(self) -> None:
+        """Works until cancelled; tickets in hand are given back then.
+
+        Raises:
+            VolleyError: group after group failed, with the failure of the last.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._renew_leases())
+            while True:
+                await self._slots.acquire()
+                reservation = await self._reserve()
+                self._held.add(reservation.ticket)
+                group.create_task(self._work(reservation))
+
+    def saw(self, state: QueueState) -> None:
+        """A newer snapshot of the queue."""
+        self._void = state.void
+
+    async def _reserve(self) -> Reservation:
+        terms, failures = self._terms, 0
+        while True:
+            await self._gate.passed()
+            try:
+                answer = await self._queue.reserve_wait(terms.lease_s, terms.batch, terms.eta, terms.total, _RESERVE_WAIT_S)
+            except QueueUnavailable as error:
+                self._board.waiting_for, failures = str(error), failures + 1
+                await _pause(failures)
+                continue
+            failures = 0
+            if isinstance(answer, Refusal):
+                self._board.waiting_for = _WAITING[answer]
+            elif self._gate.is_open:
+                self._board.waiting_for = None
+                return answer
+            else:
+                await self._give_back(answer.ticket)
+
+    async def _work(self, reservation: Reservation) -> None:
+        ticket = reservation.ticket
+        try:
+            group = await self._run_group(ticket, self._terms.need(reservation, self._void))
+            self._judge(group)
+            await self._publish(group, reservation)
+        except asyncio.CancelledError:
+            await self._give_back(ticket)
+            raise
+        finally:
+            self._held.discard(ticket)
+            self._slots.release()
+
+    async def _publish(self, group: Group, reservation: Reservation) -> None:
+        """Offers the group until the queue has an answer; after the patience its lease may run out instead."""
+        payload, deadline, failures = group.encode(), time.monotonic() + self._terms.patience_s, 0
+        while time.monotonic() < deadline:
+            try:
+                outcome = await self._queue.publish(group.ticket, payload)
+            except QueueUnavailable as error:
+                _log.warning("publish failed", ticket=group.ticket, error=str(error))
+            else:
+                if outcome is not Published.NOT_READY:
+                    self._published(group, outcome, reservation.version)
+                    return
+            failures += 1
+            await _pause(failures)
+        metrics.GROUPS.labels("abandoned").inc()
+        _log.error("group abandoned", ticket=group.ticket, waited_s=self._terms.patience_s)
+
+    def _published(self, group: Group, outcome: Published, version: int) -> None:
+        metrics.GROUPS.labels("failed" if group.failure is not None else outcome.value).inc()
+        if outcome is Published.QUEUED:
+            self._board.group_published(group, version)
+        _log.debug("published", ticket=group.ticket, outcome=outcome.value, failure=group.failure)
+
+    def _judge(self, group: Group) -> None:
+        """Stops the run when nothing but failures comes out, instead of voiding tickets for ever."""
+        self._failed_in_a_row = self._failed_in_a_row + 1 if group.failure is not None else 0
+        if self._failed_in_a_row >= self._max_failed_in_a_row:
+            raise VolleyError(
+                f"{self._failed_in_a_row} groups in a row failed, the last with {group.failure}",
+                "the service's log tells the cause of each",
+            )
+
+    async def _renew_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self._terms.lease_s / 3)
+            try:
+                for ticket in sorted(self._held):
+                    await self._queue.renew(ticket, self._terms.lease_s)
+            except QueueUnavailable as error:
+                _log.warning("leases not renewed", error=str(error))
+
+    async def _give_back(self, ticket: int) -> None:
+        """Best effort within its time: a lease that is not given back runs out."""
+        with suppress(QueueUnavailable, TimeoutError):
+            async with asyncio.timeout(_GIVE_BACK_S):
+                await self._queue.renew(ticket, 0)
+
+
+async def _pause(failures: int) -> None:
+    await asyncio.sleep(min(_RETRY_CAP_S, _RETRY_S * 2**failures) * random.uniform(0.5, 1.0))

@@ -1,0 +1,96 @@
+"""Client of the environment service: tasks, demonstrations, episodes.
+
+Creating and stepping are idempotent by `request_id` at the service, so both are repeated here when the service does not answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.clients.base import HttpClient
+from shared.errors import DecodeError
+from shared.types import Message
+
+_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A new episode: its id, a readable id of the task, and the messages the model answers first."""
+
+    episode_id: str
+    task: str
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Gymnasium's five-tuple, with the observation as messages and the parts of `info` that training needs."""
+
+    messages: Sequence[Message]
+    reward: float
+    terminated: bool
+    truncated: bool
+    success: bool = False
+    reward_components: Mapping[str, float] = field(default_factory=dict)
+
+
+class EnvClient(HttpClient):
+    """Every method raises VolleyError: ServiceUnreachable, or what the service's problem body says."""
+
+    async def ready(self) -> None:
+        """Raises Unavailable while the service takes no requests."""
+        await self.get("/ready", attempts=1)
+
+    async def environments(self) -> Any:
+        return await self.get("/environments")
+
+    async def num_tasks(self, env: str, split: str) -> int:
+        """Raises NotFound for an unknown environment or split."""
+        answer = await self.post(f"/{env}/num_tasks", {"split": split}, attempts=_ATTEMPTS)
+        return _read(lambda: int(answer["num_tasks"]))
+
+    async def demonstration(self, env: str, split: str, index: int) -> list[Message]:
+        """A solved conversation of one task; the last message is the assistant's. Raises NotFound."""
+        answer = await self.post(f"/{env}/demonstration", {"split": split, "index": index}, attempts=_ATTEMPTS)
+        return _read(lambda: list(answer["messages"]))
+
+    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
+        """A new episode. `seed` drives what is random in it after the task is chosen. Raises NotFound."""
+        body = {"request_id": request_id, "env": env, "split": split, "index": index, "seed": seed}
+        answer = await self.post("/episodes", body, attempts=_ATTEMPTS)
+        return _read(
+            lambda: Opening(str(answer["episode_id"]), str(answer["task"]), list(answer["messages"]), list(answer.get("tools") or ()))
+        )
+
+    async def step(self, episode_id: str, request_id: str, content: str) -> StepResult:
+        """Answers the assistant's message. Raises NotFound if the service no longer knows the episode."""
+        body = {"request_id": request_id, "message": {"role": "assistant", "content": content}}
+        answer = await self.post(f"/episodes/{episode_id}/step", body, attempts=_ATTEMPTS)
+        return _read(lambda: _step(answer))
+
+    async def delete_episode(self, episode_id: str) -> None:
+        """Forgets an episode; one the service does not know is forgotten already."""
+        await self.delete(f"/episodes/{episode_id}")
+
+
+def _step(answer: Mapping[str, Any]) -> StepResult:
+    info = answer.get("info") or {}
+    return StepResult(
+        messages=list(answer["messages"]),
+        reward=float(answer["reward"]),
+        terminated=bool(answer["terminated"]),
+        truncated=bool(answer["truncated"]),
+        success=bool(info.get("success", False)),
+        reward_components={str(k): float(v) for k, v in (info.get("reward_components") or {}).items()},
+    )
+
+
+def _read[T](make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DecodeError(f"the environment's answer lacks or mistypes a field: {error!r}") from error

@@ -1,0 +1,146 @@
+"""Client of a rollout server: token ids in, token ids and behaviour log-probabilities out, and weight updates.
+
+A `Generation` that leaves this module is whole: as many log-probabilities as ids, all finite, version spans that cover them,
+and the server has seen exactly the prompt that was sent. Anything else makes the server unavailable, and is never data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shared.clients.base import HttpClient
+from shared.errors import DecodeError, Unavailable
+from shared.types import VersionSpan
+
+_WEIGHTS_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a server sampled after one prompt.
+
+    Shapes: `output_ids` int32 [n], stop token included as sampled; `logprobs` float32 [n] (behaviour, natural log).
+    `versions` are positions in the output. `finish_reason` is stop, length or abort; n may be 0 after an abort.
+    """
+
+    output_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: tuple[VersionSpan, ...]
+    finish_reason: str
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerWeights:
+    """Versions a server serves (`current`) and holds ready (`staged`); None where it has none. `digest` identifies the current weights."""
+
+    current: str | None
+    staged: str | None
+    digest: str | None
+
+
+class RolloutClient(HttpClient):
+    """Every method raises VolleyError: ServiceUnreachable, or what the server's problem body says."""
+
+    async def generate(self, input_ids: np.ndarray, sampling: Mapping[str, Any], rid: str, *, timeout_s: float | None = None) -> Generation:
+        """Samples a continuation of `input_ids` (int32 [T]). Not idempotent, so never repeated here.
+
+        Args:
+            sampling: SGLang's `sampling_params`: max_new_tokens, temperature, top_p, top_k, stop_token_ids, sampling_seed.
+            rid: name of the request for `abort`; engines match by prefix, so use ids of one length.
+
+        Raises:
+            Unavailable: the answer breaks an invariant of `Generation`.
+        """
+        body = {"input_ids": input_ids, "sampling_params": sampling, "rid": rid}
+        answer = await self.post("/generate", body, timeout_s=timeout_s)
+        try:
+            generation = _generation(answer, len(input_ids))
+            _check(generation, int(sampling["max_new_tokens"]))
+        except DecodeError as error:
+            raise Unavailable(f"{self.base_url} answered no generation: {error.detail}") from error
+        return generation
+
+    async def abort(self, rid: str) -> None:
+        """Ends a running request; what it has sampled is its answer. Unknown ids are ignored."""
+        await self.post("/abort_request", {"rid": rid})
+
+    async def weights(self) -> ServerWeights:
+        answer = await self.get("/weights", attempts=1)
+        if not isinstance(answer, dict):
+            raise DecodeError(f"{self.base_url}/weights did not answer an object")
+        return ServerWeights(_text(answer.get("current")), _text(answer.get("staged")), _text(answer.get("digest")))
+
+    async def ready(self) -> None:
+        """Raises Unavailable with the reason while no request should be routed to the server."""
+        await self.get("/ready", attempts=1)
+
+    async def stage(self, manifest: Path) -> dict[str, Any]:
+        """Loads weights beside the current ones, while decoding goes on. Idempotent by version."""
+        return await self.post("/weights/stage", {"manifest": str(manifest)}, attempts=3, timeout_s=_WEIGHTS_TIMEOUT_S)
+
+    async def commit(self, version: str, mode: str, *, base_version: str | None = None) -> dict[str, Any]:
+        """Makes staged weights the current ones, between two decode steps. Raises Conflict if `base_version` is not current."""
+        body = {"version": version, "mode": mode} | ({"base_version": base_version} if base_version else {})
+        return await self.post("/weights/commit", body, timeout_s=_WEIGHTS_TIMEOUT_S)
+
+    async def update_weights(self, manifest: Path, mode: str) -> dict[str, Any]:
+        """`stage` and `commit` in one call."""
+        return await self.post("/update_weights", {"manifest": str(manifest), "mode": mode}, timeout_s=_WEIGHTS_TIMEOUT_S)
+
+
+def _generation(answer: Any, n_prompt: int) -> Generation:
+    try:
+        meta = answer["meta_info"]
+        generation = Generation(
+            output_ids=np.asarray(answer["output_ids"], np.int32),
+            logprobs=_logprobs(meta["output_token_logprobs"]),
+            versions=tuple(VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in meta["weight_versions"]),
+            finish_reason=str(meta["finish_reason"]["type"]),
+            cached_tokens=int(meta.get("cached_tokens") or 0),
+        )
+        seen = int(meta["prompt_tokens"])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise DecodeError(f"the generation lacks or mistypes a field: {error!r}") from error
+    if seen != n_prompt:
+        raise DecodeError(f"the server saw {seen} prompt tokens of {n_prompt}")
+    return generation
+
+
+def _logprobs(value: Any) -> np.ndarray:
+    """float32 [n], from an array, a list of numbers, or SGLang's [log-probability, token id, text] rows."""
+    if isinstance(value, Sequence) and value and isinstance(value[0], Sequence):
+        value = [row[0] for row in value]
+    return np.asarray(value, np.float32)
+
+
+def _check(generation: Generation, max_new_tokens: int) -> None:
+    n = len(generation.output_ids)
+    if n > max_new_tokens:
+        raise DecodeError(f"{n} tokens where at most {max_new_tokens} were asked for")
+    if generation.finish_reason not in ("stop", "length", "abort"):
+        raise DecodeError(f"unknown finish reason {generation.finish_reason!r}")
+    if len(generation.logprobs) != n:
+        raise DecodeError(f"{len(generation.logprobs)} log-probabilities for {n} tokens")
+    if n and not (np.isfinite(generation.logprobs).all() and generation.logprobs.max() <= 1e-3):
+        raise DecodeError("a log-probability is not finite or not negative")
+    if n and generation.output_ids.min() < 0:
+        raise DecodeError("an output id is negative")
+    if n == 0 and generation.finish_reason != "abort":
+        raise DecodeError("nothing was sampled")
+    end = 0
+    for span in generation.versions:
+        if span.start != end or span.end <= span.start:
+            raise DecodeError("the version spans have a gap or overlap")
+        end = span.end
+    if end != n:
+        raise DecodeError(f"the version spans cover {end} of {n} tokens")
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
