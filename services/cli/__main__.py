@@ -47,6 +47,10 @@ def _parser() -> argparse.ArgumentParser:
     quickstart.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the file")
     quickstart.set_defaults(command=_quickstart)
 
+    follow = commands.add_parser("follow", help="watch a run whose services others started, and report at its end")
+    add_arguments(follow)
+    follow.set_defaults(command=_follow)
+
     report = commands.add_parser("report", help="make summary.json, the plot and the table of a run")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report.set_defaults(command=_report)
@@ -74,6 +78,12 @@ def _quickstart(arguments: argparse.Namespace) -> int:
 
     os.chdir(PROJECT)
     return train.main([QUICKSTART], train.fresh_name([QUICKSTART], arguments.overrides))
+
+
+def _follow(arguments: argparse.Namespace) -> int:
+    from services.cli import follow
+
+    return follow.main(arguments.config, arguments.overrides)
 
 
 def _report(arguments: argparse.Namespace) -> int:

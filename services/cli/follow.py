@@ -1,0 +1,45 @@
+"""`volley follow`: watches a run whose services others started (compose, several hosts), and makes its report at the end.
+
+It starts and stops nothing. Ended early, it leaves the run alone; the same command takes it up again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from services.cli import report, stack, train
+from services.cli.layout import RunFolder
+from services.cli.progress import Progress
+from services.cli.runs import claimed, read_record, write_record
+from shared import config
+from shared.config import Loaded
+from shared.http import read_token
+
+_NAMES = ("env", "orchestrator", "trainer")
+
+
+def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
+    """A run that is finished already is only reported. Raises VolleyError."""
+    loaded = config.load(paths, overrides)
+    record = read_record(RunFolder(loaded.config.run.folder))
+    if record is not None and record.finished:
+        return report.main(loaded.config.run.folder)
+    with claimed(loaded) as (folder, record):
+        started = time.monotonic()
+        try:
+            asyncio.run(_watch(loaded, folder))
+        finally:
+            record = dataclasses.replace(record, elapsed_s=record.elapsed_s + time.monotonic() - started)
+            write_record(folder, record)
+        return train.finish(folder, record)
+
+
+async def _watch(loaded: Loaded, folder: RunFolder) -> None:
+    services = loaded.config.services
+    urls = {name: getattr(services, name).base_url for name in _NAMES}
+    train.say(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
+    running = stack.Stack(urls, read_token(services.token_file), [])
+    await train.follow(running, folder, Progress(folder, loaded.config.trainer.max_steps, train.say))

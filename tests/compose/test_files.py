@@ -1,0 +1,169 @@
+"""What the compose file and the images promise, read from the files; and the two small programs the containers run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared import config
+from tests.support.net import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+LONG_RUNNING = {"redis", "env", "rollout", "orchestrator", "trainer"}
+
+
+@pytest.fixture(scope="module")
+def compose() -> dict[str, Any]:
+    """The compose file as the plugin understands it; needs the plugin, not the engine."""
+    command = ["docker", "compose", "-f", str(ROOT / "compose.yaml"), "config", "--format", "json"]
+    if shutil.which("docker") is None or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
+        pytest.skip("no docker compose plugin on this machine")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("VOLLEY_")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_service_of_the_run_is_there_with_a_health_check(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    assert services.keys() >= LONG_RUNNING
+    assert all("healthcheck" in services[name] for name in LONG_RUNNING)
+
+
+def test_ports_are_published_on_the_loopback_interface_only(compose: dict[str, Any]) -> None:
+    published = [port for service in compose["services"].values() for port in service.get("ports", [])]
+    assert published
+    assert {port["host_ip"] for port in published} == {"127.0.0.1"}
+
+
+def test_a_scaled_service_has_no_fixed_name_nor_port(compose: dict[str, Any]) -> None:
+    rollout = compose["services"]["rollout"]
+    assert "container_name" not in rollout
+    assert "hostname" not in rollout
+    assert all(not port.get("published") for port in rollout["ports"])
+
+
+def test_containers_have_no_capabilities_and_a_read_only_root(compose: dict[str, Any]) -> None:
+    for name, service in compose["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["read_only"], name
+        assert service.get("cap_add", []) == (["CHOWN"] if name == "prepare" else []), name
+        assert service.get("user") != "0" or name == "prepare", name
+
+
+def test_secrets_reach_services_as_files_and_never_as_environment(compose: dict[str, Any]) -> None:
+    for name in LONG_RUNNING:
+        service = compose["services"][name]
+        mounts = {mount["target"]: mount for mount in service["volumes"]}
+        assert mounts["/run/secrets"]["read_only"], name
+        assert not [key for key in service.get("environment") or {} if re.search("token|password|secret", key, re.IGNORECASE)], name
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+def test_image_is_built_from_the_lock_and_runs_without_root(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    bases = {line.split()[1] for line in lines if line.startswith("FROM ")}
+    assert bases == {"python:3.13-slim"}
+    assert [line for line in lines if line.startswith("USER ")][-1] == "USER volley"
+    assert "sync.sh" in path.read_text()
+    assert "uv sync --locked" in (ROOT / "docker" / "sync.sh").read_text()
+
+
+def test_there_is_one_image_for_each_environment_of_python() -> None:
+    assert [path.name.split(".")[0] for path in DOCKERFILES] == ["base", "rollout", "trainer"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_layer_of_the_containers_fits_every_configuration(path: Path) -> None:
+    loaded = config.load([path, ROOT / "docker" / "stack.yaml"])
+    services = loaded.config.services
+    assert loaded.config.run.dir == Path("/runs")
+    assert services.env.base_url == "http://env:8101"
+    assert {services.env.host, services.rollout.host, services.orchestrator.host, services.trainer.host} == {"0.0.0.0"}
+
+
+def test_replica_takes_its_address_from_its_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTNAME", "0123456789ab")
+    layers = [ROOT / "configs" / "quickstart.yaml", ROOT / "docker" / "stack.yaml"]
+    loaded = config.load(layers, ["services.rollout.url=http://${oc.env:HOSTNAME}:8102"])
+    assert loaded.config.services.rollout.base_url == "http://0123456789ab:8102"
+
+
+def prepare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "docker" / "prepare.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+
+def test_secrets_are_random_private_and_made_once(tmp_path: Path) -> None:
+    assert prepare(tmp_path, os.getuid()).returncode == 0
+    made = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert sorted(made) == ["redis_password", "token"]
+    assert made["token"] != made["redis_password"]
+    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in made.values())
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o400}
+    assert prepare(tmp_path, os.getuid()).returncode == 0
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == made
+
+
+def test_given_secret_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("given")
+    assert prepare(tmp_path, os.getuid()).returncode == 0
+    assert (tmp_path / "token").read_text() == "given"
+    assert (tmp_path / "redis_password").exists()
+
+
+def test_missing_secrets_folder_is_one_clear_line(tmp_path: Path) -> None:
+    done = prepare(tmp_path / "nowhere", os.getuid())
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "No such file" in done.stderr
+
+
+@contextmanager
+def answering(status: int) -> Iterator[int]:
+    """A server on a free port that answers every GET with `status`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def probe(port: int) -> int:
+    command = [sys.executable, "-IS", str(ROOT / "docker" / "probe.py"), str(port), "/ready"]
+    return subprocess.run(command, capture_output=True, timeout=30).returncode
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, 0), (503, 1)])
+def test_probe_follows_the_status(status: int, expected: int) -> None:
+    with answering(status) as port:
+        assert probe(port) == expected
+
+
+def test_probe_fails_when_nothing_listens() -> None:
+    assert probe(free_port()) == 1

@@ -1,0 +1,76 @@
+"""The whole stack in containers, with two rollout servers, for five steps. Opt-in, since it builds images and trains:
+
+VOLLEY_TEST_COMPOSE=1 pytest tests/compose/test_stack.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OVERRIDES = "run.name=compose-test trainer.max_steps=5 orchestrator.eval_every_n_steps=5 data.n_eval_tasks=50"
+PUBLISHING = ("env", "rollout", "orchestrator", "trainer")
+ASK_WEIGHTS = """
+import pathlib, urllib.request
+token = pathlib.Path("/run/secrets/token").read_text()
+request = urllib.request.Request("http://127.0.0.1:8102/weights", headers={"Authorization": "Bearer " + token})
+print(urllib.request.urlopen(request, timeout=10).read().decode())
+"""
+
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("VOLLEY_TEST_COMPOSE") != "1", reason="set VOLLEY_TEST_COMPOSE=1 to build and run the containers"),
+    pytest.mark.timeout(3000),
+]
+
+
+class Stack:
+    """A compose project of its own, without published ports."""
+
+    def __init__(self, folder: Path) -> None:
+        override = folder / "override.yaml"
+        override.write_text("services:\n" + "".join(f"  {name}: {{ports: !reset []}}\n" for name in PUBLISHING))
+        self._command = ["docker", "compose", "-p", f"volley-test-{os.getpid()}", "-f", str(ROOT / "compose.yaml"), "-f", str(override)]
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("VOLLEY_") or key == "VOLLEY_CA_FILE"}
+        self._environment = {**kept, "VOLLEY_OVERRIDES": OVERRIDES}
+
+    def __call__(self, *arguments: str, timeout_s: float = 60.0, check: bool = True) -> str:
+        done = subprocess.run(
+            [*self._command, *arguments], env=self._environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
+        )
+        assert not check or done.returncode == 0, f"{arguments}: {done.stderr[-4000:]}"
+        return done.stdout
+
+    def weights(self, replica: int) -> dict[str, Any]:
+        """What GET /weights of one rollout server answers."""
+        return json.loads(self("exec", "-T", "--index", str(replica), "rollout", "python", "-IS", "-c", ASK_WEIGHTS))
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
+        pytest.skip("no docker engine can be reached")
+    stack = Stack(tmp_path_factory.mktemp("compose"))
+    try:
+        yield stack
+    finally:
+        stack("down", "--volumes", "--timeout", "20", timeout_s=120, check=False)
+
+
+def test_scaled_stack_trains_and_both_rollout_servers_end_on_the_last_version(stack: Stack) -> None:
+    stack("up", "--build", "--detach", "--scale", "rollout=2", timeout_s=1500)
+    code = stack("wait", "report", timeout_s=1200, check=False).strip()
+    told = stack("logs", "--no-log-prefix", "report")
+    assert code == "0", told + stack("logs", "--tail", "30")
+    assert "DONE: steps=5 " in told
+    summary = json.loads(stack("exec", "-T", "orchestrator", "cat", "/runs/compose-test/summary.json"))
+    assert summary["steps"] == 5
+    assert summary["final_weight_version"].endswith("-s000005")
+    assert [stack.weights(replica)["current"] for replica in (1, 2)] == [summary["final_weight_version"]] * 2
