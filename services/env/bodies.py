@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
@@ -93,24 +92,17 @@ class Stepped(BaseModel):
     info: dict[str, Any]
 
 
-def body_of[B: Body](model: type[B]) -> Callable[[Request], Awaitable[B]]:
-    """A dependency that reads a JSON or msgpack body as `model`; a GET's query string stands for a body.
-
-    Raises DecodeError, or InputError naming the field.
-    """
-
-    async def read(request: Request) -> B:
-        raw = dict(request.query_params) if request.method == "GET" else await http.read_body(request)
-        try:
-            return model.model_validate(raw)
-        except ValidationError as error:
-            raise InputError("; ".join(_explain(e) for e in error.errors())) from error
-
-    return read
+async def read[B: Body](request: Request, model: type[B]) -> B:
+    """The JSON or msgpack body as `model`; a GET's query string stands for a body. Raises DecodeError, or InputError naming the field."""
+    raw = dict(request.query_params) if request.method == "GET" else await http.read_body(request)
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        raise InputError("; ".join(_explain(e) for e in error.errors())) from error
 
 
 def documents(model: type[Body]) -> dict[str, Any]:
-    """OpenAPI's description of a body that `body_of` reads."""
+    """OpenAPI's description of a body that `read` reads."""
     schema = model.model_json_schema()
     whole = _inlined(schema, schema.pop("$defs", {}))
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": whole}}}}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.env.bodies import (
@@ -16,12 +17,13 @@ from services.env.bodies import (
     StepBody,
     Stepped,
     TaskBody,
-    body_of,
     created,
     documents,
+    read,
     stepped,
 )
 from services.env.catalogue import Catalogue
+from services.env.environments.base import Environment
 from services.env.episodes import Episodes
 from services.env.episodes import Request as EpisodeRequest
 from services.env.runner import Runner
@@ -43,62 +45,67 @@ def _state(request: Request) -> State:
     return request.app.state.env
 
 
-Env = Annotated[State, Depends(_state)]
-
-
 @router.get("/environments", tags=["environments"])
-async def list_environments(request: Request, state: Env) -> Response:
+async def list_environments(request: Request) -> Response:
     """All environments with their settings."""
-    return respond(request, {"environments": [entry.describe() for entry in state.catalogue.entries()]})
+    return respond(request, {"environments": [entry.describe() for entry in _state(request).catalogue.entries()]})
 
 
 @router.post("/environments", status_code=201, tags=["environments"], openapi_extra=documents(RegisterBody))
-async def register_environment(request: Request, state: Env, body: Annotated[RegisterBody, Depends(body_of(RegisterBody))]) -> Response:
+async def register_environment(request: Request) -> Response:
     """Adds a configured variant of an environment: 201, or 200 when it exists already with these settings."""
-    entry, new = state.catalogue.register(body.name, body.base, body.config)
+    body = await read(request, RegisterBody)
+    entry, new = _state(request).catalogue.register(body.name, body.base, body.config)
     return respond(request, entry.describe(), 201 if new else 200)
 
 
 @router.post("/episodes", status_code=201, tags=["episodes"], response_model=Created, openapi_extra=documents(CreateBody))
-async def create_episode(request: Request, state: Env, body: Annotated[CreateBody, Depends(body_of(CreateBody))]) -> Response:
+async def create_episode(request: Request) -> Response:
     """Starts an episode of one task. Idempotent by `request_id` for as long as the episode lives."""
+    body = await read(request, CreateBody)
+    state = _state(request)
     wanted = EpisodeRequest(state.catalogue.get(body.env), body.split, body.index, body.seed)
     slot = await state.episodes.create(body.request_id, wanted)
     return respond(request, created(slot, state.episodes.ttl_s), 201)
 
 
 @router.post("/episodes/{episode_id}/step", tags=["episodes"], response_model=Stepped, openapi_extra=documents(StepBody))
-async def step_episode(request: Request, state: Env, episode_id: str, body: Annotated[StepBody, Depends(body_of(StepBody))]) -> Response:
+async def step_episode(request: Request, episode_id: str) -> Response:
     """Answers an assistant message with observation messages, reward, terminated, truncated, info. Idempotent by `request_id`."""
-    return respond(request, stepped(await state.episodes.step(episode_id, body.request_id, body.message.as_message())))
+    body = await read(request, StepBody)
+    result = await _state(request).episodes.step(episode_id, body.request_id, body.message.as_message())
+    return respond(request, stepped(result))
 
 
 @router.delete("/episodes/{episode_id}", status_code=204, tags=["episodes"])
-async def delete_episode(state: Env, episode_id: str) -> Response:
+async def delete_episode(request: Request, episode_id: str) -> Response:
     """Forgets an episode, also one that is forgotten already."""
-    state.episodes.delete(episode_id)
+    _state(request).episodes.delete(episode_id)
     return Response(status_code=204)
 
 
 @router.get("/{env}/splits", tags=["tasks"])
-async def list_splits(request: Request, state: Env, env: str) -> Response:
-    return respond(request, list(state.catalogue.get(env).environment.splits))
+async def list_splits(request: Request, env: str) -> Response:
+    return respond(request, list(_state(request).catalogue.get(env).environment.splits))
 
 
-async def count_tasks(request: Request, state: Env, env: str, body: Annotated[SplitBody, Depends(body_of(SplitBody))]) -> Response:
+async def count_tasks(request: Request, env: str) -> Response:
     """How many tasks a split has."""
-    return respond(request, {"num_tasks": state.catalogue.get(env).environment.num_tasks(body.split)})
+    body = await read(request, SplitBody)
+    return respond(request, {"num_tasks": _state(request).catalogue.get(env).environment.num_tasks(body.split)})
 
 
-async def show_task(request: Request, state: Env, env: str, body: Annotated[TaskBody, Depends(body_of(TaskBody))]) -> Response:
+async def show_task(request: Request, env: str) -> Response:
     """The id of a task: split, index, and a digest of what the task is."""
-    return respond(request, {"task": await _slow(state, env, lambda e: e.task(body.split, body.index))})
+    body = await read(request, TaskBody)
+    return respond(request, {"task": await _slow(request, env, lambda e: e.task(body.split, body.index))})
 
 
 @router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=documents(TaskBody))
-async def demonstrate(request: Request, state: Env, env: str, body: Annotated[TaskBody, Depends(body_of(TaskBody))]) -> Response:
+async def demonstrate(request: Request, env: str) -> Response:
     """A solved conversation of one task, ending with the assistant's last message."""
-    return respond(request, {"messages": list(await _slow(state, env, lambda e: e.demonstration(body.split, body.index)))})
+    body = await read(request, TaskBody)
+    return respond(request, {"messages": list(await _slow(request, env, lambda e: e.demonstration(body.split, body.index)))})
 
 
 for _path, _handler, _body in (("num_tasks", count_tasks, SplitBody), ("task", show_task, TaskBody)):
@@ -108,7 +115,8 @@ for _path, _handler, _body in (("num_tasks", count_tasks, SplitBody), ("task", s
     )
 
 
-async def _slow(state: State, env: str, call: Any) -> Any:
+async def _slow(request: Request, env: str, call: Callable[[Environment], Any]) -> Any:
     """Runs a call that may make a task, where the environment's resets run."""
+    state = _state(request)
     entry = state.catalogue.get(env)
     return await state.runner.run(entry.name, entry.environment, "reset", lambda: call(entry.environment))
