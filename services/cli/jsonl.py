@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import orjson
 class Tail:
     """The complete lines added to a file since the last call; a file that is not there yet has none.
 
+    A file that has become shorter has lost lines at its end (a rolled-back step); what follows is new.
     Lines that do not parse are skipped: a writer that was killed may leave half a line, and its successor starts a new one.
     """
 
@@ -21,6 +23,7 @@ class Tail:
     def new(self) -> list[dict[str, Any]]:
         try:
             with self._path.open("rb") as file:
+                self._offset = min(self._offset, os.fstat(file.fileno()).st_size)
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:

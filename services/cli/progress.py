@@ -51,7 +51,7 @@ def eval_line(record: Mapping[str, Any]) -> str:
         f"held-out after step {record.get('step', '?')}: success {_number(record, 'success', '.1%')}",
         f"reward {_number(record, 'reward_mean', '.3f')}",
         f"{record.get('n_tasks', '?')} tasks, greedy",
-        f"weights {record.get('version', '?')}",
+        f"weights {record.get('version_max', '?')}",
     ]
     return "  ".join(parts)
 

@@ -70,9 +70,14 @@ def summarize(steps: Rows, evals: Rows, record: Record | None) -> dict[str, Any]
 
 
 def dispositions(ledger: Rows) -> dict[str, int]:
-    """How many tickets ended in which way; the last entry of a ticket is the one that counts."""
-    ends = {row["ticket"]: str(row.get("disposition", "?")) for row in ledger if "ticket" in row}
-    return dict(Counter(end.partition("(")[0] for end in ends.values()))
+    """How many tickets ended in which way. A `rollback` line undoes what was trained after that step before it."""
+    ends: dict[int, Mapping[str, Any]] = {}
+    for row in ledger:
+        if "rollback" in row:
+            ends = {t: end for t, end in ends.items() if end["disposition"] != "trained" or end["step"] <= row["rollback"]}
+        else:
+            ends[row["ticket"]] = row
+    return dict(Counter(str(end["disposition"]) for end in ends.values()))
 
 
 def table(summary: Mapping[str, Any], folder: RunFolder) -> str:

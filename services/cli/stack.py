@@ -29,6 +29,8 @@ from shared.schema import Services
 _ENVIRONMENT_OF = {"env": "base", "orchestrator": "base", "rollout": "rollout", "trainer": "trainer"}
 _START_S = {"redis": 30.0, "env": 120.0, "orchestrator": 120.0, "rollout": 900.0, "trainer": 900.0}
 """How long a process may take to answer for the first time, in seconds: model loading and compiling included."""
+_STOP_S = {"trainer": 60.0}
+"""How long a process may take to stop, in seconds (others: the default): a trainer finishes the checkpoint it is writing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class _Builder:
         command += ["--config", str(self._folder.config), "--config", str(self._folder.services)]
         command += [f"services.{kind}.port={self._ports[kind][i]}"]
         url = self.urls[name]
-        spec = Spec(name, tuple(command), self._environment(kind), self._folder.logs / f"{name}.log")
+        spec = Spec(name, tuple(command), self._environment(kind), self._folder.logs / f"{name}.log", _STOP_S.get(kind, 15.0))
         return Member(spec, lambda: _is_healthy(url), _START_S[kind])
 
     def _environment(self, kind: str) -> dict[str, str]:

@@ -18,7 +18,9 @@ from services.cli.layout import RunFolder
 from services.cli.processes import Reaper
 from services.cli.progress import Progress
 from services.cli.runs import Record, claimed, read_record, write_record
+from services.cli.supervisor import ServiceFailed
 from shared import config
+from shared.clients.base import HttpClient
 from shared.config import Loaded
 from shared.errors import ConfigError, VolleyError
 from shared.hub import model_folder
@@ -52,7 +54,7 @@ def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
         finally:
             record = dataclasses.replace(record, elapsed_s=record.elapsed_s + time.monotonic() - started)
             write_record(folder, record)
-        return _finish(folder, record)
+        return finish(folder, record)
 
 
 def check_inputs(loaded: Loaded) -> None:
@@ -97,7 +99,7 @@ def _is_finished(folder: RunFolder) -> bool:
     return record is not None and record.finished
 
 
-def _finish(folder: RunFolder, record: Record) -> int:
+def finish(folder: RunFolder, record: Record) -> int:
     write_record(folder, dataclasses.replace(record, finished=True))
     summary = report.make(folder)
     say(report.table(summary, folder))
@@ -112,31 +114,34 @@ async def _supervised(loaded: Loaded, folder: RunFolder) -> None:
     with Reaper.running() as reaper:
         async with _stopping_on_signal(reaper.kill_all), stack.running(loaded, folder, reaper, say) as running:
             say(f"all services answer after {time.monotonic() - started:.1f} s")
-            await _follow(running, folder, Progress(folder, loaded.config.trainer.max_steps, say))
+            await follow(running, folder, Progress(folder, loaded.config.trainer.max_steps, say))
 
 
-async def _follow(running: stack.Stack, folder: RunFolder, progress: Progress) -> None:
-    """Shows progress until the orchestrator says that the run is finished."""
+async def follow(running: stack.Stack, folder: RunFolder, progress: Progress) -> None:
+    """Shows progress until the orchestrator says that the run is finished. Raises ServiceFailed if it says that it failed."""
     news = time.monotonic()
     async with running.client("orchestrator") as orchestrator:
         while True:
-            finished = await _is_run_finished(orchestrator, folder.name)
+            state, reason = await _run_state(orchestrator, folder.name)
             if progress.show():
                 news = time.monotonic()
-            if finished:
+            if state == "finished":
                 return
+            if state == "failed":
+                raise ServiceFailed(f"run {folder.name} failed: {reason}", f"logs: {folder.logs}")
             if time.monotonic() - news > _QUIET_S:
-                say(f"no news for {_QUIET_S:g} s; {await _waiting_for(running)}")
+                say(f"no news for {_QUIET_S:g} s; {state} {reason}; {await _waiting_for(running)}")
                 news = time.monotonic()
             await asyncio.sleep(_POLL_S)
 
 
-async def _is_run_finished(orchestrator: stack.HttpClient, run: str) -> bool:
+async def _run_state(orchestrator: HttpClient, run: str) -> tuple[str, str]:
+    """The state of the run and its reason; while the orchestrator does not answer (it may be restarting), that."""
     try:
         answer = await orchestrator.get(f"/runs/{run}", attempts=1)
-    except VolleyError:
-        return False
-    return isinstance(answer, dict) and answer.get("state") == "finished"
+    except VolleyError as error:
+        return "unknown", str(error)
+    return str(answer.get("state")), str(answer.get("reason") or "")
 
 
 async def _waiting_for(running: stack.Stack) -> str:

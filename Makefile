@@ -1,0 +1,37 @@
+# Every target first brings the environments of Python in .venvs/ up to date; where they are, that takes a blink.
+
+BIN := .venvs/base/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test check format bench clean
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'
+
+install:  ## find a Python, get uv, make the three environments
+	@for python in python3 python3.13 python3.12 python /usr/bin/python3 "$$HOME"/.pyenv/versions/3.*/bin/python3; do \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then exec "$$python" services/cli/bootstrap.py; fi; \
+	done; echo "bootstrap: no Python 3.8 or newer on PATH; install Python 3.12" >&2; exit 1
+
+quickstart: install  ## train a tiny model through all the services, about ten minutes on two CPU cores
+	@$(BIN)/volley quickstart $(ARGS)
+
+test: install  ## every test, in all three environments of Python
+	@$(BIN)/python -m services.cli.testing $(ARGS)
+
+check: install  ## formatting, lint, types, import contracts
+	@$(BIN)/ruff format --check --output-format concise . || { echo "run: make format" >&2; exit 1; }
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/pyright --warnings
+	@$(BIN)/lint-imports --cache-dir .cache/import-linter
+
+format: install  ## format, and mend what ruff can mend
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+bench: install  ## measure; writes bench.json
+	@$(BIN)/volley bench --json bench.json $(ARGS)
+
+clean:  ## remove environments, caches and tools, not runs/
+	rm -rf .venvs .cache .tools .ruff_cache .pytest_cache .hypothesis bench.json
