@@ -103,8 +103,9 @@ class Sampler:
                 return recorder.ids_since(start)
             generation = await self._part(course, left)
             recorder.add_sampled(generation)
-            if generation.finish_reason != "abort":
-                return recorder.ids_since(start)
+            ids = recorder.ids_since(start)
+            if generation.finish_reason != "abort" or ids[-1:] == [self._eos_id]:
+                return ids
         raise Unavailable(f"one turn was cut short {_MAX_PARTS} times")
 
     async def _part(self, course: Course, max_new_tokens: int) -> Generation:

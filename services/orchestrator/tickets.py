@@ -27,7 +27,7 @@ from shared.queue.records import Published, QueueState, Refusal, Reservation
 from shared.types import Group
 
 _RESERVE_WAIT_S = 2.0
-_RETRY_S, _RETRY_CAP_S = 0.2, 3.0
+_RETRY_S, _RETRY_CAP_S = 0.1, 1.0
 _GIVE_BACK_S = 2.0
 _log = telemetry.Log("tickets")
 

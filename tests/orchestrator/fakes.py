@@ -1,0 +1,232 @@
+"""A scripted engine, environment and queue: small implementations of the orchestrator's Protocols."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from services.orchestrator.balancer import Balancer, Need, Server
+from services.orchestrator.board import Board
+from services.orchestrator.dispatch import Dispatcher
+from services.orchestrator.draws import TaskOrder
+from services.orchestrator.episode import EpisodeRunner
+from services.orchestrator.groups import GroupPlan
+from services.orchestrator.sampling import Bounds, Spec
+from shared.clients.env import Opening, StepResult
+from shared.clients.rollout import Generation, ServerWeights
+from shared.errors import NotFound, QueueUnavailable, ServiceUnreachable, VolleyError
+from shared.queue.records import Published, QueueState, Refusal, Reservation
+from shared.types import VersionSpan, WeightVersion
+from tests.support.tokenizer import tiny_tokenizer
+
+V0 = WeightVersion(1, 0)
+BOUNDS = Bounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=5.0, max_attempts=3)
+SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+
+
+@dataclass(frozen=True)
+class Say:
+    """One scripted answer: the ids to emit (cut at max_new_tokens), why it ends, and who made each part."""
+
+    ids: list[int]
+    finish: str = "stop"
+    versions: tuple[str, ...] = ()
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers from a script, else from the sampling seed; raises what `failures` holds first."""
+
+    script: list[Say] = field(default_factory=list)
+    version: WeightVersion | None = V0
+    failures: list[VolleyError] = field(default_factory=list)
+    delay_s: float = 0.0
+    well: bool = True
+    prompts: list[np.ndarray] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+    params: list[Mapping[str, Any]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    running: set[str] = field(default_factory=set)
+
+    async def generate(self, input_ids: np.ndarray, sampling: Mapping[str, Any], rid: str, *, timeout_s: float | None = None) -> Generation:
+        self.prompts.append(input_ids.copy())
+        self.params.append(sampling)
+        self.running.add(rid)
+        await asyncio.sleep(self.delay_s)
+        if self.failures:
+            raise self.failures.pop(0)
+        self.running.discard(rid)
+        say = self.script.pop(0) if self.script else self._seeded(sampling)
+        n = sampling["max_new_tokens"]
+        ids = say.ids[:n]
+        finish = "length" if len(say.ids) > n else say.finish
+        self.outputs.append(ids)
+        versions = say.versions or (str(self.version),)
+        cuts = np.linspace(0, len(ids), len(versions) + 1).astype(int).tolist()
+        spans = tuple(VersionSpan(v, a, b) for v, a, b in zip(versions, cuts, cuts[1:], strict=False) if b > a)
+        return Generation(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), spans, finish)
+
+    async def abort(self, rid: str) -> None:
+        self.aborted.append(rid)
+
+    async def weights(self) -> ServerWeights:
+        if not self.well:
+            raise ServiceUnreachable("engine is down")
+        return ServerWeights(str(self.version) if self.version else None, None, None)
+
+    async def ready(self) -> None:
+        if not self.well:
+            raise ServiceUnreachable("engine is down")
+
+    def _seeded(self, sampling: Mapping[str, Any]) -> Say:
+        rng = np.random.default_rng(sampling["sampling_seed"])
+        body = rng.integers(10, 200, rng.integers(1, 8)).tolist()
+        return Say([*body, tiny_tokenizer().eos_id])
+
+
+@dataclass
+class ScriptedEnv:
+    """Episodes of `n_turns` turns. Reward 1 for each turn; success at the end. `step_failures` are raised first."""
+
+    n_turns: int = 2
+    prompt: str = "play"
+    reply: str = "next"
+    n_tasks: int = 10
+    delay_s: float = 0.0
+    create_failures: list[VolleyError] = field(default_factory=list)
+    step_failures: list[VolleyError] = field(default_factory=list)
+    open: dict[str, int] = field(default_factory=dict)
+    created: list[tuple[str, int, int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    respond: Callable[[str], StepResult] | None = None
+    not_ready: int = 0
+    broken: set[int] = field(default_factory=set)
+
+    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
+        await asyncio.sleep(self.delay_s)
+        if self.create_failures:
+            raise self.create_failures.pop(0)
+        if index in self.broken:
+            raise ServiceUnreachable(f"task {index} cannot be made")
+        self.created.append((split, index, seed))
+        episode_id = f"e{len(self.created)}"
+        self.open[episode_id] = 0
+        return Opening(episode_id, f"{split}/{index}", [{"role": "user", "content": self.prompt}])
+
+    async def step(self, episode_id: str, request_id: str, content: str) -> StepResult:
+        await asyncio.sleep(self.delay_s)
+        if self.step_failures:
+            raise self.step_failures.pop(0)
+        if episode_id not in self.open:
+            raise NotFound(f"there is no episode {episode_id}")
+        self.texts.append(content)
+        if self.respond is not None:
+            return self.respond(content)
+        self.open[episode_id] += 1
+        over = self.open[episode_id] >= self.n_turns
+        return StepResult([] if over else [{"role": "user", "content": self.reply}], 1.0, over, False, over, {"turn": 1.0})
+
+    async def delete_episode(self, episode_id: str) -> None:
+        self.open.pop(episode_id, None)
+
+    async def ready(self) -> None:
+        if self.not_ready:
+            self.not_ready -= 1
+            raise ServiceUnreachable("env is starting")
+
+    async def num_tasks(self, env: str, split: str) -> int:
+        return self.n_tasks
+
+
+@dataclass
+class MemoryQueue:
+    """Tickets in memory, as the producer sees them. `away` counts calls that fail as if Redis were gone."""
+
+    published: dict[int, bytes] = field(default_factory=dict)
+    given_back: list[int] = field(default_factory=list)
+    renewed: list[int] = field(default_factory=list)
+    issued: int = 0
+    limit: int = 4
+    void: int = 0
+    version: int = 0
+    ready: bool = True
+    away: int = 0
+    answers: list[Published] = field(default_factory=list)
+
+    async def reserve_wait(self, ttl_s: float, batch: int, eta: int, total: int, deadline_s: float) -> Reservation | Refusal:
+        await self._reach()
+        if not self.ready:
+            await asyncio.sleep(0.01)
+            return Refusal.NOT_READY
+        if self.given_back:
+            return Reservation(self.given_back.pop(0), self.version)
+        if self.issued >= self.limit:
+            await asyncio.sleep(0.01)
+            return Refusal.FULL
+        self.issued += 1
+        return Reservation(self.issued, self.version)
+
+    async def renew(self, ticket: int, ttl_s: float) -> bool:
+        await self._reach()
+        (self.renewed if ttl_s else self.given_back).append(ticket)
+        return True
+
+    async def publish(self, ticket: int, payload: bytes) -> Published:
+        await self._reach()
+        if self.answers:
+            return self.answers.pop(0)
+        if ticket in self.published:
+            return Published.DUPLICATE
+        self.published[ticket] = payload
+        return Published.QUEUED
+
+    async def state(self) -> QueueState:
+        await self._reach()
+        zeros = {name: 0 for name in ("low", "depth", "leased", "done", "dead", "reissued", "duplicates", "strays")}
+        return QueueState(issued=self.issued, version=self.version, epoch=1, ready=self.ready, void=self.void, **zeros)
+
+    async def _reach(self) -> None:
+        await asyncio.sleep(0)
+        if self.away:
+            self.away -= 1
+            raise QueueUnavailable("Redis did not answer")
+
+
+def balancer_of(*engines: ScriptedEngine, eta: int = 1) -> Balancer:
+    """A balancer whose servers have been probed already."""
+    balancer = Balancer(eta)
+    for i, engine in enumerate(engines):
+        balancer.add(Server(f"http://engine{i}", engine, version=engine.version))
+    return balancer
+
+
+def runner_of(env: ScriptedEnv, balancer: Balancer, bounds: Bounds = BOUNDS) -> EpisodeRunner:
+    return EpisodeRunner(tiny_tokenizer(), env, balancer, bounds)
+
+
+def dispatcher_of(env: ScriptedEnv, balancer: Balancer, bounds: Bounds = BOUNDS, max_concurrent: int = 64) -> Dispatcher:
+    return Dispatcher(
+        runner_of(env, balancer, bounds),
+        env,
+        balancer,
+        Board(),
+        max_concurrent=max_concurrent,
+        max_attempts=bounds.max_attempts,
+        patience_s=bounds.timeout_s,
+    )
+
+
+def spec(ticket: int = 1, sibling: int = 0, need: Need | None = None, seed: int = 7) -> Spec:
+    return Spec("demo", "train", 3, ticket, sibling, seed, SAMPLING, need or Need())
+
+
+def plan(n_siblings: int = 4, n_tasks: int = 10) -> GroupPlan:
+    return GroupPlan("demo", "train", n_siblings, 7, SAMPLING, TaskOrder(7, n_tasks))
+
+
+def unreachable(n: int = 1) -> list[VolleyError]:
+    return [ServiceUnreachable("gone") for _ in range(n)]

@@ -1,0 +1,128 @@
+"""Routing: fresh enough, least loaded, sticky with limits, out after a failure, and a reason when there is no server."""
+
+import asyncio
+import time
+
+import pytest
+
+from services.orchestrator.balancer import Balancer, Need, Server
+from services.orchestrator.failures import NoServer
+from shared.types import WeightVersion
+from tests.orchestrator.fakes import ScriptedEngine
+
+ANY = Need()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def make(*versions, eta=1, target=(1, 5), clock=time.monotonic):
+    balancer = Balancer(eta, clock)
+    servers = [Server(f"s{i}", ScriptedEngine(), version=WeightVersion(*v) if v else None) for i, v in enumerate(versions)]
+    for server in servers:
+        balancer.add(server)
+    balancer.set_target(*target)
+    return balancer, servers
+
+
+def routable(balancer, need=ANY):
+    found, tried = set(), []
+    while (server := balancer.pick(need)) is not None:
+        found.add(server.url)
+        server.leaving = True
+        tried.append(server)
+    for server in tried:
+        server.leaving = False
+    return found
+
+
+def test_a_server_may_lag_eta_steps_and_not_more():
+    balancer, _ = make((1, 5), (1, 4), (1, 3), None)
+    assert routable(balancer) == {"s0", "s1"}
+
+
+def test_a_need_raises_the_floor_and_sets_a_ceiling():
+    balancer, _ = make((1, 5), (1, 4), (1, 6))
+    assert routable(balancer, Need(min_step=5)) == {"s0", "s2"}
+    assert routable(balancer, Need(min_step=5, max_step=5)) == {"s0"}
+
+
+def test_after_a_rollback_the_higher_epoch_wins():
+    balancer, _ = make((1, 9), (2, 5), (1, 5), target=(2, 5))
+    assert routable(balancer) == {"s1", "s2"}
+
+
+def test_the_least_loaded_server_is_taken_by_its_capacity():
+    balancer, (small, large) = make((1, 5), (1, 5))
+    small.capacity, large.capacity = 1, 8
+    small.inflight, large.inflight = 1, 4
+    assert balancer.pick(ANY) is large
+
+
+def test_sticky_until_overloaded():
+    balancer, (first, second) = make((1, 5), (1, 5))
+    first.inflight, second.inflight = 6, 3
+    assert balancer.pick(ANY, "s0") is first
+    first.inflight = 30
+    assert balancer.pick(ANY, "s0") is second
+
+
+def test_a_failure_takes_a_server_out_until_a_probe_finds_it_well():
+    clock = Clock()
+    balancer, (server,) = make((1, 5), clock=clock)
+    balancer.fail(server, "no answer")
+    assert balancer.pick(ANY) is None
+    assert not balancer.probe_due(server)
+    clock.now = 60
+    assert balancer.probe_due(server)
+    assert balancer.pick(ANY) is None
+    balancer.observe(server, WeightVersion(1, 5))
+    assert balancer.pick(ANY) is server
+
+
+def test_many_failures_at_once_count_as_one_and_later_ones_cool_down_longer():
+    clock = Clock()
+    balancer, (server,) = make((1, 5), clock=clock)
+    waits = []
+    for _ in range(6):
+        for _ in range(100):
+            balancer.fail(server, "no answer")
+        waits.append(server.out_until - clock.now)
+        clock.now = server.out_until
+    assert waits == [0.5, 1, 2, 4, 8, 8]
+
+
+async def test_waiting_ends_when_a_server_gets_fresh_weights():
+    balancer, (server,) = make((1, 3))
+
+    async def update():
+        await balancer.hungry(5)
+        balancer.observe(server, WeightVersion(1, 5))
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(update())
+        async with balancer.server(ANY, time.monotonic() + 5) as chosen:
+            assert chosen is server
+            assert server.inflight == 1
+    assert server.inflight == 0
+
+
+@pytest.mark.parametrize(
+    ("versions", "reason"),
+    [((), "no rollout server is known"), (((1, 3),), "s0: has e000001-s000003, step 4 is needed"), ((None,), "no weight version")],
+)
+async def test_waiting_in_vain_names_the_reason(versions, reason):
+    balancer, _ = make(*versions)
+    with pytest.raises(NoServer, match=reason):
+        await balancer.wait_routable(ANY, time.monotonic() + 0.02)
+
+
+async def test_a_newer_target_takes_a_lagging_server_away():
+    balancer, (server,) = make((1, 5))
+    assert balancer.pick(ANY) is server
+    balancer.set_target(1, 7)
+    assert "step 6 is needed" in balancer.why_none()

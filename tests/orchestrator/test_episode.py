@@ -1,0 +1,210 @@
+"""One episode, token by token: whatever the model and the environment do, the trajectory's invariants hold."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.orchestrator.balancer import Need
+from services.orchestrator.failures import EpisodeLost, EpisodeTimeout, PrefixBroken, PromptTooLong, WrongVersion
+from services.orchestrator.recorder import Recorder
+from services.orchestrator.sampling import Bounds, Budget
+from shared.clients.env import StepResult
+from shared.clients.rollout import Generation
+from shared.errors import Conflict, NotFound, ServiceUnreachable, Unavailable
+from shared.types import VersionSpan
+from tests.orchestrator.fakes import BOUNDS, Say, ScriptedEngine, ScriptedEnv, balancer_of, runner_of, spec, unreachable
+from tests.support.tokenizer import tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+EOS = TOKENIZER.eos_id
+
+
+def play(env, engine, bounds=BOUNDS, budget=None, need=None):
+    return asyncio.run(runner_of(env, balancer_of(engine), bounds).run(spec(need=need), budget or Budget(bounds.max_attempts)))
+
+
+def sampled(trajectory):
+    return trajectory.token_ids[trajectory.loss_mask.astype(bool)].tolist()
+
+
+answers = st.builds(
+    Say,
+    ids=st.lists(st.integers(0, TOKENIZER.vocab_size - 1), min_size=1, max_size=24).flatmap(
+        lambda ids: st.sampled_from([ids, [*ids, EOS]])
+    ),
+    finish=st.sampled_from(["stop", "length", "abort"]),
+    versions=st.sampled_from([(), ("e000001-s000000",), ("e000001-s000000", "e000001-s000001")]),
+)
+replies = st.builds(
+    StepResult,
+    messages=st.lists(
+        st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "tool"]), st.text(max_size=20)), max_size=2
+    ),
+    reward=st.floats(-2, 2),
+    terminated=st.booleans(),
+    truncated=st.booleans(),
+    success=st.booleans(),
+    reward_components=st.dictionaries(st.sampled_from(["a", "b"]), st.floats(-1, 1)),
+)
+
+
+@given(
+    script=st.lists(answers, max_size=20),
+    steps=st.lists(replies, min_size=1, max_size=6),
+    prompt=st.text(max_size=40),
+    context=st.integers(90, 300),
+    response=st.integers(1, 20),
+    max_turns=st.integers(1, 5),
+)
+@settings(max_examples=150, deadline=None)
+def test_invariants_of_any_conversation(script, steps, prompt, context, response, max_turns):
+    queue = list(steps)
+    env = ScriptedEnv(prompt=prompt, respond=lambda _: queue.pop(0) if queue else StepResult([], 0.0, True, False))
+    engine = ScriptedEngine(script=list(script))
+    trajectory = play(env, engine, Bounds(context, response, max_turns, 5.0, 3))
+
+    trajectory.validate()
+    n = len(trajectory.token_ids)
+    assert n < context
+    assert sampled(trajectory) == [i for ids in engine.outputs for i in ids]
+    for prompt_ids in engine.prompts:
+        assert trajectory.token_ids[: len(prompt_ids)].tolist() == prompt_ids.tolist()
+    assistant = [t for t in trajectory.turns if t.role == "assistant"]
+    assert len(assistant) == len(env.texts) <= max_turns
+    assert all(t.end - t.start <= response for t in assistant)
+    assert [t.start for t in trajectory.turns] == [0, *[t.end for t in trajectory.turns[:-1]]]
+    assert trajectory.turns[-1].end == n
+    assert trajectory.reward == pytest.approx(sum(step.reward for step in steps[: len(assistant)]))
+    assert not env.open
+
+
+def test_the_text_the_environment_gets_is_what_was_sampled_without_its_end():
+    env = ScriptedEnv(n_turns=1)
+    play(env, ScriptedEngine([Say([*TOKENIZER.encode("go <answer>Right</answer>"), EOS])]))
+    assert env.texts == ["go <answer>Right</answer>"]
+
+
+def test_a_conversation_reads_as_the_template_writes_it():
+    env = ScriptedEnv(n_turns=2, prompt="one", reply="two")
+    trajectory = play(env, ScriptedEngine([Say([*TOKENIZER.encode("A"), EOS]), Say([*TOKENIZER.encode("B"), EOS])]))
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "A"}, {"role": "user", "content": "two"}]
+    assert TOKENIZER.decode(trajectory.token_ids) == TOKENIZER.decode(TOKENIZER.render_prompt(messages)) + "B" + TOKENIZER.decode([EOS])
+    assert trajectory.status == "completed"
+    assert trajectory.success
+    assert trajectory.reward == 2.0
+    assert trajectory.reward_components == {"turn": 2.0}
+    assert {"env_s", "generate_s", "total_s"} == set(trajectory.timings)
+
+
+def test_a_turn_cut_by_length_is_closed_by_the_environment():
+    engine = ScriptedEngine([Say([50] * 99), Say([51, EOS])])
+    trajectory = play(ScriptedEnv(n_turns=2), engine)
+    first = trajectory.turns[1]
+    assert first.end - first.start == BOUNDS.max_response_length
+    assert trajectory.token_ids[first.end] == EOS
+    assert trajectory.loss_mask[first.end] == 0
+
+
+def test_a_full_context_truncates_before_the_environment_speaks_again():
+    env = ScriptedEnv(n_turns=9, reply="long " * 60)
+    trajectory = play(env, ScriptedEngine())
+    assert trajectory.status == "truncated"
+    assert trajectory.turns[-1].role == "assistant"
+
+
+def test_the_last_allowed_turn_truncates():
+    trajectory = play(ScriptedEnv(n_turns=99), ScriptedEngine())
+    assert trajectory.status == "truncated"
+    assert sum(t.role == "assistant" for t in trajectory.turns) == BOUNDS.max_turns
+
+
+def test_a_prompt_longer_than_the_context_has_its_own_failure():
+    env = ScriptedEnv(prompt="x " * 500)
+    with pytest.raises(PromptTooLong, match="context 256"):
+        play(env, ScriptedEngine())
+    assert not env.open
+
+
+def test_a_turn_aborted_by_a_weight_update_goes_on_under_the_new_version():
+    engine = ScriptedEngine([Say([60, 61], "abort", ("e000001-s000000",)), Say([62, EOS], "stop", ("e000001-s000001",))])
+    trajectory = play(ScriptedEnv(n_turns=1), engine)
+    start = trajectory.prompt_len
+    assert sampled(trajectory) == [60, 61, 62, EOS]
+    assert trajectory.versions == (VersionSpan("e000001-s000000", start, start + 2), VersionSpan("e000001-s000001", start + 2, start + 4))
+    assert engine.params[1]["max_new_tokens"] == BOUNDS.max_response_length - 2
+    assert engine.params[0]["sampling_seed"] != engine.params[1]["sampling_seed"]
+
+
+def test_endless_aborts_are_an_infrastructure_failure():
+    with pytest.raises(Unavailable, match="cut short"):
+        play(ScriptedEnv(), ScriptedEngine([Say([], "abort")] * 100))
+
+
+def test_a_failed_server_costs_an_attempt_and_not_the_episode():
+    dead, alive = ScriptedEngine(failures=unreachable()), ScriptedEngine()
+    env, balancer, budget = ScriptedEnv(n_turns=3), balancer_of(dead, alive), Budget(3)
+    trajectory = asyncio.run(runner_of(env, balancer).run(spec(), budget))
+    assert (budget.used, trajectory.attempt, len(env.created)) == (1, 1, 1)
+    assert len(alive.prompts) == 3
+    assert balancer.servers[0].out
+
+
+@pytest.mark.parametrize("error", [NotFound("no episode"), Conflict("failed before")])
+def test_an_environment_that_forgot_the_episode_is_an_infrastructure_failure(error):
+    env = ScriptedEnv(step_failures=[error])
+    with pytest.raises(EpisodeLost):
+        play(env, ScriptedEngine())
+    assert not env.open
+
+
+async def test_a_deadline_aborts_the_request_and_deletes_the_episode():
+    env, engine = ScriptedEnv(), ScriptedEngine(delay_s=30)
+    with pytest.raises(EpisodeTimeout):
+        await runner_of(env, balancer_of(engine), Bounds(256, 16, 4, 0.05, 3)).run(spec(), Budget(3))
+    assert set(engine.aborted) == engine.running != set()
+    assert not env.open
+
+
+async def test_cancellation_passes_and_leaves_nothing_open():
+    env, engine = ScriptedEnv(), ScriptedEngine(delay_s=30)
+    task = asyncio.ensure_future(runner_of(env, balancer_of(engine)).run(spec(), Budget(3)))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.aborted
+    assert not env.open
+
+
+def test_tokens_of_a_wrong_version_are_refused_where_one_is_asked_for():
+    engine = ScriptedEngine([Say([60, 61, EOS], versions=("e000001-s000000", "e000001-s000001"))])
+    with pytest.raises(WrongVersion):
+        play(ScriptedEnv(), engine, need=Need(0, 0))
+
+
+def test_the_same_spec_repeats_itself():
+    runs = [play(ScriptedEnv(n_turns=3), ScriptedEngine(), budget=Budget(9, used)) for used in (0, 2)]
+    assert runs[0].token_ids.tolist() == runs[1].token_ids.tolist()
+
+
+def test_a_changed_prefix_is_never_sent():
+    recorder = Recorder([1, 2, 3])
+    recorder.prompt()
+    recorder.add_sampled(Generation(np.array([4], np.int32), np.array([-1], np.float32), (VersionSpan("e000001-s000000", 0, 1),), "stop"))
+    recorder._ids[1] = 9
+    with pytest.raises(PrefixBroken):
+        recorder.prompt()
+
+
+def test_a_long_environment_text_is_tokenized_off_the_loop():
+    env = ScriptedEnv(n_turns=2, reply="word " * 5000)
+    trajectory = play(env, ScriptedEngine(), Bounds(60_000, 16, 4, 20.0, 3))
+    assert trajectory.status == "completed"
+
+
+def test_failures_of_the_environment_are_raised_with_their_class():
+    with pytest.raises(ServiceUnreachable):
+        play(ScriptedEnv(create_failures=unreachable()), ScriptedEngine())

@@ -1,0 +1,94 @@
+"""Evaluation: greedy, exact at the ends, written once, failures are no zeros."""
+
+import orjson
+import pytest
+
+from services.orchestrator.evaluation import EvalPlan, Evaluator, read_records
+from shared.errors import Unavailable
+from shared.types import WeightVersion
+from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of
+from tests.support.tokenizer import tiny_tokenizer
+
+PLAN = EvalPlan("demo", 6, 7, every=5, last_step=20)
+EOS = tiny_tokenizer().eos_id
+
+
+def evaluator(folder, env=None, engine=None, plan=PLAN):
+    balancer = balancer_of(engine or ScriptedEngine())
+    return Evaluator(dispatcher_of(env or ScriptedEnv(), balancer), tiny_tokenizer(), plan, folder)
+
+
+async def test_the_record_is_written_and_samples_beside_it(tmp_path):
+    env = ScriptedEnv(n_turns=2)
+    record = await evaluator(tmp_path, env).run(0)
+    (line,) = (tmp_path / "evals.jsonl").read_text().splitlines()
+    assert orjson.loads(line)["n_tasks"] == 6
+    assert (record.success, record.reward_mean, record.turns_mean, record.failed) == (1.0, 2.0, 2.0, 0)
+    assert record.version_min == record.version_max == "e000001-s000000"
+    assert sorted(env.created)[:2] == [("eval", 0, env.created[0][2]), ("eval", 1, env.created[1][2])]
+    samples = [orjson.loads(row) for row in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 4
+    assert "<|im_start|>assistant" in samples[0]["text"]
+
+
+async def test_sampling_is_greedy(tmp_path):
+    engine = ScriptedEngine()
+    await evaluator(tmp_path, engine=engine).run(0)
+    assert {(p["temperature"], p["top_k"]) for p in engine.params} == {(0.0, 1)}
+
+
+async def test_a_restart_measures_no_step_twice_and_mends_a_torn_line(tmp_path):
+    first = evaluator(tmp_path)
+    await first.run(0)
+    with (tmp_path / "evals.jsonl").open("ab") as file:
+        file.write(b'{"step": 5, "ver')
+    again = evaluator(tmp_path, engine=ScriptedEngine(version=WeightVersion(1, 5)))
+    assert not again.due(0)
+    assert again.due(5)
+    await again.run(5)
+    assert [r.step for r in read_records(tmp_path / "evals.jsonl")] == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("step", "done", "due"),
+    [
+        (0, (), True),
+        (0, (0,), False),
+        (1, (0,), False),
+        (5, (0,), True),
+        (6, (0,), True),
+        (6, (0, 5), False),
+        (20, (0, 5, 19), True),
+        (3, (), False),
+    ],
+)
+def test_when_a_step_is_due(step, done, due):
+    assert PLAN.due(step, frozenset(done)) is due
+
+
+def test_without_a_period_only_the_ends_are_measured():
+    plan = EvalPlan("demo", 6, 7, every=None, last_step=20)
+    assert [step for step in range(21) if plan.due(step, frozenset())] == [0, 20]
+
+
+async def test_failed_tasks_are_counted_and_not_averaged(tmp_path):
+    record = await evaluator(tmp_path, ScriptedEnv(n_turns=1, broken={1, 4})).run(0)
+    assert (record.success, record.reward_mean, record.failed, record.n_tasks) == (1.0, 1.0, 2, 6)
+
+
+async def test_tokens_of_another_version_do_not_count_at_the_ends(tmp_path):
+    engine = ScriptedEngine([Say([60, EOS], versions=("e000001-s000001",))])
+    record = await evaluator(tmp_path, ScriptedEnv(n_turns=1), engine).run(0)
+    assert (record.failed, record.version_max) == (1, "e000001-s000000")
+
+
+async def test_an_evaluation_in_between_may_meet_newer_weights(tmp_path):
+    engine = ScriptedEngine([Say([60, EOS], versions=("e000001-s000006",))], version=WeightVersion(1, 5))
+    record = await evaluator(tmp_path, ScriptedEnv(n_turns=1), engine).run(5)
+    assert (record.failed, record.version_min, record.version_max) == (0, "e000001-s000005", "e000001-s000006")
+
+
+async def test_no_task_at_all_is_no_record(tmp_path):
+    with pytest.raises(Unavailable, match="all 6 held-out tasks failed"):
+        await evaluator(tmp_path, ScriptedEnv(broken=set(range(6)))).run(0)
+    assert not (tmp_path / "evals.jsonl").exists()

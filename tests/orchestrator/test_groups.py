@@ -1,0 +1,105 @@
+"""Groups: complete or failed; a failure of the infrastructure is dispatched again and never becomes a reward."""
+
+import asyncio
+
+import pytest
+
+from services.orchestrator.balancer import Need
+from services.orchestrator.groups import run_group
+from services.orchestrator.sampling import Bounds
+from shared.errors import NotFound, ServiceUnreachable
+from shared.types import Group, WeightVersion
+from tests.orchestrator.fakes import ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, spec, unreachable
+
+NEED = Need(0)
+
+
+async def group_of(env, *engines, n=4, **kwargs):
+    return await run_group(dispatcher_of(env, balancer_of(*engines), **kwargs), plan(n), 1, NEED)
+
+
+async def test_a_group_has_all_siblings_of_one_task_and_survives_the_wire():
+    group = await group_of(ScriptedEnv(), ScriptedEngine())
+    again = Group.decode(group.encode())
+    assert [t.sibling for t in again.trajectories] == [0, 1, 2, 3]
+    assert len({t.task for t in again.trajectories}) == 1
+    assert len({t.token_ids.tobytes() for t in again.trajectories}) == 4
+
+
+async def test_siblings_run_at_once():
+    env = ScriptedEnv(n_turns=1, delay_s=0.05)
+    started = asyncio.get_running_loop().time()
+    await group_of(env, ScriptedEngine(), n=16)
+    assert asyncio.get_running_loop().time() - started < 0.4
+
+
+async def test_no_more_episodes_than_allowed_run_at_once():
+    env, peak = ScriptedEnv(n_turns=2, delay_s=0.005), 0
+
+    async def watch():
+        nonlocal peak
+        while True:
+            peak = max(peak, len(env.open))
+            await asyncio.sleep(0.001)
+
+    watcher = asyncio.ensure_future(watch())
+    await group_of(env, ScriptedEngine(), n=12, max_concurrent=3)
+    watcher.cancel()
+    assert peak == 3
+
+
+async def test_a_failed_environment_dispatches_the_sibling_again_once_it_is_ready():
+    env = ScriptedEnv(create_failures=unreachable(2), not_ready=1)
+    group = await group_of(env, ScriptedEngine())
+    assert group.failure is None
+    assert sorted(t.attempt for t in group.trajectories) == [0, 0, 1, 1]
+
+
+async def test_a_sibling_dispatched_again_repeats_itself():
+    calm = await group_of(ScriptedEnv(), ScriptedEngine())
+    rough = await group_of(ScriptedEnv(step_failures=[NotFound("restarted")]), ScriptedEngine())
+    assert [t.token_ids.tolist() for t in calm.trajectories] == [t.token_ids.tolist() for t in rough.trajectories]
+    assert any(t.attempt for t in rough.trajectories)
+
+
+async def test_an_infrastructure_failure_never_becomes_a_reward():
+    env = ScriptedEnv(create_failures=unreachable(1000))
+    group = await group_of(env, ScriptedEngine())
+    assert (group.failure, group.trajectories) == ("ServiceUnreachable", ())
+    assert not env.open
+    assert Group.decode(group.encode()).failure == "ServiceUnreachable"
+
+
+async def test_attempts_are_shared_between_turns_and_restarts():
+    engines, env = (ScriptedEngine(failures=unreachable(1)), ScriptedEngine()), ScriptedEnv(step_failures=unreachable(2))
+    with pytest.raises(ServiceUnreachable):
+        await dispatcher_of(env, balancer_of(*engines)).episode(spec(), "train")
+    assert len(env.created) == 2
+
+
+async def test_a_hopeless_failure_is_not_tried_again():
+    env = ScriptedEnv(prompt="x " * 500)
+    group = await group_of(env, ScriptedEngine())
+    assert group.failure == "PromptTooLong"
+    assert len(env.created) <= 4
+
+
+async def test_an_outage_of_all_servers_costs_time_and_no_attempt():
+    engine = ScriptedEngine()
+    balancer = balancer_of(engine)
+    server = balancer.servers[0]
+    balancer.fail(server, "restarting")
+
+    async def recover():
+        await asyncio.sleep(0.05)
+        balancer.observe(server, WeightVersion(1, 0))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(recover())
+        running = tasks.create_task(run_group(dispatcher_of(ScriptedEnv(), balancer), plan(), 1, NEED))
+    assert [t.attempt for t in running.result().trajectories] == [0, 0, 0, 0]
+
+
+async def test_no_server_within_the_patience_fails_the_group_with_that_class():
+    group = await group_of(ScriptedEnv(), n=2, bounds=Bounds(256, 16, 4, 0.02, 2))
+    assert group.failure == "NoServer"
