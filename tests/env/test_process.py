@@ -1,0 +1,79 @@
+"""The service as a process, through the client the orchestrator uses."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shared.clients.env import EnvClient
+from shared.errors import NotFound
+
+COMMAND = [sys.executable, "-m", "services.env", "--config"]
+
+
+def config(folder: Path, *lines: str) -> str:
+    path = folder / "run.yaml"
+    path.write_text("\n".join(["model: {path: none}", *lines]))
+    return str(path)
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[str]:
+    """Base URL of a running service; it is stopped by SIGTERM and must then end well."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with subprocess.Popen([*COMMAND, config(tmp_path, "data: {env: sokoban}", f"services: {{env: {{port: {port}}}}}")]) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=30, trust_env=False) as client:
+                assert client.get(f"{url}/ready").status_code == 200
+            yield url
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+    assert process.returncode == 0
+
+
+async def test_a_demonstration_is_played_through_the_client(service: str) -> None:
+    async with EnvClient(service) as client:
+        await client.ready()
+        assert await client.num_tasks("sokoban", "eval") == 256
+        shown = await client.demonstration("sokoban", "eval", 3)
+        opening = await client.create("r", "sokoban", "eval", 3, seed=0)
+        assert list(opening.messages) == shown[:1]
+        result = None
+        for n, message in enumerate(m for m in shown if m["role"] == "assistant"):
+            result = await client.step(opening.episode_id, str(n), message["content"])
+        assert result is not None
+        assert result.success
+        assert result.terminated
+        assert sum(result.reward_components.values()) == pytest.approx(result.reward)
+        await client.delete_episode(opening.episode_id)
+        with pytest.raises(NotFound):
+            await client.step(opening.episode_id, "late", "?")
+        with pytest.raises(NotFound, match="gsm8k, frozen_lake, sokoban"):
+            await client.create("x", "maze", "eval", 0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ("{env: maze}", "there is no environment 'maze' (available: gsm8k, frozen_lake, sokoban)"),
+        ("{env: gsm8k, train: nowhere/train.jsonl}", "data file nowhere/train.jsonl: No such file or directory"),
+        ("{env: frozen_lake, env_config: {sizes: 8}}", "unknown setting sizes"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line_and_exit_code_two(tmp_path: Path, data: str, named: str) -> None:
+    command = [*COMMAND, config(tmp_path, f"data: {data}", "services: {env: {port: 0}}")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert len(ended.stderr.splitlines()) == 1
+    assert named in ended.stderr
