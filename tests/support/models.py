@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from shared.types import WeightVersion
+from shared.weights import Leaf, Manifest, Probe, digest_files, write_manifest
+
 Weights = dict[str, np.ndarray]
 
 
@@ -119,4 +122,29 @@ def save_params(folder: Path, flat: Weights) -> Path:
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder.absolute(), ocp.args.PyTreeSave(tree), force=True)
+    return folder
+
+
+def write_checkpoint(
+    root: Path, version: str, config: Mapping[str, Any], weights: Weights, *, probe: Probe | None = None, base: str | None = None
+) -> Path:
+    """Writes `{root}/{version}/` as the trainer does: params, then the manifest. Returns the folder."""
+    folder = root / version
+    folder.mkdir(parents=True)
+    flat = to_tunix(weights, config)
+    save_params(folder / "params", flat)
+    manifest = Manifest(
+        run="test",
+        version=version,
+        base_version=base,
+        step=WeightVersion.parse(version).step,
+        kind="full",
+        path="params",
+        files=digest_files(folder, "params"),
+        tree=tuple(Leaf(key, tuple(value.shape), str(value.dtype)) for key, value in sorted(flat.items())),
+        model=config,
+        probe=probe,
+        created=0.0,
+    )
+    write_manifest(folder, manifest)
     return folder

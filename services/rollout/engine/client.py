@@ -1,5 +1,8 @@
 """Starts the engine's process and talks to it: the real implementation of `protocol.Engine`.
 
+Inside the engine requests have names of ours, never used twice: a late answer cannot reach a newer request that a caller
+gave the same id, and aborting one id cannot hit another.
+
 The engine lives in a child process so that its Python never shares an interpreter lock with the HTTP server, and so that
 its death is an event and not a crash. One reader task owns the link; every call waits on a future that the reader
 resolves, and that fails with EngineDied when the link closes.
@@ -35,6 +38,7 @@ from shared.errors import Conflict, EngineDied, Unavailable, from_problem
 from shared.types import VersionSpan
 
 CLOSE_GRACE_S = 5.0
+_NO_CALL = -1  # a message whose answer nobody waits for
 # On a CPU each step allocates and frees large blocks. Kept by the process instead of returned to the kernel they cost no
 # page faults: a step of 64 requests takes a third of the time.
 _ALLOCATOR = {
@@ -54,6 +58,7 @@ class SglangEngine:
         self._writer = writer
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._running: dict[str, asyncio.Future[GenerateResult]] = {}
+        self._names: dict[str, str] = {}
         self._numbers = itertools.count()
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -68,15 +73,15 @@ class SglangEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         if not self._has_weights:
             raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
-        if request.rid in self._running:
+        if request.rid in self._names:
             raise Conflict(f"a request {request.rid!r} is running", "give every request its own rid")
-        future = self._future()
-        self._running[request.rid] = future
+        future, name = self._future(), f"r{next(self._numbers)}"
+        self._running[name], self._names[request.rid] = future, name
         sampling = request.sampling
         self._send(
             {
                 "op": "generate",
-                "rid": request.rid,
+                "rid": name,
                 "input_ids": request.input_ids,
                 "max_new_tokens": sampling.max_new_tokens,
                 "temperature": sampling.temperature,
@@ -88,17 +93,17 @@ class SglangEngine:
             }
         )
         try:
-            return await future
+            return dataclasses.replace(await future, rid=request.rid)
         finally:
-            del self._running[request.rid]
-            if not future.done() or future.cancelled():
-                self._send({"op": "abort", "rid": request.rid, "call": -1})
+            del self._running[name], self._names[request.rid]
+            if future.cancelled():
+                self._send({"op": "abort", "rid": name, "call": _NO_CALL})
 
     async def stage(self, weights: StagedWeights) -> dict[str, float]:
         return await self._call("stage", **dataclasses.asdict(weights))
 
-    async def commit(self, version: str, base_version: str | None, mode: CommitMode) -> CommitResult:
-        result = CommitResult(**await self._call("commit", version=version, base_version=base_version, mode=mode))
+    async def commit(self, version: str, mode: CommitMode) -> CommitResult:
+        result = CommitResult(**await self._call("commit", version=version, mode=mode))
         self._has_weights = True
         return result
 
@@ -106,7 +111,9 @@ class SglangEngine:
         return EngineStatus(**await self._call("status"))
 
     async def abort(self, rid: str | None) -> int:
-        return await self._call("abort", rid=rid)
+        if rid is not None and rid not in self._names:
+            return 0
+        return await self._call("abort", rid=None if rid is None else self._names[rid])
 
     async def pause(self) -> None:
         await self._call("pause")
@@ -218,7 +225,7 @@ async def open_engine(spec: EngineSpec) -> AsyncIterator[SglangEngine]:
 
 def _spawn(spec: EngineSpec, sock: socket.socket) -> subprocess.Popen[bytes]:
     env = dict(os.environ) | {"JAX_PLATFORMS": spec.device} | (_ALLOCATOR if spec.device == "cpu" else {})
-    command = [sys.executable, "-m", "services.rollout.engine.worker", str(sock.fileno())]
+    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "services.rollout.engine.worker", str(sock.fileno())]
     return subprocess.Popen(command, env=env, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL)
 
 

@@ -6,6 +6,7 @@ other end closes, `receive` raises EOFError, and the engine ends: it never outli
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
@@ -30,6 +31,11 @@ class Link:
         self._sock = sock
         self._buffer = bytearray()
         self._lock = threading.Lock()
+        self._wake_out, self._wake_in = os.pipe()
+
+    def wake(self) -> None:
+        """Makes a waiting `receive` return; callable from any thread."""
+        os.write(self._wake_in, b"!")
 
     def send(self, message: Message) -> None:
         """Blocks until the message is handed over; callable from any thread."""
@@ -39,12 +45,16 @@ class Link:
 
     def receive(self, wait_s: float) -> list[Message]:
         """All messages that have arrived; waits up to `wait_s` seconds for the first one. Raises EOFError."""
-        while select.select([self._sock], [], [], wait_s)[0]:
+        while ready := select.select([self._sock, self._wake_out], [], [], wait_s)[0]:
+            wait_s = 0.0
+            if self._wake_out in ready:
+                os.read(self._wake_out, 4096)
+            if self._sock not in ready:
+                continue
             data = self._sock.recv(1 << 20)
             if not data:
                 raise EOFError("the service has closed the link")
             self._buffer += data
-            wait_s = 0.0
         return self._split()
 
     def _split(self) -> list[Message]:

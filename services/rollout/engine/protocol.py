@@ -104,14 +104,19 @@ class GenerateResult:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StagedWeights:
-    """Weights to stage: `kind` says whether `path` is an Orbax params folder (Tunix's layout) or a Hugging Face folder."""
+    """Weights to stage: `kind` says whether `path` is an Orbax params folder (Tunix's layout) or a Hugging Face folder.
+
+    With a probe (int32[n] ids, float32[n-1] log-probabilities of all but the first) the engine must agree with it.
+    """
 
     path: str
     version: str
     digest: str = ""
     kind: Literal["orbax", "hf"] = "orbax"
+    probe_ids: np.ndarray | None = None
+    probe_logprobs: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +162,12 @@ class Engine(Protocol):
     async def stage(self, weights: StagedWeights) -> dict[str, float]:
         """Loads weights beside the serving ones while decoding goes on; replaces what was staged. Returns durations in seconds.
 
-        Raises WeightsError (names, shapes or file contents differ) or OutOfMemory; then nothing is staged.
+        Raises WeightsError (names, shapes, contents or the probe differ) or OutOfMemory; then nothing is staged.
         """
         ...
 
-    async def commit(self, version: str, base_version: str | None, mode: CommitMode) -> CommitResult:
-        """Makes the staged weights serve. Raises Conflict if `version` is not staged or `base_version` not current."""
+    async def commit(self, version: str, mode: CommitMode) -> CommitResult:
+        """Makes the staged weights serve. Raises Conflict if `version` is not staged."""
         ...
 
     async def status(self) -> EngineStatus: ...

@@ -15,7 +15,13 @@ GREEDY = 0.0
 
 
 def sample(
-    logits_BV: jax.Array, temperature_B: jax.Array, top_p_B: jax.Array, top_k_B: jax.Array, seed_B2: jax.Array, index_B: jax.Array
+    logits_BV: jax.Array,
+    temperature_B: jax.Array,
+    top_p_B: jax.Array,
+    top_k_B: jax.Array,
+    seed_B2: jax.Array,
+    index_B: jax.Array,
+    forced_B: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws one token a row.
 
@@ -25,6 +31,7 @@ def sample(
         top_p_B: float32 in (0, 1]; top_k_B: int32, the vocabulary size or more means all. Both act on softmax(logits / T).
         seed_B2: uint32, the two words of each row's seed.
         index_B: int32, how many tokens the request has produced before this one.
+        forced_B: int32; a token to take instead of drawing, or -1.
     Returns: int32[B] tokens and float32[B] log softmax(logits / T) of them (T = 1 for greedy rows), not renormalised for
         top-k or top-p.
     """
@@ -33,7 +40,8 @@ def sample(
     filtered = jnp.any((top_p_B < 1.0) | (top_k_B < logits_BV.shape[-1]))
     kept_BV = jax.lax.cond(filtered, _filter, lambda z, *_: z, scaled_BV, top_p_B, top_k_B)
     noisy_BV = jax.lax.cond(jnp.all(greedy_B), lambda z, *_: z, _add_noise, kept_BV, seed_B2, index_B)
-    token_B = jnp.argmax(jnp.where(greedy_B[:, None], scaled_BV, noisy_BV), axis=-1).astype(jnp.int32)
+    drawn_B = jnp.argmax(jnp.where(greedy_B[:, None], scaled_BV, noisy_BV), axis=-1).astype(jnp.int32)
+    token_B = jnp.where(forced_B >= 0, forced_B, drawn_B)
     logprob_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(scaled_BV, axis=-1)
     return token_B, logprob_B
 

@@ -24,8 +24,6 @@ from services.rollout.engine.link import Link, Message
 from services.rollout.engine.requests import RolloutReq, dropped
 from services.rollout.engine.step import FusedStep, SamplingRows
 
-IDLE_WAIT_S = 0.2
-
 
 class RolloutScheduler(Scheduler):
     """Runs steps and answers messages, all on one thread."""
@@ -116,6 +114,8 @@ class RolloutScheduler(Scheduler):
 
     def abort(self, rid: str | None) -> int:
         """Ends a request, or all, with what it has produced. Ids are equal, not prefixes; running ones end after one more step."""
+        if self.paused:
+            self._retract_all()
         doomed = [req for req in self.live() if rid is None or req.rid == rid]
         queued = {id(req) for req in self.waiting_queue}
         for req in doomed:

@@ -31,9 +31,10 @@ class SamplingRows:
         self.top_k_B = np.full(size, np.iinfo(np.int32).max, np.int32)
         self.seed_B2 = np.zeros((size, 2), np.uint32)
         self.index_B = np.zeros(size, np.int32)
+        self.forced_B = np.full(size, -1, np.int32)
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        return self.temperature_B, self.top_p_B, self.top_k_B, self.seed_B2, self.index_B
+        return self.temperature_B, self.top_p_B, self.top_k_B, self.seed_B2, self.index_B, self.forced_B
 
 
 class FusedStep:
@@ -49,8 +50,11 @@ class FusedStep:
         """How many shapes have been compiled so far."""
         return self._compiled._cache_size()
 
-    def __call__(self, batch: ModelWorkerBatch, rows: SamplingRows) -> tuple[np.ndarray, np.ndarray]:
-        """int32[B] sampled tokens and float32[B] log-probabilities; B is the padded number of requests of `batch`."""
+    def __call__(self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """int32[B] sampled tokens and float32[B] log-probabilities; B is the padded number of requests of `batch`.
+
+        `leaves` are weights to use instead of the serving ones.
+        """
         runner = self._runner
         forward_batch = ForwardBatch.init_new(batch, runner)
         runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
@@ -59,7 +63,7 @@ class FusedStep:
             tokens, logprobs, pool = self._compiled(
                 self._model_def,
                 runner._model_state_def,
-                runner.model_state_leaves,
+                runner.model_state_leaves if leaves is None else leaves,
                 runner.memory_pools,
                 forward_batch,
                 metadata,

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import queue
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from services.rollout.engine.link import Link, Message
 from services.rollout.engine.protocol import BASE_VERSION, EngineSpec
-from shared.errors import Conflict, OutOfMemory, VolleyError, problem
+from shared.errors import Conflict, OutOfMemory, VolleyError, WeightsError, problem
 from shared.telemetry import Log, configure
 
 log = Log("rollout.engine")
+IDLE_WAIT_S = 0.2
 
 
 @dataclasses.dataclass
@@ -30,7 +33,7 @@ class _Staged:
 
 
 class Worker:
-    """Answers messages; the scheduler runs between them."""
+    """Answers messages; the scheduler runs between them. Staging threads only read disk and fill new device arrays."""
 
     def __init__(self, link: Link, scheduler: Any) -> None:
         from services.rollout.engine.scheduler import RolloutScheduler
@@ -39,17 +42,20 @@ class Worker:
         self._scheduler: RolloutScheduler = scheduler
         self._staged: _Staged | None = None
         self._digest = ""
+        self._loaded: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Returns when the service has closed the link."""
         busy = True
         while True:
             try:
-                messages = self._link.receive(0.0 if busy else 0.2)
+                messages = self._link.receive(0.0 if busy else IDLE_WAIT_S)
             except EOFError:
                 return
             for message in messages:
                 self._answer(message)
+            while not self._loaded.empty():
+                self._loaded.get()()
             busy = self._scheduler.turn() or bool(messages)
 
     def _answer(self, message: Message) -> None:
@@ -58,26 +64,37 @@ class Worker:
             self._scheduler.add(message)
         elif op == "stage":
             self._staged = None
-            threading.Thread(target=self._stage, args=(message,), daemon=True).start()
+            threading.Thread(target=self._load, args=(message,), daemon=True).start()
         else:
             self._reply(message["call"], lambda: getattr(self, f"_on_{op}")(message))
 
-    def _reply(self, call: int, work: Any) -> None:
+    def _reply(self, call: int, work: Callable[[], Any]) -> None:
         try:
-            self._link.send({"op": "reply", "call": call, "value": work()})
+            answer = {"value": work()}
         except VolleyError as error:
-            self._link.send({"op": "reply", "call": call, "error": problem(error)})
+            answer = {"error": problem(error)}
+        self._link.send({"op": "reply", "call": call, **answer})
 
-    def _stage(self, message: Message) -> None:
-        self._reply(message["call"], lambda: self._load(message))
-
-    def _load(self, message: Message) -> dict[str, float]:
+    def _load(self, message: Message) -> None:
+        """In a thread of its own: reads the weights, then has the loop's thread check and keep them."""
         from services.rollout.engine.staging import load_leaves
 
         try:
             leaves, timings = load_leaves(self._scheduler.runner, message["path"], message["kind"])
-        except MemoryError as error:
-            raise OutOfMemory(f"weights {message['version']} do not fit beside the serving ones: {error}") from error
+        except Exception as error:  # noqa: BLE001 - whatever fails here concerns these weights, not the engine
+            failure = _as_weights_error(error, message["version"])
+            self._loaded.put(lambda: self._reply(message["call"], lambda: _throw(failure)))
+        else:
+            self._loaded.put(lambda: self._reply(message["call"], lambda: self._keep(message, leaves, timings)))
+        self._link.wake()
+
+    def _keep(self, message: Message, leaves: list[Any], timings: dict[str, float]) -> dict[str, float]:
+        from services.rollout.engine.scoring import check_probe
+
+        if message["probe_ids"] is not None:
+            start = time.perf_counter()
+            check_probe(self._scheduler, leaves, message["probe_ids"], message["probe_logprobs"])
+            timings["probe_s"] = time.perf_counter() - start
         self._staged = _Staged(message["version"], message["digest"], leaves)
         return timings
 
@@ -85,8 +102,6 @@ class Worker:
         staged, current = self._staged, self._scheduler.version
         if staged is None or staged.version != message["version"]:
             raise Conflict(f"{message['version']} is not staged (staged: {staged.version if staged else 'nothing'})", "stage it first")
-        if message["base_version"] is not None and message["base_version"] != current:
-            raise Conflict(f"{message['version']} builds on {message['base_version']}, but {current} is serving")
         counts = self._scheduler.swap(staged.leaves, staged.version, message["mode"])
         self._staged, self._digest = None, staged.digest
         return {"version": staged.version, "previous": current, **counts}
@@ -117,6 +132,20 @@ class Worker:
 
     def _on_flush(self, _: Message) -> None:
         self._scheduler.flush()
+
+
+def _as_weights_error(error: Exception, version: str) -> VolleyError:
+    """Whatever goes wrong while weights load concerns these weights, not the engine: the old ones keep serving."""
+    if isinstance(error, VolleyError):
+        return error
+    if isinstance(error, MemoryError):
+        return OutOfMemory(f"weights {version} do not fit beside the serving ones: {error}")
+    log.warning("stage failed", version=version, error=repr(error))
+    return WeightsError(f"weights {version} cannot be loaded: {type(error).__name__}: {error}")
+
+
+def _throw(error: VolleyError) -> None:
+    raise error
 
 
 def main(fd: int) -> int:

@@ -1,0 +1,108 @@
+"""Wires the rollout service: engine, weight updates, registration, routes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+
+from services.rollout import metrics, openai, routes
+from services.rollout.engine.client import open_engine
+from services.rollout.engine.protocol import BASE_VERSION, Engine
+from services.rollout.generation import Generation
+from services.rollout.settings import RolloutSettings, from_config
+from services.rollout.updates import Updates
+from shared.boot import Service
+from shared.chat import ChatTokenizer
+from shared.errors import ConfigError, DecodeError
+from shared.http import create_app, read_token
+from shared.queue.client import connect
+from shared.registry import Registry, Server
+from shared.schema import RunConfig
+from shared.telemetry import Log
+from shared.types import WeightVersion
+
+_log = Log("rollout")
+
+
+@asynccontextmanager
+async def open_service(config: RunConfig) -> AsyncIterator[Service]:
+    """Raises ConfigError, or EngineDied with the engine's reason."""
+    async with open_rollout(from_config(config)) as service:
+        yield service
+
+
+@asynccontextmanager
+async def open_rollout(settings: RolloutSettings) -> AsyncIterator[Service]:
+    """The service from plain settings; Redis is used only if given."""
+    model = _model_config(Path(settings.engine.model_path))
+    token = read_token(settings.token_file)
+    async with open_engine(settings.engine) as engine:
+        _log.info("engine ready", boot_s=engine.info.boot_s, pid=engine.info.pid, kv_tokens=engine.info.max_total_tokens)
+        updates = Updates(engine, settings.weights_root, model, settings.update_mode, _first_version(settings))
+        generation = Generation(engine, settings.limits.grace_s)
+        app = build_app(settings, engine, updates, generation, token)
+        workers = [engine.wait_closed, updates.watch, generation.drain, lambda: metrics.observe(engine)]
+        if settings.redis_url is None:
+            yield Service(app, workers)
+            return
+        async with connect(settings.redis_url, settings.redis_password_file) as redis:
+            heartbeat = _heartbeat(Registry(redis, settings.run), settings, updates, generation)
+            yield Service(app, [*workers, heartbeat])
+
+
+def build_app(settings: RolloutSettings, engine: Engine, updates: Updates, generation: Generation, token: str | None) -> FastAPI:
+    """The HTTP face of any engine."""
+
+    def ready() -> str | None:
+        return "the server is stopping" if generation.draining else updates.why_not_ready()
+
+    app = create_app("rollout", limits=settings.limits, token=token, ready=ready)
+    tokenizer = _tokenizer(Path(settings.engine.model_path))
+    app.state.rollout = routes.State(engine, generation, updates, settings.engine, tokenizer)
+    app.include_router(routes.router)
+    app.include_router(openai.router)
+    return app
+
+
+def _heartbeat(registry: Registry, settings: RolloutSettings, updates: Updates, generation: Generation) -> Callable[[], Awaitable[None]]:
+    """A worker that keeps the server's record in Redis while it can be routed to."""
+
+    def current() -> Server | None:
+        if generation.draining or updates.current is None:
+            return None
+        epoch = _epoch(updates.current)
+        return Server(settings.server_id, settings.url, updates.current, settings.engine.max_running_requests, epoch)
+
+    return lambda: registry.heartbeat(current)
+
+
+def _epoch(version: str) -> int:
+    try:
+        return WeightVersion.parse(version).epoch
+    except DecodeError:
+        return 0
+
+
+def _first_version(settings: RolloutSettings) -> str | None:
+    return BASE_VERSION if settings.engine.load_weights else None
+
+
+def _model_config(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except OSError as error:
+        raise ConfigError(f"{folder}/config.json: {error.strerror}", "model.path must name a Hugging Face model folder") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{folder}/config.json is not valid JSON: {error}") from error
+
+
+def _tokenizer(folder: Path) -> ChatTokenizer | None:
+    """None for a folder without a tokenizer: the text routes are then off."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    return ChatTokenizer(folder)

@@ -1,0 +1,42 @@
+"""The service's Prometheus metrics, and the worker that keeps the gauges true."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.rollout.engine.protocol import Engine, GenerateResult
+from shared.telemetry import REGISTRY, Counter, Gauge, Histogram
+
+PERIOD_S = 1.0
+_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+TOKENS = Counter("volley_rollout_tokens", "Tokens handled", ["kind"], registry=REGISTRY)
+FINISHED = Counter("volley_rollout_requests", "Requests ended", ["finish"], registry=REGISTRY)
+STAGE_SECONDS = Histogram("volley_rollout_stage_seconds", "Verifying and loading weights", buckets=_BUCKETS, registry=REGISTRY)
+PAUSE_SECONDS = Histogram("volley_rollout_pause_seconds", "Decoding stood still for a commit", buckets=_BUCKETS, registry=REGISTRY)
+_REQUESTS = Gauge("volley_rollout_engine_requests", "Requests in the engine", ["state"], registry=REGISTRY)
+_FREE = Gauge("volley_rollout_free_kv_tokens", "Free slots of the key/value pool", registry=REGISTRY)
+_STEPS = Gauge("volley_rollout_steps", "Steps since the start", ["kind"], registry=REGISTRY)
+_SHAPES = Gauge("volley_rollout_compiled_shapes", "Compiled shapes", registry=REGISTRY)
+_VERSION = Gauge("volley_rollout_weights", "1 for the serving version", ["version"], registry=REGISTRY)
+
+
+def count(result: GenerateResult) -> None:
+    TOKENS.labels("prompt").inc(result.prompt_tokens)
+    TOKENS.labels("cached").inc(result.cached_tokens)
+    TOKENS.labels("output").inc(len(result.output_ids))
+    FINISHED.labels(result.finish.type).inc()
+
+
+async def observe(engine: Engine) -> None:
+    """Worker: reads the engine's status once a second."""
+    while True:
+        status = await engine.status()
+        _REQUESTS.labels("running").set(status.running)
+        _REQUESTS.labels("queued").set(status.queued)
+        _FREE.set(status.free_kv_tokens)
+        _SHAPES.set(status.compilations)
+        for kind, steps in status.steps.items():
+            _STEPS.labels(kind).set(steps)
+        _VERSION.clear()
+        _VERSION.labels(status.current or "none").set(1)
+        await asyncio.sleep(PERIOD_S)

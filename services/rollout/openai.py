@@ -1,0 +1,179 @@
+"""OpenAI's endpoints on the same engine, for clients that speak text. Answers come whole; streaming is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.rollout import intake
+from services.rollout.engine.protocol import GenerateResult, SamplingParams
+from services.rollout.generation import ClientGone
+from services.rollout.routes import Rollout, State
+from shared.chat import ChatTokenizer
+from shared.errors import InputError
+from shared.http import respond
+
+router = APIRouter(prefix="/v1", tags=["openai"])
+
+
+class Sampling(BaseModel):
+    """What both endpoints share; anything else a client sends is ignored, as OpenAI's own servers do."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str = ""
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=1e3)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = None
+    n: int = Field(1, ge=1, le=128)
+    seed: int | None = Field(None, ge=0, lt=1 << 64)
+    stop: str | list[str] | None = None
+    stream: bool = False
+    logprobs: bool | int | None = None
+
+
+class Completion(Sampling):
+    prompt: str | list[int]
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | None = None
+
+
+class ChatCompletion(Sampling):
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[dict[str, Any]] = []
+
+
+@router.get("/models")
+async def models(request: Request, state: Rollout) -> Response:
+    model = {"id": _model_name(state), "object": "model", "owned_by": "volley", "max_model_len": state.info.context_length}
+    return respond(request, {"object": "list", "data": [model]})
+
+
+@router.post("/completions")
+async def completions(request: Request, state: Rollout, body: Completion) -> Response:
+    tokenizer = _tokenizer(state)
+    prompt = tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+    results = await _sample(request, state, body, prompt, default_new=16)
+    if results is None:
+        return Response(status_code=499)
+    choices = [_text_choice(tokenizer, result, i, body) for i, result in enumerate(results)]
+    return respond(request, _envelope("text_completion", "cmpl", state, choices, prompt, results))
+
+
+@router.post("/chat/completions")
+async def chat_completions(request: Request, state: Rollout, body: ChatCompletion) -> Response:
+    tokenizer = _tokenizer(state)
+    messages = [{**m.model_dump(exclude_none=True), "content": m.content or ""} for m in body.messages]
+    prompt = tokenizer.render_prompt(messages, body.tools)
+    results = await _sample(request, state, body, prompt, default_new=None)
+    if results is None:
+        return Response(status_code=499)
+    choices = [_chat_choice(tokenizer, result, i, body) for i, result in enumerate(results)]
+    return respond(request, _envelope("chat.completion", "chatcmpl", state, choices, prompt, results))
+
+
+type Results = list[GenerateResult]
+
+
+async def _sample(request: Request, state: State, body: Sampling, prompt: list[int], default_new: int | None) -> Results | None:
+    """`body.n` results, or None when the client has gone. Raises InputError."""
+    if body.stream:
+        raise InputError("stream is not supported", "leave it out: the answer comes whole")
+    ids = intake.check_ids(np.array(prompt, np.int64), state.info.vocab_size)
+    room = max(1, intake.room(state.info) - len(ids))
+    limit = body.max_completion_tokens or body.max_tokens or min(default_new or room, room)
+    requests = [intake.build(ids, _sampling(body, limit, state, i), None, state.info) for i in range(body.n)]
+    receive = request.receive if body.n == 1 else None
+    try:
+        return list(await asyncio.gather(*(state.generation.run(r, receive) for r in requests)))
+    except ClientGone:
+        return None
+
+
+def _sampling(body: Sampling, limit: int, state: State, i: int) -> SamplingParams:
+    assert state.tokenizer is not None
+    return SamplingParams(
+        max_new_tokens=limit,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=body.top_p or 1.0,
+        top_k=body.top_k or -1,
+        stop_token_ids=(state.tokenizer.eos_id,),
+        sampling_seed=None if body.seed is None else (body.seed + i) % (1 << 64),
+    )
+
+
+def _text_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body: Sampling) -> dict[str, Any]:
+    text, reason = _until_stop(tokenizer.message_text(result.output_ids.tolist()), body.stop, _reason(result))
+    logprobs = None
+    if body.logprobs:
+        tokens = [tokenizer.token(t) for t in result.output_ids.tolist()]
+        logprobs = {"tokens": tokens, "token_logprobs": result.logprobs.tolist(), "top_logprobs": None}
+    return {"index": i, "text": text, "finish_reason": reason, "logprobs": logprobs, **_tokens(result)}
+
+
+def _chat_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body: Sampling) -> dict[str, Any]:
+    text, reason = _until_stop(tokenizer.message_text(result.output_ids.tolist()), body.stop, _reason(result))
+    logprobs = None
+    if body.logprobs:
+        pairs = zip(result.output_ids.tolist(), result.logprobs.tolist(), strict=True)
+        logprobs = {"content": [{"token": tokenizer.token(t), "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs]}
+    message = {"role": "assistant", "content": text}
+    return {"index": i, "message": message, "finish_reason": reason, "logprobs": logprobs, **_tokens(result)}
+
+
+def _tokens(result: GenerateResult) -> dict[str, Any]:
+    """Beside OpenAI's fields: exact ids and weight versions, for clients that train."""
+    versions = [{"version": s.version, "start": s.start, "end": s.end} for s in result.versions]
+    return {"token_ids": result.output_ids.tolist(), "weight_versions": versions}
+
+
+def _until_stop(text: str, stop: str | list[str] | None, reason: str) -> tuple[str, str]:
+    """Cuts at the first stop string."""
+    stops = [stop] if isinstance(stop, str) else stop or []
+    found = [at for at in (text.find(s) for s in stops if s) if at >= 0]
+    return (text[: min(found)], "stop") if found else (text, reason)
+
+
+def _reason(result: GenerateResult) -> str:
+    return {"stop": "stop", "length": "length", "abort": "abort"}[result.finish.type]
+
+
+def _envelope(
+    kind: str, prefix: str, state: State, choices: list[dict[str, Any]], prompt: list[int], results: list[GenerateResult]
+) -> dict[str, Any]:
+    completion = sum(len(r.output_ids) for r in results)
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": completion, "total_tokens": len(prompt) + completion}
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": _model_name(state),
+        "choices": choices,
+        "usage": usage,
+        "prompt_token_ids": prompt,
+        "system_fingerprint": state.updates.current,
+    }
+
+
+def _model_name(state: State) -> str:
+    return state.spec.model_path.rstrip("/").rpartition("/")[2]
+
+
+def _tokenizer(state: State) -> ChatTokenizer:
+    if state.tokenizer is None:
+        raise InputError("this server has no tokenizer", "send token ids to /generate")
+    return state.tokenizer

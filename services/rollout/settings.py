@@ -1,0 +1,63 @@
+"""The plain values the service needs, read once from the run's configuration."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.rollout.engine.protocol import CommitMode, EngineSpec
+from shared.hub import model_folder
+from shared.schema import Limits, RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """Args:
+    engine: what to start; `engine.model_path` also holds the tokenizer.
+    weights_root: folder of the run's checkpoints, watched for new ones; nothing outside it is ever loaded.
+    run, server_id, url: how the server registers in Redis, if `redis_url` is given.
+    grace_s: how long running requests may go on after SIGTERM, in seconds.
+    """
+
+    engine: EngineSpec
+    weights_root: Path | None
+    update_mode: CommitMode
+    run: str
+    server_id: str
+    url: str
+    redis_url: str | None
+    redis_password_file: Path | None
+    token_file: Path | None
+    limits: Limits
+
+
+def from_config(config: RunConfig) -> RolloutSettings:
+    """A server of a run starts without weights: the run's newest checkpoint is loaded before it reports ready."""
+    services, engine = config.services, config.rollout.engine
+    spec = EngineSpec(
+        model_path=str(model_folder(config.model.path)),
+        load_weights=False,
+        dtype=config.model.dtype,
+        device=engine.device,
+        tp_size=engine.tp_size,
+        context_length=engine.context_length,
+        max_running_requests=engine.max_running_requests,
+        max_total_tokens=engine.max_total_tokens,
+        max_prefill_tokens=engine.max_prefill_tokens,
+        token_paddings=engine.precompile_token_paddings,
+        bs_paddings=engine.precompile_bs_paddings,
+    )
+    return RolloutSettings(
+        engine=spec,
+        weights_root=(config.run.folder / "checkpoints").absolute(),
+        update_mode=config.rollout.update_mode,
+        run=config.run.name,
+        server_id=f"{socket.gethostname()}-{services.rollout.port}-{os.getpid()}",
+        url=services.rollout.base_url,
+        redis_url=services.redis_url,
+        redis_password_file=services.redis_password_file,
+        token_file=services.token_file,
+        limits=services.limits,
+    )
