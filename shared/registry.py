@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from shared import telemetry
 from shared.errors import QueueUnavailable
-from shared.queue.client import translated
+from shared.queue.client import command, transaction
 from shared.queue.scripts import Keys
 
 TTL_S = 10.0
@@ -50,12 +50,11 @@ class Registry:
 
     async def servers(self) -> list[Server]:
         """All servers with a live lease, sorted by id."""
-        with translated():
-            ids = sorted(id.decode() for id in await self._redis.smembers(self._index))  # pyright: ignore[reportGeneralTypeIssues]
-            records = await self._redis.mget([self._key(id) for id in ids]) if ids else []
-            gone = [id for id, record in zip(ids, records, strict=True) if record is None]
-            if gone:
-                await self._redis.srem(self._index, *gone)  # pyright: ignore[reportGeneralTypeIssues]
+        ids = sorted(id.decode() for id in await command(self._redis, "SMEMBERS", self._index))
+        records = await command(self._redis, "MGET", *map(self._key, ids)) if ids else []
+        gone = [id for id, record in zip(ids, records, strict=True) if record is None]
+        if gone:
+            await command(self._redis, "SREM", self._index, *gone)
         return [_decode(record) for record in records if record is not None]
 
     async def heartbeat(self, current: Callable[[], Server | None]) -> None:
@@ -95,16 +94,12 @@ class Registry:
                 beating.cancel()
 
     async def _register(self, server: Server) -> None:
-        with translated():
-            async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.set(self._key(server.id), orjson.dumps(asdict(server)), px=int(TTL_S * 1000)).sadd(self._index, server.id)
-                await pipe.execute()
+        record = orjson.dumps(asdict(server))
+        lease = ("SET", self._key(server.id), record, "PX", int(TTL_S * 1000))
+        await transaction(self._redis, lease, ("SADD", self._index, server.id))
 
     async def _deregister(self, id: str) -> None:
-        with translated():
-            async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.delete(self._key(id)).srem(self._index, id)
-                await pipe.execute()
+        await transaction(self._redis, ("DEL", self._key(id)), ("SREM", self._index, id))
 
     def _key(self, id: str) -> str:
         return f"{self._index}:{id}"

@@ -5,9 +5,10 @@ Retries are the caller's: a client that repeats commands by itself would hide th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import redis.exceptions as foreign
 from redis.asyncio import Redis
@@ -66,6 +67,21 @@ def translated() -> Iterator[None]:
         raise QueueUnavailable(f"Redis did not answer: {_reason(error)}", "is the server running?") from error
     except foreign.ResponseError as error:
         raise _from_server(error) from error
+
+
+async def command(redis: Redis, *args: str | int | bytes) -> Any:
+    """Runs one command; its answer as redis-py parses it. Raises as `translated`."""
+    with translated():
+        return await redis.execute_command(*args)
+
+
+async def transaction(redis: Redis, *commands: Sequence[str | int | bytes]) -> list[Any]:
+    """Runs several commands with none of another client in between; their answers. Raises as `translated`."""
+    with translated():
+        async with redis.pipeline(transaction=True) as pipe:
+            for args in commands:
+                pipe.execute_command(*args)
+            return await pipe.execute()
 
 
 def _from_server(error: foreign.ResponseError) -> Exception:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from redis.asyncio import Redis
 
 from shared.errors import Fenced
-from shared.queue.client import MAX_BLOCK_MS, translated
+from shared.queue.client import MAX_BLOCK_MS, command, transaction
 from shared.queue.progress import Progress
 from shared.queue.records import Entry, Finished, Published, QueueState, Refusal, Reservation
 from shared.queue.scripts import Keys, Scripts
@@ -100,8 +100,8 @@ class TicketQueue:
             if isinstance(answer.result, Reservation) or left_ms <= 0:
                 return answer.result
             until_lease = answer.next_lease_ms + 1 if answer.next_lease_ms >= 0 else MAX_BLOCK_MS
-            with translated():
-                await self._redis.xread({self.keys.wake: f"{answer.wake}-0"}, block=max(1, min(left_ms, until_lease, MAX_BLOCK_MS)))
+            block_ms = max(1, min(left_ms, until_lease, MAX_BLOCK_MS))
+            await command(self._redis, "XREAD", "BLOCK", block_ms, "STREAMS", self.keys.wake, f"{answer.wake}-0")
 
     async def _reserve(self, ttl_s: float, batch: int, eta: int, total: int) -> _Answer:
         row = await self._scripts.call("reserve", _ms(ttl_s), batch, eta, total)
@@ -148,10 +148,9 @@ class TicketQueue:
             await self._scripts.fenced("begin_done", fence, chunk)
         while not await self._scripts.fenced("begin_chunk", fence, [_CHUNK]):
             pass
-        with translated():
-            tries: dict[bytes, bytes] = await self._redis.hgetall(self.keys.tries)  # pyright: ignore[reportGeneralTypeIssues]
-        counts = {int(ticket): int(n) for ticket, n in tries.items()}
-        self._lineage = _Lineage(epoch=int(row[0]), fence=fence, progress=progress, version=version, tries=counts)
+        counts = await command(self._redis, "HGETALL", self.keys.tries)
+        tries = {int(ticket): int(n) for ticket, n in counts.items()}
+        self._lineage = _Lineage(epoch=int(row[0]), fence=fence, progress=progress, version=version, tries=tries)
         return self._lineage.epoch
 
     async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[Entry]:
@@ -178,14 +177,10 @@ class TicketQueue:
             raise
 
     async def _fetch(self, lineage: _Lineage, consumer: str, count: int, block_ms: int) -> list[Entry]:
-        with translated():
-            answer = await self._redis.xreadgroup(
-                f"t{lineage.fence}",
-                consumer,
-                {self.keys.stream: lineage.cursor},
-                count=count,
-                block=min(block_ms, MAX_BLOCK_MS) if block_ms > 0 else None,
-            )
+        block = ("BLOCK", min(block_ms, MAX_BLOCK_MS)) if block_ms > 0 else ()
+        where = ("STREAMS", self.keys.stream, lineage.cursor)
+        group = ("GROUP", f"t{lineage.fence}", consumer)
+        answer = await command(self._redis, "XREADGROUP", *group, "COUNT", count, *block, *where)
         rows = answer[0][1] if answer else []
         return [_entry(entry_id, fields, lineage.tries) for entry_id, fields in rows]
 
@@ -249,10 +244,14 @@ class TicketQueue:
     async def state(self) -> QueueState:
         """A consistent snapshot; zeros and not ready on a server that knows nothing of the run."""
         keys = self.keys
-        with translated():
-            async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.hgetall(keys.state).xlen(keys.stream).zcard(keys.lease).scard(keys.done).xlen(keys.dead)
-                raw, depth, leased, done, dead = await pipe.execute()
+        raw, depth, leased, done, dead = await transaction(
+            self._redis,
+            ("HGETALL", keys.state),
+            ("XLEN", keys.stream),
+            ("ZCARD", keys.lease),
+            ("SCARD", keys.done),
+            ("XLEN", keys.dead),
+        )
         names = ("issued", "low", "version", "epoch", "void", "reissued", "duplicates", "strays")
         counts = {name: int(raw.get(name.encode(), 0)) for name in names}
         return QueueState(**counts, ready=raw.get(b"ready") == b"1", depth=depth, leased=leased, done=done, dead=dead)

@@ -94,9 +94,7 @@ def running(spec: ServerSpec, ready_s: float = 20.0, stop_s: float = 10.0) -> It
         QueueUnavailable: it did not become ready in `ready_s` seconds; the message ends with its last log lines.
     """
     with _folder_lock(spec) as lock, spec.log.open("ab") as log:
-        process = subprocess.Popen(
-            spec.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,), process_group=0
-        )
+        process = subprocess.Popen(spec.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,), process_group=0)
     try:
         _wait_ready(spec, process, ready_s)
         yield process
@@ -182,9 +180,7 @@ def _folder_lock(spec: ServerSpec) -> Iterator[int]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield lock
     except BlockingIOError:
-        raise ConfigError(
-            f"another server is using {spec.folder}", "stop that run first, or give this one another name"
-        ) from None
+        raise ConfigError(f"another server is using {spec.folder}", "stop that run first, or give this one another name") from None
     finally:
         os.close(lock)
 

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.errors import ConfigError, Fenced, QueueUnavailable
-from shared.queue.client import connect
+from shared.queue.client import command, connect
 from shared.queue.queue import Entry, Finished, Published, Refusal, Reservation, TicketQueue
 from shared.queue.scripts import Scripts
 
@@ -41,6 +41,16 @@ async def fill(queue: TicketQueue, *tickets: int) -> None:
 
 async def read(queue: TicketQueue, epoch: int, count: int = 10) -> list[Entry]:
     return await queue.read(epoch, "trainer", count, 0)
+
+
+async def snapshot(redis: Redis) -> dict[Any, Any]:
+    return {key: await redis.dump(key) for key in await redis.keys("*")}
+
+
+async def restore(redis: Redis, saved: dict[Any, Any]) -> None:
+    await redis.flushall()
+    for key, dump in saved.items():
+        await redis.restore(key, 0, dump, replace=True)
 
 
 async def test_nothing_is_issued_before_a_trainer_begins(queue: TicketQueue):
@@ -204,8 +214,8 @@ class LosesReplies(TicketQueue):
 
     cut = False
 
-    async def _fetch(self, *args: Any) -> list[Entry]:
-        rows = await super()._fetch(*args)
+    async def _fetch(self, *args: Any, **kwargs: Any) -> list[Entry]:
+        rows = await super()._fetch(*args, **kwargs)
         if self.cut:
             raise QueueUnavailable("cut")
         return rows
@@ -241,10 +251,9 @@ async def test_a_commit_lost_by_the_server_is_repeated(queue: TicketQueue, redis
     epoch = await start(queue)
     await fill(queue, 1, 2)
     first, second = await read(queue, epoch)
-    dumps = {key: await redis.dump(key) for key in await redis.keys("*")}
+    before = await snapshot(redis)
     await queue.commit(epoch, 1, [Finished(1, first.entry_id), Finished(2, second.entry_id)], 0)
-    for key, dump in dumps.items():
-        await redis.restore(key, 0, dump, replace=True)
+    await restore(redis, before)
     assert (await queue.state()).depth == 2
     assert queue._lineage is not None
     queue._lineage.cursor = "0"
@@ -257,10 +266,9 @@ async def test_a_later_commit_heals_lost_ones(queue: TicketQueue, redis: Redis):
     epoch = await start(queue)
     await fill(queue, 1, 2, 3)
     entries = await read(queue, epoch)
-    dumps = {key: await redis.dump(key) for key in await redis.keys("*")}
+    before = await snapshot(redis)
     await queue.commit(epoch, 1, [Finished(e.ticket, e.entry_id) for e in entries[:2]], 0)
-    for key, dump in dumps.items():
-        await redis.restore(key, 0, dump, replace=True)
+    await restore(redis, before)
     await queue.commit(epoch, 2, [Finished(3, entries[2].entry_id)], 0)
     state = await queue.state()
     assert (state.depth, state.low, state.done) == (0, 3, 0)
@@ -301,7 +309,7 @@ async def test_a_poisoned_entry_is_kept_for_inspection(queue: TicketQueue, redis
     [entry] = await read(queue, epoch)
     await queue.dead_letter(epoch, entry, "DecodeError")
     await queue.commit(epoch, 0, [Finished(1, entry.entry_id)], 1)
-    [(_, fields)] = await redis.xrange(queue.keys.dead)
+    [(_, fields)] = await command(redis, "XRANGE", queue.keys.dead, "-", "+")
     assert fields == {b"t": b"1", b"reason": b"DecodeError", b"d": b"group 1"}
     assert (await queue.state()).dead == 1
 
@@ -344,4 +352,4 @@ async def test_runs_do_not_meet(redis: Redis):
     one, two = TicketQueue(redis, "one"), TicketQueue(redis, "two")
     await start(one)
     assert await take(two) is Refusal.NOT_READY
-    assert all(key.startswith(b"{one}:") for key in await redis.keys("*"))
+    assert all(key.startswith(b"{one}:") for key in await command(redis, "KEYS", "*"))
