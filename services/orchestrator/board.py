@@ -65,7 +65,7 @@ class Board:
         """State and its reason. Args: no_server: why no rollout server can be used, if so."""
         if self._ended is not None:
             return self._ended
-        if self.waiting_for is None and no_server is not None and (self.running == 0 or self.evaluating_step is not None):
+        if no_server is not None and (self.evaluating_step is not None or (self.running == 0 and self.waiting_for is None)):
             return "waiting", no_server
         if self.evaluating_step is not None:
             return "evaluating", f"held-out tasks at step {self.evaluating_step}"

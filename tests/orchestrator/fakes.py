@@ -186,7 +186,7 @@ class MemoryQueue:
 
     async def state(self) -> QueueState:
         await self._reach()
-        zeros = {name: 0 for name in ("low", "depth", "leased", "done", "dead", "reissued", "duplicates", "strays")}
+        zeros = dict.fromkeys(("low", "depth", "leased", "done", "dead", "reissued", "duplicates", "strays"), 0)
         return QueueState(issued=self.issued, version=self.version, epoch=1, ready=self.ready, void=self.void, **zeros)
 
     async def _reach(self) -> None:

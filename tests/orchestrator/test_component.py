@@ -1,0 +1,182 @@
+"""The whole service: real Redis, the real environment service, a fake rollout server and a fake trainer, over HTTP."""
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import httpx
+import orjson
+import pytest
+
+from services.env import app as env_app
+from services.env import settings as env_settings
+from services.orchestrator.app import open_orchestrator
+from services.orchestrator.settings import from_config
+from shared import config
+from shared.errors import ConfigError
+from shared.queue.queue import Finished, TicketQueue
+from shared.types import Group
+from tests.support.asgi import served
+from tests.support.fake_rollout import FakeRollout
+from tests.support.tokenizer import FOLDER
+
+
+def run_config(folder, **sections):
+    tree = {
+        "run": {"name": "demo", "dir": str(folder), "seed": 3},
+        "model": {"path": str(FOLDER)},
+        "data": {"env": "frozen_lake", "n_eval_tasks": 12},
+        "grpo_config": {"num_generations": 3, "off_policy_steps": 1, "max_response_length": 16},
+        "trainer": {"max_steps": 4, "groups_per_step": 2},
+        "rollout": {"engine": {"context_length": 512}},
+        "orchestrator": {"max_concurrent_episodes": 24, "max_turns": 3, "lease_s": 3, "episode_timeout_s": 20, "eval_every_n_steps": 2},
+    }
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return config.validate(tree).config
+
+
+class Trainer:
+    """Takes groups in any order, a step for every B of them, and publishes "weights" before it commits."""
+
+    def __init__(self, redis, rollouts, batch=2):
+        self.queue, self.rollouts, self.batch = TicketQueue(redis, "demo"), rollouts, batch
+        self.groups, self.step = [], 0
+
+    async def train(self, max_steps):
+        epoch = await self.queue.begin(0, 0, 0, 0, [], 0)
+        while self.step < max_steps:
+            entries = []
+            while len(entries) < self.batch:
+                entries += await self.queue.read(epoch, "t", self.batch - len(entries), 500)
+            self.groups += [(self.step, Group.decode(e.payload)) for e in entries]
+            self.step += 1
+            for rollout in self.rollouts:
+                rollout.version = f"e{epoch:06d}-s{self.step:06d}"
+            await self.queue.commit(epoch, self.step, [Finished(e.ticket, e.entry_id) for e in entries], 0)
+
+
+@asynccontextmanager
+async def system(folder, redis_url, rollouts, **sections):
+    """Yields a client of the orchestrator and the environment service's episodes."""
+    async with AsyncExitStack() as stack:
+        settings = run_config(folder, **sections)
+        env = await stack.enter_async_context(env_app.open_env(env_settings.from_config(settings)))
+        env_url = await stack.enter_async_context(served(env.app))
+        urls = [await stack.enter_async_context(served(rollout.app())) for rollout in rollouts]
+        services = {"redis_url": redis_url, "env": {"port": 1, "url": env_url}, "rollout_urls": urls}
+        service = await stack.enter_async_context(open_orchestrator(from_config(run_config(folder, services=services, **sections))))
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        workers = [tasks.create_task(worker()) for worker in service.workers]
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url="http://orchestrator")
+        await stack.enter_async_context(client)
+        try:
+            yield client, env.app.state.env.episodes
+        finally:
+            for worker in workers:
+                worker.cancel()
+
+
+async def until(client, state, timeout_s=20.0):
+    async with asyncio.timeout(timeout_s):
+        while (found := (await client.get("/runs/demo")).json())["state"] != state:
+            assert found["state"] != "failed", found["reason"]
+            await asyncio.sleep(0.05)
+    return found
+
+
+def evals(folder):
+    return [orjson.loads(line) for line in (folder / "demo" / "evals.jsonl").read_text().splitlines()]
+
+
+async def test_a_run_from_start_to_finish(tmp_path, redis, redis_url):
+    rollouts = [FakeRollout(), FakeRollout()]
+    trainer = Trainer(redis, rollouts)
+    async with system(tmp_path, redis_url, rollouts) as (client, episodes):
+        assert (await until(client, "waiting"))["reason"]
+        await trainer.train(4)
+        run = await until(client, "finished")
+        assert len(episodes) == 0
+    assert sorted(g.ticket for _, g in trainer.groups) == list(range(1, 9))
+    assert all(len(g.trajectories) == 3 for _, g in trainer.groups)
+    assert all(step - g.oldest().step <= 1 for step, g in trainer.groups)
+    assert [(e["step"], e["n_tasks"], e["failed"]) for e in evals(tmp_path)] in (
+        [(0, 12, 0), (2, 12, 0), (4, 12, 0)],
+        [(0, 12, 0), (3, 12, 0), (4, 12, 0)],
+    )
+    assert [(e["version_min"], e["version_max"]) for e in evals(tmp_path) if e["step"] in (0, 4)] == [
+        ("e000001-s000000",) * 2,
+        ("e000001-s000004",) * 2,
+    ]
+    assert all(rollout.requests for rollout in rollouts)
+    assert (run["step"], run["groups_published"], run["episodes_running"]) == (4, 8, 0)
+    assert {server["version"] for server in run["servers"]} == {"e000001-s000004"}
+
+
+async def test_a_synchronous_run_repeats_itself_through_failures(tmp_path, redis, redis_url):
+    async def tokens(folder, rollouts, disturb):
+        await redis.flushall()
+        trainer = Trainer(redis, rollouts)
+        async with system(folder, redis_url, rollouts, grpo_config={"off_policy_steps": 0}) as (client, _), asyncio.TaskGroup() as tasks:
+            tasks.create_task(trainer.train(4))
+            if disturb:
+                tasks.create_task(flicker(rollouts[0]))
+            await until(client, "finished")
+        return {g.ticket: [t.token_ids.tolist() for t in g.trajectories] for _, g in trainer.groups}, trainer
+
+    async def flicker(rollout):
+        for _ in range(3):
+            await asyncio.sleep(0.1)
+            rollout.well = False
+            await asyncio.sleep(0.3)
+            rollout.well = True
+
+    calm, _ = await tokens(tmp_path / "a", [FakeRollout()], disturb=False)
+    rough, trainer = await tokens(tmp_path / "b", [FakeRollout(delay_s=0.01), FakeRollout()], disturb=True)
+    assert rough == calm
+    assert all(step == g.oldest().step for step, g in trainer.groups)
+
+
+async def test_pause_and_resume(tmp_path, redis, redis_url):
+    rollouts = [FakeRollout(delay_s=0.01)]
+    trainer = Trainer(redis, rollouts)
+    async with system(tmp_path, redis_url, rollouts) as (client, _), asyncio.TaskGroup() as tasks:
+        assert (await client.post("/runs/demo/pause")).json()["state"] in ("paused", "waiting")
+        training = tasks.create_task(trainer.train(4))
+        await until(client, "paused")
+        await asyncio.sleep(0.5)
+        assert not trainer.groups
+        await client.post("/runs/demo/resume")
+        await training
+        await until(client, "finished")
+        assert (await client.post("/runs/demo/pause")).status_code == 409
+
+
+async def test_what_is_missing_is_named(tmp_path, redis, redis_url):
+    async with system(tmp_path, redis_url, []) as (client, _):
+        assert (await client.get("/runs/other")).status_code == 404
+        await asyncio.sleep(0.3)
+        (run,) = (await client.get("/runs")).json()
+        assert (run["state"], run["reason"]) == ("waiting", "the trainer has not opened the queue")
+        await TicketQueue(redis, "demo").begin(0, 0, 0, 0, [], 0)
+        async with asyncio.timeout(5):
+            while (await client.get("/runs/demo")).json()["reason"] != "no rollout server is known":
+                await asyncio.sleep(0.05)
+
+
+async def test_an_unknown_environment_fails_the_run_with_its_name(tmp_path, redis, redis_url):
+    rollouts = [FakeRollout()]
+    async with AsyncExitStack() as stack:
+        env = await stack.enter_async_context(env_app.open_env(env_settings.from_config(run_config(tmp_path))))
+        env_url = await stack.enter_async_context(served(env.app))
+        settings = run_config(tmp_path, data={"env": "chess"}, services={"redis_url": redis_url, "env": {"port": 1, "url": env_url}})
+        service = await stack.enter_async_context(open_orchestrator(from_config(settings)))
+        await service.workers[1]()
+        run = service.app.state.conductor.describe()
+    assert rollouts
+    assert run["state"] == "failed"
+    assert "chess" in run["reason"]
+
+
+def test_a_missing_redis_url_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"services\.redis_url"):
+        from_config(run_config(tmp_path))
