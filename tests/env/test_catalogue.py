@@ -6,7 +6,7 @@ import pytest
 from services.env.app import open_catalogue
 from services.env.catalogue import KINDS, MAX_VARIANTS, Catalogue
 from services.env.settings import from_config
-from shared.config import validate
+from shared.config import load, validate
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
 
 
@@ -102,3 +102,10 @@ def test_the_runs_configuration_reaches_its_environment(gsm8k_files: dict[str, P
 def test_a_wrong_configuration_ends_the_start(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_catalogue(settings(**data))
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("configs/*.yaml")), ids=lambda path: path.stem)
+def test_every_committed_configuration_opens_its_environment(path: Path, gsm8k_files: dict[str, Path]) -> None:
+    loaded = load([path], [f"data.{split}={file}" for split, file in gsm8k_files.items()])
+    environment = open_catalogue(from_config(loaded.config)).get(loaded.config.data.env).environment
+    assert environment.demonstration("train", 0)[-1]["role"] == "assistant"

@@ -55,7 +55,7 @@ def test_single_turn_rewards_the_right_number_only(gsm8k_files: dict[str, Path])
     assert (right.reward, right.terminated, right.info.success) == (1.0, True, True)
     assert (wrong.reward, wrong.terminated, wrong.info.success) == (0.0, True, False)
     assert grade(gsm8k_files, "it is 1080").reward == 0
-    assert grade(gsm8k_files, "it is 1080", answer="flexible").reward == 1
+    assert grade(gsm8k_files, "it is 1080", extraction="flexible").reward == 1
 
 
 def test_format_is_a_component_of_its_own(gsm8k_files: dict[str, Path]) -> None:

@@ -1,6 +1,6 @@
 """GSM8K: grade-school word problems from the original JSONL, answered at once or with a calculator over several turns.
 
-Reward 1 for the right number after the dataset's `#### ` (or for the last number, with `answer: flexible`), plus
+Reward 1 for the right number after the dataset's `#### ` (or for the last number, with `extraction: flexible`), plus
 `format_reward` when the answer stands after `#### ` at all. Demonstrations are the dataset's own solutions; with the
 calculator, its `<<48/2=24>>` annotations become calls.
 """
@@ -44,7 +44,7 @@ class Gsm8kConfig(BaseModel):
     train: Path | None = None
     eval: Path | None = None
     tool: Literal["none", "calculator"] = "none"
-    answer: Literal["strict", "flexible"] = "strict"
+    extraction: Literal["strict", "flexible"] = "strict"
     max_turns: int = Field(default=8, ge=1, le=64)
     correct_reward: float = Field(default=1.0, gt=0)
     format_reward: float = Field(default=0.0, ge=0)
@@ -77,7 +77,7 @@ class Gsm8kEpisode:
         return StepResult(messages, 0.0, False, self.turns >= self.config.max_turns, Info({}, False))
 
     def _grade(self, text: str) -> StepResult:
-        number = read_number(text, self.config.answer)
+        number = read_number(text, self.config.extraction)
         right = number is not None and same_number(number, self.problem.answer)
         rewards = {"correct": self.config.correct_reward if right else 0.0}
         if self.config.format_reward:
