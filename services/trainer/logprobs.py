@@ -21,7 +21,9 @@ class TokenScores(NamedTuple):
     entropy: jax.Array
 
 
-def token_scores(hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float, *, entropy: bool, chunk: int = CHUNK) -> TokenScores:
+def token_scores(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float, *, entropy: bool, chunk: int = CHUNK
+) -> TokenScores:
     """Scores targets int32 [B, T] under softmax(hidden @ head.T / temperature).
 
     Args:

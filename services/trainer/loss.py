@@ -20,6 +20,9 @@ Sums = dict[str, jax.Array]
 LossAlgo = Literal["grpo", "gspo-token"]
 KlMode = Literal["kl", "mse_kl", "low_var_kl"]
 
+GRPO_SUMS = ("tokens", "current_tokens", "delta", "delta_current", "clipped", "entropy", "kl")
+SUPERVISED_SUMS = ("tokens", "nll")
+
 _MAX_LOG_RATIO = 20.0
 _MAX_SEQUENCE_LOG_RATIO = 10.0
 

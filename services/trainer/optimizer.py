@@ -51,7 +51,8 @@ def schedule(options: OptimizerOptions) -> optax.Schedule:
     if not options.warmup_steps:
         return after
     # The first step of the warm-up already moves: a rate of exactly 0 would waste it.
-    return optax.join_schedules([optax.linear_schedule(peak / options.warmup_steps, peak, options.warmup_steps), after], [options.warmup_steps])
+    warmup = optax.linear_schedule(peak / options.warmup_steps, peak, options.warmup_steps)
+    return optax.join_schedules([warmup, after], [options.warmup_steps])
 
 
 def _record_norm() -> optax.GradientTransformation:

@@ -16,17 +16,19 @@ import numpy as np
 import optax
 from flax import nnx
 from tunix.rl.trainer import Trainer
-from tunix.sft.metrics_logger import MetricsLogger
+from tunix.sft.metrics_logger import MetricsLogger as Logger
 from tunix.sft.peft_trainer import TrainingConfig
 
 from services.trainer.batch import Batch
 from services.trainer.logprobs import TokenScores, token_scores
 from services.trainer.loss import Sums
 from services.trainer.model.qwen3 import Qwen3, head, hidden_states, leaf_name
+from shared.errors import WeightsError
 
 type Loss = Callable[[TokenScores, Batch], tuple[jax.Array, Sums]]
 
 _NEVER = 10**9
+_ACCUMULATOR = "opt_state.acc_grads."
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,8 @@ class Learner:
         n_micro: micro-batches of every step; their gradients are averaged (see Batch.row_weight).
         logger: one for the whole process, because Tunix's loggers listen globally.
         sums: names of the sums the loss returns.
+
+    The mesh is that of the model's parameters.
     """
 
     def __init__(
@@ -56,11 +60,10 @@ class Learner:
         sums: Sequence[str],
         temperature: float,
         n_micro: int,
-        mesh: jax.sharding.Mesh,
-        logger: MetricsLogger,
+        logger: Logger,
     ) -> None:
-        self.model, self.mesh, self.n_micro, self.temperature = model, mesh, n_micro, temperature
-        self._sums = tuple(sums)
+        mesh = model.embedder.input_embedding.get_value().sharding.mesh
+        self._model, self._mesh, self._n_micro, self._sums = model, mesh, n_micro, tuple(sums)
         rows = ("fsdp",) if "fsdp" in mesh.axis_names else (None,)
         self._rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*rows))
         config = TrainingConfig(
@@ -75,37 +78,51 @@ class Learner:
         self._trainer.with_gen_model_input_fn(_as_keywords)
         self._trainer.with_rl_metrics_to_log(dict.fromkeys(self._sums, np.sum))
         self._trainer.is_managed_externally = True
-        self._score = jax.jit(_scorer(nnx.split(model)[0], temperature))
+        graph = nnx.split(model)[0]
+        self._score, self._score_plain = (jax.jit(_scorer(graph, t)) for t in (temperature, 1.0))
 
     def update(self, batches: Sequence[Batch]) -> Update:
         """One optimizer step on exactly `n_micro` micro-batches; blocks until it is done."""
-        assert len(batches) == self.n_micro
-        with self.mesh:
+        assert len(batches) == self._n_micro
+        with self._mesh:
             self._trainer.train(batches)
         return self._last_update()
 
     def params(self) -> dict[str, jax.Array]:
         """The parameters by leaf name, on their devices."""
-        return flat(nnx.state(self.model, nnx.Param))
+        return flat(nnx.state(self._model, nnx.Param))
 
     def optimizer_state(self) -> dict[str, jax.Array]:
-        """All state of the optimizer, step counts included, by name."""
-        return flat(nnx.state(self._trainer.optimizer, nnx.optimizer.OptState))
+        """All state of the optimizer, step counts included, by name; without the gradient accumulator, which is zero between steps."""
+        state = flat(nnx.state(self._trainer.optimizer, nnx.optimizer.OptState))
+        return {name: value for name, value in state.items() if not name.startswith(_ACCUMULATOR)}
 
     def load_optimizer_state(self, values: Mapping[str, Any]) -> None:
-        """Puts back what `optimizer_state` gave, bit by bit."""
+        """Puts back what `optimizer_state` gave, bit by bit. Raises WeightsError if it is that of another optimizer."""
         optimizer = self._trainer.optimizer
-        nnx.update(optimizer, replaced(nnx.state(optimizer, nnx.optimizer.OptState), values))
+        state = nnx.state(optimizer, nnx.optimizer.OptState)
+        expected = self.optimizer_state()
+        if {k: v.shape for k, v in expected.items()} != {k: np.shape(v) for k, v in values.items()}:
+            raise WeightsError(
+                "the checkpoint holds the state of another optimizer", "was trainer.train_micro_batch_size or the model changed?"
+            )
+        nnx.update(optimizer, replaced(state, flat(state) | dict(values)))
 
-    def snapshot(self) -> Any:
-        """The present parameters, for `logprobs`; later updates do not reach them."""
-        return jax.tree.map(lambda x: x, nnx.state(self.model))
+    def snapshot(self, values: Mapping[str, Any] | None = None) -> Any:
+        """The present parameters, or given ones, for `logprobs`; later updates do not reach them."""
+        state = nnx.state(self._model)
+        return jax.tree.map(lambda x: x, state) if values is None else replaced(state, values)
 
     def logprobs(self, batch: Batch, params: Any = None) -> np.ndarray:
         """float32 [B, T]: log-probabilities of `batch.targets` under a snapshot, or under the present parameters."""
         ids, targets = (jax.device_put(x, self._rows) for x in (batch.ids, batch.targets))
-        with self.mesh:
-            return np.asarray(self._score(nnx.state(self.model) if params is None else params, ids, targets))
+        with self._mesh:
+            return np.asarray(self._score(nnx.state(self._model) if params is None else params, ids, targets))
+
+    def sequence_logprobs(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [n-1]: log-probabilities of ids[1:] (int32 [n]) given what is before them, at temperature 1."""
+        with self._mesh:
+            return np.asarray(self._score_plain(nnx.state(self._model), ids[None, :-1], ids[None, 1:]))[0]
 
     def _last_update(self) -> Update:
         # The Trainer hands metrics to its logger one step late, to overlap input and output; this is the buffer they wait in.
@@ -117,7 +134,7 @@ class Learner:
 
     def _grad_norm(self) -> float:
         state: Any = self._trainer.optimizer.opt_state
-        inner = state.inner_opt_state if self.n_micro > 1 else state
+        inner = state.inner_opt_state if self._n_micro > 1 else state
         return float(inner[0].norm.get_value())
 
 

@@ -51,10 +51,7 @@ def loss(new: Sequence[np.ndarray], start: Sequence[np.ndarray], sequences: Sequ
         m = s.trainable
         old = logp0 if spec.threshold is not None else s.behaviour
         importance = np.minimum(np.exp(old - s.behaviour), spec.threshold) if spec.threshold is not None else np.ones(len(m))
-        if spec.algo == "grpo":
-            ratio = np.exp(logp - old)
-        else:
-            ratio = np.exp(logp - logp0 + np.mean((logp0 - old)[m]))
+        ratio = np.exp(logp - old if spec.algo == "grpo" else logp - logp0 + np.mean((logp0 - old)[m]))
         surrogate = np.minimum(ratio * s.advantage, np.clip(ratio, 1 - spec.epsilon, 1 + spec.epsilon_high) * s.advantage)
         d = s.reference - logp
         kl = {"kl": -d, "mse_kl": d**2 / 2, "low_var_kl": np.exp(d) - 1 - d}[spec.kl]
@@ -72,7 +69,9 @@ def aggregate(per_sequence: Sequence[np.ndarray], spec: Spec) -> float:
     return float(np.mean([x.sum() for x in per_sequence]))
 
 
-def loss_at(weights: Mapping[str, np.ndarray], config: Mapping[str, Any], sequences: Sequence[Sequence_], spec: Spec, start: Sequence[np.ndarray]) -> float:
+def loss_at(
+    weights: Mapping[str, np.ndarray], config: Mapping[str, Any], sequences: Sequence[Sequence_], spec: Spec, start: Sequence[np.ndarray]
+) -> float:
     return loss([token_logprobs(weights, config, s.ids, spec.temperature) for s in sequences], start, sequences, spec)
 
 

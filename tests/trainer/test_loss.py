@@ -129,7 +129,9 @@ def test_what_stands_at_masked_positions_does_not_matter(model, poison: float):
     spec = SPECS["truncated importance sampling"]
     some, sequences, _ = near_policy(spec)
     clean = with_reference(batch_of(some, spec)[0], sequences)
-    dirty = replace(clean, **{k: np.where(clean.mask > 0, getattr(clean, k), poison).astype(np.float32) for k in ("behaviour", "reference")})
+    dirty = replace(
+        clean, **{k: np.where(clean.mask > 0, getattr(clean, k), poison).astype(np.float32) for k in ("behaviour", "reference")}
+    )
     loss = partial(grpo_loss, options=options(spec))
     (a, _, ga), (b, _, gb) = (value_and_grad(model, loss, x, spec.temperature) for x in (clean, dirty))
     assert a == b

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tunix.models.qwen3 import model as tunix_qwen3
+from tunix.models.qwen3.model import Qwen3 as Qwen3
 
 from services.trainer.model.shape import ModelShape
 from services.trainer.model.weights import Leaves
 from shared.errors import ConfigError
 
-Qwen3 = tunix_qwen3.Qwen3
 Remat = Literal["none", "block", "decoder"]
 _TUNIX_ROPE_THETA = 1_000_000.0
 _REMAT = {
@@ -89,7 +89,9 @@ def _sharding(name: str, size: tuple[int, ...], variable: Any, mesh: jax.shardin
     axes = [axis if axis in mesh.axis_names else None for axis in variable.get_metadata()["out_sharding"]]
     for dim, axis in zip(size, axes, strict=False):
         if axis is not None and dim % mesh.shape[axis]:
-            raise ConfigError(f"parameter {name} of shape {list(size)} does not divide over {axis}={mesh.shape[axis]}", "change trainer.mesh.shape")
+            raise ConfigError(
+                f"parameter {name} of shape {list(size)} does not divide over {axis}={mesh.shape[axis]}", "change trainer.mesh.shape"
+            )
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
 
 

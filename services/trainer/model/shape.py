@@ -128,10 +128,7 @@ def from_hf(leaf: str, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray
 
     Raises ValueError if the sizes do not fit.
     """
-    if leaf == "embedder.input_embedding" or tensor.ndim == 1:
-        out = tensor
-    else:
-        out = tensor.T
+    out = tensor if leaf == "embedder.input_embedding" or tensor.ndim == 1 else tensor.T
     if out.size != np.prod(shape) or (out.ndim == len(shape) and out.shape != shape):
         raise ValueError(f"{hf_name(leaf)} has shape {list(tensor.shape)}, which does not make {list(shape)}")
     return out.reshape(shape)

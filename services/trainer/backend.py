@@ -1,0 +1,113 @@
+"""All that blocks: model, optimizer and checkpoint folders behind plain calls, for one thread.
+
+Order of calls: `restore`, `build`, `warm_start` (a new run only), `start`, then `step` and `save` in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from services.trainer import sft
+from services.trainer.checkpoint import Checkpoints, Restored
+from services.trainer.intake import Held
+from services.trainer.metrics import StepMetrics
+from services.trainer.model.qwen3 import Qwen3, Remat, build, make_mesh
+from services.trainer.model.shape import ModelShape
+from services.trainer.model.weights import Leaves, leaves_of
+from services.trainer.policy import Policy, PolicyOptions
+from services.trainer.sft import SftMetrics, SftOptions
+from services.trainer.state import TrainerState
+from services.trainer.tunix_learner import Logger
+from shared.chat import ChatTokenizer, Messages
+from shared.errors import ConfigError, WeightsError
+from shared.types import WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """`folder` holds config.json and perhaps safetensors; `dtype` is that of activations and published parameters."""
+
+    folder: Path
+    dtype: str
+    remat: Remat
+    mesh_shape: tuple[int, ...]
+    mesh_axes: tuple[str, ...]
+    seed: int
+
+
+class Backend:
+    """The trainer's heavy half. Every method blocks; none may run beside another."""
+
+    def __init__(self, model: ModelOptions, shape: ModelShape, policy: PolicyOptions, checkpoints: Checkpoints) -> None:
+        self._options, self._shape, self._policy_options, self._checkpoints = model, shape, policy, checkpoints
+        self._logger = Logger()
+        self._restored: Restored | None = None
+        self._model: Qwen3 | None = None
+        self._policy: Policy | None = None
+
+    def restore(self) -> TrainerState | None:
+        """Reads the newest checkpoint; None if the run is new. Raises WeightsError."""
+        self._restored = self._checkpoints.newest()
+        return self._restored.state if self._restored else None
+
+    def build(self) -> None:
+        """Makes the model, from the checkpoint if there is one. Raises ConfigError, WeightsError."""
+        options = self._options
+        mesh = make_mesh(options.mesh_shape, options.mesh_axes)
+        leaves = _restored_leaves(self._restored) if self._restored else leaves_of(options.folder, self._shape, options.seed)
+        self._model = build(self._shape, leaves, mesh, dtype=options.dtype, remat=options.remat)
+
+    def warm_start(self, tokenizer: ChatTokenizer, demonstrations: Sequence[Messages], options: SftOptions) -> Iterator[SftMetrics]:
+        """Supervised steps on the built model, one for each item asked for. Raises ConfigError."""
+        assert self._model is not None
+        rows = sft.tokenize(tokenizer, demonstrations, options.layout.buckets[-1])
+        return sft.train(self._model, rows, options, self._logger)
+
+    def start(self, state: TrainerState) -> Path:
+        """Readies RL and makes the first checkpoint of this incarnation; returns its folder."""
+        assert self._model is not None
+        reference = self._checkpoints.params_of(state.reference) if self._restored and state.reference else None
+        self._policy = Policy(self._model, self._policy_options, self._shape.raw, self._logger, reference)
+        if self._restored is None:
+            return self.save(state, None)
+        self._policy.load_optimizer(self._restored.optimizer)
+        folder = self._checkpoints.relabel(self._restored, state)
+        self._restored = None
+        return folder
+
+    def step(self, held: Sequence[Held], before: WeightVersion) -> StepMetrics:
+        """One step of RL on the groups; `before` is the version of the present weights."""
+        assert self._policy is not None
+        return self._policy.step(held, before)
+
+    def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
+        """A durable checkpoint of the present weights; returns its folder."""
+        assert self._policy is not None
+        return self._checkpoints.save(state, self._policy.contents(), base)
+
+
+def check_vocabulary(tokenizer: ChatTokenizer, shape: ModelShape) -> None:
+    """Raises ConfigError if the tokenizer can make ids that the model has no embedding for."""
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {shape.vocab_size}", "do they belong together?"
+        )
+
+
+def _restored_leaves(restored: Restored) -> Leaves:
+    params: Mapping[str, np.ndarray] = restored.params
+
+    def leaf(name: str, size: tuple[int, ...]) -> np.ndarray:
+        found = params.get(name)
+        if found is None or found.shape != size:
+            raise WeightsError(
+                f"checkpoint {restored.folder.name} is of another model: {name} is {'missing' if found is None else list(found.shape)}",
+                "continue with the model the run was started with, or give it another run.name",
+            )
+        return found
+
+    return leaf

@@ -1,0 +1,85 @@
+"""What the trainer is doing, for /status, /ready and Prometheus; and what it was asked to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from services.trainer.metrics import StepMetrics
+from shared import telemetry
+
+Phase = Literal["loading", "warm start", "starting", "waiting", "training", "saving", "paused", "done", "stopped"]
+_STARTING: frozenset[Phase] = frozenset({"loading", "warm start", "starting"})
+_STEP = telemetry.Gauge("volley_trainer_step", "Optimizer steps of RL", registry=telemetry.REGISTRY)
+_DURABLE = telemetry.Gauge("volley_trainer_durable_step", "Step of the newest checkpoint", registry=telemetry.REGISTRY)
+_REWARD = telemetry.Gauge("volley_trainer_reward_mean", "Mean reward of the last step", registry=telemetry.REGISTRY)
+_LOSS = telemetry.Gauge("volley_trainer_loss", "Loss of the last step", registry=telemetry.REGISTRY)
+_TOKENS = telemetry.Counter("volley_trainer_tokens", "Tokens trained on", registry=telemetry.REGISTRY)
+_TICKETS = telemetry.Counter("volley_trainer_tickets", "Tickets by how they ended", ["disposition"], registry=telemetry.REGISTRY)
+_SECONDS = telemetry.Histogram("volley_trainer_seconds", "Duration of a part of a step", ["part"], registry=telemetry.REGISTRY)
+
+
+@dataclass
+class Board:
+    """Mutable on purpose, and only from the event loop: the loop writes, the routes read (and ask)."""
+
+    run: str
+    max_steps: int
+    phase: Phase = "loading"
+    step: int = 0
+    durable_step: int = 0
+    version: str | None = None
+    epoch: int = 0
+    waiting_groups: int = 0
+    waiting_for: str | None = None
+    last: StepMetrics | None = None
+    last_handover: Mapping[str, Any] | None = None
+    tickets: dict[str, int] = field(default_factory=dict)
+    paused: bool = False
+    stopping: bool = False
+    checkpoint_wanted: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def not_ready(self) -> str | None:
+        """Why nobody should rely on the trainer now; None if they may."""
+        if self.stopping:
+            return "stopping"
+        if self.phase in _STARTING:
+            return f"{self.phase}: {self.waiting_for}" if self.waiting_for else self.phase
+        return None
+
+    def status(self) -> dict[str, Any]:
+        """The body of GET /status."""
+        hidden = {"changed", "last"}
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
+        return {**plain, "last": asdict(self.last) if self.last else None}
+
+    def ask(self, *, pause: bool | None = None, checkpoint: bool = False) -> None:
+        """A wish of an operator, met at the next boundary between steps."""
+        self.paused = self.paused if pause is None else pause
+        self.checkpoint_wanted = self.checkpoint_wanted or checkpoint
+        self.changed.set()
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.changed.set()
+
+    def trained(self, metrics: StepMetrics) -> None:
+        self.step, self.version, self.last = metrics.step, metrics.version, metrics
+        _STEP.set(metrics.step)
+        _REWARD.set(metrics.reward_mean)
+        _LOSS.set(metrics.loss)
+        _TOKENS.inc(metrics.tokens)
+
+    def durable(self, step: int) -> None:
+        self.durable_step = step
+        _DURABLE.set(step)
+
+    def ended(self, disposition: str) -> None:
+        self.tickets[disposition] = self.tickets.get(disposition, 0) + 1
+        _TICKETS.labels(disposition).inc()
+
+    def timed(self, part: str, seconds: float) -> None:
+        _SECONDS.labels(part).observe(seconds)

@@ -1,0 +1,226 @@
+"""Checkpoints: `{root}/{version}/{params/, optimizer/, state.json, manifest.json}`. The one module that knows Orbax.
+
+Invariants:
+- a folder is valid if and only if it has a manifest; everything else in it was durable before the manifest was written;
+- `params/` is what rollout servers load; `optimizer/` is what only a resume needs (and the float32 parameters, where the
+  published ones are rounded), so a resume is bit-exact;
+- a folder whose digests differ is passed over, and the next older one is used.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import orjson
+
+from services.trainer.state import TrainerState
+from shared import telemetry, weights
+from shared.errors import WeightsError
+from shared.types import WeightVersion
+from shared.weights import File, Leaf, Manifest, Probe
+
+PARAMS, OPTIMIZER, STATE = "params", "optimizer", "state.json"
+_MASTER = "master"
+_log = telemetry.Log("checkpoint")
+
+type Arrays = Mapping[str, jax.Array | np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """`params` as published; `optimizer` by name; `master` are the float32 parameters if `params` are not, else None."""
+
+    params: Arrays
+    optimizer: Arrays
+    master: Arrays | None
+    model: Mapping[str, Any]
+    probe: Probe | None
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A checkpoint in host memory; `params` are float32."""
+
+    folder: Path
+    state: TrainerState
+    params: Mapping[str, np.ndarray]
+    optimizer: Mapping[str, np.ndarray]
+
+
+class Checkpoints:
+    """The checkpoint folders of one run. All methods block.
+
+    Args:
+        root: where the version folders are; made if missing.
+        max_to_keep: how many versions stay; the reference version stays beside them.
+    """
+
+    def __init__(self, root: Path, run: str, max_to_keep: int) -> None:
+        self.root, self._run, self._max_to_keep = root.absolute(), run, max_to_keep
+        self.root.mkdir(parents=True, exist_ok=True)
+        for leftover in self.root.glob(".tmp-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def save(self, state: TrainerState, contents: Contents, base: WeightVersion | None) -> Path:
+        """Makes the version `state.version` durable, then removes old ones. Returns its folder."""
+        temporary = self.root / f".tmp-{state.version}-{os.getpid()}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        _write_arrays(temporary / PARAMS, contents.params)
+        training = {f"optimizer.{k}": v for k, v in contents.optimizer.items()}
+        training |= {f"{_MASTER}.{k}": v for k, v in (contents.master or {}).items()}
+        _write_arrays(temporary / OPTIMIZER, training)
+        _write_state(temporary, state)
+        tree = tuple(Leaf(k, tuple(v.shape), str(v.dtype)) for k, v in sorted(contents.params.items()))
+        manifest = Manifest(
+            run=self._run,
+            version=str(state.version),
+            base_version=None if base is None else str(base),
+            step=state.step,
+            kind="full",
+            path=PARAMS,
+            files=weights.digest_files(temporary, PARAMS),
+            tree=tree,
+            model=contents.model,
+            probe=contents.probe,
+            created=time.time(),
+        )
+        return self._install(temporary, manifest, state)
+
+    def relabel(self, restored: Restored, state: TrainerState) -> Path:
+        """The restored checkpoint again, as the first version of a new epoch. Files are linked, not copied."""
+        temporary = self.root / f".tmp-{state.version}-{os.getpid()}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        for name in (PARAMS, OPTIMIZER):
+            shutil.copytree(restored.folder / name, temporary / name, copy_function=_link_or_copy)
+        _write_state(temporary, state)
+        old = weights.read_manifest(restored.folder)
+        manifest = replace(old, version=str(state.version), base_version=old.version, created=time.time())
+        return self._install(temporary, manifest, state)
+
+    def newest(self) -> Restored | None:
+        """The newest checkpoint that is whole, or None if there is none at all.
+
+        Raises WeightsError if there are checkpoints, but not one of them is whole.
+        """
+        found = weights.versions(self.root)
+        for version in reversed(found):
+            try:
+                return self._restore(self.root / str(version))
+            except (WeightsError, OSError) as error:
+                _log.error("checkpoint passed over", version=str(version), reason=str(error))
+        if found:
+            raise WeightsError(
+                f"none of the {len(found)} checkpoints in {self.root} is whole", "restore one, or start a run with another name"
+            )
+        return None
+
+    def params_of(self, version: str) -> dict[str, np.ndarray]:
+        """Published parameters of a version, as float32. Raises WeightsError."""
+        folder = self.root / version
+        weights.verify_files(folder, weights.read_manifest(folder))
+        return {k: v.astype(np.float32) for k, v in _read_arrays(folder / PARAMS).items()}
+
+    def _restore(self, folder: Path) -> Restored:
+        manifest = weights.read_manifest(folder)
+        raw = orjson.loads((folder / STATE).read_bytes())
+        state = TrainerState.from_mapping(raw)
+        weights.verify_files(folder, manifest)
+        files = tuple(File(**f) for f in raw["optimizer_files"])
+        weights.verify_files(folder, replace(manifest, path=OPTIMIZER, files=files))
+        training = _read_arrays(folder / OPTIMIZER)
+        master = _below(training, _MASTER)
+        return Restored(folder, state, master or _read_arrays(folder / PARAMS), _below(training, "optimizer"))
+
+    def _install(self, temporary: Path, manifest: Manifest, state: TrainerState) -> Path:
+        _sync_tree(temporary)
+        folder = self.root / manifest.version
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+        weights.fsync(self.root)
+        weights.write_manifest(folder, manifest)
+        self._retain(state)
+        return folder
+
+    def _retain(self, state: TrainerState) -> None:
+        """The manifest goes first: a half-removed folder is not a checkpoint."""
+        for version in weights.versions(self.root)[: -self._max_to_keep]:
+            if str(version) != state.reference:
+                (self.root / str(version) / weights.MANIFEST).unlink(missing_ok=True)
+                shutil.rmtree(self.root / str(version), ignore_errors=True)
+
+
+def _write_state(folder: Path, state: TrainerState) -> None:
+    files = weights.digest_files(folder, OPTIMIZER)
+    (folder / STATE).write_bytes(state.to_json(optimizer_files=files))
+
+
+def _write_arrays(folder: Path, arrays: Arrays) -> None:
+    """Not compressed: the files are written once, read soon, and removed."""
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder, ocp.args.PyTreeSave(_nest(arrays)))
+
+
+def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
+    """All leaves in host memory, whatever sharding and JAX wrote them."""
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)
+    try:
+        with ocp.Checkpointer(handler) as checkpointer:
+            tree = _tree_of(checkpointer.metadata(folder))
+            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+            return _flatten(checkpointer.restore(folder, ocp.args.PyTreeRestore(restore_args=as_numpy)))
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{folder} cannot be restored: {str(error).splitlines()[0]}") from error
+
+
+def _tree_of(metadata: Any) -> Any:
+    item = getattr(metadata, "item_metadata", metadata)
+    return getattr(item, "tree", item)
+
+
+def _nest(arrays: Arrays) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in arrays.items():
+        *parents, leaf = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
+    flat: dict[str, np.ndarray] = {}
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        flat |= _flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: np.asarray(value)}
+    return flat
+
+
+def _below(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(f"{prefix}."): value for name, value in arrays.items() if name.startswith(f"{prefix}.")}
+
+
+def _link_or_copy(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+    return target
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        weights.fsync(path)
+    weights.fsync(folder)

@@ -1,0 +1,192 @@
+"""The steps of one incarnation of the trainer: take groups, train, checkpoint, commit, publish.
+
+Order of one hand-over, which crash safety rests on: checkpoint durable, then ledger durable, then queue commit (fenced),
+then publish. A crash between any two is repaired at the next start from the checkpoint and the ledger.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from services.trainer.board import Board
+from services.trainer.intake import Held, Intake, Void
+from services.trainer.parts import Parts, Plan, Waiter
+from services.trainer.records import TRAINED
+from services.trainer.state import TrainerState
+from shared import telemetry
+from shared.errors import QueueUnavailable
+from shared.queue.records import Finished
+from shared.types import WeightVersion
+
+_CONSUMER = "trainer"
+_READ_COUNT = 32
+_READ_BLOCK_MS = 1000
+_log = telemetry.Log("course")
+
+
+class Course:
+    """From a queue of our own to the last step.
+
+    Args:
+        state: at the start of this incarnation; its checkpoint is durable.
+        group: where publishing goes on beside training.
+    """
+
+    def __init__(self, plan: Plan, parts: Parts, board: Board, state: TrainerState, group: asyncio.TaskGroup) -> None:
+        self._plan, self._parts, self._board, self._start, self._group = plan, parts, board, state, group
+        self._waiter = Waiter(parts.executor, board)
+        self._intake = Intake(state.progress(), state.lineage, plan.rules)
+        self._books = asyncio.Lock()  # held while tickets end, so that a checkpoint never knows of one that the ledger does not
+        self._pending: list[tuple[Held, dict[str, Any]]] = []
+        self._base = state.version
+
+    async def follow(self) -> None:
+        """Returns when the last step is durable, or a stop was asked for and met. Raises Fenced."""
+        async with asyncio.TaskGroup() as group:
+            reader = group.create_task(self._read())
+            await self._train()
+            reader.cancel()
+
+    async def publish(self, folder: Path, timings: Mapping[str, float]) -> None:
+        """Sends a durable checkpoint to the servers and records how long each part of the hand-over took."""
+        started = time.perf_counter()
+        deliveries = await self._parts.publish(folder)
+        seconds = time.perf_counter() - started
+        self._board.timed("publish", seconds)
+        handover = {"step": WeightVersion.parse(folder.name).step, "version": folder.name, **timings, "publish_s": seconds}
+        self._board.last_handover = handover | {"servers": [asdict(delivery) for delivery in deliveries]}
+        self._parts.handovers.append(self._board.last_handover)
+
+    async def _read(self) -> None:
+        """Moves entries from the queue to the intake, for as long as the trainer trains."""
+        queue, epoch = self._parts.queue, self._start.epoch
+        while not self._board.stopping:
+            try:
+                entries = await self._waiter.patiently(lambda: queue.read(epoch, _CONSUMER, _READ_COUNT, _READ_BLOCK_MS))
+            except QueueUnavailable:  # patience ends only with a stop
+                return
+            async with self._books:
+                voids = [void for void in map(self._intake.offer, entries) if void is not None]
+                await self._end(voids)
+            self._board.waiting_groups = self._intake.n_waiting
+            self._board.changed.set()
+
+    async def _train(self) -> None:
+        board, plan = self._board, self._plan
+        waited = time.perf_counter()
+        while board.step < plan.max_steps and not board.stopping:
+            held = None if board.paused else await self._take()
+            if held is not None:
+                await self._step(held, time.perf_counter() - waited)
+            unsaved = board.step - board.durable_step
+            if unsaved and (unsaved >= plan.save_interval_steps or board.checkpoint_wanted or board.step == plan.max_steps):
+                await self._checkpoint()
+            board.checkpoint_wanted = False
+            if held is None:
+                await self._wait()
+            else:
+                waited = time.perf_counter()
+        if board.step > board.durable_step:
+            await self._last_checkpoint()
+
+    async def _last_checkpoint(self) -> None:
+        """Of a stop. Once it is durable, a queue that is away learns of it at the next start."""
+        try:
+            await self._checkpoint()
+        except QueueUnavailable as error:
+            _log.warning("commit left to the next start", step=self._board.step, reason=str(error))
+
+    async def _take(self) -> list[Held] | None:
+        async with self._books:
+            await self._end(self._intake.expire(self._board.step))
+            return self._intake.take(self._plan.groups_per_step)
+
+    async def _wait(self) -> None:
+        board = self._board
+        board.phase = "paused" if board.paused else "waiting"
+        board.waiting_for = None if board.paused else f"groups: {self._intake.n_waiting} of {self._plan.groups_per_step} are here"
+        await board.changed.wait()
+        board.changed.clear()
+        board.waiting_for = None
+
+    async def _step(self, held: list[Held], wait_s: float) -> None:
+        board, started = self._board, time.perf_counter()
+        board.phase = "training"
+        metrics = await self._waiter.blocking(self._parts.backend.step, held, WeightVersion(board.epoch, board.step))
+        step_s = time.perf_counter() - started
+        self._pending += [(h, _line(h.group.ticket, TRAINED, metrics.step, metrics.version, (h.oldest, h.newest))) for h in held]
+        board.trained(metrics)
+        board.timed("step", step_s)
+        board.timed("wait", wait_s)
+        rate = metrics.tokens / (step_s + wait_s)
+        timing = {"time": time.time(), "step_s": round(step_s, 4), "wait_s": round(wait_s, 4), "tokens_per_sec": round(rate, 1)}
+        self._parts.metrics.append(asdict(metrics) | timing)
+        _log.info("step", run=board.run, step=metrics.step, version=metrics.version, loss=metrics.loss, reward=metrics.reward_mean)
+
+    async def _checkpoint(self) -> None:
+        """Durable, then the ledger, then the queue; publishing goes on beside the next step."""
+        board, parts, started = self._board, self._parts, time.perf_counter()
+        board.phase = "saving"
+        async with self._books:
+            state = self._snapshot()
+        folder = await self._waiter.blocking(parts.backend.save, state, self._base)
+        saved = time.perf_counter()
+        async with self._books:
+            await asyncio.to_thread(parts.ledger.append, state.recent)
+            finished = [held.finished for held, _ in self._pending]
+            board.durable(board.step)
+            await self._commit(finished)
+        for _ in finished:
+            board.ended(TRAINED)
+        self._pending, self._base = [], state.version
+        timings = {"save_s": saved - started, "commit_s": time.perf_counter() - saved}
+        board.timed("save", timings["save_s"])
+        self._group.create_task(self.publish(folder, timings))
+
+    def _snapshot(self) -> TrainerState:
+        progress, step = self._intake.progress, self._board.step
+        return self._start.at(
+            step,
+            progress,
+            issued=max(self._start.issued, self._intake.highest),
+            done=step == self._plan.max_steps,
+            recent=tuple(line for _, line in self._pending),
+        )
+
+    async def _end(self, voids: Sequence[Void]) -> None:
+        """Ends tickets without training: ledger first, then the queue. Called with the books held."""
+        if not voids:
+            return
+        board = self._board
+        lines = [_line(v.entry.ticket, v.reason, board.step, str(board.version), v.versions, v.detail) for v in voids]
+        await asyncio.to_thread(self._parts.ledger.append, lines)
+        for void in voids:
+            board.ended(void.reason)
+            _log.warning("ticket ended without training", ticket=void.entry.ticket, reason=void.reason, detail=void.detail)
+            if void.reason == "poison":
+                await self._waiter.patiently(lambda v=void: self._parts.queue.dead_letter(board.epoch, v.entry, v.detail))
+        await self._commit([void.finished for void in voids])
+
+    async def _commit(self, finished: Sequence[Finished]) -> None:
+        board, void = self._board, self._intake.progress.void
+        await self._waiter.patiently(lambda: self._parts.queue.commit(board.epoch, board.durable_step, finished, void))
+
+
+def _line(
+    ticket: int, disposition: str, step: int, version: str, versions: tuple[WeightVersion, WeightVersion] | None, reason: str | None = None
+) -> dict[str, Any]:
+    """A line of the ledger; `version` is that of the trainer's weights when the ticket ended."""
+    return {
+        "ticket": ticket,
+        "disposition": disposition,
+        "step": step,
+        "epoch": WeightVersion.parse(version).epoch,
+        "version": version,
+        "versions": [str(v) for v in versions] if versions else None,
+        "reason": reason,
+    }

@@ -1,0 +1,144 @@
+"""Groups between the queue and the optimizer: which are trained next, and which end without training, and why.
+
+Invariants: every entry that comes in leaves either in a step or as a `Void` with a reason; order `ticket` makes the
+sequence of steps a pure function of the groups' content. No I/O here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from services.trainer.state import in_lineage
+from shared.errors import DecodeError
+from shared.queue.progress import Progress
+from shared.queue.records import Entry, Finished
+from shared.types import Group, WeightVersion
+
+Order = Literal["arrival", "ticket"]
+Reason = Literal["failed", "stale", "poison", "superseded"]
+MAX_DELIVERIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a group must satisfy. `eta` in steps, `longest` in tokens, ids below `vocab_size`, at most `group_size` episodes."""
+
+    order: Order
+    eta: int
+    longest: int
+    vocab_size: int
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A group ready for training. `oldest` and `newest` are the versions that sampled its tokens."""
+
+    group: Group
+    entry_id: str
+    oldest: WeightVersion
+    newest: WeightVersion
+
+    @property
+    def finished(self) -> Finished:
+        return Finished(self.group.ticket, self.entry_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Void:
+    """A ticket that ends without training. `versions` are the oldest and newest of its tokens, if it has any."""
+
+    entry: Entry
+    reason: Reason
+    detail: str
+    versions: tuple[WeightVersion, WeightVersion] | None = None
+
+    @property
+    def finished(self) -> Finished:
+        return Finished(self.entry.ticket, self.entry.entry_id)
+
+
+class Intake:
+    """Holds groups until a step takes them; marks tickets finished in `progress` as it decides.
+
+    Args:
+        progress: shared with the checkpoint, which saves it.
+        lineage: see `TrainerState`; the last entry is the present incarnation.
+    """
+
+    def __init__(self, progress: Progress, lineage: Sequence[tuple[int, int]], rules: Rules) -> None:
+        self.progress, self._lineage, self._rules = progress, lineage, rules
+        self._waiting: dict[int, tuple[Held, Entry]] = {}
+        self.highest = 0
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    def offer(self, entry: Entry) -> Void | None:
+        """Takes an entry in; a Void if its ticket ends here and now."""
+        self.highest = max(self.highest, entry.ticket)
+        if self.progress.is_finished(entry.ticket) or entry.ticket in self._waiting:
+            return None
+        if entry.deliveries >= MAX_DELIVERIES:
+            return self._void(entry, "poison", f"{entry.deliveries - 1} trainers ended while they held it")
+        try:
+            group = Group.decode(entry.payload)
+            self._check(group, entry)
+        except DecodeError as error:
+            return self._void(entry, "poison", error.detail)
+        if group.failure is not None:
+            return self._void(entry, "failed", group.failure)
+        spans = [WeightVersion.parse(s.version) for t in group.trajectories for s in t.versions]
+        held = Held(group, entry.entry_id, min(spans), max(spans))
+        undone = next((v for v in spans if not in_lineage(v, self._lineage)), None)
+        if undone is not None:
+            return self._void(entry, "superseded", f"{undone} was undone by a later trainer", (held.oldest, held.newest))
+        self._waiting[entry.ticket] = held, Entry(entry.entry_id, entry.ticket, b"", entry.deliveries)
+        return None
+
+    def expire(self, step: int) -> list[Void]:
+        """Ends the groups that are too old to be trained at `step`."""
+        old = [(h, e) for h, e in self._waiting.values() if step - h.oldest.step > self._rules.eta]
+        for held, _ in old:
+            del self._waiting[held.group.ticket]
+        return [self._void(e, "stale", f"{step - h.oldest.step} steps old", (h.oldest, h.newest)) for h, e in old]
+
+    def take(self, n: int) -> list[Held] | None:
+        """The next `n` groups, or None if they are not all here yet."""
+        tickets = self._by_ticket(n) if self._rules.order == "ticket" else list(self._waiting)[:n]
+        if len(tickets) < n:
+            return None
+        taken = [self._waiting.pop(ticket)[0] for ticket in tickets]
+        for held in taken:
+            self.progress.finish(held.group.ticket)
+        return taken
+
+    def _by_ticket(self, n: int) -> list[int]:
+        """Unfinished tickets in order, up to the first that is not here."""
+        tickets: list[int] = []
+        ticket = self.progress.low + 1
+        while len(tickets) < n:
+            if not self.progress.is_finished(ticket):
+                if ticket not in self._waiting:
+                    break
+                tickets.append(ticket)
+            ticket += 1
+        return tickets
+
+    def _check(self, group: Group, entry: Entry) -> None:
+        if group.ticket != entry.ticket:
+            raise DecodeError(f"the group says ticket {group.ticket}")
+        if len(group.trajectories) > self._rules.group_size:
+            raise DecodeError(f"{len(group.trajectories)} episodes in a group of {self._rules.group_size}")
+        for trajectory in group.trajectories:
+            if len(trajectory.token_ids) > self._rules.longest:
+                raise DecodeError(f"an episode of {len(trajectory.token_ids)} tokens exceeds the longest bucket, {self._rules.longest}")
+            if int(trajectory.token_ids.max()) >= self._rules.vocab_size:
+                raise DecodeError(f"token id {int(trajectory.token_ids.max())} is outside the vocabulary")
+
+    def _void(self, entry: Entry, reason: Reason, detail: str, versions: tuple[WeightVersion, WeightVersion] | None = None) -> Void:
+        self.progress.finish(entry.ticket, void=True)
+        return Void(entry, reason, detail, versions)

@@ -1,0 +1,109 @@
+"""What the trainer's course is made of: the seams to queue, model, files and servers, and how it waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from services.trainer.board import Board
+from services.trainer.intake import Held, Rules
+from services.trainer.metrics import StepMetrics
+from services.trainer.publish import Delivery
+from services.trainer.records import Ledger, StepLog
+from services.trainer.state import TrainerState
+from shared import telemetry
+from shared.errors import Unavailable
+from shared.queue.records import Entry, Finished
+from shared.types import WeightVersion
+
+_PAUSE_S, _PAUSE_CAP_S = 0.1, 3.0
+_log = telemetry.Log("parts")
+
+
+class Queue(Protocol):
+    """The trainer's part of `TicketQueue`."""
+
+    async def begin(self, low: int, version: int, issued: int, void: int, done: Iterable[int], epoch: int) -> int: ...
+
+    async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[Entry]: ...
+
+    async def commit(self, epoch: int, version: int, finished: Sequence[Finished], void: int) -> None: ...
+
+    async def dead_letter(self, epoch: int, entry: Entry, reason: str) -> None: ...
+
+
+class Trains(Protocol):
+    """The part of `Backend` that the loop drives; every method blocks."""
+
+    def restore(self) -> TrainerState | None: ...
+
+    def build(self) -> None: ...
+
+    def start(self, state: TrainerState) -> Path: ...
+
+    def step(self, held: Sequence[Held], before: WeightVersion) -> StepMetrics: ...
+
+    def save(self, state: TrainerState, base: WeightVersion | None) -> Path: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`groups_per_step` tickets a step, a checkpoint every `save_interval_steps`; `grace_s` to end in; `keep_reference` for a KL term."""
+
+    max_steps: int
+    groups_per_step: int
+    save_interval_steps: int
+    grace_s: float
+    seed: int
+    keep_reference: bool
+    rules: Rules
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the loop works with. `warm_start` returns False if it was stopped; `publish` sends a checkpoint folder to the servers."""
+
+    backend: Trains
+    queue: Queue
+    ledger: Ledger
+    metrics: StepLog
+    handovers: StepLog
+    executor: Executor
+    warm_start: Callable[[], Awaitable[bool]]
+    publish: Callable[[Path], Awaitable[Sequence[Delivery]]]
+
+
+class Waiter:
+    """Waits for what blocks and for what is away, on behalf of the course."""
+
+    def __init__(self, executor: Executor, board: Board) -> None:
+        self._executor, self._board = executor, board
+
+    async def blocking[*A, R](self, call: Callable[[*A], R], *args: *A) -> R:
+        """Runs a blocking call in the one training thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
+
+    async def patiently[T](self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeats what is safe to repeat while the other side is away; /status says so, and a stop ends the patience.
+
+        Raises Unavailable after a stop, and any other error at once.
+        """
+        pause = _PAUSE_S
+        while True:
+            try:
+                answer = await call()
+            except Unavailable as error:
+                if self._board.stopping:
+                    raise
+                self._board.waiting_for = str(error)
+                _log.warning("waiting", reason=str(error), retry_s=pause)
+            else:
+                if pause > _PAUSE_S:
+                    self._board.waiting_for = None
+                return answer
+            await asyncio.sleep(pause)
+            pause = min(_PAUSE_CAP_S, 2 * pause)

@@ -1,0 +1,120 @@
+"""The policy under training: model, optimizer, reference; one call is one step. Synchronous, for one thread.
+
+Invariants: the reference is the policy at step 0 of RL, frozen; the same groups in the same order, from the same state,
+give bit-identical weights.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from services.trainer import metrics
+from services.trainer.advantages import Estimator
+from services.trainer.batch import Aggregation, Batch, Layout, micro_batches, policy_rows, row_weights
+from services.trainer.checkpoint import Contents
+from services.trainer.intake import Held
+from services.trainer.loss import GRPO_SUMS, GrpoOptions, grpo_loss
+from services.trainer.metrics import StepMetrics
+from services.trainer.model.qwen3 import Qwen3
+from services.trainer.optimizer import OptimizerOptions, make_optimizer
+from services.trainer.tunix_learner import Learner, Logger, Update
+from shared.types import WeightVersion
+from shared.weights import Probe
+
+_PROBE_LENGTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """`n_iterations` are optimizer updates on the data of one step; `max_response_length` scales `sequence-mean-token-scale`.
+
+    `rows_per_step` is groups times episodes; `published_dtype` that of checkpointed parameters.
+    """
+
+    loss: GrpoOptions
+    aggregation: Aggregation
+    estimator: Estimator
+    temperature: float
+    n_iterations: int
+    max_response_length: int
+    rows_per_step: int
+    layout: Layout
+    optimizer: OptimizerOptions
+    published_dtype: str
+
+
+class Policy:
+    """The model being trained by the GRPO family.
+
+    Args:
+        reference: parameters by leaf name that the KL term compares with; None takes the model's present ones.
+    """
+
+    def __init__(
+        self, model: Qwen3, options: PolicyOptions, config: Mapping[str, Any], logger: Logger, reference: Mapping[str, np.ndarray] | None
+    ) -> None:
+        self._options, self._config = options, config
+        self._n_micro = options.layout.n_micro(options.rows_per_step)
+        loss = functools.partial(grpo_loss, options=options.loss)
+        self._learner = Learner(
+            model,
+            make_optimizer(options.optimizer),
+            loss,
+            sums=GRPO_SUMS,
+            temperature=options.temperature,
+            n_micro=self._n_micro,
+            logger=logger,
+        )
+        self._reference: Any = None
+        if options.loss.beta:
+            self._reference = self._learner.snapshot(reference)
+
+    def step(self, held: Sequence[Held], before: WeightVersion) -> StepMetrics:
+        """Trains on complete groups; `before` is the version of the present weights, its step + 1 that of the result."""
+        batches = self._batches(held, before)
+        updates = [self._learner.update(batches) for _ in range(self._options.n_iterations)]
+        after = WeightVersion(before.epoch, before.step + 1)
+        return StepMetrics(step=after.step, version=str(after), **metrics.of_groups(held, before.step), **_measured(updates))
+
+    def contents(self) -> Contents:
+        """What a checkpoint of the present weights holds."""
+        params = self._learner.params()
+        master = None
+        if self._options.published_dtype != "float32":
+            master, params = params, {k: v.astype(jnp.dtype(self._options.published_dtype)) for k, v in params.items()}
+        return Contents(params, self._learner.optimizer_state(), master, self._config, self._probe())
+
+    def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
+        """Continues with the optimizer state of a checkpoint."""
+        self._learner.load_optimizer_state(state)
+
+    def _batches(self, held: Sequence[Held], before: WeightVersion) -> list[Batch]:
+        options = self._options
+        rows = policy_rows((h.group for h in held), options.estimator, before)
+        weights = row_weights(rows, options.aggregation, options.max_response_length)
+        batches = micro_batches(rows, weights, options.layout, self._n_micro)
+        if self._reference is not None:
+            batches = [replace(b, reference=self._learner.logprobs(b, self._reference)) for b in batches]
+        if options.n_iterations > 1 and options.loss.sampler_is_threshold is not None:
+            batches = [replace(b, old=self._learner.logprobs(b)) for b in batches]
+        return batches
+
+    def _probe(self) -> Probe:
+        """A fixed prompt, spread over the vocabulary, and its log-probabilities at temperature 1 under the present weights."""
+        ids = (np.arange(_PROBE_LENGTH, dtype=np.int64) * 7919 + 11) % self._config["vocab_size"]
+        logprobs = self._learner.sequence_logprobs(ids.astype(np.int32))
+        return Probe(tuple(ids.tolist()), tuple(float(x) for x in logprobs))
+
+
+def _measured(updates: Sequence[Update]) -> dict[str, Any]:
+    """Of several iterations on the same data: means, except the comparison with the rollout, which the first one makes."""
+    sums = {name: float(np.mean([u.sums[name] for u in updates])) for name in updates[0].sums}
+    sums |= {name: updates[0].sums[name] for name in ("delta", "delta_current")}
+    loss, norm = (float(np.mean([getattr(u, name) for u in updates])) for name in ("loss", "grad_norm"))
+    return {"loss": loss, "grad_norm": norm, **metrics.of_sums(sums)}

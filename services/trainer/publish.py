@@ -1,0 +1,88 @@
+"""Tells every rollout server of new weights, all at once. Best effort: servers also watch the checkpoint folder themselves.
+
+Invariants: only durable checkpoints are published; a failure is logged and counted, and never stops training; a newer version
+that waits makes an older one superfluous.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from shared import telemetry
+from shared.errors import VolleyError
+from shared.types import WeightVersion
+from shared.weights import MANIFEST
+
+_log = telemetry.Log("publish")
+_UPDATES = telemetry.Counter(
+    "volley_trainer_weight_updates", "Weight updates sent to rollout servers", ["outcome"], registry=telemetry.REGISTRY
+)
+
+
+class RolloutServer(Protocol):
+    """The part of the rollout server's client that is used here."""
+
+    async def update_weights(self, manifest: Path, mode: str) -> dict[str, Any]: ...
+
+
+type Connect = Callable[[str], AbstractAsyncContextManager[RolloutServer]]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What one server answered. `seconds` is the whole call; `timings` are the server's own figures; `error` is None on success."""
+
+    url: str
+    seconds: float
+    timings: Mapping[str, Any]
+    error: str | None
+
+
+class Publisher:
+    """Args: servers: their present addresses; connect: opens a client; mode: what happens to running requests."""
+
+    def __init__(self, servers: Callable[[], Awaitable[Sequence[str]]], connect: Connect, mode: str) -> None:
+        self._servers, self._connect, self._mode = servers, connect, mode
+        self._turn = asyncio.Lock()
+        self._newest = WeightVersion(0, 0)
+
+    async def publish(self, folder: Path) -> Sequence[Delivery]:
+        """Sends the checkpoint in `folder` to all servers; empty if a newer one came before its turn."""
+        version = WeightVersion.parse(folder.name)
+        self._newest = max(self._newest, version)
+        async with self._turn:
+            if version < self._newest:
+                return []
+            try:
+                urls = await self._servers()
+            except VolleyError as error:
+                _log.warning("no list of rollout servers", version=folder.name, reason=str(error))
+                return []
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._deliver(url, folder)) for url in urls]
+        return [task.result() for task in tasks]
+
+    async def _deliver(self, url: str, folder: Path) -> Delivery:
+        started, answer, reason = time.perf_counter(), {}, None
+        try:
+            async with self._connect(url) as server:
+                answer = await server.update_weights(folder / MANIFEST, self._mode)
+        except VolleyError as error:
+            reason = str(error)
+        seconds = time.perf_counter() - started
+        _UPDATES.labels("failed" if reason else "ok").inc()
+        log = _log.warning if reason else _log.info
+        log(
+            "weights published" if reason is None else "weights not published",
+            version=folder.name,
+            url=url,
+            seconds=round(seconds, 4),
+            reason=reason,
+        )
+        return Delivery(url, seconds, (answer or {}).get("timings") or {}, reason)

@@ -1,0 +1,46 @@
+"""HTTP to the board: what the trainer does, and wishes that are met at the next boundary between steps."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from services.trainer.board import Board
+from shared.http import respond
+
+router = APIRouter(tags=["trainer"])
+
+
+def _board(request: Request) -> Board:
+    return request.app.state.board
+
+
+Here = Annotated[Board, Depends(_board)]
+
+
+@router.get("/status")
+async def status(request: Request, board: Here) -> Response:
+    """Phase, step, versions, the last step's metrics, tickets by how they ended, and what is waited for."""
+    return respond(request, board.status())
+
+
+@router.post("/checkpoint", status_code=202)
+async def checkpoint(request: Request, board: Here) -> Response:
+    """Asks for a checkpoint after the running step; `durable_step` in /status tells when it is there."""
+    board.ask(checkpoint=True)
+    return respond(request, {"step": board.step, "durable_step": board.durable_step}, 202)
+
+
+@router.post("/pause")
+async def pause(request: Request, board: Here) -> Response:
+    """No new step starts until /resume; the running one ends."""
+    board.ask(pause=True)
+    return respond(request, {"paused": True, "step": board.step})
+
+
+@router.post("/resume")
+async def resume(request: Request, board: Here) -> Response:
+    board.ask(pause=False)
+    return respond(request, {"paused": False, "step": board.step})

@@ -1,0 +1,108 @@
+"""What a checkpoint says beside weights: where the run is, which tickets are finished, and who came before.
+
+One value, saved atomically with the weights it belongs to: this is what makes the training effect exactly-once along the
+surviving lineage of checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Self
+
+import orjson
+
+from shared.errors import WeightsError
+from shared.queue.progress import Progress
+from shared.types import WeightVersion
+
+SCHEMA = 1
+Phase = Literal["rl", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """`step` counts optimizer steps of RL; `low`, `done`, `void` are `Progress`; `issued` is the highest ticket seen.
+
+    `lineage` lists (epoch, step it began at), oldest first. `reference` is the version whose weights the KL term compares
+    with. `recent` are the ledger lines of the tickets this checkpoint trained. `seed` is all the randomness there is.
+    """
+
+    epoch: int
+    step: int
+    low: int
+    done: tuple[int, ...]
+    issued: int
+    void: int
+    seed: int
+    phase: Phase
+    lineage: tuple[tuple[int, int], ...]
+    reference: str | None = None
+    recent: tuple[Mapping[str, Any], ...] = ()
+    schema: int = SCHEMA
+
+    @property
+    def version(self) -> WeightVersion:
+        return WeightVersion(self.epoch, self.step)
+
+    def progress(self) -> Progress:
+        return Progress(self.low, self.done, self.void)
+
+    def under(self, epoch: int, *, keep_reference: bool) -> Self:
+        """The same state at the start of a new incarnation; the first one's weights are the reference, if one is kept."""
+        reference = self.reference or (str(WeightVersion(epoch, self.step)) if keep_reference and not self.lineage else None)
+        return replace(self, epoch=epoch, lineage=(*self.lineage, (epoch, self.step)), reference=reference, recent=())
+
+    def at(self, step: int, progress: Progress, *, issued: int, done: bool, recent: tuple[Mapping[str, Any], ...]) -> Self:
+        """The state of the same incarnation after `step` steps."""
+        finished = sorted(progress.done)
+        issued = max([issued, progress.low, *finished])
+        return replace(
+            self,
+            step=step,
+            low=progress.low,
+            done=tuple(finished),
+            void=progress.void,
+            issued=issued,
+            phase="done" if done else "rl",
+            recent=recent,
+        )
+
+    def to_json(self, **extra: Any) -> bytes:
+        return orjson.dumps({**asdict(self), **extra}, option=orjson.OPT_INDENT_2)
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any]) -> Self:
+        """Raises WeightsError naming what is wrong."""
+        try:
+            if raw["schema"] != SCHEMA:
+                raise WeightsError(f"state.json has schema {raw['schema']}, expected {SCHEMA}")
+            return cls(
+                epoch=int(raw["epoch"]),
+                step=int(raw["step"]),
+                low=int(raw["low"]),
+                done=tuple(int(t) for t in raw["done"]),
+                issued=int(raw["issued"]),
+                void=int(raw["void"]),
+                seed=int(raw["seed"]),
+                phase=raw["phase"],
+                lineage=tuple((int(e), int(s)) for e, s in raw["lineage"]),
+                reference=raw["reference"],
+                recent=tuple(raw["recent"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise WeightsError(f"state.json lacks or mistypes a field: {error!r}") from error
+
+
+def fresh(seed: int) -> TrainerState:
+    """Before any checkpoint: epoch 0, step 0."""
+    return TrainerState(epoch=0, step=0, low=0, done=(), issued=0, void=0, seed=seed, phase="rl", lineage=())
+
+
+def in_lineage(version: WeightVersion, lineage: Sequence[tuple[int, int]]) -> bool:
+    """Whether `version` is an ancestor: its epoch is one of ours, and it was not undone by a later epoch's start."""
+    for i, (epoch, began) in enumerate(lineage):
+        if epoch == version.epoch:
+            undone_after = lineage[i + 1][1] if i + 1 < len(lineage) else None
+            return version.step >= began and (undone_after is None or version.step <= undone_after)
+    return False

@@ -1,0 +1,51 @@
+"""The warm start as the loop sees it: fetch demonstrations, then train step by step, and stop when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict, dataclass
+from time import time
+
+from services.trainer import sft
+from services.trainer.backend import Backend
+from services.trainer.board import Board
+from services.trainer.parts import Waiter
+from services.trainer.records import StepLog
+from services.trainer.sft import Demonstrator, SftOptions
+from shared import telemetry
+from shared.chat import ChatTokenizer
+from shared.types import Message
+
+_log = telemetry.Log("warm start")
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    """`n_demonstrations` of the training split of `env`, `options.max_steps` supervised steps; none if that is 0."""
+
+    env: str
+    n_demonstrations: int
+    options: SftOptions
+    client: Demonstrator
+    tokenizer: ChatTokenizer
+    log: StepLog
+
+    async def __call__(self, backend: Backend, board: Board, executor: Executor) -> bool:
+        """False if it was stopped before its end. Raises ConfigError, NotFound."""
+        if not self.options.max_steps:
+            return True
+        waiter = Waiter(executor, board)
+        self.log.truncate_beyond(-1)
+        demonstrations = await waiter.patiently(self._fetch)
+        steps = await waiter.blocking(backend.warm_start, self.tokenizer, demonstrations, self.options)
+        while (metrics := await waiter.blocking(next, steps, None)) is not None:
+            self.log.append(asdict(metrics) | {"time": time()})
+            if metrics.step % 20 == 0 or metrics.step == metrics.max_steps:
+                _log.info("supervised step", step=metrics.step, loss=round(metrics.loss, 4))
+            if board.stopping:
+                return False
+        return True
+
+    def _fetch(self) -> Awaitable[Sequence[Sequence[Message]]]:
+        return sft.fetch(self.client, self.env, self.n_demonstrations, self.options.seed)
