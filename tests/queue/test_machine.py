@@ -103,29 +103,31 @@ class QueueMachine(RuleBasedStateMachine):
 
     # Producers
 
-    @rule(late=st.booleans())
-    def reserve(self, late: bool) -> None:
-        before = self.state()
-        got = self.do(self.queue.reserve(0.0 if late else TTL_S, BATCH, ETA, TOTAL))
-        if not isinstance(got, Reservation):
-            return
-        assert before.ready
-        assert got.version == before.version
-        if got.ticket > before.issued:
-            assert got.ticket - before.void <= (before.version + ETA + 1) * BATCH
-        self.reserved[got.ticket] = got.version
+    @rule(n=st.integers(1, CAP), late=st.booleans())
+    def reserve(self, n: int, late: bool) -> None:
+        for _ in range(n):
+            before = self.state()
+            got = self.do(self.queue.reserve(0.0 if late else TTL_S, BATCH, ETA, TOTAL))
+            if not isinstance(got, Reservation):
+                return
+            assert before.ready
+            assert got.version == before.version
+            if got.ticket > before.issued:
+                assert got.ticket - before.void <= (before.version + ETA + 1) * BATCH
+            self.reserved[got.ticket] = got.version
 
     @precondition(lambda self: self.reserved)
-    @rule(pick=st.integers(0, 100), keep=st.booleans())
-    def publish(self, pick: int, keep: bool) -> None:
-        ticket = sorted(self.reserved)[pick % len(self.reserved)]
-        before = self.state()
-        answer = self.do(self.queue.publish(ticket, b"%d" % self.reserved[ticket]))
-        assert (answer is Published.NOT_READY) == (not before.ready)
-        assert not (answer is Published.UNKNOWN and ticket <= before.issued)
-        assert self.state().depth == before.depth + (answer is Published.QUEUED)
-        if not keep and answer is not Published.NOT_READY:
-            del self.reserved[ticket]
+    @rule(tickets=st.sets(st.integers(0, CAP), min_size=1), keep=st.booleans())
+    def publish(self, tickets: set[int], keep: bool) -> None:
+        known = sorted(self.reserved)
+        for ticket in {known[pick % len(known)] for pick in tickets}:
+            before = self.state()
+            answer = self.do(self.queue.publish(ticket, b"%d" % self.reserved[ticket]))
+            assert (answer is Published.NOT_READY) == (not before.ready)
+            assert not (answer is Published.UNKNOWN and ticket <= before.issued)
+            assert self.state().depth == before.depth + (answer is Published.QUEUED)
+            if not keep and answer is not Published.NOT_READY:
+                del self.reserved[ticket]
 
     @rule(beyond=st.integers(1, 50))
     def publish_stray(self, beyond: int) -> None:
@@ -163,7 +165,7 @@ class QueueMachine(RuleBasedStateMachine):
         await scripts.fenced("begin_chunk", fence.decode(), [1])
 
     @precondition(lambda self: self.trainer)
-    @rule(count=st.integers(1, 4))
+    @rule(count=st.integers(1, CAP))
     def read(self, count: int) -> None:
         trainer = self.trainer
         assert trainer
@@ -215,10 +217,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.rolled_back |= trainer.progress.void > self.durable[-1].void
 
     @precondition(lambda self: self.trainer)
-    @rule()
-    def crash(self) -> None:
+    @rule(restarts=st.booleans())
+    def crash(self, restarts: bool) -> None:
         assert self.trainer
         self.die(self.trainer)
+        if restarts:
+            self.begin(interrupted=False)
 
     @precondition(lambda self: self.trainer is None and len(self.durable) > 2)
     @rule()
@@ -247,9 +251,14 @@ class QueueMachine(RuleBasedStateMachine):
         if reconnects and self.trainer.queue._lineage:
             self.trainer.queue._lineage.cursor = "0"
 
-    @rule()
-    def wipe(self) -> None:
+    @precondition(lambda self: self.saved and self.durable[-1].version)
+    @rule(noticed=st.booleans())
+    def wipe(self, noticed: bool) -> None:
         self.do(self.redis.flushall())
+        self.saved = None
+        if noticed and self.trainer:
+            self.die(self.trainer)
+            self.begin(interrupted=False)
 
     @precondition(lambda self: self.trainer and self.zombies)
     @rule(pick=st.integers(0, 100))
@@ -312,7 +321,7 @@ class QueueMachine(RuleBasedStateMachine):
         if self.trainer is None:
             self.begin(interrupted=False)
         for _ in range(CAP):
-            self.reserve(late=False)
+            self.reserve(n=1, late=False)
         for ticket in list(self.reserved):
             self.do(self.queue.publish(ticket, b"%d" % self.reserved.pop(ticket)))
         for ticket in range(1, self.state().issued + 1):

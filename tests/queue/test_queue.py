@@ -171,9 +171,9 @@ async def test_begin_removes_what_the_checkpoint_has_finished(queue: TicketQueue
     await fill(queue, 1, 2)
     await take(queue, 600.0)
     epoch = await queue.begin(low=1, version=1, issued=2, void=0, done=[3], epoch=epoch)
-    assert [entry.ticket for entry in await read(queue, epoch)] == [2]
     state = await queue.state()
     assert (state.depth, state.leased, state.issued, state.low, state.done) == (1, 0, 3, 1, 1)
+    assert [entry.ticket for entry in await read(queue, epoch)] == [2]
 
 
 async def test_a_trainer_without_checkpoint_forgets_an_earlier_lineage(queue: TicketQueue):
