@@ -1,7 +1,7 @@
 """Keeps processes alive: waits until each answers, restarts the crashed ones within bounds, stops all at the end.
 
 - A process that ends before it ever answered, or with exit code 2 (a wrong configuration), ends the run.
-- One that ends later is restarted after a growing pause, at most `MAX_RESTARTS` times in `RESTART_WINDOW_S` seconds.
+- One that ends later is restarted after a growing pause, within the bounds of `Patience`.
 - The context stops what it started, concurrently, each within its grace.
 """
 
@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from services.cli.processes import Child, Reaper, Spec, last_error
 from shared.errors import ConfigError, VolleyError
 
-MAX_RESTARTS = 5
-RESTART_WINDOW_S = 600.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 _PROBE_EVERY_S = 0.2
 _CONFIG_EXIT = 2
 
@@ -34,6 +31,15 @@ class ServiceFailed(VolleyError):
 
 
 @dataclass(frozen=True, slots=True)
+class Patience:
+    """At most `restarts` in `window_s` seconds, the first after `pause_s` seconds, each later one after twice as long as the one before."""
+
+    restarts: int = 5
+    window_s: float = 600.0
+    pause_s: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
 class Member:
     """One process to keep: how to start it, how to see that it answers, how long that may take in seconds."""
 
@@ -45,8 +51,8 @@ class Member:
 class Kept:
     """A process under supervision. `up` is set once it has answered for the first time."""
 
-    def __init__(self, member: Member, reaper: Reaper, say: Say) -> None:
-        self.member, self._reaper, self._say = member, reaper, say
+    def __init__(self, member: Member, reaper: Reaper, say: Say, patience: Patience) -> None:
+        self.member, self._reaper, self._say, self._patience = member, reaper, say, patience
         self.up = asyncio.Event()
         self.child: Child | None = None
         self._restarts: deque[float] = deque()
@@ -81,12 +87,12 @@ class Kept:
         ended = f"{self.name} ended with {_describe(code)}"
         if not self.up.is_set():
             raise ServiceFailed(f"{ended} before it was ready{self._log_end()}")
-        now = time.monotonic()
-        while self._restarts and now - self._restarts[0] > RESTART_WINDOW_S:
+        now, patience = time.monotonic(), self._patience
+        while self._restarts and now - self._restarts[0] > patience.window_s:
             self._restarts.popleft()
-        if len(self._restarts) >= MAX_RESTARTS:
-            raise ServiceFailed(f"{ended} for the {MAX_RESTARTS + 1}th time in {RESTART_WINDOW_S / 60:g} minutes{self._log_end()}")
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** len(self._restarts))
+        if len(self._restarts) >= patience.restarts:
+            raise ServiceFailed(f"{ended} again after {patience.restarts} restarts in {patience.window_s:g} s{self._log_end()}")
+        pause_s = patience.pause_s * 2 ** len(self._restarts)
         self._restarts.append(now)
         self._say(f"{ended}; restarting it in {pause_s:g} s")
         await asyncio.sleep(pause_s)
@@ -97,13 +103,13 @@ class Kept:
 
 
 @asynccontextmanager
-async def keeping(members: Sequence[Member], reaper: Reaper, say: Say) -> AsyncIterator[list[Kept]]:
+async def keeping(members: Sequence[Member], reaper: Reaper, say: Say, patience: Patience = Patience()) -> AsyncIterator[list[Kept]]:
     """Keeps the processes alive for the length of the context, which begins when all of them have answered once.
 
     Raises, in an ExceptionGroup, ServiceFailed or ConfigError when one of them is gone for good.
     """
     async with asyncio.TaskGroup() as group:
-        kept = [Kept(member, reaper, say) for member in members]
+        kept = [Kept(member, reaper, say, patience) for member in members]
         tasks = [group.create_task(one.run()) for one in kept]
         try:
             for one in kept:

@@ -168,7 +168,7 @@ async def _stopping_on_signal(kill_all: Callable[[], None]) -> AsyncIterator[Non
     def on_signal(number: int) -> None:
         received.append(number)
         if len(received) == 1:
-            say(f"{signal.Signals(number).name}: stopping all services (again: at once)")
+            say(f"{signal.Signals(number).name}: stopping all services (once more: without waiting)")
             task.cancel()
         else:
             kill_all()

@@ -1,0 +1,122 @@
+"""The bootstrap on machines that lack something: real interpreters, real processes, a package index that is not there."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cli import bootstrap
+from services.cli.layout import PROJECT
+
+
+def executable(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A project folder without environments, whose uv.lock and pyproject.toml are stand-ins."""
+    root = tmp_path / "checkout"
+    (root / "services" / "cli").mkdir(parents=True)
+    (root / "services" / "cli" / "bootstrap.py").write_text(Path(bootstrap.__file__).read_text())
+    for name in ("uv.lock", "pyproject.toml"):
+        (root / name).write_text(name)
+    return root
+
+
+def run(checkout: Path, path: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    home = checkout.parent / "home"
+    home.mkdir(exist_ok=True)
+    environment = {"PATH": path, "HOME": str(home), "PIP_INDEX_URL": "http://127.0.0.1:1/simple", **variables}
+    command = [sys.executable, str(checkout / "services" / "cli" / "bootstrap.py")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+FAKE_UV = """
+case "$1" in
+  --version) echo "uv 0.99.0" ;;
+  sync)
+    echo "$UV_PROJECT_ENVIRONMENT $*" >> "$UV_CALLS"
+    mkdir -p "$UV_PROJECT_ENVIRONMENT/bin" && ln -sf /bin/sh "$UV_PROJECT_ENVIRONMENT/bin/python"
+    echo "home = /nowhere" > "$UV_PROJECT_ENVIRONMENT/pyvenv.cfg" ;;
+  *) exit 1 ;;
+esac
+"""
+
+
+def test_it_uses_only_the_syntax_of_python_3_8() -> None:
+    ast.parse(Path(bootstrap.__file__).read_text(), feature_version=(3, 8))
+
+
+def test_it_makes_three_environments_and_then_nothing(checkout: Path, tmp_path: Path) -> None:
+    executable(tmp_path / "bin" / "uv", FAKE_UV)
+    calls = tmp_path / "calls"
+    path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    assert run(checkout, path, UV_CALLS=str(calls)).returncode == 0
+    made = calls.read_text().splitlines()
+    assert [line.split()[0] for line in made] == [str(checkout / ".venvs" / name) for name in ("base", "rollout", "trainer")]
+    assert ["--extra rollout" in line for line in made] == [False, True, False]
+    assert all("--locked" in line and "--no-python-downloads" in line for line in made)
+    assert run(checkout, path, UV_CALLS=str(calls)).stderr == ""
+    assert len(calls.read_text().splitlines()) == 3
+
+
+def test_a_new_lock_makes_them_anew(checkout: Path, tmp_path: Path) -> None:
+    executable(tmp_path / "bin" / "uv", FAKE_UV)
+    variables = {"UV_CALLS": str(tmp_path / "calls")}
+    path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    run(checkout, path, **variables)
+    (checkout / "uv.lock").write_text("another")
+    run(checkout, path, **variables)
+    assert len((tmp_path / "calls").read_text().splitlines()) == 6
+
+
+def test_a_python_of_pyenv_is_found_past_a_dead_shim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable(tmp_path / "shims" / "python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127")
+    pyenv = tmp_path / "pyenv" / "versions" / "3.13.1" / "bin" / "python3"
+    executable(pyenv, "echo 3 13")
+    monkeypatch.setenv("PATH", str(tmp_path / "shims"))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
+    assert pyenv in list(bootstrap.python_candidates(tmp_path, None))
+    assert bootstrap.python_version(pyenv) == (3, 13)
+    assert bootstrap.python_version(tmp_path / "shims" / "python3.12") is None
+
+
+def test_without_uv_and_network_it_says_what_is_missing(checkout: Path) -> None:
+    done = run(checkout, "/nonexistent")
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("bootstrap: uv is missing")
+    assert "package index cannot be reached" in last
+    assert "Traceback" not in done.stderr
+
+
+def test_a_failing_installation_is_told_in_one_line(checkout: Path, tmp_path: Path) -> None:
+    executable(
+        tmp_path / "bin" / "uv", 'case "$1" in --version) echo "uv 0.99.0" ;; *) echo "error: Failed to fetch: x" >&2; exit 2 ;; esac'
+    )
+    done = run(checkout, f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "bootstrap: environment base could not be installed: the package index cannot be reached"
+    )
+
+
+def test_an_old_uv_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executable(tmp_path / "bin" / "uv", 'echo "uv 0.4.30"')
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert bootstrap.find_uv(tmp_path) is None
+
+
+def test_the_makefile_starts_it() -> None:
+    text = (PROJECT / "Makefile").read_text()
+    for target in ("quickstart", "test", "check", "format", "bench"):
+        assert f"\n{target}: install" in text

@@ -1,0 +1,135 @@
+"""Progress lines, the summary, the plot and the table, from files as the services write them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from services.cli import report
+from services.cli.jsonl import Tail
+from services.cli.layout import RunFolder
+from services.cli.progress import Progress, eval_line, step_line
+from shared.errors import ConfigError
+
+
+def step(n: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "step": n,
+        "version": f"e000001-s{n:06d}",
+        "loss": -0.0123,
+        "reward_mean": 0.1 * n,
+        "reward_std": 0.2,
+        "success": 0.05 * n,
+        "kl": 0.002,
+        "logprob_abs_diff": 3.1e-6,
+        "tokens": 1000,
+        "tokens_per_sec": 812.3,
+        "staleness_mean": 0.5,
+        "staleness_max": 1,
+        "step_s": 2.0,
+        "time": 100.0 + 4.0 * n,
+    } | fields
+
+
+def evaluation(n: int, success: float) -> dict[str, Any]:
+    version = f"e000001-s{n:06d}"
+    return {
+        "step": n,
+        "version_min": version,
+        "version_max": version,
+        "n_tasks": 200,
+        "success": success,
+        "reward_mean": success,
+        "failed": 0,
+    }
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("ab") as file:
+        file.writelines(orjson.dumps(row) + b"\n" for row in rows)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path)
+    write(run.metrics, [step(1), step(2, reward_mean=9.0), step(2), step(3)])
+    write(run.evals, [evaluation(0, 0.2), evaluation(3, 0.65)])
+    return run
+
+
+def test_a_step_is_one_line_with_all_that_matters() -> None:
+    line = step_line(step(3), 10)
+    for part in ("step  3/10", "loss -0.0123", "reward 0.300", "success 0.150", "KL 0.00200", "mean |Δlogp| 3.1e-06", "812 tokens/s"):
+        assert part in line
+    assert "weights e000001-s000003" in line
+    assert "staleness 0.5 (max 1)" in line
+
+
+def test_missing_figures_are_dashes() -> None:
+    assert "loss –" in step_line({"step": 1, "loss": float("nan")}, 10)
+    assert "success –" in eval_line({})
+
+
+def test_progress_shows_only_what_is_new(folder: RunFolder) -> None:
+    said: list[str] = []
+    progress = Progress(folder, 10, said.append)
+    assert not progress.show()
+    write(folder.metrics, [step(4)])
+    assert progress.show()
+    assert len(said) == 1
+    assert said[0].startswith("step  4/10")
+
+
+def test_a_tail_waits_for_whole_lines_and_survives_a_rollback(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    tail = Tail(path)
+    assert tail.new() == []
+    path.write_bytes(b'{"a":1}\n{"a":')
+    assert tail.new() == [{"a": 1}]
+    path.write_bytes(b'{"a":1}\n{"a":2}\n')
+    assert tail.new() == [{"a": 2}]
+    path.write_bytes(b'{"a":1}\n')
+    assert tail.new() == []
+    path.write_bytes(b'{"a":1}\n{"a":3}\n')
+    assert tail.new() == [{"a": 3}]
+
+
+def test_the_summary_counts_a_replayed_step_once(folder: RunFolder) -> None:
+    summary = report.make(folder)
+    assert summary == orjson.loads(folder.summary.read_bytes())
+    assert summary["steps"] == 3
+    assert summary["held_out_success_before_rl"] == 0.2
+    assert summary["held_out_success_after_rl"] == 0.65
+    assert summary["held_out_tasks"] == 200
+    assert summary["final_weight_version"] == "e000001-s000003"
+    assert summary["tokens_per_sec"] == pytest.approx(3000 / 10)
+    assert summary["elapsed_sec"] == 10.0
+    assert "+45.0 points" in report.table(summary, folder)
+
+
+def test_the_plot_is_a_png_of_readable_size(folder: RunFolder) -> None:
+    report.make(folder)
+    data = folder.plot.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    width, height = struct.unpack(">II", data[16:24])
+    assert min(width, height) >= 800
+
+
+def test_a_ticket_counts_by_its_end_along_the_surviving_lineage() -> None:
+    ledger = [
+        {"ticket": 1, "disposition": "trained", "step": 1, "epoch": 1},
+        {"ticket": 2, "disposition": "trained", "step": 2, "epoch": 1},
+        {"rollback": 1, "epoch": 2},
+        {"ticket": 3, "disposition": "stale", "step": 1, "epoch": 2},
+    ]
+    assert report.dispositions(ledger) == {"trained": 1, "stale": 1}
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"neither metrics\.jsonl nor evals\.jsonl"):
+        report.main(tmp_path)

@@ -1,0 +1,156 @@
+"""Supervision of real processes: small Python programs that crash, hang, or leave children behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from services.cli.processes import Reaper, Spec, last_error
+from services.cli.supervisor import Kept, Member, Patience, ServiceFailed, keeping
+from services.cli.train import first_error
+from shared.errors import ConfigError
+
+LIVES = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+"""Shows with the file in argv[1] that it is up."""
+
+
+@pytest.fixture
+def reaper() -> Iterator[Reaper]:
+    with Reaper.running() as running:
+        yield running
+
+
+@pytest.fixture
+def member(tmp_path: Path) -> Callable[..., Member]:
+    def make(program: str, *, name: str = "child", stop_s: float = 5.0, start_s: float = 20.0) -> Member:
+        flag = tmp_path / f"{name}.up"
+        command = (sys.executable, "-c", program, str(flag))
+        spec = Spec(name, command, dict(os.environ), tmp_path / f"{name}.log", stop_s)
+
+        async def up() -> bool:
+            return flag.exists()
+
+        return Member(spec, up, start_s)
+
+    return make
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def pid_of(kept: Kept) -> int:
+    assert kept.child is not None
+    return kept.child.pid
+
+
+async def fails(member: Member, reaper: Reaper, said: list[str], patience: Patience | None = None) -> BaseException:
+    """The error that supervision of this process ends with."""
+    try:
+        async with asyncio.timeout(40), keeping([member], reaper, said.append, patience or Patience()):
+            await asyncio.sleep(40)
+    except BaseExceptionGroup as group:
+        return first_error(group)
+    raise AssertionError("supervision ended without an error")
+
+
+async def test_the_context_ends_what_it_started(member: Callable[..., Member], reaper: Reaper) -> None:
+    async with keeping([member(LIVES, name="a"), member(LIVES, name="b")], reaper, print) as kept:
+        pids = [pid_of(one) for one in kept]
+        assert all(map(is_alive, pids))
+    assert not any(map(is_alive, pids))
+
+
+async def test_a_process_that_ends_before_it_is_up_fails_the_run(member: Callable[..., Member], reaper: Reaper) -> None:
+    error = await fails(member("import sys; print('no such mesh', file=sys.stderr); sys.exit(1)"), reaper, [])
+    assert isinstance(error, ServiceFailed)
+    assert "child ended with exit code 1 before it was ready: no such mesh" in str(error)
+
+
+async def test_a_process_that_never_answers_fails_the_run(member: Callable[..., Member], reaper: Reaper) -> None:
+    error = await fails(member("import time; time.sleep(60)", start_s=0.3), reaper, [])
+    assert "did not answer within 0.3 s" in str(error)
+
+
+async def test_exit_code_2_is_a_wrong_configuration(member: Callable[..., Member], reaper: Reaper) -> None:
+    error = await fails(member("import sys; print('trainer: data.train is missing', file=sys.stderr); sys.exit(2)"), reaper, [])
+    assert isinstance(error, ConfigError)
+    assert str(error) == "trainer: data.train is missing"
+
+
+async def test_a_crashed_process_is_started_again(member: Callable[..., Member], reaper: Reaper) -> None:
+    said: list[str] = []
+    async with keeping([member(LIVES)], reaper, said.append) as (kept,):
+        first = pid_of(kept)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: pid_of(kept) != first and is_alive(pid_of(kept)))
+    assert said == ["child ended with signal 9; restarting it in 0.5 s"]
+
+
+async def test_restarts_are_bounded(member: Callable[..., Member], reaper: Reaper) -> None:
+    said: list[str] = []
+    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.5); sys.exit(1)"
+    error = await fails(member(program), reaper, said, Patience(restarts=2, pause_s=0.01))
+    assert "again after 2 restarts" in str(error)
+    assert len(said) == 2
+
+
+async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(
+    member: Callable[..., Member], reaper: Reaper, tmp_path: Path
+) -> None:
+    program = (
+        "import pathlib, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(tmp_path / 'grandchild')!r}).write_text(str(child.pid))\n"
+        "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    )
+    async with keeping([member(program, stop_s=0.3)], reaper, print) as (kept,):
+        pids = [pid_of(kept), int((tmp_path / "grandchild").read_text())]
+        assert all(map(is_alive, pids))
+    await until(lambda: not any(map(is_alive, pids)))
+
+
+async def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, os, pathlib, sys\n"
+        "from services.cli.processes import Child, Reaper, Spec\n"
+        "async def main():\n"
+        "    with Reaper.running() as reaper:\n"
+        "        spec = Spec('child', ('sleep', '60'), dict(os.environ), pathlib.Path(sys.argv[1] + '.log'))\n"
+        "        child = await Child.start(spec, reaper)\n"
+        "        pathlib.Path(sys.argv[1]).write_text(str(child.pid))\n"
+        "        await child.wait()\n"
+        "asyncio.run(main())\n"
+    )
+    told = tmp_path / "pid"
+    supervisor = await asyncio.create_subprocess_exec(sys.executable, "-c", program, str(told))
+    await until(lambda: told.exists() and told.read_text() != "")
+    supervisor.kill()
+    await supervisor.wait()
+    pid = int(told.read_text())
+    await until(lambda: not is_alive(pid))
+
+
+def test_the_last_error_of_a_log_is_found_among_its_events(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text('{"level":"error","event":"worker failed","error":"Fenced","detail":"gone"}\n{"level":"info","event":"stopped"}\n')
+    assert last_error(log) == "worker failed: Fenced: gone"
+    log.write_text("Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'jax'\n")
+    assert last_error(log) == "ModuleNotFoundError: No module named 'jax'"
+    assert last_error(tmp_path / "missing") == ""
