@@ -126,9 +126,19 @@ def save_params(folder: Path, flat: Weights) -> Path:
 
 
 def write_checkpoint(
-    root: Path, version: str, config: Mapping[str, Any], weights: Weights, *, probe: Probe | None = None, base: str | None = None
+    root: Path,
+    version: str,
+    config: Mapping[str, Any],
+    weights: Weights,
+    *,
+    probe: Probe | None = None,
+    base: str | None = None,
+    model: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Writes `{root}/{version}/` as the trainer does: params, then the manifest. Returns the folder."""
+    """Writes `{root}/{version}/` as the trainer does: params, then the manifest. Returns the folder.
+
+    `model` is what the manifest says of the architecture (default: `config`).
+    """
     folder = root / version
     folder.mkdir(parents=True)
     flat = to_tunix(weights, config)
@@ -142,7 +152,7 @@ def write_checkpoint(
         path="params",
         files=digest_files(folder, "params"),
         tree=tuple(Leaf(key, tuple(value.shape), str(value.dtype)) for key, value in sorted(flat.items())),
-        model=config,
+        model=config if model is None else model,
         probe=probe,
         created=0.0,
     )

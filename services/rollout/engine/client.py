@@ -4,8 +4,8 @@ Inside the engine requests have names of ours, never used twice: a late answer c
 gave the same id, and aborting one id cannot hit another.
 
 The engine lives in a child process so that its Python never shares an interpreter lock with the HTTP server, and so that
-its death is an event and not a crash. One reader task owns the link; every call waits on a future that the reader
-resolves, and that fails with EngineDied when the link closes.
+its death is an event and not a crash. Every call waits on a future that the link's messages resolve, and that fails with
+EngineDied when the link closes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
-from services.rollout.engine.link import HEADER, Message, frame
+from services.rollout.engine.link import Message, frame, split
 from services.rollout.engine.protocol import (
     CommitMode,
     CommitResult,
@@ -33,7 +33,6 @@ from services.rollout.engine.protocol import (
     GenerateResult,
     StagedWeights,
 )
-from shared import codec
 from shared.errors import Conflict, EngineDied, Unavailable, from_problem
 from shared.types import VersionSpan
 
@@ -49,13 +48,12 @@ _ALLOCATOR = {
 }
 
 
-class SglangEngine:
+class SglangEngine(asyncio.Protocol):
     """See `protocol.Engine`. Use `open_engine`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        self._reader = reader
-        self._writer = writer
+        self._buffer = bytearray()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._running: dict[str, asyncio.Future[GenerateResult]] = {}
         self._names: dict[str, str] = {}
@@ -63,7 +61,7 @@ class SglangEngine:
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closing = False
-        self._cause = "it ended without a word"
+        self._cause = ""
         self._has_weights = False
 
     @property
@@ -130,7 +128,7 @@ class SglangEngine:
     async def close(self) -> None:
         """Ends the engine: first by closing the link, then by SIGKILL to its process id."""
         self._closing = True
-        self._writer.close()
+        self._transport.close()
         try:
             await asyncio.to_thread(self._process.wait, CLOSE_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -145,14 +143,27 @@ class SglangEngine:
         self._send({"op": "start", "spec": dataclasses.asdict(spec)})
         await asyncio.shield(self._ready)
 
-    async def read(self) -> None:
-        """Resolves futures until the link closes; run it as a task for the life of the engine."""
-        try:
-            while True:
-                (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-                self._handle(codec.unpack(await self._reader.readexactly(size), "engine message"))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self._end()
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        for message in split(self._buffer):
+            self._handle(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fails everything that waits."""
+        error = self._death()
+        for future in (*self._calls.values(), *self._running.values(), self._ready):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()
+        if self._closing:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+            self._ended.exception()
 
     def _handle(self, message: Message) -> None:
         match message["op"]:
@@ -171,20 +182,12 @@ class SglangEngine:
             case "fatal":
                 self._cause = message["detail"]
             case other:
-                raise EngineDied(f"the engine sent an unknown message {other!r}")
+                raise AssertionError(f"unknown message {other!r}")
 
-    def _end(self) -> None:
-        error = EngineDied(f"the engine's process {self._process.pid} is gone: {self._cause}", "restart the server")
-        for future in (*self._calls.values(), *self._running.values(), self._ready):
-            if not future.done():
-                future.set_exception(error)
-                future.exception()
-        if not self._ended.done():
-            if self._closing:
-                self._ended.set_result(None)
-            else:
-                self._ended.set_exception(error)
-                self._ended.exception()
+    def _death(self) -> EngineDied:
+        code = self._process.poll()
+        cause = self._cause or (f"exit code {code}" if code is not None else "it closed the link")
+        return EngineDied(f"the engine's process {self._process.pid} is gone: {cause}", "restart the server")
 
     async def _call(self, op: str, **fields: Any) -> Any:
         number = next(self._numbers)
@@ -194,12 +197,12 @@ class SglangEngine:
 
     def _future(self) -> asyncio.Future[Any]:
         if self._ended.done():
-            raise EngineDied(f"the engine's process {self._process.pid} is gone: {self._cause}", "restart the server")
+            raise self._death()
         return asyncio.get_running_loop().create_future()
 
     def _send(self, message: Message) -> None:
-        if not self._writer.is_closing():
-            self._writer.write(frame(message))
+        if not self._transport.is_closing():
+            self._transport.write(frame(message))
 
 
 @contextlib.asynccontextmanager
@@ -211,16 +214,12 @@ async def open_engine(spec: EngineSpec) -> AsyncIterator[SglangEngine]:
     ours, theirs = socket.socketpair()
     with theirs:
         process = _spawn(spec, theirs)
-    reader, writer = await asyncio.open_connection(sock=ours)
-    engine = SglangEngine(process, reader, writer)
-    async with asyncio.TaskGroup() as tasks:
-        reading = tasks.create_task(engine.read(), name="engine link")
-        try:
-            await engine.start(spec)
-            yield engine
-        finally:
-            await asyncio.shield(engine.close())
-            reading.cancel()
+    _, engine = await asyncio.get_running_loop().create_connection(lambda: SglangEngine(process), sock=ours)
+    try:
+        await engine.start(spec)
+        yield engine
+    finally:
+        await asyncio.shield(engine.close())
 
 
 def _spawn(spec: EngineSpec, sock: socket.socket) -> subprocess.Popen[bytes]:

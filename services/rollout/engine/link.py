@@ -15,13 +15,28 @@ from typing import Any
 
 from shared import codec
 
-HEADER = struct.Struct("<I")
+_HEADER = struct.Struct("<I")
 Message = dict[str, Any]
 
 
 def frame(message: Message) -> bytes:
     body = codec.pack(message)
-    return HEADER.pack(len(body)) + body
+    return _HEADER.pack(len(body)) + body
+
+
+def split(buffer: bytearray) -> list[Message]:
+    """Takes all whole messages out of `buffer`."""
+    messages: list[Message] = []
+    at = 0
+    while len(buffer) - at >= _HEADER.size:
+        (size,) = _HEADER.unpack_from(buffer, at)
+        start = at + _HEADER.size
+        if len(buffer) - start < size:
+            break
+        messages.append(codec.unpack(bytes(buffer[start : start + size]), "engine message"))
+        at = start + size
+    del buffer[:at]
+    return messages
 
 
 class Link:
@@ -55,17 +70,4 @@ class Link:
             if not data:
                 raise EOFError("the service has closed the link")
             self._buffer += data
-        return self._split()
-
-    def _split(self) -> list[Message]:
-        messages: list[Message] = []
-        at = 0
-        while len(self._buffer) - at >= HEADER.size:
-            (size,) = HEADER.unpack_from(self._buffer, at)
-            if len(self._buffer) - at - HEADER.size < size:
-                break
-            start = at + HEADER.size
-            messages.append(codec.unpack(bytes(self._buffer[start : start + size]), "engine message"))
-            at = start + size
-        del self._buffer[:at]
-        return messages
+        return split(self._buffer)

@@ -6,9 +6,11 @@ service closes the link, and with code 1 on any error of its own; it starts no c
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -23,6 +25,7 @@ from shared.telemetry import Log, configure
 
 log = Log("rollout.engine")
 IDLE_WAIT_S = 0.2
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclasses.dataclass
@@ -148,9 +151,17 @@ def _throw(error: VolleyError) -> None:
     raise error
 
 
+def _bind_life_to_parent() -> None:
+    """Ends with the service even while compiling; Ctrl-C in a terminal is the service's to handle."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def main(fd: int) -> int:
     """Boots and serves; the exit code."""
     configure("rollout-engine")
+    _bind_life_to_parent()
     start = time.perf_counter()
     link = Link(socket.socket(fileno=fd))
     try:
