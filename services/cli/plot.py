@@ -57,4 +57,4 @@ def _series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
 
 def _finish(axes: Any) -> None:
     axes.grid(alpha=0.25)
-    axes.legend(loc="lower right", fontsize=9)
+    axes.legend(loc="best", fontsize=9)

@@ -24,7 +24,7 @@ class Progress:
     def show(self) -> bool:
         """Whether there was anything new."""
         lines = [line(record) for tail, line in self._tails for record in tail.new()]
-        for line in lines:
+        for line in filter(None, lines):
             self._say(line)
         return bool(lines)
 
@@ -57,7 +57,11 @@ def eval_line(record: Mapping[str, Any]) -> str:
 
 
 def sft_line(record: Mapping[str, Any]) -> str:
-    return f"warm start (SFT) step {record.get('step', '?')}/{record.get('max_steps', '?')}  loss {_number(record, 'loss', '.4f')}"
+    """Empty for most steps: about ten lines tell the course of the warm start."""
+    step, last = int(record.get("step", 0)), int(record.get("max_steps", 0))
+    if step != last and step % max(1, last // 10):
+        return ""
+    return f"warm start (SFT) step {step}/{last}  loss {_number(record, 'loss', '.4f')}"
 
 
 def _number(record: Mapping[str, Any], key: str, form: str) -> str:

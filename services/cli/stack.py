@@ -20,7 +20,7 @@ from services.cli.runs import secret, write_json
 from services.cli.supervisor import Kept, Member, Say, keeping
 from shared.clients.base import HttpClient
 from shared.config import Loaded
-from shared.errors import VolleyError
+from shared.errors import QueueUnavailable, VolleyError
 from shared.http import read_token
 from shared.queue import client as redis_client
 from shared.queue import server as redis_server
@@ -76,9 +76,13 @@ class _Builder:
         self._write_services()
 
     async def check_redis(self) -> None:
-        """Raises VolleyError if a Redis of the user's does not answer."""
+        """Raises QueueUnavailable if a Redis of the user's does not answer, ConfigError if it refuses us."""
         if self.redis is None:
-            await _ping(self._services)
+            try:
+                await _ping(self._services)
+            except QueueUnavailable as error:
+                hint = "start it, or leave services.redis_url out to get an embedded one"
+                raise QueueUnavailable(f"services.redis_url: {error.detail}", hint) from error
 
     def redis_member(self, spec: redis_server.ServerSpec) -> Member:
         async def answers() -> bool:

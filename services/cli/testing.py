@@ -39,12 +39,8 @@ def main(arguments: Sequence[str]) -> int:
 def _pytest(environment: str, arguments: Sequence[str]) -> tuple[int, str]:
     """Exit code and last line of one pytest, whose output is shown as it comes."""
     command = [str(python_of(environment)), "-m", "pytest", *_paths(environment), *arguments]
-    variables = {
-        **os.environ,
-        "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{environment}"),
-        "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"),
-        "PYTHONUNBUFFERED": "1",
-    }
+    jax = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{environment}")} if environment in OWN_ENVIRONMENT else {}
+    variables = {**jax, **os.environ, "PYTHONUNBUFFERED": "1"}
     last = ""
     with subprocess.Popen(command, cwd=PROJECT, env=variables, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

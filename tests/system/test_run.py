@@ -1,0 +1,96 @@
+"""One short run on the real stack, to its end: what it prints, what it leaves on disk, and that it leaves nothing running."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import orjson
+import pytest
+
+from services.cli import jsonl
+from services.cli.layout import PROJECT
+from shared.types import WeightVersion
+from shared.weights import newest, read_manifest, verify_files
+from tests.support.stack import SMALL, Training, training
+
+N_STEPS = 3
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    """A run of three steps, finished."""
+    with training(tmp_path_factory.mktemp("run"), *SMALL, f"trainer.max_steps={N_STEPS}") as started:
+        assert started.wait(540) == 0, started.text()
+        yield started
+
+
+def test_it_ends_with_its_result(run: Training) -> None:
+    lines = run.output.read_text().splitlines()
+    assert re.fullmatch(rf"DONE: steps={N_STEPS} elapsed_sec=\d+\.\d", lines[-1])
+    assert any("held-out success after RL" in line for line in lines)
+    assert run.errors.read_text() == ""
+
+
+def test_it_shows_a_line_a_step(run: Training) -> None:
+    steps = [line for line in run.output.read_text().splitlines() if line.startswith("step ")]
+    assert len(steps) == N_STEPS
+    for line in steps:
+        assert all(part in line for part in ("loss", "reward", "success", "KL", "|Δlogp|", "tokens/s", "weights e000001-s", "staleness"))
+
+
+def test_versions_advance_and_reach_the_rollout_server(run: Training) -> None:
+    metrics = jsonl.read(run.folder.metrics)
+    assert [row["version"] for row in metrics] == [str(WeightVersion(1, step)) for step in (1, 2, 3)]
+    evaluations = {row["step"]: row for row in jsonl.read(run.folder.evals)}
+    assert evaluations[0]["version_max"] == str(WeightVersion(1, 0))
+    assert evaluations[N_STEPS]["version_min"] == str(WeightVersion(1, N_STEPS))
+
+
+def test_rollout_and_trainer_agree_on_log_probabilities(run: Training) -> None:
+    current = [row["logprob_abs_diff_current"] for row in jsonl.read(run.folder.metrics)]
+    assert max(value for value in current if value is not None) < 1e-4
+
+
+def test_the_newest_checkpoint_is_whole(run: Training) -> None:
+    folder = newest(run.folder.path / "checkpoints")
+    assert folder is not None
+    manifest = read_manifest(folder)
+    assert manifest.version == str(WeightVersion(1, N_STEPS))
+    verify_files(folder, manifest)
+
+
+def test_the_summary_is_for_programs(run: Training) -> None:
+    summary = orjson.loads(run.folder.summary.read_bytes())
+    assert summary["steps"] == N_STEPS
+    assert summary["elapsed_sec"] > 0
+    assert summary["held_out_tasks"] == 6
+    assert 0 <= summary["held_out_success_before_rl"] <= 1
+    assert 0 <= summary["held_out_success_after_rl"] <= 1
+    assert summary["final_weight_version"] == str(WeightVersion(1, N_STEPS))
+    assert summary["tokens_per_sec"] > 0
+    assert summary["tickets"] == {"trained": 2 * N_STEPS}
+
+
+def test_the_run_records_what_it_was(run: Training) -> None:
+    record = orjson.loads(run.folder.record.read_bytes())
+    assert record["finished"]
+    assert record["seed"] == 0
+    assert {"volley", "python", "jax", "sglang-jax", "google-tunix"} <= record["versions"].keys()
+
+
+def test_nothing_is_left_running(run: Training) -> None:
+    assert run.leftovers() == []
+
+
+def test_a_finished_run_is_not_trained_again(run: Training) -> None:
+    folder = run.folder.path
+    command = [sys.executable, "-m", "services.cli", "train", "--config", "configs/quickstart.yaml"]
+    command += [f"run.dir={folder.parent}", f"run.name={folder.name}", *SMALL, f"trainer.max_steps={N_STEPS}"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "is finished" in done.stderr
