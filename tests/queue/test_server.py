@@ -44,8 +44,9 @@ async def test_a_client_without_the_password_is_refused(redis_server: ServerSpec
 
 async def test_the_server_keeps_everything_it_acknowledged(redis_server: ServerSpec):
     async with connect(redis_server.url) as client:
-        config = await client.config_get("appendonly", "appendfsync", "maxmemory-policy", "bind")
-    assert config == {"appendonly": "yes", "appendfsync": "everysec", "maxmemory-policy": "noeviction", "bind": "127.0.0.1"}
+        names = ("appendonly", "appendfsync", "maxmemory-policy", "bind")
+        values = [(await client.config_get(name))[name] for name in names]
+    assert values == ["yes", "everysec", "noeviction", "127.0.0.1"]
 
 
 def test_two_servers_never_share_a_folder(tmp_path: Path):

@@ -178,9 +178,7 @@ async def run_trainer(url: str, folder: Path) -> None:
     async with connect(url) as redis:
         queue = TicketQueue(redis, RUN)
         state, done, weights = newest(folder)
-        epoch = await patiently(
-            lambda: queue.begin(state["low"], state["step"], state["issued"], state["void"], done, state["epoch"])
-        )
+        epoch = await patiently(lambda: queue.begin(state["low"], state["step"], state["issued"], state["void"], done, state["epoch"]))
         progress = Progress(state["low"], done, state["void"])
         if state["epoch"] == 0:
             save(folder, epoch, 0, progress, 0, weights)
