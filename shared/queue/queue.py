@@ -40,6 +40,9 @@ _DEAD_KEPT = 64
 _NEW = ">"
 
 
+type _Row = tuple[bytes, dict[bytes, bytes] | None]  # entry id, fields
+
+
 @dataclass
 class _Lineage:
     """What the trainer's end knows of its own incarnation.
@@ -168,7 +171,7 @@ class TicketQueue:
                 cursor = lineage.cursor
                 rows = await self._fetch(lineage, consumer, count, block_ms)
                 if cursor != _NEW:
-                    lineage.cursor = rows[-1].entry_id if rows else _NEW
+                    lineage.cursor = rows[-1][0].decode() if rows else _NEW
                 entries = await self._unseen(lineage, rows)
                 if entries or cursor == _NEW:
                     return entries
@@ -176,28 +179,28 @@ class TicketQueue:
             lineage.cursor = "0"
             raise
 
-    async def _fetch(self, lineage: _Lineage, consumer: str, count: int, block_ms: int) -> list[Entry]:
+    async def _fetch(self, lineage: _Lineage, consumer: str, count: int, block_ms: int) -> Sequence[_Row]:
         block = ("BLOCK", min(block_ms, MAX_BLOCK_MS)) if block_ms > 0 else ()
         where = ("STREAMS", self.keys.stream, lineage.cursor)
         group = ("GROUP", f"t{lineage.fence}", consumer)
         answer = await command(self._redis, "XREADGROUP", *group, "COUNT", count, *block, *where)
-        rows = answer[0][1] if answer else []
-        return [_entry(entry_id, fields, lineage.tries) for entry_id, fields in rows]
+        return answer[0][1] if answer else []
 
-    async def _unseen(self, lineage: _Lineage, rows: Sequence[Entry]) -> list[Entry]:
+    async def _unseen(self, lineage: _Lineage, rows: Sequence[_Row]) -> list[Entry]:
         """Entries the caller neither holds nor has finished. The server may have lost a commit: those are finished again."""
         fresh: list[Entry] = []
         again: list[Finished] = []
-        for row in rows:
-            if row.ticket == 0:
-                continue
-            if lineage.progress.is_finished(row.ticket):
-                again.append(Finished(row.ticket, row.entry_id))
-            elif row.ticket not in lineage.held:
-                fresh.append(row)
+        for entry_id, fields in rows:
+            if not fields:
+                continue  # deleted while it was pending
+            entry, ticket = entry_id.decode(), int(fields[b"t"])
+            if lineage.progress.is_finished(ticket):
+                again.append(Finished(ticket, entry))
+            elif ticket not in lineage.held:
+                fresh.append(Entry(entry, ticket, fields[b"d"], deliveries=1 + lineage.tries.get(ticket, 0)))
         if again:
             await self._commit(lineage, again)
-        lineage.held.update(row.ticket for row in fresh)
+        lineage.held.update(entry.ticket for entry in fresh)
         return fresh
 
     async def commit(self, epoch: int, version: int, finished: Sequence[Finished], void: int) -> None:
@@ -264,11 +267,3 @@ class TicketQueue:
 
 def _ms(seconds: float) -> int:
     return max(0, round(seconds * 1000))
-
-
-def _entry(entry_id: bytes, fields: dict[bytes, bytes] | None, tries: dict[int, int]) -> Entry:
-    """Ticket 0 marks an entry that was deleted while it was pending."""
-    if not fields:
-        return Entry(entry_id.decode(), 0, b"", 0)
-    ticket = int(fields[b"t"])
-    return Entry(entry_id.decode(), ticket, fields[b"d"], 1 + tries.get(ticket, 0))

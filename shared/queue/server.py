@@ -177,12 +177,17 @@ def _folder_lock(spec: ServerSpec) -> Iterator[int]:
     """Yields a locked file descriptor; a child that inherits it keeps the lock for as long as it lives."""
     lock = os.open(spec.folder / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(lock, spec.folder)
         yield lock
-    except BlockingIOError:
-        raise ConfigError(f"another server is using {spec.folder}", "stop that run first, or give this one another name") from None
     finally:
         os.close(lock)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"another server is using {folder}", "stop that run first, or give this one another name") from error
 
 
 def _wait_ready(spec: ServerSpec, process: subprocess.Popen[bytes], ready_s: float) -> None:

@@ -214,7 +214,7 @@ class LosesReplies(TicketQueue):
 
     cut = False
 
-    async def _fetch(self, *args: Any, **kwargs: Any) -> list[Entry]:
+    async def _fetch(self, *args: Any, **kwargs: Any) -> Any:
         rows = await super()._fetch(*args, **kwargs)
         if self.cut:
             raise QueueUnavailable("cut")
