@@ -1,0 +1,69 @@
+"""Foreign errors become the project's own, and no command is repeated behind the caller's back."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from shared.errors import ConfigError, Fenced, QueueUnavailable
+from shared.queue.client import command, connect
+from shared.queue.queue import TicketQueue
+
+
+async def test_an_unreachable_server_is_named_as_such():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        async with connect(f"redis://127.0.0.1:{taken.getsockname()[1]}") as redis:
+            with pytest.raises(QueueUnavailable, match="did not answer"):
+                await TicketQueue(redis, "run").state()
+
+
+async def test_a_broken_connection_is_not_retried():
+    connections = 0
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, connect(f"redis://127.0.0.1:{port}") as redis:
+        with pytest.raises(QueueUnavailable):
+            await command(redis, "PING")
+    assert connections == 1
+
+
+@pytest.mark.parametrize("url", ["http://host", "redis://host:port"])
+def test_a_malformed_url_is_a_configuration_error(url: str):
+    with pytest.raises(ConfigError, match="malformed"):
+        connect(url)
+
+
+def test_a_missing_password_file_is_a_configuration_error(tmp_path: Path):
+    with pytest.raises(ConfigError, match="absent"):
+        connect("redis://host", tmp_path / "absent")
+
+
+async def test_a_missing_group_means_fenced(redis: Redis):
+    with pytest.raises(Fenced):
+        await command(redis, "XREADGROUP", "GROUP", "g", "c", "STREAMS", "nothing", ">")
+
+
+async def test_a_full_server_loses_nothing(redis: Redis):
+    """Publishing fails as a whole; the ticket stays leased, and the group is queued once there is memory again."""
+    queue = TicketQueue(redis, "run")
+    await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0)
+    await queue.reserve(60, 1, 0, 1)
+    await command(redis, "CONFIG", "SET", "maxmemory", 1)
+    try:
+        with pytest.raises(QueueUnavailable, match="memory"):
+            await queue.publish(1, b"group")
+    finally:
+        await command(redis, "CONFIG", "SET", "maxmemory", 0)
+    assert ((await queue.state()).depth, (await queue.state()).leased) == (0, 1)
+    assert await queue.publish(1, b"group") == "queued"
