@@ -4,7 +4,8 @@ Rules
 - A server is routable if it is not out and its weights are fresh: at least `eta` steps behind the queue's version at most, and
   not of a lineage that was undone (a trainer that went back to an older step has a higher epoch, and wins).
 - An episode stays on its server for the prefix cache, unless that server is overloaded.
-- A failure takes a server out for a cool-down that grows with every further one; a probe, not a request, brings it back.
+- A failure takes a server out until a probe, not a request, finds it well. The first probe comes at once (a connection may
+  break for no deep reason), later ones after a cool-down that grows until a request succeeds again.
 - Waiting for a server has a deadline and ends with the reason why there is none.
 """
 
@@ -51,21 +52,21 @@ class Need:
 
 @dataclass(slots=True)
 class Server:
-    """A rollout server as seen from here. `inflight` counts our requests; `out_until` is monotonic time; `leaving` gets no new ones."""
+    """A rollout server as seen from here. `inflight` counts our requests; one that is `leaving` gets no new ones.
+
+    `out` is why it gets no requests until a probe succeeds, empty if it does; `failures` counts those since the last
+    success; `probe_at` is the clock's time of the next probe while it is out.
+    """
 
     url: str
     engine: Engine
     version: WeightVersion | None = None
     capacity: int = 1
     inflight: int = 0
+    out: str = ""
     failures: int = 0
-    out_until: float = 0.0
-    out_reason: str = ""
+    probe_at: float = 0.0
     leaving: bool = False
-
-    @property
-    def out(self) -> bool:
-        return self.failures > 0
 
     @property
     def load(self) -> float:
@@ -102,30 +103,30 @@ class Balancer:
 
     def observe(self, server: Server, version: WeightVersion | None) -> None:
         """A probe found the server well, with these weights."""
-        changed = server.version != version or server.out
-        server.version, server.failures, server.out_reason = version, 0, ""
+        changed = server.version != version or bool(server.out)
+        server.version, server.out = version, ""
         if changed:
             self._notify()
 
-    def saw_version(self, server: Server, version: str) -> None:
-        """An answer carried this version: newer than the last probe's, perhaps."""
-        seen = WeightVersion.parse(version)
-        if server.version is None or seen > server.version:
+    def succeeded(self, server: Server, version: str | None) -> None:
+        """A request was answered, by weights of this version; perhaps newer than the last probe's."""
+        server.failures = 0
+        seen = WeightVersion.parse(version) if version else None
+        if seen is not None and (server.version is None or seen > server.version):
             server.version = seen
             self._notify()
 
     def fail(self, server: Server, reason: str) -> None:
-        """Takes the server out; a second failure within the same cool-down changes nothing."""
-        now = self._clock()
-        if now < server.out_until and server.out:
+        """Takes the server out; while it is out, only a failed probe counts again."""
+        if server.out and self._clock() < server.probe_at:
             return
+        cool_down = min(_COOL_DOWN_CAP_S, _COOL_DOWN_S * 2 ** (server.failures - 1)) if server.failures else 0.0
         server.failures += 1
-        server.out_until = now + min(_COOL_DOWN_CAP_S, _COOL_DOWN_S * 2 ** (server.failures - 1))
-        server.out_reason = reason
+        server.out, server.probe_at = reason, self._clock() + cool_down
 
     def probe_due(self, server: Server) -> bool:
-        """Whether a server that is out may be asked whether it is well again."""
-        return self._clock() >= server.out_until
+        """Whether to ask the server for its weights, and if it is out, whether it is well again."""
+        return self._clock() >= server.probe_at
 
     @asynccontextmanager
     async def server(self, need: Need, deadline: float, preferred: str | None = None) -> AsyncIterator[Server]:
@@ -171,7 +172,7 @@ class Balancer:
         if server.leaving:
             return "is leaving"
         if server.out:
-            return f"failed ({server.out_reason})"
+            return f"failed ({server.out})"
         if server.version is None:
             return "has no weight version yet"
         step, target = server.version.step, self._target

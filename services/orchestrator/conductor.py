@@ -84,7 +84,7 @@ class Conductor:
             "staleness": self.board.staleness,
             "mean_episode_s": self.board.mean_episode_s(),
             "servers": [
-                {"url": s.url, "version": str(s.version) if s.version else None, "inflight": s.inflight, "out": s.out_reason or None}
+                {"url": s.url, "version": str(s.version) if s.version else None, "inflight": s.inflight, "out": s.out or None}
                 for s in servers
             ],
             "evaluations": [dataclasses.asdict(record) for record in self.evaluator.records] if self.evaluator else [],

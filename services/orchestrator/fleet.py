@@ -80,7 +80,7 @@ class Fleet:
         for url in wanted.keys() - known:
             client = self._clients[url] = self._connect(url)
             await client.__aenter__()
-            self._balancer.add(Server(url, client, capacity=max(1, wanted[url].capacity), failures=1, out_reason="not probed yet"))
+            self._balancer.add(Server(url, client, capacity=max(1, wanted[url].capacity), out="not probed yet"))
             _log.info("server found", url=url)
 
     async def _forget(self, server: Server) -> None:
@@ -89,7 +89,7 @@ class Fleet:
         _log.info("server left", url=server.url)
 
     async def _probe(self, server: Server) -> None:
-        was_out = server.out
+        was_out = bool(server.out)
         try:
             async with asyncio.timeout(_PROBE_TIMEOUT_S):
                 if was_out:

@@ -136,8 +136,7 @@ class Sampler:
             if may_pass(error):
                 self._balancer.fail(server, str(error))
             raise
-        if generation.versions:
-            self._balancer.saw_version(server, generation.versions[-1].version)
+        self._balancer.succeeded(server, generation.versions[-1].version if generation.versions else None)
         _check_versions(generation, course.spec.need)
         return generation
 

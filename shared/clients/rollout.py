@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.clients.base import HttpClient
+from shared.clients.direct import DirectClient
 from shared.errors import DecodeError, Unavailable
-from shared.types import VersionSpan
+from shared.types import VersionSpan, WeightVersion
 
 _WEIGHTS_TIMEOUT_S = 600.0
 
@@ -44,7 +44,7 @@ class ServerWeights:
     digest: str | None
 
 
-class RolloutClient(HttpClient):
+class RolloutClient(DirectClient):
     """Every method raises VolleyError: ServiceUnreachable, or what the server's problem body says."""
 
     async def generate(self, input_ids: np.ndarray, sampling: Mapping[str, Any], rid: str, *, timeout_s: float | None = None) -> Generation:
@@ -137,6 +137,7 @@ def _check(generation: Generation, max_new_tokens: int) -> None:
     for span in generation.versions:
         if span.start != end or span.end <= span.start:
             raise DecodeError("the version spans have a gap or overlap")
+        WeightVersion.parse(span.version)
         end = span.end
     if end != n:
         raise DecodeError(f"the version spans cover {end} of {n} tokens")

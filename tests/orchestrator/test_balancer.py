@@ -76,24 +76,36 @@ def test_a_failure_takes_a_server_out_until_a_probe_finds_it_well():
     balancer, (server,) = make((1, 5), clock=clock)
     balancer.fail(server, "no answer")
     assert balancer.pick(ANY) is None
-    assert not balancer.probe_due(server)
-    clock.now = 60
     assert balancer.probe_due(server)
+    clock.now = 60
     assert balancer.pick(ANY) is None
     balancer.observe(server, WeightVersion(1, 5))
     assert balancer.pick(ANY) is server
 
 
-def test_many_failures_at_once_count_as_one_and_later_ones_cool_down_longer():
+def test_probes_come_later_and_later_until_a_request_succeeds():
     clock = Clock()
     balancer, (server,) = make((1, 5), clock=clock)
     waits = []
-    for _ in range(6):
-        for _ in range(100):
-            balancer.fail(server, "no answer")
-        waits.append(server.out_until - clock.now)
-        clock.now = server.out_until
-    assert waits == [0.5, 1, 2, 4, 8, 8]
+    for _ in range(7):
+        balancer.fail(server, "no answer")
+        waits.append(server.probe_at - clock.now)
+        clock.now = server.probe_at
+        balancer.observe(server, WeightVersion(1, 5))
+    assert waits == [0, 0.5, 1, 2, 4, 8, 8]
+    balancer.succeeded(server, "e000001-s000006")
+    balancer.fail(server, "no answer")
+    assert server.probe_at == clock.now
+    assert server.version == WeightVersion(1, 6)
+
+
+def test_many_requests_that_fail_while_a_server_is_out_count_once():
+    clock = Clock()
+    balancer, (server,) = make((1, 5), clock=clock)
+    server.failures = 1
+    for _ in range(100):
+        balancer.fail(server, "no answer")
+    assert server.failures == 2
 
 
 async def test_waiting_ends_when_a_server_gets_fresh_weights():

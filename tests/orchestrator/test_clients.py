@@ -1,0 +1,130 @@
+"""Clients of env and rollout: what the wire may carry, and what is refused before it becomes data."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import httpx
+import numpy as np
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from shared import codec
+from shared.clients.env import EnvClient
+from shared.clients.rollout import RolloutClient
+from shared.errors import Conflict, DecodeError, NotFound, ServiceUnreachable, Unavailable, problem
+from shared.http import create_app
+from shared.schema import Limits
+from tests.support.asgi import served
+from tests.support.fake_rollout import FakeRollout
+from tests.support.net import free_port
+
+IDS = np.arange(5, dtype=np.int32)
+PARAMS = {"max_new_tokens": 4, "temperature": 1.0, "sampling_seed": 1}
+GOOD = {
+    "output_ids": [7, 8, 2],
+    "meta_info": {
+        "prompt_tokens": 5,
+        "output_token_logprobs": [-0.5, -1.0, -2.0],
+        "finish_reason": {"type": "stop"},
+        "weight_versions": [{"version": "e000001-s000000", "start": 0, "end": 3}],
+    },
+}
+
+
+def changed(**meta):
+    return {**GOOD, "meta_info": {**GOOD["meta_info"], **meta}}
+
+
+def answering(body, status=200):
+    app = FastAPI()
+
+    @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
+    async def answer(request: Request) -> Response:
+        return Response(codec.pack(body), status, media_type=codec.MEDIA_TYPE)
+
+    return app
+
+
+def rollout(app):
+    return RolloutClient("http://rollout", transport=httpx.ASGITransport(app))
+
+
+async def test_a_generation_as_msgpack_arrays_or_as_lists():
+    async with served(FakeRollout().app()) as url, RolloutClient(url) as client:
+        over_http = await client.generate(IDS, PARAMS, "a")
+    assert over_http.output_ids.dtype == np.int32
+    assert over_http.logprobs.dtype == np.float32
+    rows = [[-0.5, 7, None], [-1.0, 8, None], [-2.0, 2, None]]
+    for body in (GOOD, changed(output_token_logprobs=rows)):
+        async with rollout(answering(body)) as client:
+            generation = await client.generate(IDS, PARAMS, "a")
+        assert generation.output_ids.tolist() == [7, 8, 2]
+        assert generation.logprobs.tolist() == [-0.5, -1.0, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (changed(prompt_tokens=4), "saw 4 prompt tokens of 5"),
+        (changed(output_token_logprobs=[-0.5]), "1 log-probabilities for 3 tokens"),
+        (changed(output_token_logprobs=[-0.5, float("nan"), -1.0]), "not finite"),
+        (changed(output_token_logprobs=[-0.5, 0.5, -1.0]), "not negative"),
+        (changed(weight_versions=[]), "cover 0 of 3"),
+        (changed(weight_versions=[{"version": "e000001-s000000", "start": 1, "end": 3}]), "gap"),
+        (changed(weight_versions=[{"version": "seven", "start": 0, "end": 3}]), "not a weight version"),
+        (changed(finish_reason={"type": "tired"}), "tired"),
+        (GOOD | {"output_ids": [7, 8, -2]}, "negative"),
+        (GOOD | {"output_ids": [7] * 9}, "9 tokens where at most 4"),
+        (changed(output_token_logprobs=[], weight_versions=[]) | {"output_ids": []}, "nothing was sampled"),
+        ({"text": "hello"}, "lacks or mistypes"),
+        ([1], "lacks or mistypes"),
+    ],
+)
+async def test_a_broken_generation_makes_the_server_unavailable_and_is_never_data(body, reason):
+    async with rollout(answering(body)) as client:
+        with pytest.raises(Unavailable, match=reason):
+            await client.generate(IDS, PARAMS, "a")
+
+
+@asynccontextmanager
+async def failing(error):
+    app = create_app("failing", limits=Limits(), token=None, ready=lambda: None)
+
+    @app.post("/episodes/{episode_id}/step")
+    async def step(episode_id: str) -> None:
+        raise error
+
+    async with served(app) as url, EnvClient(url) as client:
+        yield client
+
+
+@pytest.mark.parametrize("error", [NotFound("no episode e1", "it expired"), Conflict("over")])
+async def test_problem_bodies_come_back_as_themselves(error):
+    async with failing(error) as client:
+        with pytest.raises(type(error)) as caught:
+            await client.step("e1", "r1", "hi")
+    assert problem(caught.value) == problem(error)
+
+
+async def test_nobody_there_and_no_answer_in_time():
+    async with RolloutClient(f"http://127.0.0.1:{free_port()}") as client:
+        with pytest.raises(ServiceUnreachable, match="is the service running"):
+            await client.generate(IDS, PARAMS, "a")
+    async with served(FakeRollout(delay_s=1).app()) as url, RolloutClient(url) as client:
+        with pytest.raises(ServiceUnreachable, match="in time"):
+            await client.generate(IDS, PARAMS, "a", timeout_s=0.05)
+
+
+async def test_an_answer_that_is_no_record_is_refused():
+    async with served(answering({"episode_id": "e1"})) as url, EnvClient(url) as client:
+        with pytest.raises(DecodeError, match="task"):
+            await client.create("r", "frozen_lake", "train", 0, seed=0)
+
+
+async def test_hundreds_of_requests_at_once_on_one_client():
+    fake = FakeRollout(delay_s=0.02)
+    async with served(fake.app()) as url, RolloutClient(url) as client, asyncio.TaskGroup() as group:
+        for i in range(200):
+            group.create_task(client.generate(IDS, PARAMS, f"r{i:03d}"))
+    assert fake.requests == 200

@@ -1,0 +1,81 @@
+"""The fleet: finds servers, notices versions and deaths, forgets those that left, survives a registry that is away."""
+
+import asyncio
+import time
+
+from services.orchestrator.balancer import Balancer, Need
+from services.orchestrator.fleet import Fleet, Found
+from shared.clients.rollout import RolloutClient
+from shared.errors import QueueUnavailable
+from tests.support.asgi import served
+from tests.support.fake_rollout import FakeRollout
+
+
+def fleet_of(balancer, found):
+    async def discover():
+        if isinstance(found, Exception):
+            raise found
+        return [Found(url) for url in found]
+
+    return Fleet(balancer, discover, RolloutClient)
+
+
+async def test_a_server_is_routable_after_its_first_probe_and_gone_when_it_leaves():
+    balancer, rollout = Balancer(1), FakeRollout()
+    async with served(rollout.app()) as url:
+        found = [url]
+        async with fleet_of(balancer, found) as fleet:
+            await fleet.refresh()
+            assert balancer.pick(Need()).url == url
+            found.clear()
+            async with balancer.server(Need(), time.monotonic() + 1):
+                await fleet.refresh()
+                assert balancer.pick(Need()) is None
+                assert len(balancer.servers) == 1
+            await fleet.refresh()
+            assert not balancer.servers
+
+
+async def test_a_dead_server_goes_out_and_comes_back_only_when_ready():
+    balancer, rollout = Balancer(1), FakeRollout()
+    async with served(rollout.app()) as url, fleet_of(balancer, [url]) as fleet:
+        await fleet.refresh()
+        (server,) = balancer.servers
+        balancer.fail(server, "no answer")
+        rollout.well = False
+        await fleet.refresh()
+        assert "not well" in balancer.why_none()
+        rollout.well = True
+        server.probe_at = 0
+        await fleet.refresh()
+        assert balancer.why_none() is None
+
+
+async def test_a_server_that_does_not_answer_is_out():
+    balancer = Balancer(1)
+    async with fleet_of(balancer, ["http://127.0.0.1:9"]) as fleet:
+        await fleet.refresh()
+    assert "http://127.0.0.1:9" in balancer.why_none()
+
+
+async def test_a_registry_that_is_away_changes_nothing():
+    balancer, rollout = Balancer(1), FakeRollout()
+    async with served(rollout.app()) as url, fleet_of(balancer, [url]) as fleet:
+        await fleet.refresh()
+        fleet._discover = fleet_of(balancer, QueueUnavailable("away"))._discover
+        rollout.version = "e000001-s000003"
+        await fleet.refresh()
+        assert [str(s.version) for s in balancer.servers] == ["e000001-s000003"]
+
+
+async def test_a_waiting_episode_is_served_soon_after_the_weights_arrive():
+    balancer, rollout = Balancer(0), FakeRollout()
+    async with served(rollout.app()) as url, fleet_of(balancer, [url]) as fleet, asyncio.TaskGroup() as group:
+        watching = group.create_task(fleet.watch())
+        balancer.set_target(1, 1)
+        await asyncio.sleep(0.2)
+        rollout.version = "e000001-s000001"
+        started = time.monotonic()
+        await balancer.wait_routable(Need(), started + 5)
+        assert time.monotonic() - started < 0.9
+        watching.cancel()
