@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from services.rollout import metrics
-from services.rollout.engine.protocol import CommitMode, CommitResult, Engine, StagedWeights
+from services.rollout.engine.protocol import BASE_VERSION, CommitMode, CommitResult, Engine, StagedWeights
 from shared import telemetry, weights
 from shared.errors import Conflict, DecodeError, Forbidden, VolleyError, WeightsError
 from shared.types import WeightVersion
@@ -190,9 +190,10 @@ def _same_model(manifest: Manifest, model: Mapping[str, Any]) -> None:
 
 
 def _newer(candidate: str, current: str | None) -> bool:
-    if current is None:
+    """Whether the run's `candidate` should replace `current`; weights that someone loaded by another name stay."""
+    if current is None or current == BASE_VERSION:
         return True
     try:
         return WeightVersion.parse(candidate) > WeightVersion.parse(current)
     except DecodeError:
-        return True
+        return False

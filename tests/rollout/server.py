@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -60,21 +61,21 @@ class Server:
     def status(self) -> dict[str, Any]:
         return self.get("/get_server_info")["internal_state"]
 
-    def publish(self, version: str, seed: int, **options: Any) -> Path:
-        """Writes a checkpoint of random weights under the server's root. Returns its folder."""
+    def publish(self, version: str, seed: int, folder: str = "pushed") -> Path:
+        """Writes a checkpoint of random weights; in "." the server finds it by itself. Returns its folder."""
         weights = models.random_weights(self.config, seed)
         self.weights[version] = weights
-        return models.write_checkpoint(self.root, version, self.config, weights, **options)
+        return models.write_checkpoint(self.root / folder, version, self.config, weights)
 
     def error(self, prompt: Sequence[int], answer: Any) -> float:
         """Largest |log p - reference| over the answer's tokens, each under the version that claims it."""
         ids, logprobs = answer["output_ids"].tolist(), answer["meta_info"]["output_token_logprobs"]
         found = []
         for span in answer["meta_info"]["weight_versions"]:
-            expected = qwen3_ref.score(
-                self.weights[span["version"]], self.config, [*prompt, *ids[: span["start"]]], ids[span["start"] : span["end"]]
-            )
-            found.append(np.abs(expected - logprobs[span["start"] : span["end"]]).max())
+            start, end = span["start"], span["end"]
+            weights = self.weights[span["version"]]
+            expected = qwen3_ref.score(weights, self.config, [*prompt, *ids[:start]], ids[start:end])
+            found.append(np.abs(expected - logprobs[start:end]).max())
         return max(found)
 
 
@@ -94,7 +95,8 @@ def running_server(folder: Path, config: dict[str, Any], *overrides: str) -> Ite
     model = models.write_hf(folder / "model", config)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).write_bytes((Path(__file__).parents[2] / "configs" / "models" / "tiny" / name).read_bytes())
-    engine = f"{{context_length: {CONTEXT}, max_running_requests: {MAX_RUNNING}, max_prefill_tokens: {MAX_PREFILL}}}"
+    sizes = {"context_length": CONTEXT, "max_running_requests": MAX_RUNNING, "max_prefill_tokens": MAX_PREFILL}
+    engine = json.dumps(sizes | {"precompile_token_paddings": [16, 64], "precompile_bs_paddings": [8, 16]})
     path = folder / "run.yaml"
     path.write_text(
         f"run: {{name: test, dir: {folder}}}\nmodel: {{path: {model}}}\ndata: {{env: none}}\n"
@@ -104,7 +106,7 @@ def running_server(folder: Path, config: dict[str, Any], *overrides: str) -> Ite
     with subprocess.Popen(command) as process:
         server = Server(f"http://127.0.0.1:{port}", folder / "test" / "checkpoints", config, process)
         try:
-            server.publish("e000001-s000000", 0)
+            server.publish("e000001-s000000", 0, ".")
             wait_until(lambda: process.poll() is not None or _ready(server), 200)
             assert process.poll() is None, "the server ended before it was ready"
             yield server

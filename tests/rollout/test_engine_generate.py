@@ -160,9 +160,8 @@ def test_the_same_id_twice_is_a_conflict(server: Server, prompts: list[list[int]
 
 
 def test_chat_and_completion_answer_in_openais_shape(server: Server) -> None:
-    chat = server.http.post(
-        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "n": 2, "seed": 1}
-    )
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "n": 2, "seed": 1}
+    chat = server.http.post("/v1/chat/completions", json=asked)
     choices = chat.raise_for_status().json()["choices"]
     assert [c["index"] for c in choices] == [0, 1]
     assert choices[0]["message"]["role"] == "assistant"
