@@ -24,8 +24,8 @@ from services.env.environments.sokoban import SokobanConfig, sokoban  # noqa: E4
 
 VOCABULARY = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# A tag, an action separator, a word with the space before it, a digit, any other sign or a space, each on its own.
-PIECES = r"</?[a-z_]+>| \|\| |####| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]|\s"
+# A tag, an action separator, a word with the space before it, a digit, any other sign (also a capital) or a space, each alone.
+PIECES = r"</?[a-z_]+>| \|\| |####| ?[A-Z]?[a-z]+|[0-9]| ?[^\s0-9]|\s"
 TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -40,7 +40,7 @@ MODEL = {
     "model_type": "qwen3",
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
-    "intermediate_size": 192,
+    "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
@@ -48,10 +48,10 @@ MODEL = {
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
+    "rope_theta": 100.0,
     "tie_word_embeddings": True,
     "attention_bias": False,
-    "initializer_range": 0.02,
+    "initializer_range": 0.05,
     "torch_dtype": "float32",
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -63,8 +63,9 @@ def conversations() -> Iterator[str]:
     """Demonstrations of the games, in the text a model sees."""
     for talk in ("bare", "chat"):
         lake = frozen_lake(FrozenLakeConfig(talk=talk, demo_actions_per_turn=1))
+        around = frozen_lake(FrozenLakeConfig(talk=talk, render="grid+around", max_turns=10, demo_actions_per_turn=1))
         boxes = sokoban(SokobanConfig(talk=talk))
-        for environment, n in ((lake, 300), (boxes, 60)):
+        for environment, n in ((lake, 150), (around, 150), (boxes, 60)):
             for index in range(n):
                 for message in environment.demonstration("train", index):
                     yield f"{message['role']}\n{message['content']}"

@@ -111,3 +111,42 @@ def test_the_goal_wins_and_steps_may_cost() -> None:
     assert game.render() == "__O\n_O_\n__*"
     assert outcomes[0] == Outcome({"step": -0.01}, False, False)
     assert outcomes[-1] == Outcome({"success": 2.0, "step": -0.01}, True, True)
+
+
+def test_what_lies_around_the_player_is_named():
+    config = FrozenLakeConfig(render="grid+around")
+    rows = ("SFHF", "FFFF", "FFFF", "FFFG")
+    lake = FrozenLakeEnv(desc=list(rows))
+    lake.reset(seed=0)
+    game = LakeGame(rows, lake, config)
+    assert game.render().splitlines() == ["P_O_", "____", "____", "___G", "Left # Down _ Right _ Up #"]
+    game.act("Right")
+    assert game.render().splitlines()[-1] == "Left _ Down _ Right O Up #"
+    for action in ("Down", "Down", "Down", "Right"):
+        game.act(action)
+    assert game.render().splitlines()[-1] == "Left _ Down # Right G Up _"
+
+
+def test_a_blind_demonstration_follows_the_protocol_and_only_heads_for_the_goal():
+    lake = frozen_lake(FrozenLakeConfig(demo_blind=1.0, max_actions_per_turn=1, max_turns=10))
+    won = 0
+    for index in range(60):
+        messages = lake.demonstration("train", index)
+        episode = lake.reset("train", index, 0)
+        assert messages[-1]["role"] == "assistant"
+        replies = [m for m in messages if m["role"] == "assistant"]
+        assert {m["content"] for m in replies} <= {"<answer>Right</answer>", "<answer>Down</answer>"}
+        results = [episode.step(m) for m in replies]
+        assert results[-1].terminated
+        assert all("format" not in r.info.reward_components for r in results)
+        won += results[-1].info.success
+    assert 0 < won < 60
+
+
+def test_distinct_training_layouts():
+    config = FrozenLakeConfig(distinct_train=True, train_tasks=300)
+    first, second = frozen_lake(config), frozen_lake(config)
+    layouts = [first.layouts.get("train", index).layout for index in range(300)]
+    assert len(set(layouts)) == 300
+    assert [second.layouts.get("train", index).layout for index in (299, 0)] == [layouts[299], layouts[0]]
+    assert not set(layouts) & {first.layouts.get("eval", index).layout for index in range(100)}

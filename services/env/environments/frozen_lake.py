@@ -5,6 +5,7 @@ Maps come from gymnasium's `generate_random_map` and are only used when their sh
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from pydantic import Field, model_validator
 from services.env.environments.actions import ActionProtocol
 from services.env.environments.base import EVAL, TRAIN, Message, Step
 from services.env.environments.layouts import Drawn, Layouts, Rows
-from services.env.environments.text_game import GameConfig, GameEpisode, Outcome, demonstrate, instructions
+from services.env.environments.text_game import GameConfig, GameEpisode, Outcome, demonstrate, instructions, play
 from shared.errors import InputError
 
 ACTIONS = ("Left", "Down", "Right", "Up")
@@ -31,11 +32,15 @@ RULES = (
 )
 SLIPPERY = " The ice is slippery: you may slide to the side of where you are heading."
 
-type Render = Literal["grid", "spaced", "grid+coords", "coords"]
+type Render = Literal["grid", "spaced", "grid+around", "grid+coords", "coords"]
 
 
 class FrozenLakeConfig(GameConfig):
-    """`render`: the board as lines; with spaces between tiles; with coordinates of player and goal; coordinates alone, of holes too."""
+    """`render`: the board as lines; spaced; with what lies around the player; with coordinates of player and goal; these alone.
+
+    `demo_blind` is the share of demonstrations played by someone who heads for the goal without looking at the ice, and so
+    often falls into a hole: they teach the protocol and the direction, and leave the rest to reinforcement learning.
+    """
 
     size: int = Field(default=4, ge=3, le=16)
     frozen_probability: float = Field(default=0.8, ge=0.65, le=1)
@@ -44,6 +49,7 @@ class FrozenLakeConfig(GameConfig):
     success_reward: float = Field(default=1.0, gt=0)
     hole_reward: float = Field(default=0.0, le=0)
     step_reward: float = Field(default=0.0, le=0)
+    demo_blind: float = Field(default=0.0, ge=0, le=1)
 
     @model_validator(mode="after")
     def _reachable(self) -> FrozenLakeConfig:
@@ -98,22 +104,29 @@ class FrozenLake:
         return f"{split}/{index}@{self.layouts.get(split, index).digest}"
 
     def reset(self, split: str, index: int, seed: int) -> GameEpisode:
-        return self._episode(self.layouts.get(split, index), seed)
+        return self._episode(self._game(self.layouts.get(split, index), seed))
 
     def demonstration(self, split: str, index: int) -> tuple[Message, ...]:
         """On slippery ice the first of some seeds on which the plan works. Raises InputError when none does."""
         drawn = self.layouts.get(split, index)
+        dice = random.Random(drawn.seed)
+        if dice.random() < self.config.demo_blind:
+            game = self._game(drawn, dice.getrandbits(31))
+            return play(self._episode(game), lambda: [blind_action(len(game.rows), game.position, dice)])[0]
         for seed in range(_DEMO_SEEDS):
-            messages = demonstrate(self._episode(drawn, seed))
+            messages = demonstrate(self._episode(self._game(drawn, seed)))
             if messages is not None:
                 return messages
         raise InputError(f"frozen_lake/{split}/{index}: no plan worked on {_DEMO_SEEDS} seeds", "raise max_actions and max_turns")
 
-    def _episode(self, drawn: Drawn[Rows], seed: int) -> GameEpisode:
+    def _game(self, drawn: Drawn[Rows], seed: int) -> LakeGame:
         lake = FrozenLakeEnv(desc=list(drawn.layout), is_slippery=self.config.is_slippery)
         lake.reset(seed=seed)
+        return LakeGame(drawn.layout, lake, self.config)
+
+    def _episode(self, game: LakeGame) -> GameEpisode:
         intro = instructions(RULES + (SLIPPERY if self.config.is_slippery else ""), self.config, self.protocol)
-        return GameEpisode(LakeGame(drawn.layout, lake, self.config), self.config, self.protocol, intro)
+        return GameEpisode(game, self.config, self.protocol, intro)
 
 
 def frozen_lake(config: FrozenLakeConfig) -> FrozenLake:
@@ -126,7 +139,8 @@ def frozen_lake(config: FrozenLakeConfig) -> FrozenLake:
 
     counts = {TRAIN: config.train_tasks, EVAL: config.eval_tasks}
     protocol = ActionProtocol(ACTIONS, config.protocol, config.max_actions_per_turn)
-    return FrozenLake(config, Layouts("frozen_lake", make, lambda rows: rows, counts), protocol)
+    layouts = Layouts("frozen_lake", make, lambda rows: rows, counts, distinct_train=config.distinct_train)
+    return FrozenLake(config, layouts, protocol)
 
 
 def shortest_path(rows: Rows, start: tuple[int, int]) -> tuple[str, ...] | None:
@@ -143,6 +157,14 @@ def shortest_path(rows: Rows, start: tuple[int, int]) -> tuple[str, ...] | None:
                 paths[there] = (*paths[cell], action)
                 queue.append(there)
     return None
+
+
+def blind_action(size: int, player: tuple[int, int], dice: random.Random) -> str:
+    """Right or Down, whichever leads towards the goal in the last corner; where both do, Right three times out of four."""
+    row, column = player
+    if column == size - 1 or (row < size - 1 and dice.random() < 0.25):
+        return "Down"
+    return "Right"
 
 
 def _is_open(rows: Rows, cell: tuple[int, int]) -> bool:
@@ -164,6 +186,15 @@ def _coords(rows: Rows, player: tuple[int, int]) -> str:
     return f"P {player[0]} {player[1]} G {of('G')} O {of('H')}".rstrip()
 
 
+def _grid_around(rows: Rows, player: tuple[int, int]) -> str:
+    def at(action: str) -> str:
+        row, column = player[0] + _MOVES[action][0], player[1] + _MOVES[action][1]
+        inside = 0 <= row < len(rows) and 0 <= column < len(rows[0])
+        return {"H": "O", "G": "G"}.get(rows[row][column], "_") if inside else "#"
+
+    return f"{_grid(rows, player)}\n{' '.join(f'{action} {at(action)}' for action in ACTIONS)}"
+
+
 def _grid_coords(rows: Rows, player: tuple[int, int]) -> str:
     row, column = next((r, row.index("G")) for r, row in enumerate(rows) if "G" in row)
     return f"{_grid(rows, player)}\nP {player[0]} {player[1]} G {row} {column}"
@@ -172,6 +203,7 @@ def _grid_coords(rows: Rows, player: tuple[int, int]) -> str:
 _RENDER: Mapping[Render, Callable[[Rows, tuple[int, int]], str]] = {
     "grid": _grid,
     "spaced": lambda rows, player: _grid(rows, player, " "),
+    "grid+around": _grid_around,
     "grid+coords": _grid_coords,
     "coords": _coords,
 }

@@ -4,7 +4,7 @@ Two independent guarantees:
 - seeds: the lowest bit of a task's seed is its split, so no seed serves both;
 - layouts: a layout belongs to the split its own hash says, whatever seed, size or variant made it. The hash is that of the
   layout's smallest rotation or reflection, so an evaluation layout is not even a mirrored training layout.
-Evaluation layouts are also pairwise different. Nothing depends on process, time or Python's hash seed.
+Evaluation layouts, and on request training layouts, are also pairwise different. Nothing depends on process, time or Python's hash seed.
 """
 
 from __future__ import annotations
@@ -68,12 +68,15 @@ class Layouts[L]:
         make: seed → layout, or None when that seed gives no usable one.
         rows: layout → its text rows, which identify it.
         counts: tasks a split has.
+        distinct_train: training layouts are pairwise different too; drawn in order, so the first use of a late one is slow.
     """
 
-    def __init__(self, env: str, make: Callable[[int], L | None], rows: Callable[[L], Rows], counts: dict[str, int]) -> None:
+    def __init__(
+        self, env: str, make: Callable[[int], L | None], rows: Callable[[L], Rows], counts: dict[str, int], *, distinct_train: bool = False
+    ) -> None:
         self.counts = counts
         self._env, self._make, self._rows = env, make, rows
-        self._eval: list[Drawn[L]] = []
+        self._distinct: dict[str, list[Drawn[L]]] = {EVAL: [], TRAIN: []} if distinct_train else {EVAL: []}
         self._seen: set[Rows] = set()
         self._lock = threading.Lock()
         self._train = lru_cache(maxsize=4096)(self._draw_train)
@@ -86,18 +89,19 @@ class Layouts[L]:
     def get(self, split: str, index: int) -> Drawn[L]:
         """Raises NotFound, or InputError when the configuration has too few layouts."""
         check_task(self._env, self.counts, split, index)
-        return self._train(index) if split == TRAIN else self._get_eval(index)
+        return self._get_distinct(split, index) if split in self._distinct else self._train(index)
 
     def _draw_train(self, index: int) -> Drawn[L]:
         return self._draw(TRAIN, index)
 
-    def _get_eval(self, index: int) -> Drawn[L]:
+    def _get_distinct(self, split: str, index: int) -> Drawn[L]:
+        known = self._distinct[split]
         with self._lock:
-            while len(self._eval) <= index:
-                drawn = self._draw(EVAL, len(self._eval))
+            while len(known) <= index:
+                drawn = self._draw(split, len(known))
                 self._seen.add(self._rows(drawn.layout))
-                self._eval.append(drawn)
-            return self._eval[index]
+                known.append(drawn)
+            return known[index]
 
     def _draw(self, split: str, index: int) -> Drawn[L]:
         for draw in range(_MAX_DRAWS):
@@ -109,6 +113,6 @@ class Layouts[L]:
             if split_of(rows) == split and rows not in self._seen:
                 return Drawn(layout, seed, digest_of(rows))
         raise InputError(
-            f"{self._env} found no {'new ' if split == EVAL else ''}layout for {split} task {index} in {_MAX_DRAWS} draws",
+            f"{self._env} found no {'new ' if split in self._distinct else ''}layout for {split} task {index} in {_MAX_DRAWS} draws",
             f"its configuration allows too few: make the board larger, or lower {split}_tasks",
         )

@@ -115,5 +115,6 @@ def sokoban(config: SokobanConfig) -> Sokoban:
     def make(seed: int) -> Level | None:
         return generate(seed, height, width, config.num_boxes, config.min_solution, config.budget)
 
-    layouts = Layouts("sokoban", make, lambda level: draw(level.room, level.start), {TRAIN: config.train_tasks, EVAL: config.eval_tasks})
+    counts = {TRAIN: config.train_tasks, EVAL: config.eval_tasks}
+    layouts = Layouts("sokoban", make, lambda level: draw(level.room, level.start), counts, distinct_train=config.distinct_train)
     return Sokoban(config, layouts, ActionProtocol(tuple(MOVES), config.protocol, config.max_actions_per_turn))

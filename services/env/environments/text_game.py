@@ -7,7 +7,7 @@ Invariant: the reward of a step is the sum of its reward components.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -20,7 +20,12 @@ type Talk = Literal["chat", "bare"]
 
 
 class GameConfig(BaseModel):
-    """The settings all games share. `talk: bare` sends the board alone, for models too small to read instructions."""
+    """The settings all games share.
+
+    `talk: bare` sends the board alone, for models too small to read instructions. `distinct_train` draws every training
+    layout once (evaluation layouts always are), which evens out easy and hard ones; layouts are then drawn in order, so
+    keep `train_tasks` in the thousands.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,6 +38,7 @@ class GameConfig(BaseModel):
     format_penalty: float = Field(default=-0.1, le=0)
     train_tasks: int = Field(default=100_000, ge=1, le=2**31)
     eval_tasks: int = Field(default=256, ge=1, le=10_000)
+    distinct_train: bool = False
 
     @property
     def budget(self) -> int:
@@ -130,17 +136,24 @@ def instructions(rules: str, config: GameConfig, protocol: ActionProtocol) -> st
 
 def demonstrate(episode: GameEpisode) -> tuple[Message, ...] | None:
     """Plays `episode` along the game's own plan, looking again each turn. None if that does not win within the budget."""
+    messages, won = play(episode, lambda: episode.game.plan())
+    return messages if won else None
+
+
+def play(episode: GameEpisode, choose: Callable[[], Sequence[str] | None]) -> tuple[tuple[Message, ...], bool]:
+    """Plays `episode` along what `choose` wants to do next, asked again each turn, until it is over or nothing is wanted.
+
+    Returns the conversation up to the last assistant message, and whether the game was won.
+    """
     messages = list(episode.opening)
-    while plan := episode.game.plan():
-        chunk = plan[: _chunk(len(plan), episode)]
+    while wanted := choose():
+        chunk = wanted[: _chunk(len(wanted), episode)]
         messages.append(assistant(episode.protocol.write(chunk)))
         result = episode.step(messages[-1])
-        if result.info.success:
-            return tuple(messages)
         if result.over:
-            return None
+            return tuple(messages), result.info.success
         messages.extend(result.messages)
-    return None
+    return tuple(messages), False
 
 
 def _chunk(left: int, episode: GameEpisode) -> int:
