@@ -8,8 +8,8 @@ whether to send it work (its version, its load) is the reader's choice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import orjson
@@ -82,16 +82,6 @@ class Registry:
                 with suppress(QueueUnavailable, TimeoutError):
                     async with asyncio.timeout(_GOODBYE_S):
                         await self._deregister(known)
-
-    @asynccontextmanager
-    async def lease(self, current: Callable[[], Server | None]) -> AsyncIterator[None]:
-        """Runs `heartbeat` for the length of the context."""
-        async with asyncio.TaskGroup() as group:
-            beating = group.create_task(self.heartbeat(current))
-            try:
-                yield
-            finally:
-                beating.cancel()
 
     async def _register(self, server: Server) -> None:
         record = orjson.dumps(asdict(server))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 from redis.asyncio import Redis
@@ -21,6 +22,14 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "TTL_S", 0.2)
 
 
+@asynccontextmanager
+async def registered(servers: Registry, current: Callable[[], Server | None]) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as group:
+        beating = group.create_task(servers.heartbeat(current))
+        yield
+        beating.cancel()
+
+
 async def until(servers: Registry, expected: list[Server]) -> None:
     async with asyncio.timeout(3):
         while await servers.servers() != expected:
@@ -29,9 +38,9 @@ async def until(servers: Registry, expected: list[Server]) -> None:
 
 async def test_servers_come_and_go(redis: Redis):
     servers = Registry(redis, "run")
-    async with servers.lease(lambda: ONE):
+    async with registered(servers, lambda: ONE):
         await until(servers, [ONE])
-        async with servers.lease(lambda: TWO):
+        async with registered(servers, lambda: TWO):
             await until(servers, [ONE, TWO])
         assert await servers.servers() == [ONE]
     assert await servers.servers() == []
@@ -42,7 +51,7 @@ async def test_servers_come_and_go(redis: Redis):
 async def test_a_record_follows_its_server(redis: Redis):
     servers, now = Registry(redis, "run"), [ONE]
     newer = Server(id="one", url=ONE.url, version="e000001-s000001", capacity=8, epoch=1)
-    async with servers.lease(lambda: now[0] if now else None):
+    async with registered(servers, lambda: now[0] if now else None):
         await until(servers, [ONE])
         now[0] = newer
         await until(servers, [newer])
@@ -62,14 +71,7 @@ async def test_a_dead_server_leaves_by_itself(redis: Redis):
 @pytest.mark.usefixtures("fast")
 async def test_a_wiped_registry_fills_again(redis: Redis):
     servers = Registry(redis, "run")
-    async with servers.lease(lambda: ONE):
+    async with registered(servers, lambda: ONE):
         await until(servers, [ONE])
         await redis.flushall()
         await until(servers, [ONE])
-
-
-async def test_an_error_in_the_body_passes_through(redis: Redis):
-    with suppress(ExceptionGroup):
-        async with Registry(redis, "run").lease(lambda: ONE):
-            raise ExceptionGroup("body", [ValueError()])
-    assert await Registry(redis, "run").servers() == []
