@@ -21,7 +21,7 @@ from services.trainer.model.weights import Leaves, leaves_of
 from services.trainer.policy import Policy, PolicyOptions
 from services.trainer.sft import SftMetrics, SftOptions
 from services.trainer.state import TrainerState
-from services.trainer.tunix_learner import Logger
+from services.trainer.tunix_learner import make_logger
 from shared.chat import ChatTokenizer, Messages
 from shared.errors import ConfigError, WeightsError
 from shared.types import WeightVersion
@@ -44,7 +44,7 @@ class Backend:
 
     def __init__(self, model: ModelOptions, shape: ModelShape, policy: PolicyOptions, checkpoints: Checkpoints) -> None:
         self._options, self._shape, self._policy_options, self._checkpoints = model, shape, policy, checkpoints
-        self._logger = Logger()
+        self._logger = make_logger()
         self._restored: Restored | None = None
         self._model: Qwen3 | None = None
         self._policy: Policy | None = None

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 from tunix.rl.trainer import Trainer
-from tunix.sft.metrics_logger import MetricsLogger as Logger
+from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import TrainingConfig
 
 from services.trainer.batch import Batch
@@ -25,9 +25,11 @@ from services.trainer.loss import Sums
 from services.trainer.model.qwen3 import Qwen3, head, hidden_states, leaf_name
 from shared.errors import WeightsError
 
+type Logger = MetricsLogger
 type Loss = Callable[[TokenScores, Batch], tuple[jax.Array, Sums]]
 
 _NEVER = 10**9
+_ROW_AXES = ("fsdp",)
 _ACCUMULATOR = "opt_state.acc_grads."
 
 
@@ -64,12 +66,11 @@ class Learner:
     ) -> None:
         mesh = model.embedder.input_embedding.get_value().sharding.mesh
         self._model, self._mesh, self._n_micro, self._sums = model, mesh, n_micro, tuple(sums)
-        rows = ("fsdp",) if "fsdp" in mesh.axis_names else (None,)
-        self._rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*rows))
+        self._rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*_ROW_AXES))
         config = TrainingConfig(
             eval_every_n_steps=_NEVER,
             gradient_accumulation_steps=n_micro if n_micro > 1 else None,
-            data_sharding_axis=rows,  # pyright: ignore[reportArgumentType]  (a None axis is fine)
+            data_sharding_axis=_ROW_AXES,
             metrics_prefix="trainer",
         )
         with mesh:
@@ -136,6 +137,11 @@ class Learner:
         state: Any = self._trainer.optimizer.opt_state
         inner = state.inner_opt_state if self._n_micro > 1 else state
         return float(inner[0].norm.get_value())
+
+
+def make_logger() -> Logger:
+    """The process's one logger; it only keeps what it is given."""
+    return MetricsLogger()
 
 
 def model_loss(loss: Loss, temperature: float) -> Callable[[Qwen3, Batch], tuple[jax.Array, Sums]]:

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from tunix.models.qwen3 import model as tunix_qwen3
-from tunix.models.qwen3.model import Qwen3 as Qwen3
 
 from services.trainer.model.shape import ModelShape
 from services.trainer.model.weights import Leaves
 from shared.errors import ConfigError
 
-Remat = Literal["none", "block", "decoder"]
+type Qwen3 = tunix_qwen3.Qwen3
+type Remat = Literal["none", "block", "decoder"]
 _TUNIX_ROPE_THETA = 1_000_000.0
 _REMAT = {
     "none": tunix_qwen3.RematConfig.NONE,
@@ -29,7 +29,12 @@ _REMAT = {
 
 
 def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
-    """A mesh over the first prod(shape) devices. Raises ConfigError if there are too few."""
+    """A mesh over the first prod(shape) devices; an axis of Tunix's that is not named has size 1.
+
+    Raises ConfigError if there are too few devices.
+    """
+    absent = tuple(axis for axis in ("fsdp", "tp") if axis not in axis_names)
+    shape, axis_names = (*shape, *(1 for _ in absent)), (*axis_names, *absent)
     n, have = int(np.prod(shape)), jax.device_count()
     if n > have:
         raise ConfigError(f"trainer.mesh.shape={list(shape)} needs {n} devices, {have} are here", "choose a smaller mesh")
@@ -42,9 +47,9 @@ def build(shape: ModelShape, leaves: Leaves, mesh: jax.sharding.Mesh, *, dtype: 
 
     Raises ConfigError if a dimension does not divide over its mesh axis, or a tensor is missing.
     """
-    config = _config(shape, dtype, remat, mesh)
+    config = _config(shape, dtype, remat)
     with mesh:
-        abstract = nnx.eval_shape(lambda: Qwen3(config, rngs=nnx.Rngs(0)))
+        abstract = nnx.eval_shape(lambda: tunix_qwen3.Qwen3(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     return nnx.merge(graph, fill(state, leaves, mesh))
 
@@ -66,7 +71,7 @@ def leaf_name(path: tuple[Any, ...]) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _config(shape: ModelShape, dtype: str, remat: Remat, mesh: jax.sharding.Mesh) -> tunix_qwen3.ModelConfig:
+def _config(shape: ModelShape, dtype: str, remat: Remat) -> tunix_qwen3.ModelConfig:
     return tunix_qwen3.ModelConfig(
         num_layers=shape.n_layers,
         vocab_size=shape.vocab_size,
@@ -81,12 +86,11 @@ def _config(shape: ModelShape, dtype: str, remat: Remat, mesh: jax.sharding.Mesh
         remat_config=_REMAT[remat],
         dtype=jnp.dtype(dtype),
         param_dtype=jnp.float32,
-        use_flash_attention=mesh.devices.flat[0].platform == "tpu",
     )
 
 
 def _sharding(name: str, size: tuple[int, ...], variable: Any, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
-    axes = [axis if axis in mesh.axis_names else None for axis in variable.get_metadata()["out_sharding"]]
+    axes = variable.get_metadata()["out_sharding"]
     for dim, axis in zip(size, axes, strict=False):
         if axis is not None and dim % mesh.shape[axis]:
             raise ConfigError(

@@ -1,0 +1,153 @@
+"""The real trainer process, and a producer whose groups are a pure function of the ticket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from shared.queue.client import connect
+from shared.queue.queue import TicketQueue
+from shared.queue.records import Reservation
+from shared.types import Group, WeightVersion
+from tests.support.net import free_port
+from tests.trainer.support import group
+
+ROOT = Path(__file__).parents[2]
+BATCH, SIZE, ETA = 2, 2, 0
+
+
+def config(folder: Path, redis_url: str, port: int, **overrides: Any) -> dict[str, Any]:
+    """A run of 5 synchronous steps of the committed tiny model on groups of 2."""
+    tree: dict[str, Any] = {
+        "run": {"name": "r", "dir": str(folder), "seed": 3},
+        "model": {"path": str(ROOT / "configs/models/tiny")},
+        "data": {"env": "frozen_lake"},
+        "grpo_config": {"num_generations": SIZE, "off_policy_steps": ETA, "beta": 0.05},
+        "trainer": {"max_steps": 5, "groups_per_step": BATCH, "order": "ticket", "length_buckets": [16], "train_micro_batch_size": 2},
+        "rollout": {"engine": {"context_length": 16}},
+        "services": {"redis_url": redis_url, "trainer": {"port": port}},
+    }
+    for dotted, value in overrides.items():
+        *parents, leaf = dotted.split("__")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return tree
+
+
+@dataclass
+class TrainerProcess:
+    """`python -m services.trainer`, started again and again with the same configuration."""
+
+    tree: dict[str, Any]
+    folder: Path
+    url: str = ""
+    process: subprocess.Popen[bytes] | None = field(default=None)
+
+    def start(self) -> None:
+        path = self.folder / "config.yaml"
+        path.write_text(yaml.safe_dump(self.tree))
+        self.url = f"http://127.0.0.1:{self.tree['services']['trainer']['port']}"
+        log = (self.folder / "trainer.log").open("ab")
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "services.trainer", "--config", str(path)], cwd=ROOT, stdout=log, stderr=log, env=environment
+        )
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def terminate(self, timeout_s: float = 60) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def log(self) -> str:
+        return (self.folder / "trainer.log").read_text()
+
+    def status(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/status", trust_env=False).json()
+
+    def ask(self, route: str) -> None:
+        httpx.post(f"{self.url}/{route}", trust_env=False).raise_for_status()
+
+    def wait(self, what: Any, timeout_s: float = 120) -> dict[str, Any]:
+        """The first status for which `what` holds."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            assert self.process is not None
+            assert self.process.poll() is None, self.log()[-3000:]
+            try:
+                status = self.status()
+            except httpx.TransportError:
+                status = {}
+            if status and what(status):
+                return status
+            time.sleep(0.05)
+        raise AssertionError(f"waited {timeout_s} s; last status {status}; log {self.log()[-3000:]}")
+
+
+@contextmanager
+def trainer(folder: Path, redis_url: str, **overrides: Any) -> Iterator[TrainerProcess]:
+    folder.mkdir(parents=True, exist_ok=True)
+    made = TrainerProcess(config(folder, redis_url, free_port(), **overrides), folder)
+    made.start()
+    try:
+        yield made
+    finally:
+        if made.process is not None and made.process.poll() is None:
+            made.kill()
+
+
+async def produce(redis_url: str, total: int, make: Any, *, eta: int = ETA, run: str = "r") -> None:
+    """Serves tickets until cancelled; `make(ticket, version)` is the group, version that of the durable step."""
+    redis = connect(redis_url)
+    try:
+        queue = TicketQueue(redis, run)
+        while True:
+            reserved = await queue.reserve_wait(30.0, BATCH, eta, total, 0.5)
+            if isinstance(reserved, Reservation):
+                version = WeightVersion((await queue.state()).epoch, reserved.version)
+                await queue.publish(reserved.ticket, make(reserved.ticket, str(version)).encode())
+    finally:
+        await redis.aclose()
+
+
+def deterministic(ticket: int, version: str) -> Group:
+    return group(ticket, version, n=SIZE, length=14, vocab=500)
+
+
+@contextmanager
+def producing(redis_url: str, total: int, make: Any = deterministic, **options: Any) -> Iterator[None]:
+    """`produce` in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(produce(redis_url, total, make, **options))
+
+    def run() -> None:
+        with suppress(asyncio.CancelledError):
+            loop.run_until_complete(task)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(task.cancel)
+        thread.join()
+        loop.close()

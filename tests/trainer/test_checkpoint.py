@@ -1,0 +1,120 @@
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from services.trainer.checkpoint import Checkpoints, Contents
+from services.trainer.state import TrainerState, fresh
+from shared import weights
+from shared.errors import WeightsError
+from shared.types import WeightVersion
+from shared.weights import Probe
+
+PARAMS = {"layers.0.attn.q_proj.w": jnp.arange(24.0).reshape(2, 3, 4), "final_norm.w": jnp.ones(3)}
+OPTIMIZER = {"step": jnp.array(4, jnp.uint32), "opt_state.0.mu.final_norm.w": jnp.full(3, 0.1)}
+CONTENTS = Contents(PARAMS, OPTIMIZER, None, {"model_type": "qwen3"}, Probe((1, 2), (-0.5,)))
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path / "checkpoints", "run", max_to_keep=2)
+
+
+def state(step: int, epoch: int = 1, **changes) -> TrainerState:
+    return replace(fresh(7).under(epoch, keep_reference=False), step=step, low=step, **changes)
+
+
+def names(checkpoints: Checkpoints) -> list[str]:
+    return sorted(path.name for path in checkpoints.root.iterdir())
+
+
+def test_what_is_saved_comes_back_bit_by_bit(checkpoints: Checkpoints):
+    saved = state(4, done=(6, 9), void=1, issued=12, recent=({"ticket": 4},))
+    folder = checkpoints.save(saved, CONTENTS, WeightVersion(1, 3))
+    restored = checkpoints.newest()
+    assert restored is not None
+    assert restored.state == saved
+    assert all(np.array_equal(restored.params[k], v) for k, v in PARAMS.items())
+    assert {k: (v.dtype, v.tolist()) for k, v in restored.optimizer.items()} == {
+        k: (v.dtype, np.asarray(v).tolist()) for k, v in OPTIMIZER.items()
+    }
+    manifest = weights.read_manifest(folder)
+    weights.verify_files(folder, manifest)
+    assert (manifest.version, manifest.base_version, manifest.step, manifest.probe) == (
+        "e000001-s000004",
+        "e000001-s000003",
+        4,
+        CONTENTS.probe,
+    )
+    assert {leaf.key: leaf.shape for leaf in manifest.tree} == {k: v.shape for k, v in PARAMS.items()}
+
+
+def test_rounded_parameters_are_published_and_exact_ones_restored(checkpoints: Checkpoints):
+    exact = {"final_norm.w": jnp.array([1.001, 2.0, 3.0])}
+    rounded = {"final_norm.w": exact["final_norm.w"].astype(jnp.bfloat16)}
+    folder = checkpoints.save(state(1), replace(CONTENTS, params=rounded, master=exact), None)
+    restored = checkpoints.newest()
+    assert restored is not None
+    assert np.array_equal(restored.params["final_norm.w"], exact["final_norm.w"])
+    assert [leaf.dtype for leaf in weights.read_manifest(folder).tree] == ["bfloat16"]
+    assert checkpoints.params_of(folder.name)["final_norm.w"][0] == np.float32(1.0)
+
+
+def test_only_the_newest_and_the_reference_are_kept(checkpoints: Checkpoints):
+    for step in range(4):
+        checkpoints.save(state(step, reference="e000001-s000000"), CONTENTS, None)
+    assert names(checkpoints) == ["e000001-s000000", "e000001-s000002", "e000001-s000003"]
+
+
+def test_a_folder_without_manifest_is_no_checkpoint(checkpoints: Checkpoints):
+    checkpoints.save(state(1), CONTENTS, None)
+    folder = checkpoints.save(state(2), CONTENTS, None)
+    (folder / weights.MANIFEST).unlink()
+    restored = checkpoints.newest()
+    assert restored is not None
+    assert restored.state.step == 1
+
+
+@pytest.mark.parametrize("part", ["params", "optimizer", "state.json"])
+def test_a_damaged_checkpoint_is_passed_over(checkpoints: Checkpoints, part: str):
+    checkpoints.save(state(1), CONTENTS, None)
+    folder = checkpoints.save(state(2), CONTENTS, None)
+    victim = (
+        folder / part
+        if part.endswith(".json")
+        else max((p for p in (folder / part).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    )
+    victim.write_bytes(b"x" + victim.read_bytes()[1:-1])
+    restored = checkpoints.newest()
+    assert restored is not None
+    assert restored.state.step == 1
+
+
+def test_no_checkpoint_and_none_that_is_whole_differ(checkpoints: Checkpoints):
+    assert checkpoints.newest() is None
+    folder = checkpoints.save(state(1), CONTENTS, None)
+    (folder / "state.json").unlink()
+    with pytest.raises(WeightsError, match="none of the 1 checkpoints"):
+        checkpoints.newest()
+
+
+def test_a_new_epoch_relabels_without_copying(checkpoints: Checkpoints):
+    old = checkpoints.save(state(2), CONTENTS, None)
+    restored = checkpoints.newest()
+    assert restored is not None
+    folder = checkpoints.relabel(restored, restored.state.under(3, keep_reference=False))
+    manifest = weights.read_manifest(folder)
+    weights.verify_files(folder, manifest)
+    assert (manifest.version, manifest.base_version) == ("e000003-s000002", old.name)
+    again = checkpoints.newest()
+    assert again is not None
+    assert again.state.lineage == ((1, 0), (3, 2))
+    assert all((folder / f.name).stat().st_ino == (old / f.name).stat().st_ino for f in manifest.files)
+
+
+def test_leftovers_of_a_crash_are_removed(checkpoints: Checkpoints):
+    (checkpoints.root / ".tmp-e000001-s000009-1").mkdir()
+    Checkpoints(checkpoints.root, "run", 2)
+    assert names(checkpoints) == []

@@ -1,0 +1,92 @@
+from services.trainer.intake import Intake, Rules
+from shared.queue.progress import Progress
+from shared.queue.records import Entry
+from shared.types import Group
+from tests.trainer.support import group
+
+RULES = Rules(order="ticket", eta=1, longest=32, vocab_size=96, group_size=2)
+LINEAGE = ((1, 0), (2, 4))
+
+
+def entry(made: Group, deliveries: int = 1, ticket: int | None = None) -> Entry:
+    return Entry(f"{made.ticket}-0", ticket or made.ticket, made.encode(), deliveries)
+
+
+def intake(low: int = 0, **rules) -> Intake:
+    return Intake(Progress(low), LINEAGE, Rules(**{**{f: getattr(RULES, f) for f in RULES.__dataclass_fields__}, **rules}))
+
+
+def offered(one: Intake, *tickets: int, version: str = "e000002-s000004") -> None:
+    for ticket in tickets:
+        assert one.offer(entry(group(ticket, version))) is None
+
+
+def tickets(held) -> list[int] | None:
+    return held and [h.group.ticket for h in held]
+
+
+def test_ticket_order_waits_for_the_next_ticket():
+    one = intake()
+    offered(one, 3, 2)
+    assert one.take(2) is None
+    offered(one, 1)
+    assert tickets(one.take(2)) == [1, 2]
+    assert one.progress.low == 2
+
+
+def test_arrival_order_takes_what_is_there():
+    one = intake(order="arrival")
+    offered(one, 3, 2)
+    assert tickets(one.take(2)) == [3, 2]
+    assert one.progress.done == {2, 3}
+
+
+def test_void_tickets_do_not_hold_up_ticket_order():
+    one = intake()
+    offered(one, 2, 3)
+    void = one.offer(entry(Group(1, "toy", "t", (), failure="Timeout")))
+    assert void is not None
+    assert (void.reason, void.detail) == ("failed", "Timeout")
+    assert tickets(one.take(2)) == [2, 3]
+    assert (one.progress.low, one.progress.void, one.progress.n_trained) == (3, 1, 2)
+
+
+def test_duplicates_and_finished_tickets_are_ignored():
+    one = intake(low=5)
+    offered(one, 5, 6, 6)
+    assert one.n_waiting == 1
+
+
+def test_staleness_is_judged_when_a_step_would_take_the_group():
+    one = intake()
+    offered(one, 1, version="e000002-s000004")
+    assert one.expire(5) == []
+    (void,) = one.expire(6)
+    assert (void.reason, void.entry.ticket, str(void.versions[0])) == ("stale", 1, "e000002-s000004")
+    assert one.progress.is_finished(1)
+
+
+def test_tokens_of_an_undone_lineage_are_superseded():
+    assert intake().offer(entry(group(1, "e000001-s000004"))) is None
+    void = intake().offer(entry(group(1, "e000001-s000005")))
+    assert void is not None
+    assert void.reason == "superseded"
+    void = intake().offer(entry(group(1, "e000002-s000003")))
+    assert void is not None
+
+
+def test_poison():
+    good = group(1, "e000002-s000004")
+    cases = {
+        "msgpack": Entry("1-0", 1, b"\x91\xff", 1),
+        "2 trainers ended": entry(good, deliveries=3),
+        "says ticket 1": entry(good, ticket=7),
+        "4 episodes": entry(Group(1, "toy", "t", good.trajectories * 2)),
+        "exceeds the longest bucket": entry(group(1, "e000002-s000004", length=40)),
+        "outside the vocabulary": entry(group(1, "e000002-s000004", vocab=5000)),
+    }
+    for detail, poisoned in cases.items():
+        void = intake().offer(poisoned)
+        assert void is not None
+        assert void.reason == "poison"
+        assert detail in void.detail

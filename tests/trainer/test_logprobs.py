@@ -1,0 +1,78 @@
+"""Chunked log-probabilities: right at every chunk size, and never a whole sequence of logits."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from services.trainer.batch import Batch
+from services.trainer.logprobs import CHUNK, token_scores
+from services.trainer.loss import GrpoOptions, grpo_loss
+from services.trainer.tunix_learner import model_loss
+from tests.support import models
+from tests.trainer.support import CONFIG, model_of
+
+B, T, D, V = 3, 37, 8, 29
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((B, T, D)).astype(np.float32), rng.standard_normal((V, D)).astype(np.float32), rng.integers(0, V, (B, T))
+
+
+def exact(hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    logits = hidden.astype(np.float64) @ head.T.astype(np.float64) / temperature
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return np.take_along_axis(logp, targets[..., None], -1)[..., 0], -(np.exp(logp) * logp).sum(-1)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 36, 37, 64])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_and_entropy_at_every_chunk_size(arrays, chunk: int, temperature: float):
+    hidden, head, targets = arrays
+    scores = token_scores(hidden, head, targets, temperature, entropy=True, chunk=chunk)
+    logprobs, entropy = exact(hidden, head, targets, temperature)
+    np.testing.assert_allclose(scores.logprobs, logprobs, atol=1e-5)
+    np.testing.assert_allclose(scores.entropy, entropy, atol=1e-5)
+
+
+def test_gradients_do_not_depend_on_the_chunk(arrays):
+    hidden, head, targets = arrays
+    weights = np.random.default_rng(1).standard_normal((B, T)).astype(np.float32)
+
+    def loss(hidden, head, chunk):
+        return (token_scores(hidden, head, targets, 0.8, entropy=True, chunk=chunk).logprobs * weights).sum()
+
+    one, many = (jax.grad(partial(loss, chunk=c), argnums=(0, 1))(hidden, head) for c in (T, 4))
+    for a, b in zip(one, many, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_extreme_logits_stay_finite(arrays):
+    hidden, head, targets = arrays
+    scores = token_scores(hidden * 1e3, head, targets, 1.0, entropy=True, chunk=8)
+    assert np.isfinite(scores.logprobs).all()
+    assert np.isfinite(scores.entropy).all()
+
+
+def test_no_buffer_of_the_compiled_step_holds_a_whole_sequence_of_logits():
+    """Neither forward nor backward; checked on the optimized program, whose vocabulary is of a size that nothing else has."""
+    rows, length, vocab = 2, 4 * CHUNK, 1019
+    config = CONFIG | {"vocab_size": vocab}
+    graph, params = nnx.split(model_of(models.random_weights(config, 0), config))
+    ints, floats = jnp.zeros((rows, length), jnp.int32), jnp.ones((rows, length), jnp.float32)
+    batch = Batch(ints, ints, floats, floats, floats, floats, jnp.ones(rows))
+    loss = model_loss(partial(grpo_loss, options=GrpoOptions(0.2, 0.2, 0.0, "grpo", "kl", None)), 1.0)
+    step = jax.jit(jax.grad(lambda p, b: loss(nnx.merge(graph, p), b)[0]))
+    compiled = step.lower(params, batch).compile()
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w+\[([\d,]+)\]", compiled.as_text())}
+    biggest = max(int(np.prod(shape)) for shape in shapes if vocab in shape)
+    assert biggest == rows * CHUNK * vocab
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * rows * length * vocab * 4

@@ -1,0 +1,82 @@
+from pathlib import Path
+
+import orjson
+import pytest
+
+from services.trainer.records import Ledger, StepLog
+from services.trainer.state import fresh, in_lineage
+from shared.queue.progress import Progress
+from shared.types import WeightVersion
+
+
+def line(ticket: int, disposition: str = "trained", step: int = 1, epoch: int = 1) -> dict:
+    version = str(WeightVersion(epoch, step))
+    return {
+        "ticket": ticket,
+        "disposition": disposition,
+        "step": step,
+        "epoch": epoch,
+        "version": version,
+        "versions": None,
+        "reason": None,
+    }
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path / "r" / "ledger.jsonl")
+
+
+def state(step: int, trained: int, recent: tuple = ()):
+    return fresh(0).under(1, keep_reference=False).at(step, Progress(trained), issued=trained, done=False, recent=recent)
+
+
+def test_lines_lost_after_a_durable_checkpoint_are_added_once(ledger: Ledger):
+    ledger.append([line(1)])
+    checkpoint = state(2, 2, recent=(line(1), line(2, step=2)))
+    for _ in range(2):
+        ledger.reconcile(checkpoint)
+    assert [x["ticket"] for x in ledger.read()] == [1, 2]
+
+
+def test_tickets_that_ended_after_the_checkpoint_stay_ended(ledger: Ledger):
+    ledger.append([line(3, "stale"), line(5, "failed")])
+    merged = ledger.reconcile(state(1, 2))
+    assert (merged.low, merged.done, merged.void, merged.issued) == (3, (5,), 2, 5)
+
+
+def test_a_fallback_to_an_older_checkpoint_rolls_the_ledger_back(ledger: Ledger):
+    ledger.append([line(1), line(2, step=2)])
+    ledger.reconcile(state(1, 1))
+    assert ledger.settled().keys() == {1}
+    ledger.append([line(2, step=2, epoch=2)])
+    assert ledger.settled()[2]["epoch"] == 2
+
+
+def test_a_fenced_trainer_that_writes_late_does_not_count(ledger: Ledger):
+    ledger.append([line(1, epoch=2), line(1, "stale", epoch=1)])
+    assert ledger.settled()[1]["disposition"] == "trained"
+
+
+def test_a_torn_line_is_dropped(tmp_path: Path):
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(orjson.dumps(line(1)) + b'\n{"ticket": 2, "dispo')
+    assert [x["ticket"] for x in Ledger(path).read()] == [1]
+
+
+def test_metrics_beyond_the_restored_step_are_removed(tmp_path: Path):
+    log = StepLog(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        log.append({"step": step})
+    log.truncate_beyond(2)
+    log.append({"step": 3, "again": True})
+    lines = [orjson.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+
+
+def test_lineage():
+    lineage = ((1, 0), (2, 3), (4, 5))
+    inside = [(1, 0), (1, 3), (2, 3), (2, 5), (4, 5), (4, 99)]
+    outside = [(1, 4), (2, 2), (2, 6), (3, 5), (4, 4), (5, 6)]
+    assert all(in_lineage(WeightVersion(*v), lineage) for v in inside)
+    assert not any(in_lineage(WeightVersion(*v), lineage) for v in outside)
