@@ -116,7 +116,7 @@ def test_the_goal_wins_and_steps_may_cost() -> None:
 def test_what_lies_around_the_player_is_named():
     config = FrozenLakeConfig(render="grid+around")
     rows = ("SFHF", "FFFF", "FFFF", "FFFG")
-    lake = FrozenLakeEnv(desc=list(rows))
+    lake = FrozenLakeEnv(desc=list(rows), is_slippery=False)
     lake.reset(seed=0)
     game = LakeGame(rows, lake, config)
     assert game.render().splitlines() == ["P_O_", "____", "____", "___G", "Left # Down _ Right _ Up #"]
