@@ -29,6 +29,7 @@ class Board:
         self.waiting_for: str | None = "the trainer has not opened the queue"
         self.published = 0
         self.failed_groups = 0
+        self.last_failure: str | None = None
         self.staleness: int | None = None
 
     @contextmanager

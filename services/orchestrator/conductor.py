@@ -80,6 +80,7 @@ class Conductor:
             "episodes_running": self.board.running,
             "groups_published": self.board.published,
             "groups_failed": self.board.failed_groups,
+            "last_failure": self.board.last_failure,
             "tokens_per_s": round(self.board.tokens_per_s(), 1),
             "staleness": self.board.staleness,
             "mean_episode_s": self.board.mean_episode_s(),

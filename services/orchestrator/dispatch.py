@@ -52,6 +52,7 @@ class Dispatcher:
                 try:
                     return await self._attempt(spec, budget, purpose)
                 except VolleyError as error:
+                    self._board.last_failure = f"{type(error).__name__}: {error}"
                     metrics.EPISODES.labels(purpose, "failed").inc()
                     _log.warning("episode failed", ticket=spec.ticket, sibling=spec.sibling, attempt=budget.used, error=str(error))
                     budget.spend(error)

@@ -2,7 +2,8 @@
 
 Invariants
 - At step 0 and at the last step every token comes from exactly that step's weights; a task that got others counts as failed.
-- `evals.jsonl` has one line a step, on disk before the evaluation counts as done; a restart never measures a step twice.
+- `evals.jsonl` has one line a step, on disk before the evaluation counts as done. Neither a restart nor a second orchestrator
+  of the run measures a step again: a lock on a file beside it, which dies with its holder, lets one at a time evaluate.
 - Tasks that failed (infrastructure) are no zeros: `success` and `reward_mean` are over the others, `failed` tells how many.
 """
 
@@ -10,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from shared.types import Trajectory, WeightVersion
 SPLIT = "eval"
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 1}
 _N_SAMPLES = 4
+_LOCK_POLL_S = 0.5
 _log = telemetry.Log("evaluation")
 
 
@@ -87,14 +91,19 @@ class Evaluator:
     def due(self, step: int) -> bool:
         return self.plan.due(step, frozenset(record.step for record in self.records))
 
-    async def run(self, step: int) -> EvalRecord:
-        """Measures the weights of `step` and writes the record. Raises Unavailable when no task came through."""
+    async def run(self, step: int) -> None:
+        """Measures the weights of `step`, unless another orchestrator has. Raises Unavailable when no task came through."""
+        async with _alone(self._evals.with_suffix(".lock")):
+            self.records = read_records(self._evals)
+            if self.due(step):
+                self.records.append(await self._measure(step))
+
+    async def _measure(self, step: int) -> EvalRecord:
         started = time.monotonic()
         trajectories, failed = await self._trajectories(self.plan.need(step))
         record = summarize(step, trajectories, failed, time.monotonic() - started)
         await asyncio.to_thread(append_lines, self._samples, [self._sample(step, t) for t in trajectories[:_N_SAMPLES]])
         await asyncio.to_thread(append_lines, self._evals, [dataclasses.asdict(record)])
-        self.records.append(record)
         _log.info("evaluated", **dataclasses.asdict(record))
         return record
 
@@ -155,6 +164,27 @@ def read_records(path: Path) -> list[EvalRecord]:
     if len(whole) < len(data):
         os.truncate(path, len(whole))
     return [EvalRecord(**orjson.loads(line)) for line in whole.splitlines() if line.strip()]
+
+
+@asynccontextmanager
+async def _alone(path: Path) -> AsyncIterator[None]:
+    """Waits for as long as another process evaluates; ends only so, or by cancellation."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        while not _locked(lock):
+            await asyncio.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

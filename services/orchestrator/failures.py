@@ -14,7 +14,7 @@ Whatever the model does (malformed answers, endless text, too many turns) is dat
 
 from __future__ import annotations
 
-from shared.errors import InputError, TooLarge, Unavailable, VolleyError
+from shared.errors import ConfigError, InputError, TooLarge, Unavailable, VolleyError
 
 
 class PromptTooLong(TooLarge):
@@ -43,4 +43,4 @@ class WrongVersion(VolleyError):
 
 def may_pass(error: VolleyError) -> bool:
     """Whether another attempt, perhaps on another server, can succeed: the infrastructure failed, and not the request."""
-    return not isinstance(error, InputError | PrefixBroken | WrongVersion)
+    return not isinstance(error, InputError | ConfigError | PrefixBroken | WrongVersion)

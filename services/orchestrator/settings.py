@@ -80,8 +80,9 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
 
 
 def _bounds(config: RunConfig) -> Bounds:
+    engine = config.rollout.engine
     return Bounds(
-        context_length=config.rollout.engine.context_length,
+        context_length=min(engine.context_length, engine.max_total_tokens or engine.context_length),
         max_response_length=config.grpo_config.max_response_length,
         max_turns=config.orchestrator.max_turns,
         timeout_s=config.orchestrator.episode_timeout_s,

@@ -63,7 +63,7 @@ class Terms:
     def need(self, reservation: Reservation, void: int) -> Need:
         """Weights for a ticket: at most eta steps older than the step that trains it, but never newer than the durable one.
 
-        The bound can always be met: new weights are published before the queue's version advances.
+        The bound can always be met: the queue's version never runs ahead of durable weights, which all servers get.
         """
         trained_at = (reservation.ticket - void - 1) // self.batch
         return Need(min_step=max(0, min(reservation.version, trained_at - self.eta)))
@@ -162,7 +162,7 @@ class TicketLoop:
         self._failed_in_a_row = self._failed_in_a_row + 1 if group.failure is not None else 0
         if self._failed_in_a_row >= self._max_failed_in_a_row:
             raise VolleyError(
-                f"{self._failed_in_a_row} groups in a row failed, the last with {group.failure}",
+                f"{self._failed_in_a_row} groups in a row failed, the last with {self._board.last_failure or group.failure}",
                 "the service's log tells the cause of each",
             )
 

@@ -1,5 +1,7 @@
 """Evaluation: greedy, exact at the ends, written once, failures are no zeros."""
 
+import asyncio
+
 import orjson
 import pytest
 
@@ -18,9 +20,14 @@ def evaluator(folder, env=None, engine=None, plan=PLAN):
     return Evaluator(dispatcher_of(env or ScriptedEnv(), balancer), tiny_tokenizer(), plan, folder)
 
 
+async def measured(found, step):
+    await found.run(step)
+    return found.records[-1]
+
+
 async def test_the_record_is_written_and_samples_beside_it(tmp_path):
     env = ScriptedEnv(n_turns=2)
-    record = await evaluator(tmp_path, env).run(0)
+    record = await measured(evaluator(tmp_path, env), 0)
     (line,) = (tmp_path / "evals.jsonl").read_text().splitlines()
     assert orjson.loads(line)["n_tasks"] == 6
     assert (record.success, record.reward_mean, record.turns_mean, record.failed) == (1.0, 2.0, 2.0, 0)
@@ -72,20 +79,29 @@ def test_without_a_period_only_the_ends_are_measured():
 
 
 async def test_failed_tasks_are_counted_and_not_averaged(tmp_path):
-    record = await evaluator(tmp_path, ScriptedEnv(n_turns=1, broken={1, 4})).run(0)
+    record = await measured(evaluator(tmp_path, ScriptedEnv(n_turns=1, broken={1, 4})), 0)
     assert (record.success, record.reward_mean, record.failed, record.n_tasks) == (1.0, 1.0, 2, 6)
 
 
 async def test_tokens_of_another_version_do_not_count_at_the_ends(tmp_path):
     engine = ScriptedEngine([Say([60, EOS], versions=("e000001-s000001",))])
-    record = await evaluator(tmp_path, ScriptedEnv(n_turns=1), engine).run(0)
+    record = await measured(evaluator(tmp_path, ScriptedEnv(n_turns=1), engine), 0)
     assert (record.failed, record.version_max) == (1, "e000001-s000000")
 
 
 async def test_an_evaluation_in_between_may_meet_newer_weights(tmp_path):
     engine = ScriptedEngine([Say([60, EOS], versions=("e000001-s000006",))], version=WeightVersion(1, 5))
-    record = await evaluator(tmp_path, ScriptedEnv(n_turns=1), engine).run(5)
+    record = await measured(evaluator(tmp_path, ScriptedEnv(n_turns=1), engine), 5)
     assert (record.failed, record.version_min, record.version_max) == (0, "e000001-s000005", "e000001-s000006")
+
+
+async def test_two_orchestrators_measure_a_step_once(tmp_path):
+    both = evaluator(tmp_path, ScriptedEnv(delay_s=0.05)), evaluator(tmp_path, ScriptedEnv(delay_s=0.05))
+    async with asyncio.TaskGroup() as group:
+        for one in both:
+            group.create_task(one.run(0))
+    assert [r.step for r in read_records(tmp_path / "evals.jsonl")] == [0]
+    assert both[0].records == both[1].records
 
 
 async def test_no_task_at_all_is_no_record(tmp_path):
