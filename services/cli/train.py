@@ -130,7 +130,7 @@ async def follow(running: stack.Stack, folder: RunFolder, progress: Progress) ->
             if state == "failed":
                 raise ServiceFailed(f"run {folder.name} failed: {reason}", f"logs: {folder.logs}")
             if time.monotonic() - news > _QUIET_S:
-                say(f"no news for {_QUIET_S:g} s; {state} {reason}; {await _waiting_for(running)}")
+                say(f"no news for {_QUIET_S:g} s; the run is {': '.join(filter(None, (state, reason)))}; {await _waiting_for(running)}")
                 news = time.monotonic()
             await asyncio.sleep(_POLL_S)
 

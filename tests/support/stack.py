@@ -16,24 +16,13 @@ from pathlib import Path
 
 from services.cli.layout import PROJECT, RunFolder
 
-SMALL = (
-    "sft.max_steps=2",
-    "sft.n_demonstrations=16",
-    "sft.batch_size=4",
-    "data.n_eval_tasks=6",
-    "orchestrator.eval_every_n_steps=100",
-    "trainer.groups_per_step=2",
-    "trainer.length_buckets=[320]",
-    "trainer.optimizer_config.warmup_steps=0",
-    "grpo_config.num_generations=4",
-)
-"""Overrides of the quickstart's configuration that make a step take a second or two."""
+SMALL = "tests/system/small.yaml"
 _MARK = "VOLLEY_TEST_RUN"
 
 
 @dataclass(frozen=True)
 class Training:
-    """One `volley train`. Every process of it carries `mark` in its environment, wherever it ends up in the process tree."""
+    """One `volley train`. Its processes carry `mark` in their environment, wherever they end up in the process tree."""
 
     process: subprocess.Popen[bytes]
     folder: RunFolder
@@ -61,8 +50,8 @@ class Training:
 
     def service(self, name: str) -> int:
         """The process id of a service, or of redis: a child of the supervisor."""
-        wanted = "valkey-server" if name == "redis" else f"services.{name}"
-        for pid in _marked(self.mark):
+        wanted = "-server" if name == "redis" else f"services.{name}"
+        for pid in self._processes():
             if _parent(pid) == self.process.pid and wanted in _command(pid):
                 return pid
         raise AssertionError(f"no process {name}")
@@ -74,13 +63,33 @@ class Training:
     def leftovers(self, timeout_s: float = 20.0) -> list[str]:
         """Command lines of processes that are still there after the time it takes to end them."""
         deadline = time.monotonic() + timeout_s
-        while (left := _marked(self.mark)) and time.monotonic() < deadline:
+        while (left := self._processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return [_command(pid) for pid in left]
 
+    def _processes(self) -> list[int]:
+        """Ids of all processes of the run. Redis writes its title over its environment; it is known by its working folder."""
+        entry, found = f"{_MARK}={self.mark}".encode(), []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if entry in (path / "environ").read_bytes().split(b"\0") or (path / "cwd").readlink() == self.folder.redis:
+                    found.append(int(path.name))
+        return found
+
+    def end(self) -> None:
+        """Ctrl-C, then SIGKILL for whatever is left."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(60)
+        for pid in self._processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
 
 @contextlib.contextmanager
-def training(folder: Path, *overrides: str, config: str = "configs/quickstart.yaml") -> Iterator[Training]:
+def training(folder: Path, *overrides: str, config: str = SMALL) -> Iterator[Training]:
     """Starts it in `folder` (its runs/ and what it prints lie there); at the end, whatever is left is killed."""
     folder.mkdir(parents=True, exist_ok=True)
     name, mark = "system", uuid.uuid4().hex
@@ -93,24 +102,7 @@ def training(folder: Path, *overrides: str, config: str = "configs/quickstart.ya
     try:
         yield running
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(60)
-        for pid in _marked(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-
-
-def _marked(mark: str) -> list[int]:
-    """Process ids (zombies have no environment, so they don't count)."""
-    entry, found = f"{_MARK}={mark}".encode(), []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if entry in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
-    return found
+        running.end()
 
 
 def _parent(pid: int) -> int:

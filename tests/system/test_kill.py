@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from services.cli import jsonl
-from tests.support.stack import SMALL, training
+from tests.support.stack import training
 
 N_STEPS, N_GROUPS = 8, 2
 
@@ -29,7 +29,7 @@ def surviving(ledger: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def test_a_run_survives_the_loss_of_each_service(tmp_path: Path) -> None:
-    with training(tmp_path, *SMALL, f"trainer.max_steps={N_STEPS}") as run:
+    with training(tmp_path, f"trainer.max_steps={N_STEPS}") as run:
         for step, victim in enumerate(("trainer", "orchestrator", "redis", "rollout"), start=1):
             run.wait_for(rf"^step +{step}/{N_STEPS}", 300)
             run.kill(victim)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     """A run of three steps, finished."""
-    with training(tmp_path_factory.mktemp("run"), *SMALL, f"trainer.max_steps={N_STEPS}") as started:
+    with training(tmp_path_factory.mktemp("run"), f"trainer.max_steps={N_STEPS}") as started:
         assert started.wait(540) == 0, started.text()
         yield started
 
@@ -89,8 +89,8 @@ def test_nothing_is_left_running(run: Training) -> None:
 
 def test_a_finished_run_is_not_trained_again(run: Training) -> None:
     folder = run.folder.path
-    command = [sys.executable, "-m", "services.cli", "train", "--config", "configs/quickstart.yaml"]
-    command += [f"run.dir={folder.parent}", f"run.name={folder.name}", *SMALL, f"trainer.max_steps={N_STEPS}"]
+    command = [sys.executable, "-m", "services.cli", "train", "--config", SMALL]
+    command += [f"run.dir={folder.parent}", f"run.name={folder.name}", f"trainer.max_steps={N_STEPS}"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "is finished" in done.stderr

@@ -8,24 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.stack import SMALL, training
+from tests.support.stack import training
 
 pytestmark = pytest.mark.timeout(400)
 
 
 def test_ctrl_c_stops_everything_and_the_run_can_go_on(tmp_path: Path) -> None:
-    with training(tmp_path, *SMALL, "trainer.max_steps=2") as first:
+    with training(tmp_path, "trainer.max_steps=2") as first:
         first.wait_for(r"^all services answer")
         first.process.send_signal(signal.SIGINT)
         assert first.wait(90) == 130
         assert first.leftovers() == []
         assert "continues run" in first.text()
-    with training(tmp_path, *SMALL, "trainer.max_steps=2") as second:
+    with training(tmp_path, "trainer.max_steps=2") as second:
         assert second.wait() == 0, second.text()
 
 
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
-    with training(tmp_path, *SMALL) as run:
+    with training(tmp_path) as run:
         run.wait_for(r"^all services answer")
         run.process.kill()
         assert run.leftovers(30) == []
@@ -55,7 +55,7 @@ def test_a_missing_data_file(tmp_path: Path) -> None:
 
 def expect_refusal(folder: Path, override: str, code: int, named: str, *more: str) -> None:
     """One line that names the thing, the exit code, and nothing left."""
-    with training(folder, *SMALL, override, *more) as run:
+    with training(folder, override, *more) as run:
         assert run.wait(120) == code, run.text()
         errors = run.errors.read_text()
         assert errors.count("\n") == 1, errors
