@@ -133,10 +133,8 @@ class Checkpoints:
 
     def _restore(self, folder: Path) -> Restored:
         manifest = weights.read_manifest(folder)
-        raw = orjson.loads((folder / STATE).read_bytes())
-        state = TrainerState.from_mapping(raw)
+        state, files = _read_state(folder)
         weights.verify_files(folder, manifest)
-        files = tuple(File(**f) for f in raw["optimizer_files"])
         weights.verify_files(folder, replace(manifest, path=OPTIMIZER, files=files))
         training = _read_arrays(folder / OPTIMIZER)
         master = _below(training, _MASTER)
@@ -163,6 +161,15 @@ class Checkpoints:
 def _write_state(folder: Path, state: TrainerState) -> None:
     files = weights.digest_files(folder, OPTIMIZER)
     (folder / STATE).write_bytes(state.to_json(optimizer_files=files))
+
+
+def _read_state(folder: Path) -> tuple[TrainerState, tuple[File, ...]]:
+    """The state, and the files below `optimizer/` with their digests."""
+    try:
+        raw = orjson.loads((folder / STATE).read_bytes())
+        return TrainerState.from_mapping(raw), tuple(File(**f) for f in raw["optimizer_files"])
+    except (OSError, KeyError, TypeError, orjson.JSONDecodeError) as error:
+        raise WeightsError(f"{folder / STATE} cannot be read: {error}") from error
 
 
 def _write_arrays(folder: Path, arrays: Arrays) -> None:

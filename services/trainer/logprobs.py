@@ -56,4 +56,4 @@ def token_scores(
 def _entropy(logits: jax.Array, normalizer: jax.Array) -> jax.Array:
     logits, normalizer = jax.lax.stop_gradient((logits, normalizer))
     probabilities = jnp.exp(logits - normalizer[..., None])
-    return normalizer - (probabilities * logits).sum(-1)
+    return (probabilities * (normalizer[..., None] - logits)).sum(-1)

@@ -87,7 +87,7 @@ class TrainerProcess:
     def ask(self, route: str) -> None:
         httpx.post(f"{self.url}/{route}", trust_env=False).raise_for_status()
 
-    def wait(self, what: Any, timeout_s: float = 120) -> dict[str, Any]:
+    def wait(self, what: Any, timeout_s: float = 280) -> dict[str, Any]:
         """The first status for which `what` holds."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:

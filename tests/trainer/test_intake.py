@@ -78,7 +78,7 @@ def test_tokens_of_an_undone_lineage_are_superseded():
 def test_poison():
     good = group(1, "e000002-s000004")
     cases = {
-        "msgpack": Entry("1-0", 1, b"\x91\xff", 1),
+        "msgpack": Entry("1-0", 1, b"\x91", 1),
         "2 trainers ended": entry(good, deliveries=3),
         "says ticket 1": entry(good, ticket=7),
         "4 episodes": entry(Group(1, "toy", "t", good.trajectories * 2)),

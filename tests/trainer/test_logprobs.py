@@ -62,17 +62,27 @@ def test_extreme_logits_stay_finite(arrays):
     assert np.isfinite(scores.entropy).all()
 
 
+def largest_with(dimension: int, function, *arguments) -> int:
+    """Elements of the largest array that has this dimension, in the optimized program."""
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w+\[([\d,]+)\]", text)}
+    return max(int(np.prod(shape)) for shape in shapes if dimension in shape)
+
+
 def test_no_buffer_of_the_compiled_step_holds_a_whole_sequence_of_logits():
-    """Neither forward nor backward; checked on the optimized program, whose vocabulary is of a size that nothing else has."""
+    """Neither forward nor backward. The vocabulary has a size that nothing else has."""
     rows, length, vocab = 2, 4 * CHUNK, 1019
-    config = CONFIG | {"vocab_size": vocab}
+    config = CONFIG | {"vocab_size": vocab, "num_hidden_layers": 1}
     graph, params = nnx.split(model_of(models.random_weights(config, 0), config))
     ints, floats = jnp.zeros((rows, length), jnp.int32), jnp.ones((rows, length), jnp.float32)
     batch = Batch(ints, ints, floats, floats, floats, floats, jnp.ones(rows))
     loss = model_loss(partial(grpo_loss, options=GrpoOptions(0.2, 0.2, 0.0, "grpo", "kl", None)), 1.0)
-    step = jax.jit(jax.grad(lambda p, b: loss(nnx.merge(graph, p), b)[0]))
-    compiled = step.lower(params, batch).compile()
-    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"\w+\[([\d,]+)\]", compiled.as_text())}
-    biggest = max(int(np.prod(shape)) for shape in shapes if vocab in shape)
-    assert biggest == rows * CHUNK * vocab
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * rows * length * vocab * 4
+    assert largest_with(vocab, jax.grad(lambda p, b: loss(nnx.merge(graph, p), b)[0]), params, batch) == rows * CHUNK * vocab
+
+
+def test_the_check_above_sees_a_whole_sequence_of_logits():
+    def unchunked(hidden, head, targets):
+        return token_scores(hidden, head, targets, 1.0, entropy=False, chunk=64).logprobs.sum()
+
+    arguments = jnp.ones((2, 64, 8)), jnp.ones((1019, 8)), jnp.zeros((2, 64), jnp.int32)
+    assert largest_with(1019, jax.grad(unchunked, argnums=(0, 1)), *arguments) == 2 * 64 * 1019
