@@ -21,9 +21,9 @@ from shared.queue.client import command, connect, transaction
 from shared.queue.queue import Finished, Published, Reservation, TicketQueue
 from shared.queue.server import embedded_server
 
-_PUBLISHERS, _BATCH, _ROUNDS = 8, 32, 5
+_PUBLISHERS, _BATCH, _ROUNDS = 8, 32, 10
 _LARGE, _SMALL = 300_000, 300  # bytes of payload
-_COUNTS = {_LARGE: 256, _SMALL: 2048}  # groups a round
+_COUNTS = {_LARGE: 128, _SMALL: 2048}  # groups a round
 
 
 def main() -> None:
