@@ -67,8 +67,7 @@ class EpisodeRunner:
 
     async def _run(self, spec: Spec, budget: Budget) -> Trajectory:
         started, request_id = time.monotonic(), uuid.uuid4().hex
-        seed = draws.env_seed(spec.seed, spec.ticket, spec.sibling)
-        opening = await self._environments.create(request_id, spec.env, spec.split, spec.index, seed=seed)
+        opening = await self._open(spec, request_id)
         env_s = time.monotonic() - started
         try:
             course = Course(spec, budget, Recorder(await self._prompt(opening)), started + self._bounds.timeout_s)
@@ -88,6 +87,21 @@ class EpisodeRunner:
         )
         trajectory.validate()
         return trajectory
+
+    async def _open(self, spec: Spec, request_id: str) -> Opening:
+        try:
+            return await self._create(spec, request_id)
+        except asyncio.CancelledError:
+            # The service may have made the episode; asking again with the same id tells which one it is.
+            with suppress(VolleyError, TimeoutError):
+                async with asyncio.timeout(_DELETE_S):
+                    opening = await self._create(spec, request_id)
+                    await self._environments.delete_episode(opening.episode_id)
+            raise
+
+    async def _create(self, spec: Spec, request_id: str) -> Opening:
+        seed = draws.env_seed(spec.seed, spec.ticket, spec.sibling)
+        return await self._environments.create(request_id, spec.env, spec.split, spec.index, seed=seed)
 
     async def _play(self, course: Course, episode_id: str, request_id: str) -> tuple[bool, Status, float]:
         """Takes turns until the end; returns success, status, and seconds spent in the environment."""

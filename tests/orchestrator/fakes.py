@@ -105,17 +105,19 @@ class ScriptedEnv:
     respond: Callable[[str], StepResult] | None = None
     not_ready: int = 0
     broken: set[int] = field(default_factory=set)
+    by_request: dict[str, str] = field(default_factory=dict)
 
     async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
-        await asyncio.sleep(self.delay_s)
         if self.create_failures:
             raise self.create_failures.pop(0)
         if index in self.broken:
             raise ServiceUnreachable(f"task {index} cannot be made")
-        self.created.append((split, index, seed))
-        episode_id = f"e{len(self.created)}"
-        self.open[episode_id] = 0
-        return Opening(episode_id, f"{split}/{index}", [{"role": "user", "content": self.prompt}])
+        if request_id not in self.by_request:
+            self.created.append((split, index, seed))
+            self.by_request[request_id] = f"e{len(self.created)}"
+            self.open[self.by_request[request_id]] = 0
+        await asyncio.sleep(self.delay_s)
+        return Opening(self.by_request[request_id], f"{split}/{index}", [{"role": "user", "content": self.prompt}])
 
     async def step(self, episode_id: str, request_id: str, content: str) -> StepResult:
         await asyncio.sleep(self.delay_s)

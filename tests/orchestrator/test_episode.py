@@ -168,6 +168,17 @@ async def test_a_deadline_aborts_the_request_and_deletes_the_episode():
     assert not env.open
 
 
+async def test_an_episode_whose_making_is_cancelled_is_deleted():
+    env = ScriptedEnv(delay_s=0.05)
+    task = asyncio.ensure_future(runner_of(env, balancer_of(ScriptedEngine())).run(spec(), Budget(3)))
+    await asyncio.sleep(0.01)
+    assert env.open
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not env.open
+
+
 async def test_cancellation_passes_and_leaves_nothing_open():
     env, engine = ScriptedEnv(), ScriptedEngine(delay_s=30)
     task = asyncio.ensure_future(runner_of(env, balancer_of(engine)).run(spec(), Budget(3)))
