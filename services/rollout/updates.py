@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from services.rollout import metrics
-from services.rollout.engine.protocol import BASE_VERSION, CommitMode, CommitResult, Engine, StagedWeights
+from services.rollout.engine.protocol import CommitMode, CommitResult, Engine, StagedWeights
 from shared import telemetry, weights
 from shared.errors import Conflict, DecodeError, Forbidden, VolleyError, WeightsError
 from shared.types import WeightVersion
@@ -57,6 +57,8 @@ class Updates:
         root: the only folder weights are read from; None refuses every update.
         model: the engine's own config.json.
         current: the version the engine serves from the start, if any.
+
+    `_passed` is the newest version of the run that the watcher need not look at.
     """
 
     engine: Engine
@@ -66,6 +68,7 @@ class Updates:
     current: str | None = None
     staged: Staged | None = None
     digest: str | None = None
+    _passed: str | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _bad: dict[Path, tuple[float, str]] = field(default_factory=dict[Path, tuple[float, str]])
 
@@ -110,7 +113,7 @@ class Updates:
         """Loads the newest version if it is newer; one that failed is tried again after 30 s. Raises as `stage`."""
         assert self.root is not None
         newest = await asyncio.to_thread(weights.newest, self.root)
-        if newest is None or not _newer(newest.name, self.current):
+        if newest is None or not _newer(newest.name, self._passed):
             return
         if self._bad.get(newest, (-RETRY_BAD_S, ""))[0] > time.monotonic() - RETRY_BAD_S:
             return
@@ -121,6 +124,13 @@ class Updates:
             self._bad[newest] = (time.monotonic(), str(error))
             raise
         self._bad.clear()
+
+    def _now_passed(self) -> str | None:
+        """Weights that someone loaded by a name of their own stay until the run publishes something newer than it has now."""
+        assert self.root is not None
+        newest = weights.newest(self.root)
+        named_by_run = self.current is not None and _parse(self.current) is not None
+        return self.current if named_by_run or newest is None else newest.name
 
     def _confined(self, path: str) -> Path:
         if self.root is None:
@@ -152,6 +162,7 @@ class Updates:
             raise Conflict(f"{version} builds on {base_version}, but {self.current} is serving")
         result = await self.engine.commit(version, mode or self.default_mode)
         self.current, self.digest, self.staged = version, self.staged.digest, None
+        self._passed = await asyncio.to_thread(self._now_passed)
         metrics.PAUSE_SECONDS.observe(result.pause_s)
         _log.info("weights committed", version=version, previous=result.previous, continued=result.continued, pause_s=result.pause_s)
         return result
@@ -189,11 +200,13 @@ def _same_model(manifest: Manifest, model: Mapping[str, Any]) -> None:
             raise WeightsError(f"{manifest.version} is of another model: {key} is {manifest.model[key]}, this server's is {model[key]}")
 
 
-def _newer(candidate: str, current: str | None) -> bool:
-    """Whether the run's `candidate` should replace `current`; weights that someone loaded by another name stay."""
-    if current is None or current == BASE_VERSION:
-        return True
+def _newer(candidate: str, passed: str | None) -> bool:
+    old = None if passed is None else _parse(passed)
+    return old is None or WeightVersion.parse(candidate) > old
+
+
+def _parse(version: str) -> WeightVersion | None:
     try:
-        return WeightVersion.parse(candidate) > WeightVersion.parse(current)
+        return WeightVersion.parse(version)
     except DecodeError:
-        return False
+        return None

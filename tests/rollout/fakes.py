@@ -1,0 +1,78 @@
+"""An engine without a model: every token is the last one plus one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.rollout.engine.protocol import (
+    CommitMode,
+    CommitResult,
+    EngineInfo,
+    EngineStatus,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    StagedWeights,
+)
+from shared.errors import WeightsError
+from shared.types import VersionSpan
+
+
+@dataclass
+class FakeEngine:
+    """Args:
+    hold: while set, requests wait; `broken` names versions that fail to load.
+    """
+
+    version: str | None = None
+    hold: bool = False
+    broken: set[str] = field(default_factory=set[str])
+    loaded: list[str] = field(default_factory=list[str])
+    waiting: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
+    info: EngineInfo = field(default_factory=lambda: EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1))
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        n, finish = request.sampling.max_new_tokens, FinishReason("length", length=request.sampling.max_new_tokens)
+        event = self.waiting[request.rid] = asyncio.Event()
+        try:
+            if self.hold:
+                await event.wait()
+                n, finish = 1, FinishReason("abort", message="aborted")
+        finally:
+            del self.waiting[request.rid]
+        ids = (int(request.input_ids[-1]) + 1 + np.arange(n, dtype=np.int32)) % 512
+        spans = (VersionSpan(self.version or "", 0, n),)
+        return GenerateResult(request.rid, ids, np.full(n, -0.5, np.float32), finish, spans, len(request.input_ids), 0)
+
+    async def stage(self, weights: StagedWeights) -> dict[str, float]:
+        if weights.version in self.broken:
+            raise WeightsError(f"{weights.version} is broken")
+        self.loaded.append(weights.version)
+        return {"restore_s": 0.0}
+
+    async def commit(self, version: str, mode: CommitMode) -> CommitResult:
+        previous, self.version = self.version, version
+        return CommitResult(version, previous, 0, 0, 0.001)
+
+    async def status(self) -> EngineStatus:
+        return EngineStatus(current=self.version, running=len(self.waiting))
+
+    async def abort(self, rid: str | None) -> int:
+        doomed = [event for name, event in self.waiting.items() if rid in (None, name)]
+        for event in doomed:
+            event.set()
+        return len(doomed)
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def flush_cache(self) -> None: ...
+
+    async def wait_closed(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None: ...

@@ -1,0 +1,166 @@
+"""The HTTP face over a fake engine: formats, errors, readiness, drain."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from services.rollout.app import build_app
+from services.rollout.engine.protocol import EngineSpec
+from services.rollout.generation import ClientGone, Generation
+from services.rollout.intake import generate_request
+from services.rollout.settings import RolloutSettings, from_config
+from services.rollout.updates import Updates
+from shared import codec
+from shared.clients.rollout import RolloutClient
+from shared.config import validate
+from shared.errors import Unavailable
+from shared.schema import Limits
+from tests.rollout.fakes import FakeEngine
+from tests.support import models
+from tests.support.tokenizer import FOLDER
+
+VERSION = "e000001-s000000"
+SETTINGS = RolloutSettings(EngineSpec(str(FOLDER)), None, "retract", "test", "s", "http://x", None, None, None, Limits())
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine(version=VERSION)
+
+
+@pytest.fixture
+def generation(engine: FakeEngine) -> Generation:
+    return Generation(engine, grace_s=0.2)
+
+
+@pytest.fixture
+def updates(engine: FakeEngine, tmp_path: Path) -> Updates:
+    return Updates(engine, tmp_path, models.tiny_config(), current=VERSION)
+
+
+@pytest.fixture
+def transport(engine: FakeEngine, updates: Updates, generation: Generation) -> httpx.ASGITransport:
+    return httpx.ASGITransport(build_app(SETTINGS, engine, updates, generation, None))
+
+
+@pytest.fixture
+async def http(transport: httpx.ASGITransport) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        yield client
+
+
+async def test_json_and_msgpack_carry_the_same_answer(http: httpx.AsyncClient) -> None:
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}, "rid": "a"}
+    as_json = (await http.post("/generate", json=body)).json()
+    packed = codec.pack(body | {"input_ids": np.array([5, 6], np.int32)})
+    answer = await http.post("/generate", content=packed, headers={"Content-Type": codec.MEDIA_TYPE})
+    as_msgpack = codec.unpack(answer.content)
+    assert as_json["output_ids"] == as_msgpack["output_ids"].tolist() == [7, 8, 9]
+    assert as_json["meta_info"]["output_token_logprobs"] == [[-0.5, t, None] for t in (7, 8, 9)]
+    assert as_msgpack["meta_info"]["output_token_logprobs"].tolist() == [-0.5] * 3
+    assert as_json["meta_info"]["weight_versions"] == [{"version": VERSION, "start": 0, "end": 3}]
+    assert as_json["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+    assert as_json["meta_info"]["id"] == "a"
+
+
+async def test_the_projects_client_accepts_the_answers(transport: httpx.ASGITransport) -> None:
+    async with RolloutClient("http://x", transport=transport) as client:
+        generation = await client.generate(np.array([5, 6], np.int32), {"max_new_tokens": 4}, "r")
+        assert generation.output_ids.tolist() == [7, 8, 9, 10]
+        assert (await client.weights()).current == VERSION
+        await client.abort("nothing")
+        await client.ready()
+
+
+async def test_text_is_tokenized_on_request(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/generate", json={"text": "hello", "sampling_params": {"max_new_tokens": 2}})
+    assert answer.status_code == 200
+    chat = await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "n": 2})
+    assert len(chat.json()["choices"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/generate", b"{", "not valid JSON"),
+        ("/generate", b"[]", "must be an object"),
+        ("/weights/stage", b"{}", "manifest"),
+        ("/weights/commit", b'{"version": "v", "mode": "later"}', "mode 'later'"),
+        ("/v1/chat/completions", b'{"messages": []}', "messages"),
+        ("/v1/completions", b'{"prompt": [5], "stream": true}', "stream"),
+        ("/abort_request", b"{}", "rid"),
+    ],
+)
+async def test_wrong_bodies_are_problems_that_name_the_field(http: httpx.AsyncClient, path: str, body: bytes, named: str) -> None:
+    answer = await http.post(path, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code in (400, 422)
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert named in answer.json()["detail"]
+
+
+async def test_not_ready_until_weights_serve(http: httpx.AsyncClient, updates: Updates) -> None:
+    updates.current = None
+    answer = await http.get("/ready")
+    assert answer.status_code == 503
+    assert "no weights are published" in answer.json()["detail"]
+    updates.current = VERSION
+    assert (await http.get("/ready")).status_code == 200
+
+
+async def test_metrics_and_schema_are_served(http: httpx.AsyncClient) -> None:
+    await http.post("/generate", json={"input_ids": [5], "sampling_params": {"max_new_tokens": 2}})
+    assert "volley_rollout_tokens_total" in (await http.get("/metrics")).text
+    paths = (await http.get("/openapi.json")).json()["paths"]
+    assert {"/generate", "/weights/stage", "/update_weights_from_disk", "/v1/chat/completions", "/health"} <= paths.keys()
+
+
+async def test_all_requests_can_be_aborted(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.hold = True
+    async with asyncio.TaskGroup() as group:
+        held = [group.create_task(http.post("/generate", json={"input_ids": [5]})) for _ in range(3)]
+        while len(engine.waiting) < 3:
+            await asyncio.sleep(0)
+        assert (await http.post("/abort_request", json={"abort_all": True})).json() == {"aborted": 3}
+    assert {task.result().json()["meta_info"]["finish_reason"]["type"] for task in held} == {"abort"}
+
+
+async def test_a_client_that_goes_away_cancels_its_request(engine: FakeEngine, generation: Generation) -> None:
+    engine.hold = True
+
+    async def receive() -> dict[str, str]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientGone):
+        await generation.run(generate_request({"input_ids": [5]}, engine.info), receive)
+    assert not engine.waiting
+
+
+async def test_a_stopping_server_refuses_work_and_returns_what_it_has(engine: FakeEngine, generation: Generation) -> None:
+    engine.hold = True
+    wanted = generate_request({"input_ids": [5]}, engine.info)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(generation.run(wanted))
+        drain = group.create_task(generation.drain())
+        await asyncio.sleep(0.01)
+        drain.cancel()
+        await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable, match="stopping"):
+            await generation.run(replace(wanted, rid="late"))
+    assert running.result().finish.type == "abort"
+    assert len(running.result().output_ids) == 1
+
+
+def test_settings_come_from_the_runs_configuration(tmp_path: Path) -> None:
+    models.write_hf(tmp_path, models.tiny_config())
+    tree = {"model": {"path": str(tmp_path)}, "data": {"env": "x"}, "run": {"name": "r", "dir": "/runs"}}
+    settings = from_config(validate(json.loads(json.dumps(tree))).config)
+    assert settings.weights_root == Path("/runs/r/checkpoints")
+    assert not settings.engine.load_weights
+    assert settings.url == "http://127.0.0.1:8102"

@@ -1,0 +1,104 @@
+"""Requests are refused with the name and value of what is wrong, before they reach the engine."""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.rollout.engine.protocol import EngineInfo
+from services.rollout.intake import generate_request
+from shared.errors import InputError
+
+INFO = EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1)
+
+
+def request(ids: Any = (1, 2), **sampling: Any):
+    return generate_request({"input_ids": list(ids) if isinstance(ids, tuple) else ids, "sampling_params": sampling}, INFO)
+
+
+def test_defaults_are_sglangs() -> None:
+    wanted = generate_request({"input_ids": np.array([1, 2], np.int32)}, INFO)
+    assert wanted.input_ids.dtype == np.int32
+    assert (wanted.sampling.temperature, wanted.sampling.top_p, wanted.sampling.top_k, wanted.sampling.max_new_tokens) == (1, 1, -1, 128)
+    assert wanted.sampling.sampling_seed is None
+    assert wanted.rid != generate_request({"input_ids": [1]}, INFO).rid
+
+
+def test_the_default_length_fits_the_context() -> None:
+    assert generate_request({"input_ids": [1] * 250}, INFO).sampling.max_new_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({}, "input_ids is missing"),
+        ({"input_ids": "12"}, "input_ids must be"),
+        ({"input_ids": [[1], [2]]}, "list of integers"),
+        ({"input_ids": [1, True]}, "list of integers"),
+        ({"input_ids": [1.5]}, "list of integers"),
+        ({"input_ids": [2**70]}, "64 bits"),
+        ({"input_ids": np.array([1.5])}, "integer array"),
+        ({"input_ids": [1, 512]}, r"input_ids\[1\] is 512, outside the vocabulary of 512"),
+        ({"input_ids": [1], "prompt": "x"}, "unknown field prompt"),
+        ({"input_ids": [1], "stream": True}, "stream"),
+        ({"input_ids": [1], "rid": 5}, "rid"),
+        ({"input_ids": [1], "top_logprobs_num": 3}, "top_logprobs_num"),
+        ({"input_ids": [1], "sampling_params": [1]}, "sampling_params"),
+    ],
+)
+def test_a_wrong_body_is_named(body: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        generate_request(body, INFO)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "named"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": 254}, "2 prompt tokens and max_new_tokens 254 exceed the context: together they may be at most 255"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": 0}, "top_k"),
+        ({"min_p": 0.1}, "min_p=0.1 is not supported"),
+        ({"frequency_penalty": 1}, "frequency_penalty"),
+        ({"regex": "a*"}, "regex"),
+        ({"stop_token_ids": [600]}, "stop_token_ids"),
+        ({"stop_token_ids": 3}, "stop_token_ids"),
+        ({"sampling_seed": -1}, "sampling_seed"),
+        ({"sampling_seed": 1 << 64}, "sampling_seed"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"temprature": 1}, "unknown sampling parameter temprature"),
+    ],
+)
+def test_a_wrong_sampling_parameter_is_named(sampling: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        request(**sampling)
+
+
+def test_parameters_that_change_nothing_are_accepted() -> None:
+    """Clients of SGLang send them all."""
+    request(min_p=0.0, frequency_penalty=0, repetition_penalty=1.0, n=1, stop=None, skip_special_tokens=False, no_stop_trim=True)
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+    assert request(temperature=1e-9).sampling.temperature == 0.0
+
+
+PARAMETERS = st.sampled_from(["top_k", "top_p", "temperature", "max_new_tokens", "stop_token_ids"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(PARAMETERS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["input_ids", "sampling_params", "rid", "stream", "x"]), VALUES))
+def test_any_body_is_a_request_that_fits_or_one_error(body: dict[str, Any]) -> None:
+    with contextlib.suppress(InputError):
+        wanted = generate_request(body, INFO)
+        assert len(wanted.input_ids) + wanted.sampling.max_new_tokens <= 255

@@ -1,0 +1,70 @@
+"""Names and shapes of weights: two layouts on disk, one in the engine."""
+
+import numpy as np
+import pytest
+
+from services.rollout.engine.layout import to_engine
+from shared.errors import WeightsError
+from tests.support import models
+
+CONFIG = models.tiny_config(num_hidden_layers=1)
+HF = models.random_weights(CONFIG, 0)
+TUNIX = models.to_tunix(HF, CONFIG)
+
+
+def engine_shapes() -> dict[str, tuple[int, ...]]:
+    """From the table in the module's docstring."""
+    dim, ffn, vocab, q, kv = 64, 128, 512, 4 * 128, 2 * 128
+    layer = {
+        "input_layernorm.scale": (dim,),
+        "post_attention_layernorm.scale": (dim,),
+        "self_attn.q_norm.scale": (128,),
+        "self_attn.k_norm.scale": (128,),
+        "self_attn.q_proj.weight": (dim, q),
+        "self_attn.k_proj.weight": (dim, kv),
+        "self_attn.v_proj.weight": (dim, kv),
+        "self_attn.o_proj.weight": (q, dim),
+        "mlp.gate_proj.weight": (dim, ffn),
+        "mlp.up_proj.weight": (dim, ffn),
+        "mlp.down_proj.weight": (ffn, dim),
+    }
+    top = {"model.embed_tokens.embedding": (vocab, dim), "model.norm.scale": (dim,), "lm_head.embedding": (vocab, dim)}
+    return top | {f"model.layers.0.{name}": shape for name, shape in layer.items()}
+
+
+def test_both_layouts_give_the_same_weights() -> None:
+    from_hf, from_tunix = (to_engine(w, engine_shapes(), kind, 128) for w, kind in ((HF, "hf"), (TUNIX, "orbax")))
+    assert from_hf.keys() == engine_shapes().keys()
+    for name, value in from_hf.items():
+        np.testing.assert_array_equal(value, from_tunix[name], err_msg=name)
+    np.testing.assert_array_equal(from_hf["model.layers.0.self_attn.q_proj.weight"], HF["model.layers.0.self_attn.q_proj.weight"].T)
+
+
+def test_heads_repeat_where_the_engine_has_more_devices_than_heads() -> None:
+    shapes = engine_shapes() | {"model.layers.0.self_attn.k_proj.weight": (64, 4 * 128)}
+    wide = to_engine(TUNIX, shapes, "orbax", 128)["model.layers.0.self_attn.k_proj.weight"].reshape(64, 4, 128)
+    narrow = TUNIX["layers.0.attn.k_proj.w"]
+    for head in range(4):
+        np.testing.assert_array_equal(wide[:, head], narrow[:, head // 2])
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"layers.0.mlp.gate_proj.kernel": None}, "mlp.gate_proj"),
+        ({"layers.1.mlp.gate_proj.kernel": np.zeros((64, 128), np.float32)}, "layers.1"),
+        ({"final_norm.w": np.zeros(65, np.float32)}, "model.norm.scale has shape"),
+        ({"layers.0.mlp.experts.kernel": np.zeros(3, np.float32)}, "no rule for the weight layers.0.mlp.experts"),
+    ],
+)
+def test_what_does_not_fit_is_named(change: dict[str, np.ndarray | None], named: str) -> None:
+    weights = {k: v for k, v in (TUNIX | change).items() if v is not None}
+    with pytest.raises(WeightsError, match=named):
+        to_engine(weights, engine_shapes(), "orbax", 128)
+
+
+def test_a_tied_model_ignores_the_copy_that_hugging_face_may_keep() -> None:
+    shapes = {k: v for k, v in engine_shapes().items() if k != "lm_head.embedding"}
+    assert to_engine(HF, shapes, "hf", 128).keys() == shapes.keys()
+    with pytest.raises(WeightsError, match="lm_head"):
+        to_engine(TUNIX, shapes, "orbax", 128)
