@@ -19,12 +19,12 @@ from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, ScriptedEnv, b
 TERMS = Terms(batch=2, eta=1, total=100, lease_s=0.09, patience_s=5.0)
 
 
-def loop_of(queue, run=None, env=None, terms=TERMS, n_groups=2):
+def loop_of(queue, run=None, env=None, engine=None, n_groups=2):
     gate, board = Gate(), Board()
     gate.release(Gate.START)
-    dispatcher = dispatcher_of(env or ScriptedEnv(n_turns=1), balancer_of(ScriptedEngine()))
+    dispatcher = dispatcher_of(env or ScriptedEnv(n_turns=1), balancer_of(engine or ScriptedEngine()))
     run = run or (lambda ticket, need: run_group(dispatcher, plan(2), ticket, need))
-    return TicketLoop(queue, gate, board, terms, n_groups=n_groups, run_group=run), gate, board
+    return TicketLoop(queue, gate, board, TERMS, n_groups=n_groups, run_group=run), gate, board
 
 
 async def run_until(loop, condition, timeout_s=5.0):
@@ -99,9 +99,9 @@ async def test_leases_are_renewed_while_a_group_is_worked_on():
 
 async def test_tickets_in_hand_are_given_back_when_the_service_stops():
     queue = MemoryQueue(limit=8)
-    env = ScriptedEnv(delay_s=30)
-    loop, _, _ = loop_of(queue, env=env, n_groups=3)
-    await run_until(loop, lambda: queue.issued == 3)
+    env = ScriptedEnv()
+    loop, _, _ = loop_of(queue, env=env, engine=ScriptedEngine(delay_s=30), n_groups=3)
+    await run_until(loop, lambda: len(env.open) == 6)
     assert sorted(queue.given_back) == [1, 2, 3]
     assert not env.open
     assert not queue.published
