@@ -1,0 +1,130 @@
+"""A step of the whole policy: bit-identical from the same groups, right against numpy, continued from a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from services.trainer.batch import Layout
+from services.trainer.intake import Held
+from services.trainer.loss import GrpoOptions
+from services.trainer.optimizer import OptimizerOptions, schedule
+from services.trainer.policy import Policy, PolicyOptions
+from services.trainer.tunix_learner import make_logger
+from shared.errors import WeightsError
+from shared.types import WeightVersion
+from tests.support import models, qwen3_ref
+from tests.trainer.support import CONFIG, group, model_of
+
+CONFIG_1 = CONFIG | {"num_hidden_layers": 1}
+WEIGHTS = models.random_weights(CONFIG_1, seed=4)
+START = WeightVersion(1, 0)
+OPTIONS = PolicyOptions(
+    loss=GrpoOptions(0.2, 0.2, 0.1, "grpo", "low_var_kl", 2.0),
+    aggregation="token-mean",
+    estimator="grpo",
+    temperature=0.9,
+    n_iterations=1,
+    max_response_length=16,
+    rows_per_step=8,
+    layout=Layout((16,), 4, 0),
+    optimizer=OptimizerOptions(1e-3, "constant", 0, 10, 0.9, 0.95, 0.0, 1.0),
+    published_dtype="float32",
+)
+
+
+def policy(options: PolicyOptions = OPTIONS, weights: models.Weights = WEIGHTS, reference=None) -> Policy:
+    return Policy(model_of(weights, CONFIG_1), options, CONFIG_1, make_logger(), reference)
+
+
+def held(*tickets: int, version: str = str(START)) -> list[Held]:
+    at = WeightVersion.parse(version)
+    return [Held(group(ticket, version, seed=5), f"{ticket}-0", at, at) for ticket in tickets]
+
+
+def params(one: Policy) -> dict[str, np.ndarray]:
+    return {k: np.asarray(v) for k, v in one.contents().params.items()}
+
+
+def test_the_same_groups_give_bit_identical_weights_also_from_a_checkpoint():
+    straight = policy()
+    first = straight.step(held(1, 2, 3, 4), START)
+    saved = straight.contents()
+    weights, optimizer = ({k: np.asarray(v) for k, v in x.items()} for x in (saved.params, saved.optimizer))
+    second = straight.step(held(5, 6, 7, 8), WeightVersion(1, 1))
+
+    resumed = Policy(model_of_leaves(weights), OPTIONS, CONFIG_1, make_logger(), params(policy()))
+    resumed.load_optimizer(optimizer)
+    assert resumed.step(held(5, 6, 7, 8), WeightVersion(1, 1)) == second
+    a, b = params(straight), params(resumed)
+    assert all(np.array_equal(a[k], b[k]) for k in a)
+    assert (first.kl, first.step, second.version) == (pytest.approx(0, abs=1e-6), 1, "e000001-s000002")
+    assert second.kl > 0
+
+
+def model_of_leaves(leaves: dict[str, np.ndarray]):
+    from services.trainer.model.qwen3 import build, make_mesh
+    from services.trainer.model.shape import ModelShape
+
+    return build(ModelShape.parse(CONFIG_1), lambda name, _: leaves[name], make_mesh((1, 1), ("fsdp", "tp")), dtype="float32")
+
+
+def test_reported_numbers_equal_their_definitions():
+    groups = held(1, 2, 3, 4)
+    found = policy().step(groups, START)
+    trajectories = [t for h in groups for t in h.group.trajectories]
+    differences = []
+    for t in trajectories:
+        table = qwen3_ref.log_softmax(qwen3_ref.logits(WEIGHTS, CONFIG_1, t.token_ids), OPTIONS.temperature)
+        logp = table[np.arange(len(t.token_ids) - 1), t.token_ids[1:]]
+        differences.append(np.abs(logp - t.logprobs[1:])[t.loss_mask[1:] > 0])
+    rewards = np.array([t.reward for t in trajectories])
+    assert found.logprob_abs_diff == pytest.approx(np.concatenate(differences).mean(), rel=1e-4) == found.logprob_abs_diff_current
+    assert (found.reward_mean, found.reward_std, found.success) == pytest.approx((rewards.mean(), rewards.std(), rewards.mean()))
+    assert (found.tokens, found.groups, found.episodes) == (sum(t.n_sampled for t in trajectories), 4, 8)
+    assert 0 < found.entropy <= np.log(CONFIG_1["vocab_size"])
+
+
+def test_the_probe_is_the_published_models_log_probabilities():
+    probe = policy().contents().probe
+    assert probe is not None
+    exact = qwen3_ref.score(WEIGHTS, CONFIG_1, probe.input_ids[:1], probe.input_ids[1:])
+    np.testing.assert_allclose(probe.logprobs, exact, atol=2e-5)
+    assert len(set(probe.input_ids)) == len(probe.input_ids) == len(probe.logprobs) + 1
+
+
+def test_iterations_move_further_on_the_same_data():
+    groups = held(1, 2, 3, 4)
+    one, three = policy(), policy(replace(OPTIONS, n_iterations=3))
+    start = params(one)
+    a, b = one.step(groups, START), three.step(groups, START)
+    assert a.logprob_abs_diff == pytest.approx(b.logprob_abs_diff, rel=1e-5)
+    moved = [sum(np.abs(x[k] - start[k]).sum() for k in start) for x in (params(one), params(three))]
+    assert moved[1] > 1.5 * moved[0]
+
+
+def test_rounded_publication_keeps_exact_master_weights():
+    contents = policy(replace(OPTIONS, published_dtype="bfloat16")).contents()
+    assert {v.dtype.name for v in contents.params.values()} == {"bfloat16"}
+    assert contents.master is not None
+    assert {v.dtype.name for v in contents.master.values()} == {"float32"}
+
+
+def test_optimizer_state_of_another_setup_is_refused():
+    whole = policy(replace(OPTIONS, layout=Layout((16,), 8, 0)))
+    with pytest.raises(WeightsError, match="another optimizer"):
+        whole.load_optimizer(policy().contents().optimizer)
+
+
+def test_learning_rate_schedules():
+    base = OptimizerOptions(1.0, "constant", 4, 12, 0.9, 0.95, 0.0, 1.0)
+    rates = {
+        kind: [float(schedule(replace(base, schedule_type=kind))(i)) for i in (0, 4, 8, 12)] for kind in ("constant", "linear", "cosine")
+    }
+    assert rates == {
+        "constant": pytest.approx([0.25, 1, 1, 1]),
+        "linear": pytest.approx([0.25, 1, 0.5, 0]),
+        "cosine": pytest.approx([0.25, 1, 0.5, 0], abs=1e-6),
+    }

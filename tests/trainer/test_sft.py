@@ -1,0 +1,76 @@
+"""The warm start: which demonstrations, which tokens, and that it learns them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.trainer import sft
+from services.trainer.batch import Layout
+from services.trainer.optimizer import OptimizerOptions
+from services.trainer.tunix_learner import make_logger
+from shared.chat import ChatTokenizer
+from shared.errors import ConfigError
+from tests.support import models
+from tests.trainer.support import CONFIG, model_of
+
+TOKENIZER = ChatTokenizer(Path(__file__).parents[2] / "configs/models/tiny")
+TALK = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Right"}, {"role": "user", "content": "ok"}]
+TALK = [*TALK, {"role": "assistant", "content": "Up"}]
+OPTIMIZER = OptimizerOptions(1e-2, "constant", 0, 12, 0.9, 0.95, 0.0, 1.0)
+
+
+class Env:
+    def __init__(self, n_tasks: int) -> None:
+        self.n_tasks, self.asked = n_tasks, []
+
+    async def num_tasks(self, env: str, split: str) -> int:
+        assert (env, split) == ("lake", "train")
+        return self.n_tasks
+
+    async def demonstration(self, env: str, split: str, index: int) -> list[Any]:
+        self.asked.append(index)
+        return [{"role": "user", "content": str(index)}, {"role": "assistant", "content": "ok"}]
+
+
+@pytest.mark.parametrize("n_tasks", [5, 10**9])
+async def test_distinct_training_tasks_chosen_by_the_seed(n_tasks: int):
+    first, second, other = [await sft.fetch(Env(n_tasks), "lake", 20, seed) for seed in (1, 1, 2)]
+    contents = [m[0]["content"] for m in first]
+    assert first == second != other
+    assert len(contents) == len(set(contents)) == min(20, n_tasks)
+
+
+def test_what_the_assistant_says_and_its_end_are_trained():
+    (row,) = sft.tokenize(TOKENIZER, [TALK], 128)
+    said = TOKENIZER.decode([int(t) for t, m in zip(row.ids, row.mask, strict=True) if m])
+    assert said == "Right<|im_end|>Up<|im_end|>"
+    assert row.n_tokens == int(row.mask.sum())
+
+
+def test_demonstrations_that_do_not_fit_are_left_out():
+    long = [{"role": "user", "content": "go " * 200}, {"role": "assistant", "content": "Up"}]
+    assert len(sft.tokenize(TOKENIZER, [TALK, long], 128)) == 1
+    with pytest.raises(ConfigError, match="fits into 128 tokens"):
+        sft.tokenize(TOKENIZER, [long], 128)
+
+
+def test_it_learns_and_is_deterministic():
+    config = CONFIG | {"vocab_size": 512, "num_hidden_layers": 1}
+    rows = sft.tokenize(TOKENIZER, [TALK, TALK[:2]], 64)
+    options = sft.SftOptions(max_steps=12, batch_size=4, seed=0, layout=Layout((64,), 2, TOKENIZER.pad_id), optimizer=OPTIMIZER)
+    runs = []
+    for _ in range(2):
+        model = model_of(models.random_weights(config, 0), config)
+        runs.append([m.loss for m in sft.train(model, rows, options, make_logger())])
+    assert runs[0] == runs[1]
+    assert runs[0][-1] < 0.5 * runs[0][0]
+
+
+def test_every_row_is_drawn_once_an_epoch():
+    draws = sft._draws(n_rows=6, batch_size=4, seed=0)
+    seen = np.concatenate([next(draws) for _ in range(3)])
+    assert sorted(seen.tolist()) == sorted([*range(6)] * 2)
