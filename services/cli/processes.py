@@ -41,6 +41,7 @@ class Reaper:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self._groups: set[int] = set()
+        self.closed = False
 
     @classmethod
     @contextmanager
@@ -65,7 +66,8 @@ class Reaper:
         self._tell(f"-{group}\n")
 
     def kill_all(self) -> None:
-        """Ends every group at once, without grace."""
+        """Ends every group at once, without grace; from now on nothing is worth restarting."""
+        self.closed = True
         for group in self._groups:
             _kill_group(group)
 

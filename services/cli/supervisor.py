@@ -62,7 +62,7 @@ class Kept:
         return self.member.spec.name
 
     async def run(self) -> None:
-        """Returns never. Raises ServiceFailed, or ConfigError if the process says that its configuration is wrong."""
+        """Returns only when everything was killed on request. Raises ServiceFailed, or ConfigError if the process says that its configuration is wrong."""
         while True:
             self.child = await Child.start(self.member.spec, self._reaper)
             try:
@@ -70,6 +70,8 @@ class Kept:
                 code = await self.child.wait()
             finally:
                 await self.child.stop()
+            if self._reaper.closed:
+                return
             await self._before_restart(code)
 
     async def _until_up(self, child: Child) -> None:

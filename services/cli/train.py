@@ -111,10 +111,11 @@ async def _supervised(loaded: Loaded, folder: RunFolder) -> None:
     """Returns when the run is finished. Raises Stopped, VolleyError, or a group of them."""
     started = time.monotonic()
     say(f"run {folder.name} in {folder.path}: starting services (logs in {folder.logs})")
+    progress = Progress(folder, loaded.config.trainer.max_steps, say)
     with Reaper.running() as reaper:
         async with _stopping_on_signal(reaper.kill_all), stack.running(loaded, folder, reaper, say) as running:
             say(f"all services answer after {time.monotonic() - started:.1f} s")
-            await follow(running, folder, Progress(folder, loaded.config.trainer.max_steps, say))
+            await follow(running, folder, progress)
 
 
 async def follow(running: stack.Stack, folder: RunFolder, progress: Progress) -> None:

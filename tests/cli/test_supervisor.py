@@ -102,6 +102,16 @@ async def test_a_crashed_process_is_started_again(member: Callable[..., Member],
     assert said == ["child ended with signal 9; restarting it in 0.5 s"]
 
 
+async def test_what_is_killed_on_request_is_not_started_again(member: Callable[..., Member], reaper: Reaper) -> None:
+    said: list[str] = []
+    async with keeping([member(LIVES)], reaper, said.append) as (kept,):
+        pid = pid_of(kept)
+        reaper.kill_all()
+        await until(lambda: not is_alive(pid))
+        await asyncio.sleep(0.1)
+    assert said == []
+
+
 async def test_restarts_are_bounded(member: Callable[..., Member], reaper: Reaper) -> None:
     said: list[str] = []
     program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.5); sys.exit(1)"
