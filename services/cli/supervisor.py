@@ -62,7 +62,7 @@ class Kept:
         return self.member.spec.name
 
     async def run(self) -> None:
-        """Returns only when everything was killed on request. Raises ServiceFailed, or ConfigError if the process says that its configuration is wrong."""
+        """Ends only when all was killed on request. Raises ServiceFailed, or ConfigError if the process refuses its configuration."""
         while True:
             self.child = await Child.start(self.member.spec, self._reaper)
             try:
