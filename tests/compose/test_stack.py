@@ -17,9 +17,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERRIDES = (
-    "run.name=compose-test sft.max_steps=10 sft.n_demonstrations=64 "
-    "trainer.max_steps=5 trainer.groups_per_step=4 data.n_eval_tasks=20"
-)
     "run.name=compose-test sft.max_steps=10 sft.n_demonstrations=64 trainer.max_steps=5 trainer.groups_per_step=4 data.n_eval_tasks=20"
 )
 PUBLISHING = ("env", "rollout", "orchestrator", "trainer")
