@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 from redis.asyncio import Redis
 
@@ -37,7 +39,8 @@ async def open_service(config: RunConfig) -> AsyncIterator[Service]:
     """Raises ConfigError."""
     settings = from_run.from_config(config)
     token = read_token(settings.token_file)
-    tokenizer = ChatTokenizer(model_folder(config.model.path))
+    model = await asyncio.to_thread(model_folder, config.model.path, weights=True)
+    tokenizer = ChatTokenizer(model)
     board = Board(settings.run, config.trainer.max_steps)
     async with AsyncExitStack() as stack:
         redis = connect(settings.redis_url, settings.redis_password_file)
@@ -45,7 +48,7 @@ async def open_service(config: RunConfig) -> AsyncIterator[Service]:
         environments = await stack.enter_async_context(EnvClient(settings.env_url, token=token))
         thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         stack.callback(thread.shutdown, wait=False, cancel_futures=True)
-        backend, tokens = _backend(config, settings, tokenizer)
+        backend, tokens = _backend(config, settings, model, tokenizer)
         options, folder = from_run.sft_options(config, tokens), settings.run_folder
         warm = WarmStart(settings.env, settings.n_demonstrations, options, environments, tokenizer, StepLog(folder / "sft.jsonl"))
         publisher = Publisher(_servers(redis, settings), lambda url: RolloutClient(url, token=token), settings.update_mode)
@@ -65,9 +68,9 @@ async def open_service(config: RunConfig) -> AsyncIterator[Service]:
         yield Service(app, [Loop(from_run.plan(config, tokens), parts, board).run])
 
 
-def _backend(config: RunConfig, settings: TrainerSettings, tokenizer: ChatTokenizer) -> tuple[Backend, Tokens]:
+def _backend(config: RunConfig, settings: TrainerSettings, folder: Path, tokenizer: ChatTokenizer) -> tuple[Backend, Tokens]:
     """Raises ConfigError."""
-    model = from_run.model_options(config, model_folder(config.model.path, weights=True))
+    model = from_run.model_options(config, folder)
     shape = ModelShape.read(model.folder)
     check_vocabulary(tokenizer, shape)
     tokens = Tokens(shape.vocab_size, tokenizer.pad_id)

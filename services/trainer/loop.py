@@ -56,11 +56,13 @@ class Loop:
     async def _work(self, group: asyncio.TaskGroup) -> None:
         board, parts = self._board, self._parts
         found = await self._waiter.blocking(parts.backend.restore)
-        state = await asyncio.to_thread(parts.ledger.reconcile, found) if found else fresh(self._plan.seed)
+        state = await asyncio.to_thread(parts.ledger.reconcile, found or fresh(self._plan.seed))
         for log in (parts.metrics, parts.handovers):
             await asyncio.to_thread(log.truncate_beyond, state.step if found else -1)
         await self._waiter.blocking(parts.backend.build)
-        if found is None and not await self._warm_start():
+        if found is None:
+            await self._warm_start()
+        if board.stopping:
             return
         state = await self._take_over(state)
         folder = await self._waiter.blocking(parts.backend.start, state)
@@ -72,9 +74,9 @@ class Loop:
         await course.follow()
         board.phase = "stopped" if board.stopping else "done"
 
-    async def _warm_start(self) -> bool:
+    async def _warm_start(self) -> None:
         self._board.phase = "warm start"
-        return await self._parts.warm_start() and not self._board.stopping
+        await self._parts.warm_start()
 
     async def _take_over(self, state: TrainerState) -> TrainerState:
         self._board.phase = "starting"

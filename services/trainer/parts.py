@@ -65,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the loop works with. `warm_start` returns False if it was stopped; `publish` sends a checkpoint folder to the servers."""
+    """What the loop works with. `warm_start` ends early when a stop is asked for; `publish` sends a checkpoint folder to the servers."""
 
     backend: Trains
     queue: Queue
@@ -73,7 +73,7 @@ class Parts:
     metrics: StepLog
     handovers: StepLog
     executor: Executor
-    warm_start: Callable[[], Awaitable[bool]]
+    warm_start: Callable[[], Awaitable[None]]
     publish: Callable[[Path], Awaitable[Sequence[Delivery]]]
 
 

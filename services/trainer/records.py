@@ -1,7 +1,7 @@
 """The run's append-only files: the ledger of tickets, and the metrics of steps.
 
 Invariants of `ledger.jsonl`: a line is durable before the queue is told of it; a ticket has exactly one disposition along
-the surviving lineage; a `rollback` line undoes `trained` lines of later steps that stand before it.
+the surviving lineage; a `rollback` line undoes the `trained` lines before it that are of later steps, or with step -1 all lines.
 Invariant of `metrics.jsonl`: one line a step, none beyond the restored step.
 """
 
@@ -19,6 +19,7 @@ from shared import telemetry
 from shared.weights import fsync
 
 TRAINED = "trained"
+ANEW = -1
 _log = telemetry.Log("records")
 
 
@@ -43,9 +44,13 @@ class Ledger:
         """Brings file and checkpoint together at the start of an incarnation; returns the state with what the file adds.
 
         Lines of the checkpoint that a crash kept from the file are appended, steps that the checkpoint does not contain are
-        rolled back, and tickets that ended without training after the checkpoint stay ended.
+        rolled back, and tickets that ended without training after the checkpoint stay ended. Without a checkpoint (epoch 0)
+        the run begins anew, and so do all its tickets.
         """
         settled = self.settled()
+        if state.epoch == 0:
+            self.append([{"rollback": ANEW, "epoch": 0}] if settled else [])
+            return state
         if any(line["disposition"] == TRAINED and line["step"] > state.step for line in settled.values()):
             self.append([{"rollback": state.step, "epoch": state.epoch}])
             settled = self.settled()
@@ -61,7 +66,7 @@ class Ledger:
         settled: dict[int, dict[str, Any]] = {}
         for line in self.read():
             if "rollback" in line:
-                undone = [t for t, x in settled.items() if x["disposition"] == TRAINED and x["step"] > line["rollback"]]
+                undone = [t for t, x in settled.items() if _is_undone(x, line["rollback"])]
                 for ticket in undone:
                     del settled[ticket]
             elif line["epoch"] >= settled.get(line["ticket"], line)["epoch"]:
@@ -92,6 +97,10 @@ class StepLog:
         temporary.rename(self._path)
         fsync(self._path.parent)
         _log.info("metrics truncated", step=step, removed=len(lines) - len(kept))
+
+
+def _is_undone(line: Mapping[str, Any], step: int) -> bool:
+    return step == ANEW or (line["disposition"] == TRAINED and line["step"] > step)
 
 
 def _same(found: Mapping[str, Any] | None, line: Mapping[str, Any]) -> bool:

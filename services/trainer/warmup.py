@@ -31,10 +31,10 @@ class WarmStart:
     tokenizer: ChatTokenizer
     log: StepLog
 
-    async def __call__(self, backend: Backend, board: Board, executor: Executor) -> bool:
-        """False if it was stopped before its end. Raises ConfigError, NotFound."""
+    async def __call__(self, backend: Backend, board: Board, executor: Executor) -> None:
+        """Ends early when the board asks to stop. Raises ConfigError, NotFound."""
         if not self.options.max_steps:
-            return True
+            return
         waiter = Waiter(executor, board)
         self.log.truncate_beyond(-1)
         demonstrations = await waiter.patiently(self._fetch)
@@ -44,8 +44,7 @@ class WarmStart:
             if metrics.step % 20 == 0 or metrics.step == metrics.max_steps:
                 _log.info("supervised step", step=metrics.step, loss=round(metrics.loss, 4))
             if board.stopping:
-                return False
-        return True
+                return
 
     def _fetch(self) -> Awaitable[Sequence[Sequence[Message]]]:
         return sft.fetch(self.client, self.env, self.n_demonstrations, self.options.seed)

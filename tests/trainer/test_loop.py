@@ -116,9 +116,10 @@ class Bench:
         self.published: list[str] = []
 
     def loop(self) -> Loop:
-        async def warm_start() -> bool:
+        async def warm_start() -> None:
             self.events.append("warm start")
-            return self.warm
+            if not self.warm:
+                self.board.stop()
 
         async def publish(folder: Path) -> list:
             self.events.append(f"publish {folder.name}")

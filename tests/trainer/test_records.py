@@ -53,6 +53,12 @@ def test_a_fallback_to_an_older_checkpoint_rolls_the_ledger_back(ledger: Ledger)
     assert ledger.settled()[2]["epoch"] == 2
 
 
+def test_a_run_without_a_checkpoint_begins_anew(ledger: Ledger):
+    ledger.append([line(1), line(2, "stale")])
+    assert ledger.reconcile(fresh(0)) == fresh(0)
+    assert ledger.settled() == {}
+
+
 def test_a_fenced_trainer_that_writes_late_does_not_count(ledger: Ledger):
     ledger.append([line(1, epoch=2), line(1, "stale", epoch=1)])
     assert ledger.settled()[1]["disposition"] == "trained"

@@ -1,0 +1,55 @@
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+
+from services.trainer.board import Board
+from services.trainer.routes import router
+from shared.http import create_app
+from shared.schema import Limits
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board("r", 10)
+
+
+@pytest.fixture
+async def client(board: Board) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app("trainer", limits=Limits(), token="secret", ready=board.not_ready)
+    app.state.board = board
+    app.include_router(router)
+    headers = {"Authorization": "Bearer secret"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://trainer", headers=headers) as one:
+        yield one
+
+
+async def test_wishes_reach_the_loop(client: httpx.AsyncClient, board: Board):
+    assert (await client.post("/pause")).json() == {"paused": True, "step": 0}
+    assert board.paused
+    assert (await client.post("/checkpoint")).status_code == 202
+    assert board.checkpoint_wanted
+    assert (await client.post("/resume")).json()["paused"] is False
+    assert not board.paused
+    assert board.changed.is_set()
+
+
+async def test_ready_tells_why_not(client: httpx.AsyncClient, board: Board):
+    board.phase, board.waiting_for = "warm start", "POST http://env did not answer"
+    answer = await client.get("/ready")
+    assert answer.status_code == 503
+    assert answer.json()["detail"] == "warm start: POST http://env did not answer"
+    board.phase = "waiting"
+    assert (await client.get("/ready")).status_code == 200
+
+
+async def test_status_metrics_and_openapi(client: httpx.AsyncClient, board: Board):
+    board.ended("stale")
+    status = (await client.get("/status")).json()
+    assert (status["phase"], status["tickets"], status["last"]) == ("loading", {"stale": 1}, None)
+    assert 'volley_trainer_tickets_total{disposition="stale"}' in (await client.get("/metrics")).text
+    assert {"/status", "/checkpoint", "/pause", "/resume"} <= (await client.get("/openapi.json")).json()["paths"].keys()
+
+
+async def test_routes_need_the_token(client: httpx.AsyncClient):
+    assert (await client.post("/pause", headers={"Authorization": "Bearer wrong"})).status_code == 401
