@@ -146,7 +146,7 @@ class Rollout(Section):
 class Orchestrator(Section):
     max_concurrent_episodes: PositiveInt = 256
     max_turns: PositiveInt = 8
-    lease_s: PositiveFloat = 60.0
+    lease_s: PositiveFloat = 20.0
     episode_timeout_s: PositiveFloat = 600.0
     max_attempts: PositiveInt = 3
     eval_every_n_steps: PositiveInt | None = None
