@@ -21,7 +21,7 @@ import numpy as np
 
 from services.rollout.engine.client import open_engine
 from services.rollout.engine.protocol import EngineSpec, GenerateRequest, SamplingParams
-from shared.clients.direct import DirectClient
+from shared.clients.base import HttpClient
 from shared.errors import VolleyError
 
 N_REQUESTS, N_RUNNING, N_NEW, N_ROUNDS = 192, 64, 64, 5
@@ -88,7 +88,7 @@ async def _through_http(root: Path, model: Path) -> AsyncIterator[Send]:
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "services.rollout", "--config", str(config))
     body = {"sampling_params": {"max_new_tokens": N_NEW, "ignore_eos": True}}
     try:
-        async with DirectClient(f"http://127.0.0.1:{port}", timeout_s=_START_S) as client:
+        async with HttpClient(f"http://127.0.0.1:{port}", timeout_s=_START_S) as client:
             await _until_healthy(client)
             await client.post("/update_weights_from_disk", {"model_path": str(model)})
 
@@ -101,7 +101,7 @@ async def _through_http(root: Path, model: Path) -> AsyncIterator[Send]:
         await process.wait()
 
 
-async def _until_healthy(client: DirectClient) -> None:
+async def _until_healthy(client: HttpClient) -> None:
     async with asyncio.timeout(_START_S):
         while True:
             with contextlib.suppress(VolleyError):

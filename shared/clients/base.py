@@ -1,47 +1,69 @@
-"""The one HTTP client: httpx's interface over aiohttp's transport, msgpack bodies, foreign errors translated here.
+"""The one HTTP client: msgpack bodies over aiohttp, foreign errors translated here.
 
+aiohttp carries the network because httpx's request and response objects cost three times the CPU of a whole call, and the
+orchestrator makes thousands a second; an httpx transport can take its place, which is how tests reach an application directly.
 Retries: only what the caller marks as safe to repeat, only for `Unavailable`, in `shared.retry`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import aiohttp
 import httpx
 import orjson
-from httpx_aiohttp import AiohttpTransport
 
 from shared import codec
 from shared.errors import DecodeError, ServiceUnreachable, from_problem
 from shared.retry import retry
+
+_CONNECT_TIMEOUT_S = 5.0
+_KEEPALIVE_S = 4.0  # below uvicorn's default of 5 s, so that no request meets a connection that is being closed
+
+
+class _Answer(NamedTuple):
+    status: int
+    content_type: str
+    content: bytes
+
+
+class _Wire(Protocol):
+    async def send(self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float) -> _Answer: ...
+
+    async def close(self) -> None: ...
 
 
 class HttpClient:
     """Calls one service. Use as an async context manager.
 
     Args:
+        timeout_s: of a whole call, unless the call says otherwise.
         transport: replaces the network in tests (e.g. httpx.ASGITransport(app)).
     """
 
     def __init__(
         self, base_url: str, *, token: str | None = None, timeout_s: float = 60.0, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
-        self.base_url = base_url
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._client = httpx.AsyncClient(
-            base_url=base_url, headers=headers, timeout=timeout_s, transport=transport or _transport(), trust_env=False
-        )
+        self.base_url = base_url.rstrip("/")
+        self._timeout_s, self._transport = timeout_s, transport
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._wire: _Wire | None = None
 
     async def __aenter__(self) -> Self:
-        await self._client.__aenter__()
+        if self._transport is None:
+            self._wire = _Network(self.base_url, self._headers)
+        else:
+            self._wire = _Direct(self.base_url, self._headers, self._transport)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        await self._client.__aexit__(kind, error, trace)
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            await wire.close()
 
-    async def get(self, path: str, params: dict[str, Any] | None = None, *, attempts: int = 3) -> Any:
+    async def get(self, path: str, params: Mapping[str, Any] | None = None, *, attempts: int = 3) -> Any:
         """Raises VolleyError: ServiceUnreachable, or what the service's problem body says."""
         return await retry(lambda: self._send("GET", path, None, params, None), attempts=attempts)
 
@@ -52,34 +74,72 @@ class HttpClient:
     async def delete(self, path: str, *, attempts: int = 1) -> Any:
         return await retry(lambda: self._send("DELETE", path, None, None, None), attempts=attempts)
 
-    async def _send(self, method: str, path: str, body: bytes | None, params: dict[str, Any] | None, timeout_s: float | None) -> Any:
-        headers = {"Content-Type": codec.MEDIA_TYPE} if body is not None else {}
-        timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s
+    async def _send(self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
+        assert self._wire is not None, "enter the client first"
+        what = f"{method} {self.base_url}{path}"
         try:
-            answer = await self._client.request(method, path, content=body, params=params, headers=headers, timeout=timeout)
-        except httpx.TimeoutException as error:
-            raise ServiceUnreachable(f"{method} {self.base_url}{path} did not answer in time") from error
-        except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
-            raise ServiceUnreachable(f"{method} {self.base_url}{path}: {type(error).__name__}", "is the service running?") from error
-        value = _decode(answer)
-        if answer.is_success:
-            return value
-        raise from_problem(answer.status_code, value if isinstance(value, dict) else {})
+            answer = await self._wire.send(method, path, body, params, timeout_s or self._timeout_s)
+        except (TimeoutError, httpx.TimeoutException) as error:
+            raise ServiceUnreachable(f"{what} did not answer in time") from error
+        except (aiohttp.ClientError, httpx.HTTPError, OSError) as error:
+            raise ServiceUnreachable(f"{what}: {type(error).__name__}", "is the service running?") from error
+        return _read(answer, path)
 
 
-def _decode(answer: httpx.Response) -> Any:
-    if not answer.content:
-        return None
-    if answer.headers.get("content-type", "").startswith(codec.MEDIA_TYPE):
+class _Network:
+    """One pool without a limit of its own: concurrency is bounded where episodes are started."""
+
+    def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+        skip = ("User-Agent", "Accept-Encoding")
+        self._base_url = base_url
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, skip_auto_headers=skip)
+
+    async def send(self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float) -> _Answer:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        url, headers = self._base_url + path, _content_type(body)
+        async with self._session.request(
+            method, url, data=body, params=params, headers=headers, timeout=timeout, allow_redirects=False
+        ) as answer:
+            return _Answer(answer.status, answer.headers.get("Content-Type", ""), await answer.read())
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
+class _Direct:
+    """The same over an httpx transport."""
+
+    def __init__(self, base_url: str, headers: Mapping[str, str], transport: httpx.AsyncBaseTransport) -> None:
+        self._client = httpx.AsyncClient(base_url=base_url, headers=headers, transport=transport)
+
+    async def send(self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float) -> _Answer:
+        answer = await self._client.request(method, path, content=body, params=params, headers=_content_type(body), timeout=timeout_s)
+        return _Answer(answer.status_code, answer.headers.get("Content-Type", ""), answer.content)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def _content_type(body: bytes | None) -> dict[str, str]:
+    return {} if body is None else {"Content-Type": codec.MEDIA_TYPE}
+
+
+def _read(answer: _Answer, path: str) -> Any:
+    """The decoded body of a success. Raises what a problem body says, or DecodeError."""
+    if answer.status < 300:
+        return _decode(answer, path) if answer.content else None
+    try:
+        value = _decode(answer, path)
+    except DecodeError:
+        value = None
+    raise from_problem(answer.status, value if isinstance(value, dict) else {})
+
+
+def _decode(answer: _Answer, path: str) -> Any:
+    if answer.content_type.startswith(codec.MEDIA_TYPE):
         return codec.unpack(answer.content, "answer")
     try:
         return orjson.loads(answer.content)
     except orjson.JSONDecodeError as error:
-        if answer.is_success:
-            raise DecodeError(f"answer of {answer.url} is not valid JSON") from error
-        return None
-
-
-def _transport() -> AiohttpTransport:
-    """One connection pool without a limit of its own: concurrency is bounded where episodes are started."""
-    return AiohttpTransport(client=lambda: aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=20)))
+        raise DecodeError(f"the answer of {path} is not valid JSON") from error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.clients.direct import DirectClient
+from shared.clients.base import HttpClient
 from shared.errors import DecodeError
 from shared.types import Message
 
@@ -38,7 +38,7 @@ class StepResult:
     reward_components: Mapping[str, float] = field(default_factory=dict)
 
 
-class EnvClient(DirectClient):
+class EnvClient(HttpClient):
     """Every method raises VolleyError: ServiceUnreachable, or what the service's problem body says."""
 
     async def ready(self) -> None:

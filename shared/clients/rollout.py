@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.clients.direct import DirectClient
+from shared.clients.base import HttpClient
 from shared.errors import DecodeError, Unavailable
 from shared.types import VersionSpan, WeightVersion
 
@@ -44,7 +44,7 @@ class ServerWeights:
     digest: str | None
 
 
-class RolloutClient(DirectClient):
+class RolloutClient(HttpClient):
     """Every method raises VolleyError: ServiceUnreachable, or what the server's problem body says."""
 
     async def generate(self, input_ids: np.ndarray, sampling: Mapping[str, Any], rid: str, *, timeout_s: float | None = None) -> Generation:
