@@ -7,6 +7,7 @@ the first checkpoint of that epoch. Then the course. A stop lets the running ste
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from services.trainer.board import Board
 from services.trainer.course import Course
@@ -44,16 +45,25 @@ class Loop:
             raise _first(group) from None
 
     async def _wind_down(self, work: asyncio.Task[None]) -> None:
+        """Waits for the running step and its checkpoint. The grace alone ends it: cancellations that follow the first do not."""
         self._board.stop()
-        try:
-            async with asyncio.timeout(self._plan.grace_s):
-                await asyncio.shield(work)
-        except TimeoutError:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self._plan.grace_s
+        while not work.done() and loop.time() < end:
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({work}, timeout=end - loop.time())
+        if not work.done():
             _log.warning("stopped without a checkpoint", step=self._board.step, durable_step=self._board.durable_step)
-        except Unavailable as error:
-            _log.warning("stopped while waiting", reason=str(error))
 
     async def _work(self, group: asyncio.TaskGroup) -> None:
+        try:
+            await self._life(group)
+        except Unavailable as error:
+            if not self._board.stopping:
+                raise
+            _log.warning("stopped while waiting", reason=str(error))
+
+    async def _life(self, group: asyncio.TaskGroup) -> None:
         board, parts = self._board, self._parts
         found = await self._waiter.blocking(parts.backend.restore)
         state = await asyncio.to_thread(parts.ledger.reconcile, found or fresh(self._plan.seed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class FakeBackend:
     events: list[str]
     checkpoint: TrainerState | None = None
     broken: bool = False
+    save_s: float = 0.0
 
     def restore(self) -> TrainerState | None:
         if self.broken:
@@ -52,6 +54,7 @@ class FakeBackend:
         return StepMetrics(step=after.step, version=str(after), tokens=1, **of_groups(held, before.step), **numbers)
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
+        time.sleep(self.save_s)
         self.events.append(f"save {state.version}")
         self.checkpoint = state
         return self.folder / str(state.version)
@@ -107,6 +110,7 @@ class Bench:
     interval: int = 1
     eta: int = 1
     warm: bool = True
+    grace_s: float = 5.0
 
     def __post_init__(self) -> None:
         self.events: list[str] = []
@@ -136,7 +140,7 @@ class Bench:
             publish,
         )
         rules = Rules("arrival", self.eta, 32, 96, 2)
-        return Loop(Plan(self.max_steps, 2, self.interval, 5.0, 0, False, rules), parts, self.board)
+        return Loop(Plan(self.max_steps, 2, self.interval, self.grace_s, 0, False, rules), parts, self.board)
 
     def feed(self, *tickets: int, version: str = "e000001-s000000") -> None:
         for ticket in tickets:
@@ -213,6 +217,30 @@ async def test_a_stop_ends_the_step_and_saves_what_is_not_durable(bench: Bench):
     assert bench.board.phase == "stopped"
 
 
+async def test_a_stop_that_is_repeated_does_not_cut_the_checkpoint_short(bench: Bench):
+    bench.interval, bench.backend.save_s = 2, 0.1
+    bench.feed(1, 2)
+    running = asyncio.ensure_future(bench.loop().run())
+    await bench.until(lambda: bench.board.step == 1)
+    for _ in range(3):
+        running.cancel()
+        await asyncio.sleep(0.02)
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert bench.board.durable_step == 1
+
+
+async def test_the_grace_ends_a_stop(bench: Bench):
+    bench.interval, bench.backend.save_s, bench.grace_s = 2, 0.3, 0.05
+    bench.feed(1, 2)
+    running = asyncio.ensure_future(bench.loop().run())
+    await bench.until(lambda: bench.board.step == 1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert bench.board.durable_step == 0
+
+
 async def test_the_queue_may_be_away_for_a_while(bench: Bench):
     bench.queue.away = 2
     bench.feed(1, 2, 3, 4)
@@ -231,6 +259,15 @@ async def test_a_stop_while_the_queue_is_away_keeps_the_checkpoint(bench: Bench)
         await running
     assert bench.backend.checkpoint is not None
     assert bench.backend.checkpoint.step == 1
+
+
+async def test_a_stop_while_the_queue_is_away_from_the_start_is_no_failure(bench: Bench):
+    bench.queue.away = 10**6
+    running = asyncio.ensure_future(bench.loop().run())
+    await bench.until(lambda: bench.board.waiting_for)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
 
 
 async def test_a_fenced_trainer_ends_with_that_one_error(bench: Bench):
