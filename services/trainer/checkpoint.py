@@ -125,11 +125,9 @@ class Checkpoints:
             )
         return None
 
-    def params_of(self, version: str) -> dict[str, np.ndarray]:
-        """Published parameters of a version, as float32. Raises WeightsError."""
-        folder = self.root / version
-        weights.verify_files(folder, weights.read_manifest(folder))
-        return {k: v.astype(np.float32) for k, v in _read_arrays(folder / PARAMS).items()}
+    def params_of(self, version: str) -> Mapping[str, np.ndarray]:
+        """The float32 parameters of a version, exact where the published ones are rounded. Raises WeightsError."""
+        return self._restore(self.root / version).params
 
     def _restore(self, folder: Path) -> Restored:
         manifest = weights.read_manifest(folder)
