@@ -23,6 +23,7 @@ from tests.support.net import free_port
 CONTEXT = 256
 MAX_RUNNING = 16
 MAX_PREFILL = 64
+POOL = 1024  # a quarter of what full requests would need: long ones are retracted and resumed
 
 
 @dataclass
@@ -95,7 +96,7 @@ def running_server(folder: Path, config: dict[str, Any], *overrides: str) -> Ite
     model = models.write_hf(folder / "model", config)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).write_bytes((Path(__file__).parents[2] / "configs" / "models" / "tiny" / name).read_bytes())
-    sizes = {"context_length": CONTEXT, "max_running_requests": MAX_RUNNING, "max_prefill_tokens": MAX_PREFILL}
+    sizes = {"context_length": CONTEXT, "max_running_requests": MAX_RUNNING, "max_prefill_tokens": MAX_PREFILL, "max_total_tokens": POOL}
     engine = json.dumps(sizes | {"precompile_token_paddings": [16, 64], "precompile_bs_paddings": [8, 16]})
     path = folder / "run.yaml"
     path.write_text(

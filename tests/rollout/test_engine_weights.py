@@ -27,15 +27,18 @@ def push(server: Server, version: str, mode: str = "retract") -> dict:
     return server.post("/update_weights", {"manifest": str(server.root / "pushed" / version / "manifest.json"), "mode": mode})
 
 
-async def test_after_an_update_the_server_equals_a_fresh_one(server: Server, prompts: list[list[int]], tmp_path: Path) -> None:
-    """The fresh engine loads the same weights from Hugging Face's format, by the engine's own loader; then it is killed."""
+async def test_after_an_update_the_server_equals_a_fresh_one(
+    server: Server, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fresh engine loads Hugging Face's format by its own loader and splits the model over two devices; then it is killed."""
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     version = new_version()
     server.generate(prompts[0], 8)
     server.publish(version, 1)
     push(server, version)
     mine = [server.generate(p, 16) for p in prompts]
     folder = models.write_hf(tmp_path / "hf", server.config, server.weights[version])
-    spec = EngineSpec(str(folder), context_length=CONTEXT, max_running_requests=MAX_RUNNING, max_prefill_tokens=MAX_PREFILL)
+    spec = EngineSpec(str(folder), tp_size=2, max_running_requests=MAX_RUNNING, context_length=CONTEXT, max_prefill_tokens=MAX_PREFILL)
     with pytest.raises(EngineDied):  # noqa: PT012 - leaving the context reports the death as well
         async with open_engine(spec) as engine:
             for prompt, answer in zip(prompts, mine, strict=True):

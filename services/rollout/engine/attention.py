@@ -121,7 +121,7 @@ def _one_block(
 ) -> jax.Array:
     """Online softmax of one block of queries [Q, K, G, D] at `positions` [Q] over keys 0..n_keys; float32[Q, K, G, D]."""
     n_q, kv_heads, group, dim = q.shape
-    q_KDN = q.transpose(1, 3, 0, 2).reshape(kv_heads, dim, n_q * group)
+    q_KDN = q.astype(jnp.float32).transpose(1, 3, 0, 2).reshape(kv_heads, dim, n_q * group)
     causal_N = jnp.repeat(positions, group)
     head_rows = (2 * jnp.arange(kv_heads))[:, None]
 
@@ -129,14 +129,14 @@ def _one_block(
         top, total, mixed = state
         slot = jax.lax.dynamic_slice_in_dim(slots, key_start + i * BLOCK_K, BLOCK_K)
         index = slot[None, :] * (2 * kv_heads) + head_rows
-        k = rows.at[index].get(mode="promise_in_bounds")
-        v = rows.at[index + 1].get(mode="promise_in_bounds")
-        scores = jnp.matmul(k, q_KDN, preferred_element_type=jnp.float32).transpose(0, 2, 1) * scale
+        k = rows.at[index].get(mode="promise_in_bounds").astype(jnp.float32)
+        v = rows.at[index + 1].get(mode="promise_in_bounds").astype(jnp.float32)
+        scores = jnp.matmul(k, q_KDN).transpose(0, 2, 1) * scale
         visible = (i * BLOCK_K + jnp.arange(BLOCK_K))[None, :] <= causal_N[:, None]
         scores = jnp.where(visible, scores, -1e30)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         weights, fade = jnp.exp(scores - new_top), jnp.exp(top - new_top)
-        mixed = mixed * fade + jnp.matmul(weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        mixed = mixed * fade + jnp.matmul(weights, v)
         return new_top, total * fade + weights.sum(-1, keepdims=True), mixed
 
     n = n_q * group

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
+import psutil
 from sgl_jax.srt.layers.attention import native_backend
 from sgl_jax.srt.layers.logits_processor import LogitsProcessor
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
@@ -17,6 +20,7 @@ from services.rollout.engine.scheduler import RolloutScheduler
 from services.rollout.engine.step import SamplingRows, float32_logits
 
 _WATCHDOG_S = 900.0
+_POOL_SHARE = 1 / 16  # of the host's memory
 
 
 class _ThisProcess:
@@ -68,7 +72,7 @@ def _run_dummy(scheduler: RolloutScheduler, mode: ForwardMode, size: int, tokens
 def _server_args(spec: EngineSpec) -> ServerArgs:
     pool = spec.max_total_tokens
     if pool is None and spec.device == "cpu":
-        pool = spec.max_running_requests * spec.context_length
+        pool = _default_pool(spec)
     bs = spec.bs_paddings or _default_bs(spec.max_running_requests)
     tokens = spec.token_paddings or _default_tokens(spec)
     return ServerArgs(
@@ -95,10 +99,24 @@ def _server_args(spec: EngineSpec) -> ServerArgs:
     )
 
 
+def _default_pool(spec: EngineSpec) -> int:
+    """Room for four times the requests that run, so that conversations stay cached between their turns, within memory."""
+    config = json.loads((Path(spec.model_path) / "config.json").read_text())
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    itemsize = 4 if spec.dtype == "float32" else 2
+    token_bytes = 2 * config["num_hidden_layers"] * kv_heads * head_dim * itemsize
+    fitting = int(psutil.virtual_memory().total * _POOL_SHARE) // token_bytes
+    return min(4 * spec.max_running_requests * spec.context_length, max(fitting, 2 * spec.context_length))
+
+
 def _default_bs(largest: int) -> tuple[int, ...]:
-    return tuple(sorted({min(8, largest), largest}))
+    """8, 32, 128, … up to the largest: a batch is padded to at most four times its size."""
+    return tuple(sorted({size for i in range(8) if (size := 8 * 4**i) < largest} | {largest}))
 
 
 def _default_tokens(spec: EngineSpec) -> tuple[int, ...]:
-    smallest = min(spec.max_running_requests, spec.max_prefill_tokens)
-    return tuple(sorted({smallest, min(4 * smallest, spec.max_prefill_tokens), spec.max_prefill_tokens}))
+    """The engine's smallest (one token for each request that may run), then 256, 512, … up to the largest."""
+    largest = spec.max_prefill_tokens
+    smallest = min(spec.max_running_requests, largest)
+    return tuple(sorted({smallest, largest} | {size for i in range(8) if smallest < (size := 256 << i) < largest}))

@@ -14,11 +14,13 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from services.rollout.engine.link import Message, frame, split
@@ -40,12 +42,13 @@ CLOSE_GRACE_S = 5.0
 _NO_CALL = -1  # a message whose answer nobody waits for
 # On a CPU each step allocates and frees large blocks. Kept by the process instead of returned to the kernel they cost no
 # page faults: a step of 64 requests takes a third of the time.
-_ALLOCATOR = {
+_CPU = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
     "MALLOC_TOP_PAD_": str(1 << 26),
     "MALLOC_ARENA_MAX": "1",
 }
+_ONE_THREAD_HIDDEN_SIZE = 256
 
 
 class SglangEngine(asyncio.Protocol):
@@ -91,7 +94,7 @@ class SglangEngine(asyncio.Protocol):
             }
         )
         try:
-            return dataclasses.replace(await future, rid=request.rid)
+            return dataclasses.replace(await future, rid=request.rid, prompt_tokens=len(request.input_ids))
         finally:
             del self._running[name], self._names[request.rid]
             if future.cancelled():
@@ -223,9 +226,20 @@ async def open_engine(spec: EngineSpec) -> AsyncIterator[SglangEngine]:
 
 
 def _spawn(spec: EngineSpec, sock: socket.socket) -> subprocess.Popen[bytes]:
-    env = dict(os.environ) | {"JAX_PLATFORMS": spec.device} | (_ALLOCATOR if spec.device == "cpu" else {})
+    env = {**(_CPU if spec.device == "cpu" else {}), **os.environ, "JAX_PLATFORMS": spec.device}
+    if spec.device == "cpu" and _is_small(spec.model_path):
+        env.setdefault("NPROC", "1")
     command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "services.rollout.engine.worker", str(sock.fileno())]
     return subprocess.Popen(command, env=env, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL)
+
+
+def _is_small(model_path: str) -> bool:
+    """Whether a step's operations are too short to share among threads: handing them over costs more than it saves."""
+    try:
+        config = json.loads((Path(model_path) / "config.json").read_text())
+        return config["hidden_size"] <= _ONE_THREAD_HIDDEN_SIZE
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def _resolve(future: asyncio.Future[Any], message: Message) -> None:

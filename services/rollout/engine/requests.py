@@ -89,4 +89,5 @@ def _finish(reason: Any) -> Message:
 def dropped(rid: str) -> Message:
     """The result of a request that the engine's own code gave up without keeping what it had."""
     nothing = {"output_ids": np.empty(0, np.int32), "logprobs": np.empty(0, np.float32), "spans": []}
-    return {"rid": rid, **nothing, "finish": {"type": "abort", "message": "dropped by the engine"}, "prompt_tokens": 0, "cached_tokens": 0}
+    finish = {"type": "abort", "message": "ended before its prompt was processed"}
+    return {"rid": rid, **nothing, "finish": finish, "prompt_tokens": 0, "cached_tokens": 0}

@@ -19,6 +19,7 @@ from sgl_jax.srt.layers.logits_processor import LogitsProcessorOutput
 from sgl_jax.srt.managers.io_struct import AbortReq
 from sgl_jax.srt.managers.schedule_batch import FINISH_ABORT, ScheduleBatch
 from sgl_jax.srt.managers.scheduler import GenerationBatchResult, Scheduler
+from sgl_jax.srt.mem_cache.base_prefix_cache import EvictParams
 
 from services.rollout.engine.link import Link, Message
 from services.rollout.engine.requests import RolloutReq, dropped
@@ -37,6 +38,7 @@ class RolloutScheduler(Scheduler):
         self._done: list[Message] = []
         super().__init__(server_args, communication_backend=self)
         self.step = FusedStep(self.runner)
+        self._decode_first_n = 1  # a decode between two prefills: new requests gather, and running ones are not starved
 
     @property
     def runner(self) -> Any:
@@ -50,7 +52,8 @@ class RolloutScheduler(Scheduler):
     # --- the loop ---------------------------------------------------------------------------------------------------
 
     def turn(self) -> bool:
-        """Runs at most one step and hands over what has ended; False if there was nothing to do."""
+        """Runs at most one step and hands over what has ended; False if there is nothing more to do now."""
+        self._make_room()
         batch = None if self.paused else self.get_next_batch_to_run()
         self.cur_batch = batch
         if batch is not None:
@@ -61,7 +64,12 @@ class RolloutScheduler(Scheduler):
         if self._done:
             self._link.send({"op": "done", "results": self._done})
             self._done = []
-        return batch is not None
+        return not self.paused and (batch is not None or bool(self.waiting_queue))
+
+    def _make_room(self) -> None:
+        """Evicts cached prefixes in larger portions than a step needs: each eviction walks the whole cache."""
+        if self.token_to_kv_pool_allocator.available_size() < 2 * self.max_running_requests:
+            self.tree_cache.evict(EvictParams(num_tokens=self.max_total_num_tokens // 16, dp_rank=0))
 
     def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
         self.forward_ct += 1
