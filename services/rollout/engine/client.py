@@ -129,9 +129,11 @@ class SglangEngine(asyncio.Protocol):
         await asyncio.shield(self._ended)
 
     async def close(self) -> None:
-        """Ends the engine: first by closing the link, then by SIGKILL to its process id."""
+        """Ends the engine: by closing the link, or by SIGKILL to its process id if it is not up or does not answer."""
         self._closing = True
         self._transport.close()
+        if not self._ready.done():
+            self._process.kill()
         try:
             await asyncio.to_thread(self._process.wait, CLOSE_GRACE_S)
         except subprocess.TimeoutExpired:
