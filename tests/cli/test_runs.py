@@ -11,6 +11,7 @@ import pytest
 
 from services.cli import runs
 from services.cli.layout import RunFolder
+from services.cli.train import fresh_name
 from shared.config import Loaded, validate
 from shared.errors import ConfigError
 
@@ -68,6 +69,16 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run folder .*choose another with run\.dir"), runs.claimed(loaded(tmp_path / "file")):
         pass
+
+
+def test_the_quickstart_takes_a_new_name_after_a_finished_run(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(loaded(tmp_path).to_yaml())
+    assert fresh_name([str(config)], []) == ["run.name=r"]
+    with runs.claimed(loaded(tmp_path)) as (folder, record):
+        runs.write_record(folder, dataclasses.replace(record, finished=True))
+    assert fresh_name([str(config)], ["run.seed=1"]) == ["run.seed=1", "run.name=r-2"]
+    assert fresh_name([str(config)], ["run.name=mine"]) == ["run.name=mine"]
 
 
 def test_secrets_are_private_and_stay(tmp_path: Path) -> None:
