@@ -37,7 +37,7 @@ class State:
         return self.engine.info
 
 
-def rollout_state(request: Request) -> State:
+async def rollout_state(request: Request) -> State:  # async: a plain function would take a detour through a thread
     return request.app.state.rollout
 
 
