@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,10 @@ from services.trainer.tunix_learner import flat, model_loss
 from tests.support import models
 from tests.trainer import grpo_ref
 from tests.trainer.grpo_ref import Sequence_, Spec
-from tests.trainer.support import CONFIG, model_of, rows
+from tests.trainer.support import CONFIG as TWO_LAYERS
+from tests.trainer.support import model_of, rows
 
+CONFIG = TWO_LAYERS | {"num_hidden_layers": 1}
 WEIGHTS = models.random_weights(CONFIG, seed=1)
 LAYOUT = Layout(buckets=(32,), rows=6, pad_id=0)
 
@@ -64,28 +66,31 @@ def with_reference(batch: Batch, sequences: list[Sequence_]) -> Batch:
     return replace(batch, reference=table)
 
 
-@pytest.fixture(scope="module")
+@cache
 def model():
-    return model_of(WEIGHTS, CONFIG)
+    """Graph and parameters."""
+    return nnx.split(model_of(WEIGHTS, CONFIG))
 
 
-def value_and_grad(model, loss, batch: Batch, temperature: float):
-    graph, params = nnx.split(model)
+@cache
+def evaluator(loss_options: GrpoOptions | None, temperature: float):
+    """Compiled once for all batches of a shape; None stands for the supervised loss."""
+    loss = supervised_loss if loss_options is None else partial(grpo_loss, options=loss_options)
+    graph, of_model = model()[0], model_loss(loss, temperature)
+    return jax.jit(lambda params, batch: jax.value_and_grad(lambda p: of_model(nnx.merge(graph, p), batch), has_aux=True)(params))
 
-    @jax.jit
-    def evaluate(params, batch):
-        return jax.value_and_grad(lambda p: model_loss(loss, temperature)(nnx.merge(graph, p), batch), has_aux=True)(params)
 
-    (value, sums), gradient = evaluate(params, batch)
+def value_and_grad(loss_options: GrpoOptions | None, batch: Batch, temperature: float):
+    (value, sums), gradient = evaluator(loss_options, temperature)(model()[1], batch)
     return float(value), {k: float(v) for k, v in sums.items()}, {k: np.asarray(v) for k, v in flat(gradient).items()}
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_loss_and_gradient_equal_the_float64_reference(model, name: str):
+def test_loss_and_gradient_equal_the_float64_reference(name: str):
     spec = SPECS[name]
     some, sequences, start = near_policy(spec)
     batch = with_reference(batch_of(some, spec)[0], sequences)
-    value, _, gradient = value_and_grad(model, partial(grpo_loss, options=options(spec)), batch, spec.temperature)
+    value, _, gradient = value_and_grad(options(spec), batch, spec.temperature)
     assert value == pytest.approx(grpo_ref.loss(start, start, sequences, spec), rel=2e-5, abs=2e-6)
     for direction in directions():
         expected = grpo_ref.slope(WEIGHTS, CONFIG, direction, sequences, spec, start)
@@ -101,22 +106,22 @@ def directions() -> list[dict[str, np.ndarray]]:
     return [everything, *({k: v * (k == name) for k, v in everything.items()} for name in alone)]
 
 
-def test_reference_rejects_a_wrong_mask(model):
+def test_reference_rejects_a_wrong_mask():
     """The comparison above has teeth: training on environment tokens too is seen."""
     spec = SPECS["plain"]
     some, sequences, start = near_policy(spec)
     wrong = [replace(row, mask=np.where(np.arange(len(row.mask)) < 4, 0, 1).astype(np.uint8)) for row in some]
-    value, _, _ = value_and_grad(model, partial(grpo_loss, options=options(spec)), batch_of(wrong, spec)[0], 1.0)
+    value, _, _ = value_and_grad(options(spec), batch_of(wrong, spec)[0], 1.0)
     assert abs(value - grpo_ref.loss(start, start, sequences, spec)) > 1e-3
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-scale", "seq-mean-token-sum"])
-def test_micro_batches_add_up_to_the_whole_batch(model, aggregation: str):
+def test_micro_batches_add_up_to_the_whole_batch(aggregation: str):
     spec = Spec(aggregation=aggregation)
     some, _, _ = near_policy(spec, n=5)
-    loss = partial(grpo_loss, options=options(spec))
-    whole, sums, gradient = value_and_grad(model, loss, batch_of(some, spec)[0], 1.0)
-    parts = [value_and_grad(model, loss, b, 1.0) for b in batch_of(some, spec, replace(LAYOUT, buckets=(16, 24, 32), rows=2), n_micro=3)]
+    loss = options(spec)
+    whole, sums, gradient = value_and_grad(loss, batch_of(some, spec)[0], 1.0)
+    parts = [value_and_grad(loss, b, 1.0) for b in batch_of(some, spec, replace(LAYOUT, buckets=(16, 24, 32), rows=2), n_micro=3)]
     assert np.mean([p[0] for p in parts]) == pytest.approx(whole, rel=1e-5)
     for name, total in sums.items():
         assert sum(p[1][name] for p in parts) == pytest.approx(total, rel=1e-5)
@@ -125,25 +130,25 @@ def test_micro_batches_add_up_to_the_whole_batch(model, aggregation: str):
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -1e4])
-def test_what_stands_at_masked_positions_does_not_matter(model, poison: float):
+def test_what_stands_at_masked_positions_does_not_matter(poison: float):
     spec = SPECS["truncated importance sampling"]
     some, sequences, _ = near_policy(spec)
     clean = with_reference(batch_of(some, spec)[0], sequences)
     dirty = replace(
         clean, **{k: np.where(clean.mask > 0, getattr(clean, k), poison).astype(np.float32) for k in ("behaviour", "reference")}
     )
-    loss = partial(grpo_loss, options=options(spec))
-    (a, _, ga), (b, _, gb) = (value_and_grad(model, loss, x, spec.temperature) for x in (clean, dirty))
+    loss = options(spec)
+    (a, _, ga), (b, _, gb) = (value_and_grad(loss, x, spec.temperature) for x in (clean, dirty))
     assert a == b
     assert all(np.array_equal(ga[k], gb[k]) for k in ga)
 
 
-def test_padding_changes_nothing(model):
+def test_padding_changes_nothing():
     spec = SPECS["plain"]
     some, _, _ = near_policy(spec)
-    loss = partial(grpo_loss, options=options(spec))
-    short = value_and_grad(model, loss, batch_of(some, spec)[0], 1.0)
-    long = value_and_grad(model, loss, batch_of(some, spec, Layout((64,), 8, pad_id=5))[0], 1.0)
+    loss = options(spec)
+    short = value_and_grad(loss, batch_of(some, spec)[0], 1.0)
+    long = value_and_grad(loss, batch_of(some, spec, Layout((64,), 8, pad_id=5))[0], 1.0)
     assert short[0] == pytest.approx(long[0], rel=1e-5)
     np.testing.assert_allclose(short[2]["lm_head.w"], long[2]["lm_head.w"], atol=1e-6)
 
@@ -156,10 +161,10 @@ def test_importance_uses_the_given_old_logprobs_after_the_first_iteration():
     assert float(value) == pytest.approx(-2 * min(np.exp(0.5), 1.2) * np.exp(0.5), rel=1e-6)
 
 
-def test_metrics_are_sums_over_trainable_tokens(model):
+def test_metrics_are_sums_over_trainable_tokens():
     spec = Spec()
     some, _, start = near_policy(spec)
-    _, sums, _ = value_and_grad(model, partial(grpo_loss, options=options(spec)), batch_of(some, spec)[0], 1.0)
+    _, sums, _ = value_and_grad(options(spec), batch_of(some, spec)[0], 1.0)
     n = sum(row.n_tokens for row in some)
     delta = sum(np.abs(logp - row.behaviour)[row.mask > 0].sum() for logp, row in zip(start, some, strict=True))
     assert sums["tokens"] == n == sums["current_tokens"]
@@ -167,8 +172,8 @@ def test_metrics_are_sums_over_trainable_tokens(model):
     assert 0 < sums["clipped"] < n
 
 
-def test_supervised_loss_is_the_mean_negative_log_likelihood(model):
+def test_supervised_loss_is_the_mean_negative_log_likelihood():
     some, _, start = near_policy(Spec())
-    value, _, _ = value_and_grad(model, supervised_loss, batch_of(some, Spec())[0], 1.0)
+    value, _, _ = value_and_grad(None, batch_of(some, Spec())[0], 1.0)
     expected = -np.concatenate([logp[row.mask > 0] for logp, row in zip(start, some, strict=True)]).mean()
     assert value == pytest.approx(expected, rel=1e-5)
