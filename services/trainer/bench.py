@@ -25,7 +25,7 @@ from services.trainer.model.weights import random_leaves
 from services.trainer.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.tunix_learner import Learner, make_logger, model_loss
 
-N_ROWS, LENGTH, N_ROUNDS = 8, 128, 12
+N_ROWS, LENGTH, N_ROUNDS = 16, 128, 15
 _OPTIONS = GrpoOptions(0.2, 0.2, 0.0, "grpo", "low_var_kl", None)
 _OPTIMIZER = OptimizerOptions(1e-4, "constant", 0, 100, 0.9, 0.95, 0.0, 1.0)
 _SHAPE = ModelShape.parse(
