@@ -130,8 +130,13 @@ async def _run(server: _Server, service: Service, listener: socket.socket) -> in
 
     def stop() -> None:
         server.force_exit, server.should_exit = server.should_exit, True
+        cancel()
+
+    def cancel() -> None:
+        """Once: what a worker does to end in order is not cut short by a second cancellation."""
         for task in tasks:
-            task.cancel()
+            if not task.cancelling():
+                task.cancel()
 
     async def guarded(worker: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -145,8 +150,7 @@ async def _run(server: _Server, service: Service, listener: socket.socket) -> in
         async with asyncio.TaskGroup() as group:
             tasks.extend(group.create_task(guarded(worker)) for worker in service.workers)
             await server.serve(sockets=[listener])
-            for task in tasks:
-                task.cancel()
+            cancel()
     return 1 if crashed else 0
 
 
