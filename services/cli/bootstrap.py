@@ -30,6 +30,7 @@ OLDEST_PYTHON, FIRST_UNSUPPORTED = (3, 12), (3, 14)
 OLDEST_UV = (0, 9)
 INDEX = "https://pypi.org/simple"
 NETWORK_SIGNS = ("error sending request", "failed to fetch", "failed to lookup address", "dns error", "connection refused", "timed out")
+UNTRUSTED = "invalid peer certificate"
 
 
 class Missing(Exception):
@@ -178,9 +179,9 @@ def install_uv(root: Path) -> Path:
     try:
         unpack_uv(target)
     except (OSError, urllib.error.URLError, KeyError, ValueError, StopIteration) as error:
-        reason = "the package index cannot be reached" if lacks_network(output + str(error)) else last_line(output) or str(error)
+        cause = "the package index cannot be reached" if lacks_network(output + str(error)) else last_line(output) or str(error)
         raise Missing(
-            f"uv is missing and could not be installed: {reason}; check the network (or PIP_INDEX_URL), or put uv on PATH "
+            f"uv is missing and could not be installed: {cause}; check the network (or PIP_INDEX_URL), or put uv on PATH "
             "(https://docs.astral.sh/uv), and run this again"
         ) from error
     return own_uv(root)
@@ -248,11 +249,11 @@ def sync(root: Path, uv: Path, python: Path, name: str) -> None:
     environment = {**uv_environment(root), "UV_PROJECT_ENVIRONMENT": str(venv)}
     command = [str(uv), "sync", "--locked", "--no-python-downloads", "--python", str(python), "--project", str(root), *ENVIRONMENTS[name]]
     code, output = run_loudly(command, environment)
+    if code != 0 and UNTRUSTED in output:
+        say("the package index has a certificate that uv does not know: trying those of the system")
+        code, output = run_loudly(command, {**environment, "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"})
     if code != 0:
-        raise Missing(
-            f"environment {name} could not be installed: "
-            + ("the package index cannot be reached; check the network or UV_INDEX_URL" if lacks_network(output) else last_line(output))
-        )
+        raise Missing(f"environment {name} could not be installed: {reason(output)}")
     (venv / ".stamp").write_text(stamp(root, name))
 
 
@@ -294,6 +295,15 @@ def locked(path: Path) -> Iterator[None]:
 
 def lacks_network(output: str) -> bool:
     return any(sign in output.lower() for sign in (*NETWORK_SIGNS, "urlopen error", "no matching distribution"))
+
+
+def reason(output: str) -> str:
+    """Why uv failed, and what to do about it."""
+    if UNTRUSTED in output:
+        return "the certificate of the package index is not trusted; name its authority with SSL_CERT_FILE"
+    if lacks_network(output):
+        return "the package index cannot be reached; check the network or UV_INDEX_URL"
+    return last_line(output)
 
 
 def last_line(output: str) -> str:
