@@ -125,17 +125,20 @@ def test_running_and_queued_requests_survive(server: Server, action: str) -> Non
     if action == "/pause_generation":
         frozen = server.status()["output_tokens"]
         time.sleep(0.2)
-        assert server.status()["output_tokens"] == frozen
+        later = server.status()["output_tokens"]
         server.post("/continue_generation", {})
+        assert later == frozen
     assert max(server.error(p, f.result()) for p, f in zip(prompts, started, strict=True)) <= 1e-4
 
 
 def test_a_pause_can_end_everything(server: Server, prompts: list[list[int]]) -> None:
     started = [server.start(p, 200) for p in prompts * 2]
-    wait_until(lambda: server.status()["queued"] > 0)
-    server.post("/pause_generation", {"mode": "abort"})
-    assert {f.result()["meta_info"]["finish_reason"]["type"] for f in started} == {"abort"}
-    server.post("/continue_generation", {})
+    wait_until(lambda: (status := server.status())["running"] + status["queued"] == len(started))
+    try:
+        server.post("/pause_generation", {"mode": "abort"})
+        assert {f.result(30)["meta_info"]["finish_reason"]["type"] for f in started} == {"abort"}
+    finally:
+        server.post("/continue_generation", {})
     assert server.error(prompts[0], server.generate(prompts[0], 4)) <= 1e-4
 
 

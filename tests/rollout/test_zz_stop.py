@@ -11,11 +11,15 @@ from tests.support import models
 
 
 def test_sigterm_returns_partial_answers_and_leaves_nothing(server: Server, prompts: list[list[int]]) -> None:
-    """A paused engine would never finish: its requests come back with what they have, within the grace."""
+    """A paused engine would never finish: its requests come back with what they have, within the grace.
+
+    Supervisors signal whole groups: the engine must leave SIGTERM to the service.
+    """
     engine = server.get("/get_server_info")["pid"]
     running = server.start(prompts[0], 200)
     wait_until(lambda: server.status()["running"] == 1)
     server.post("/pause_generation", {})
+    os.kill(engine, signal.SIGTERM)
     server.process.send_signal(signal.SIGTERM)
     assert running.result()["meta_info"]["finish_reason"]["type"] == "abort"
     assert server.process.wait(30) == 0

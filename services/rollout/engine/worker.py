@@ -152,8 +152,9 @@ def _throw(error: VolleyError) -> None:
 
 
 def _bind_life_to_parent() -> None:
-    """Ends with the service even while compiling; Ctrl-C in a terminal is the service's to handle."""
+    """Ends with the service, even while compiling. Signals to the whole group are the service's to handle: it drains first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
