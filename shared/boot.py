@@ -23,6 +23,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 import uvicorn
+import uvloop
 from fastapi import FastAPI
 
 from shared import config, telemetry
@@ -62,7 +63,7 @@ def main(name: str, argv: Sequence[str] | None = None) -> None:
         endpoint: Endpoint = getattr(loaded.config.services, name)
         with bind(endpoint) as listener:
             open_service: OpenService = importlib.import_module(f"services.{name}.app").open_service
-            code = asyncio.run(serve(loaded.config, open_service, listener))
+            code = run(loaded.config, open_service, listener)
     except VolleyError as error:
         print(f"{name}: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
@@ -83,6 +84,11 @@ def bind(endpoint: Endpoint) -> socket.socket:
             "another program may use the port; choose one with services.<name>.port=…",
         ) from error
     return listener
+
+
+def run(run_config: RunConfig, open_service: OpenService, listener: socket.socket) -> int:
+    """`serve` on an event loop of its own."""
+    return asyncio.run(serve(run_config, open_service, listener), loop_factory=uvloop.new_event_loop)
 
 
 async def serve(run_config: RunConfig, open_service: OpenService, listener: socket.socket) -> int:

@@ -12,18 +12,19 @@ from shared.errors import Conflict, NotFound
 router = APIRouter(prefix="/runs", tags=["runs"])
 
 
-def _conductor(request: Request) -> Conductor:
+async def _conductor(request: Request) -> Conductor:
     return request.app.state.conductor
 
 
-def _named(request: Request, name: str) -> Conductor:
-    conductor = _conductor(request)
+Served = Annotated[Conductor, Depends(_conductor)]
+
+
+async def _named(conductor: Served, name: str) -> Conductor:
     if name != conductor.settings.run:
         raise NotFound(f"there is no run {name!r} here", f"this orchestrator serves {conductor.settings.run!r}")
     return conductor
 
 
-Served = Annotated[Conductor, Depends(_conductor)]
 Named = Annotated[Conductor, Depends(_named)]
 
 

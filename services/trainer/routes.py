@@ -13,7 +13,7 @@ from shared.http import respond
 router = APIRouter(tags=["trainer"])
 
 
-def _board(request: Request) -> Board:
+async def _board(request: Request) -> Board:
     return request.app.state.board
 
 

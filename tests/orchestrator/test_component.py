@@ -99,10 +99,9 @@ async def test_a_run_from_start_to_finish(tmp_path, redis, redis_url):
     assert sorted(g.ticket for _, g in trainer.groups) == list(range(1, 9))
     assert all(len(g.trajectories) == 3 for _, g in trainer.groups)
     assert all(step - g.oldest().step <= 1 for step, g in trainer.groups)
-    assert [(e["step"], e["n_tasks"], e["failed"]) for e in evals(tmp_path)] in (
-        [(0, 12, 0), (2, 12, 0), (4, 12, 0)],
-        [(0, 12, 0), (3, 12, 0), (4, 12, 0)],
-    )
+    measured = [e["step"] for e in evals(tmp_path)]
+    assert measured in ([0, 2, 4], [0, 3, 4], [0, 4])  # this trainer may be past a step before anybody looked
+    assert all((e["n_tasks"], e["failed"]) == (12, 0) for e in evals(tmp_path))
     assert [(e["version_min"], e["version_max"]) for e in evals(tmp_path) if e["step"] in (0, 4)] == [
         ("e000001-s000000",) * 2,
         ("e000001-s000004",) * 2,

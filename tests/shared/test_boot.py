@@ -51,7 +51,7 @@ PROGRAM = """
 
     telemetry.configure("env")
     with boot.bind(config.services.env) as listener:
-        raise SystemExit(asyncio.run(boot.serve(config, open_service, listener)))
+        raise SystemExit(boot.run(config, open_service, listener))
 """
 
 
