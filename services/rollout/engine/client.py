@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from services.rollout.engine.link import Message, frame, split
 from services.rollout.engine.protocol import (
@@ -149,8 +149,7 @@ class SglangEngine(asyncio.Protocol):
         await asyncio.shield(self._ready)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
