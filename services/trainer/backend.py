@@ -20,10 +20,10 @@ from services.trainer.model.shape import ModelShape
 from services.trainer.model.weights import Leaves, leaves_of
 from services.trainer.policy import Policy, PolicyOptions
 from services.trainer.sft import SftMetrics, SftOptions
-from services.trainer.state import TrainerState
 from services.trainer.tunix_learner import make_logger
 from shared.chat import ChatTokenizer, Messages
 from shared.errors import ConfigError, WeightsError
+from shared.state import TrainerState
 from shared.types import WeightVersion
 
 
