@@ -25,7 +25,6 @@ from shared.errors import DecodeError
 from shared.types import WeightVersion
 from shared.weights import fsync
 
-FOLDER = "archive"
 SCHEMA = 1
 _LEVEL = 1
 _MAX_GROUP_BYTES = 2**31 - 1

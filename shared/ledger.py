@@ -14,7 +14,6 @@ import orjson
 
 from shared.types import WeightVersion
 
-FILE = "ledger.jsonl"
 TRAINED = "trained"
 DISPOSITIONS = (TRAINED, "stale", "filtered", "failed", "poison", "superseded")
 ANEW = -1

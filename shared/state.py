@@ -16,10 +16,10 @@ import orjson
 from shared.errors import WeightsError
 from shared.queue.progress import Progress
 from shared.types import WeightVersion
-from shared.weights import File
+from shared.weights import File, Manifest, read_manifest, verify_files
 
 SCHEMA = 1
-STATE = "state.json"
+STATE, OPTIMIZER = "state.json", "optimizer"
 Phase = Literal["rl", "done"]
 
 
@@ -109,6 +109,15 @@ def read(folder: Path) -> tuple[TrainerState, tuple[File, ...]]:
         return TrainerState.from_mapping(raw), tuple(File(**f) for f in raw["optimizer_files"])
     except (OSError, KeyError, TypeError, orjson.JSONDecodeError) as error:
         raise WeightsError(f"{folder / STATE} cannot be read: {error}") from error
+
+
+def verify(folder: Path) -> tuple[Manifest, TrainerState]:
+    """Manifest and state of a checkpoint, if every file of it has the digest they name. Raises WeightsError."""
+    manifest = read_manifest(folder)
+    state, optimizer_files = read(folder)
+    verify_files(folder, manifest)
+    verify_files(folder, replace(manifest, path=OPTIMIZER, files=optimizer_files))
+    return manifest, state
 
 
 def maker(step: int, lineage: Sequence[tuple[int, int]]) -> int | None:

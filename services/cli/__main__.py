@@ -59,6 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("targets", nargs="*", metavar="RUN_DIR|URL", help="a run's folder or addresses (default: the newest of runs/)")
     status.set_defaults(command=_status)
 
+    verify = commands.add_parser("verify", help="prove that no ticket of a run was lost or trained twice, from its folder")
+    verify.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    verify.add_argument("--json", action="store_true", help="for programs")
+    verify.set_defaults(command=_verify)
+
     bench = commands.add_parser("bench", help="measure; prints a table")
     bench.add_argument("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
@@ -96,6 +101,12 @@ def _status(arguments: argparse.Namespace) -> int:
     from services.cli import status
 
     return status.main(arguments.targets)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from services.cli.verify import command
+
+    return command.main(arguments.run_dir, arguments.json)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

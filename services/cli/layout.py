@@ -59,6 +59,18 @@ class RunFolder:
         return self.path / "sft.jsonl"
 
     @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def archive(self) -> Path:
+        return self.path / "archive"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
     def evals(self) -> Path:
         return self.path / "evals.jsonl"
 

@@ -34,7 +34,7 @@ def make(folder: RunFolder) -> dict[str, Any]:
     """Writes summary.json and the plot; returns the summary."""
     steps, evals = by_step(jsonl.read(folder.metrics)), by_step(jsonl.read(folder.evals))
     summary = summarize(steps, evals, read_record(folder))
-    summary["tickets"] = dispositions(jsonl.read(folder.path / ledger.FILE))
+    summary["tickets"] = dispositions(jsonl.read(folder.ledger))
     write_json(folder.summary, summary)
     from services.cli import plot
 

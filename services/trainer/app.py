@@ -22,7 +22,6 @@ from services.trainer.records import Ledger, StepLog
 from services.trainer.routes import router
 from services.trainer.settings import Tokens, TrainerSettings
 from services.trainer.warmup import WarmStart
-from shared import archive, ledger
 from shared.archive import Archive
 from shared.boot import Service
 from shared.chat import ChatTokenizer
@@ -57,8 +56,8 @@ async def open_service(config: RunConfig) -> AsyncIterator[Service]:
         parts = Parts(
             backend=backend,
             queue=TicketQueue(redis, settings.run),
-            ledger=Ledger(folder / ledger.FILE),
-            archive=Archive(folder / archive.FOLDER, settings.run),
+            ledger=Ledger(folder / "ledger.jsonl"),
+            archive=Archive(folder / "archive", settings.run),
             metrics=StepLog(folder / "metrics.jsonl"),
             handovers=StepLog(folder / "handovers.jsonl"),
             executor=thread,

@@ -24,11 +24,11 @@ import orbax.checkpoint as ocp
 from shared import state as states
 from shared import telemetry, weights
 from shared.errors import WeightsError
-from shared.state import TrainerState
+from shared.state import OPTIMIZER, TrainerState
 from shared.types import WeightVersion
 from shared.weights import Leaf, Manifest, Probe
 
-PARAMS, OPTIMIZER = "params", "optimizer"
+PARAMS = "params"
 _MASTER = "master"
 _log = telemetry.Log("checkpoint")
 
@@ -149,10 +149,7 @@ class Checkpoints:
 
 def restore(folder: Path) -> Restored:
     """Reads a checkpoint and changes nothing. Raises WeightsError if it is not whole."""
-    manifest = weights.read_manifest(folder)
-    state, files = states.read(folder)
-    weights.verify_files(folder, manifest)
-    weights.verify_files(folder, replace(manifest, path=OPTIMIZER, files=files))
+    _, state = states.verify(folder)
     training = _read_arrays(folder / OPTIMIZER)
     master = _below(training, _MASTER)
     return Restored(folder, state, master or _read_arrays(folder / PARAMS), _below(training, "optimizer"))
