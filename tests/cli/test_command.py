@@ -33,6 +33,7 @@ def volley(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["train", "--config", CONFIG, "model.path=./missing"], "model.path missing"),
         (["report", "/missing"], "/missing"),
         (["status", "/missing"], "/missing"),
+        (["verify", "/missing"], "/missing"),
         (["bench", "warp"], "no benchmark warp"),
     ],
 )
