@@ -24,6 +24,14 @@ def python_of(environment: str) -> Path:
     return python
 
 
+def variables_of(environment: str, *, cpu: bool) -> dict[str, str]:
+    """The caller's variables, plus JAX's platform if it is to be the CPU, and JAX's compilation cache in the project."""
+    added = {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{environment}")}
+    if cpu:
+        added["JAX_PLATFORMS"] = "cpu"
+    return {**added, **os.environ}
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The files of one run. `metrics` has a line a step (written by the trainer), `evals` a line an evaluation."""
