@@ -35,12 +35,14 @@ class Archive:
     """Writes the archive of one run.
 
     Args:
-        root: the archive's folder, made with its first file.
+        root: the archive's folder, made with its first file; what a crash left half-written there is removed.
         run: name of the run, kept in every file.
     """
 
     def __init__(self, root: Path, run: str) -> None:
         self.root, self._run = root, run
+        for leftover in root.glob("e*/.*.tmp"):
+            leftover.unlink(missing_ok=True)
 
     def write(self, version: WeightVersion, payloads: Sequence[bytes]) -> list[str]:
         """Makes the groups that are trained to `version` durable, in this order; returns their digests. Raises OSError."""

@@ -119,17 +119,25 @@ class Course:
         board.phase = "training"
         before, after = WeightVersion(board.epoch, board.step), WeightVersion(board.epoch, board.step + 1)
         async with asyncio.TaskGroup() as group:
-            archived = group.create_task(asyncio.to_thread(self._parts.archive.write, after, [h.payload for h in held]))
+            archived = group.create_task(self._archive(after, held))
             metrics = await self._waiter.blocking(self._parts.backend.step, held, before)
         step_s = time.perf_counter() - started
-        self._pending += [(h.finished, _trained(h, after, digest)) for h, digest in zip(held, archived.result(), strict=True)]
+        digests, archive_s = archived.result()
+        self._pending += [(h.finished, _trained(h, after, digest)) for h, digest in zip(held, digests, strict=True)]
         board.trained(metrics)
         board.timed("step", step_s)
         board.timed("wait", wait_s)
+        board.timed("archive", archive_s)
         rate = metrics.tokens / (step_s + wait_s)
-        timing = {"time": time.time(), "step_s": round(step_s, 4), "wait_s": round(wait_s, 4), "tokens_per_sec": round(rate, 1)}
-        self._parts.metrics.append(asdict(metrics) | timing)
+        seconds = {"step_s": round(step_s, 4), "wait_s": round(wait_s, 4), "archive_s": round(archive_s, 4)}
+        self._parts.metrics.append(asdict(metrics) | {"time": time.time(), **seconds, "tokens_per_sec": round(rate, 1)})
         _log.info("step", run=board.run, step=metrics.step, version=metrics.version, loss=metrics.loss, reward=metrics.reward_mean)
+
+    async def _archive(self, version: WeightVersion, held: Sequence[Held]) -> tuple[list[str], float]:
+        """Digests of the archived groups, and the seconds it took, beside the training of the same groups."""
+        started = time.perf_counter()
+        digests = await asyncio.to_thread(self._parts.archive.write, version, [h.payload for h in held])
+        return digests, time.perf_counter() - started
 
     async def _checkpoint(self) -> None:
         """Durable, then the ledger, then the queue; publishing goes on beside the next step."""

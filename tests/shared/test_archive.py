@@ -39,6 +39,14 @@ def test_steps_of_two_epochs_lie_apart_and_a_repeated_one_is_replaced(tmp_path: 
     assert not list(tmp_path.rglob("*.tmp"))
 
 
+def test_what_a_crash_left_half_written_is_removed(tmp_path: Path):
+    leftover = written(tmp_path).with_name(".s000002.zst.tmp")
+    leftover.write_bytes(b"half")
+    Archive(tmp_path, "r")
+    assert not leftover.exists()
+    assert archive.versions(tmp_path) == [V1]
+
+
 def test_it_is_an_ordinary_zstandard_file(tmp_path: Path):
     with zstandard.open(written(tmp_path), "rb") as file:
         values = list(msgpack.Unpacker(file))
