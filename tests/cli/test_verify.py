@@ -149,6 +149,10 @@ def break_the_lineage(run: RunFolder) -> None:
     edit_json(run.path / HEAD / "state.json", lineage=[[1, 0], [2, 1]])
 
 
+def lose_the_reference(run: RunFolder) -> None:
+    edit_json(run.path / HEAD / "state.json", reference="e000001-s000000")
+
+
 def flip_a_parameter(run: RunFolder) -> None:
     flip(run.path / "checkpoints" / str(E2[4]) / "params" / "d")
 
@@ -223,6 +227,7 @@ PLANTED = [
     (miscount_voids, Kind.STATE, {"step": 5}),
     (forget_a_finished_ticket, Kind.STATE, {"step": 5}),
     (break_the_lineage, Kind.STATE, {"file": f"checkpoints/{E2[4]}/state.json"}),
+    (lose_the_reference, Kind.STATE, {"step": 5}),
     (flip_a_parameter, Kind.CHECKPOINT, {"file": f"checkpoints/{E2[4]}"}),
     (flip_the_optimizer, Kind.CHECKPOINT, {"file": HEAD}),
     (take_a_manifest_of_another_run, Kind.CHECKPOINT, {"file": HEAD}),
