@@ -16,7 +16,7 @@ import orjson
 from shared.errors import WeightsError
 from shared.queue.progress import Progress
 from shared.types import WeightVersion
-from shared.weights import File, Manifest, read_manifest, verify_files
+from shared.weights import File, Manifest, digest, read_manifest, verify_files
 
 SCHEMA = 1
 STATE, OPTIMIZER = "state.json", "optimizer"
@@ -115,6 +115,8 @@ def verify(folder: Path) -> tuple[Manifest, TrainerState]:
     """Manifest and state of a checkpoint, if every file of it has the digest they name. Raises WeightsError."""
     manifest = read_manifest(folder)
     state, optimizer_files = read(folder)
+    if manifest.state not in (None, digest(folder / STATE)):
+        raise WeightsError(f"{manifest.version}: digest of {STATE} differs")
     verify_files(folder, manifest)
     verify_files(folder, replace(manifest, path=OPTIMIZER, files=optimizer_files))
     return manifest, state

@@ -130,6 +130,7 @@ class Checkpoints:
         return restore(self.root / version).params
 
     def _install(self, temporary: Path, manifest: Manifest, state: TrainerState) -> Path:
+        manifest = replace(manifest, state=weights.digest(temporary / states.STATE))
         _sync_tree(temporary)
         folder = self.root / manifest.version
         shutil.rmtree(folder, ignore_errors=True)

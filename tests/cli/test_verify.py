@@ -67,6 +67,13 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_bytes(orjson.dumps(orjson.loads(path.read_bytes()) | changes))
 
 
+def edit_state(run: RunFolder, **changes: Any) -> None:
+    """Of the newest checkpoint, whose manifest is told."""
+    path = run.path / HEAD / "state.json"
+    edit_json(path, **changes)
+    edit_json(path.with_name(weights.MANIFEST), state=weights.digest(path))
+
+
 def edit_archive(run: RunFolder, step: int, change: Callable[[list[Group]], object], *, told: bool = True) -> None:
     """Replaces the groups of a step of epoch 2; the ledger is `told` the new digests and versions."""
     groups = [Group.decode(payload) for payload in archive.read(run.archive, RUN, E2[step])]
@@ -138,19 +145,19 @@ def lie_about_versions(run: RunFolder) -> None:
 
 
 def miscount_voids(run: RunFolder) -> None:
-    edit_json(run.path / HEAD / "state.json", void=1)
+    edit_state(run, void=1)
 
 
 def forget_a_finished_ticket(run: RunFolder) -> None:
-    edit_json(run.path / HEAD / "state.json", low=6)
+    edit_state(run, low=6)
 
 
 def break_the_lineage(run: RunFolder) -> None:
-    edit_json(run.path / HEAD / "state.json", lineage=[[1, 0], [2, 1]])
+    edit_state(run, lineage=[[1, 0], [2, 1]])
 
 
 def lose_the_reference(run: RunFolder) -> None:
-    edit_json(run.path / HEAD / "state.json", reference="e000001-s000000")
+    edit_state(run, reference="e000001-s000000")
 
 
 def flip_a_parameter(run: RunFolder) -> None:
@@ -159,6 +166,10 @@ def flip_a_parameter(run: RunFolder) -> None:
 
 def flip_the_optimizer(run: RunFolder) -> None:
     flip(run.path / HEAD / "optimizer" / "d")
+
+
+def flip_the_state(run: RunFolder) -> None:
+    edit_json(run.path / HEAD / "state.json", issued=13)
 
 
 def take_a_manifest_of_another_run(run: RunFolder) -> None:
@@ -230,6 +241,7 @@ PLANTED = [
     (lose_the_reference, Kind.STATE, {"step": 5}),
     (flip_a_parameter, Kind.CHECKPOINT, {"file": f"checkpoints/{E2[4]}"}),
     (flip_the_optimizer, Kind.CHECKPOINT, {"file": HEAD}),
+    (flip_the_state, Kind.CHECKPOINT, {"file": HEAD}),
     (take_a_manifest_of_another_run, Kind.CHECKPOINT, {"file": HEAD}),
     (remove_an_archived_step, Kind.ARCHIVE, {"file": "archive/e000001/s000002.zst"}),
     (flip_an_archived_step, Kind.ARCHIVE, {"file": "archive/e000002/s000003.zst"}),

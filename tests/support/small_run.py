@@ -56,7 +56,8 @@ def write_checkpoint(root: Path, state: TrainerState, base: WeightVersion | None
     (folder / states.STATE).write_bytes(state.to_json(optimizer_files=weights.digest_files(folder, OPTIMIZER)))
     files, tree = weights.digest_files(folder, "params"), (Leaf("w", (1,), "float32"),)
     base_version = None if base is None else str(base)
-    manifest = Manifest(RUN, str(state.version), base_version, state.step, "full", "params", files, tree, {}, None, time.time())
+    digest = weights.digest(folder / states.STATE)
+    manifest = Manifest(RUN, str(state.version), base_version, state.step, "full", "params", files, tree, {}, None, time.time(), digest)
     weights.write_manifest(folder, manifest)
     return folder
 
