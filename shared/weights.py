@@ -48,7 +48,10 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """`path` is the Orbax folder, relative to the manifest's; `model` is the Hugging Face config.json of the architecture."""
+    """`path` is the Orbax folder, relative to the manifest's; `model` is the Hugging Face config.json of the architecture.
+
+    `state` is the digest of a trainer's `state.json` beside it (see shared.state); None where there is none.
+    """
 
     run: str
     version: str
@@ -61,6 +64,7 @@ class Manifest:
     model: Mapping[str, Any]
     probe: Probe | None
     created: float
+    state: str | None = None
     schema: int = SCHEMA
 
     @property
@@ -87,6 +91,7 @@ class Manifest:
                 model=dict(raw["model"]),
                 probe=Probe(tuple(probe["input_ids"]), tuple(probe["logprobs"])) if probe else None,
                 created=float(raw["created"]),
+                state=raw.get("state"),
             )
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"manifest is malformed: {error!r}") from error
@@ -95,7 +100,7 @@ class Manifest:
 def digest_files(folder: Path, subfolder: str) -> tuple[File, ...]:
     """Size and digest of every file below `folder/subfolder`, by name; each is fsynced on the way."""
     files = sorted(p for p in (folder / subfolder).rglob("*") if p.is_file())
-    return tuple(File(str(p.relative_to(folder)), p.stat().st_size, _digest(p, sync=True)) for p in files)
+    return tuple(File(str(p.relative_to(folder)), p.stat().st_size, digest(p, sync=True)) for p in files)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Path:
@@ -131,7 +136,7 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
         path = confined(folder, file.name)
         if path.stat().st_size != file.size:
             raise WeightsError(f"{manifest.version}: file {file.name} has {path.stat().st_size} bytes, expected {file.size}")
-        if _digest(path) != file.blake3:
+        if digest(path) != file.blake3:
             raise WeightsError(f"{manifest.version}: digest of {file.name} differs")
 
 
@@ -174,7 +179,8 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _digest(path: Path, sync: bool = False) -> str:
+def digest(path: Path, sync: bool = False) -> str:
+    """blake3 of a file in hex; with `sync` its bytes are durable before."""
     if sync:
         fsync(path)
     return blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).hexdigest()

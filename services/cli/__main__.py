@@ -59,6 +59,18 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("targets", nargs="*", metavar="RUN_DIR|URL", help="a run's folder or addresses (default: the newest of runs/)")
     status.set_defaults(command=_status)
 
+    verify = commands.add_parser("verify", help="prove that no ticket of a run was lost or trained twice, from its folder")
+    verify.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    verify.add_argument("--json", action="store_true", help="for programs")
+    verify.set_defaults(command=_verify)
+
+    replay = commands.add_parser("replay", help="train archived groups again from a retained checkpoint, and compare bit for bit")
+    replay.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    replay.add_argument("--from-step", type=int, required=True, metavar="K", help="step of the checkpoint to begin at")
+    replay.add_argument("--to-step", type=int, metavar="M", help="last step (default: that of the newest checkpoint)")
+    replay.add_argument("--json", action="store_true", help="for programs")
+    replay.set_defaults(command=_replay)
+
     bench = commands.add_parser("bench", help="measure; prints a table")
     bench.add_argument("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
@@ -96,6 +108,18 @@ def _status(arguments: argparse.Namespace) -> int:
     from services.cli import status
 
     return status.main(arguments.targets)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from services.cli.verify import command
+
+    return command.main(arguments.run_dir, arguments.json)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from services.cli import replay
+
+    return replay.main(arguments.run_dir, arguments.from_step, arguments.to_step, arguments.json)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -24,6 +24,14 @@ def python_of(environment: str) -> Path:
     return python
 
 
+def variables_of(environment: str, *, cpu: bool) -> dict[str, str]:
+    """The caller's variables, plus JAX's platform if it is to be the CPU, and JAX's compilation cache in the project."""
+    added = {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{environment}")}
+    if cpu:
+        added["JAX_PLATFORMS"] = "cpu"
+    return {**added, **os.environ}
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     """The files of one run. `metrics` has a line a step (written by the trainer), `evals` a line an evaluation."""
@@ -57,6 +65,18 @@ class RunFolder:
     @property
     def sft(self) -> Path:
         return self.path / "sft.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def archive(self) -> Path:
+        return self.path / "archive"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
 
     @property
     def evals(self) -> Path:

@@ -6,13 +6,14 @@ A step that was undone by a crash and replayed counts once: its last line is the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from services.cli import jsonl
 from services.cli.layout import RunFolder
 from services.cli.runs import Record, read_record, write_json
+from shared import ledger
 from shared.errors import ConfigError
 
 type Rows = Sequence[Mapping[str, Any]]
@@ -33,7 +34,7 @@ def make(folder: RunFolder) -> dict[str, Any]:
     """Writes summary.json and the plot; returns the summary."""
     steps, evals = by_step(jsonl.read(folder.metrics)), by_step(jsonl.read(folder.evals))
     summary = summarize(steps, evals, read_record(folder))
-    summary["tickets"] = dispositions(jsonl.read(folder.path / "ledger.jsonl"))
+    summary["tickets"] = dispositions(jsonl.read(folder.ledger))
     write_json(folder.summary, summary)
     from services.cli import plot
 
@@ -69,15 +70,9 @@ def summarize(steps: Rows, evals: Rows, record: Record | None) -> dict[str, Any]
     }
 
 
-def dispositions(ledger: Rows) -> dict[str, int]:
-    """How many tickets ended in which way. A `rollback` line undoes what was trained after that step before it."""
-    ends: dict[int, Mapping[str, Any]] = {}
-    for row in ledger:
-        if "rollback" in row:
-            ends = {t: end for t, end in ends.items() if end["disposition"] != "trained" or end["step"] <= row["rollback"]}
-        else:
-            ends[row["ticket"]] = row
-    return dict(Counter(str(end["disposition"]) for end in ends.values()))
+def dispositions(lines: Iterable[ledger.Line]) -> dict[str, int]:
+    """How many tickets ended in which way."""
+    return dict(Counter(str(line["disposition"]) for line in ledger.settled(lines).values()))
 
 
 def table(summary: Mapping[str, Any], folder: RunFolder) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from services.cli import ports
-from services.cli.layout import CACHE, RunFolder, python_of
+from services.cli.layout import RunFolder, python_of, variables_of
 from services.cli.processes import Reaper, Spec
 from services.cli.runs import secret, write_json
 from services.cli.supervisor import Kept, Member, Say, keeping
@@ -107,11 +107,7 @@ class _Builder:
         return Member(spec, lambda: _is_healthy(url), _START_S[kind])
 
     def _environment(self, kind: str) -> dict[str, str]:
-        """The caller's, plus JAX's platform where the configuration says CPU, and its compilation cache in the project."""
-        added = {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{_ENVIRONMENT_OF[kind]}")}
-        if self._cpu:
-            added["JAX_PLATFORMS"] = "cpu"
-        return {**added, **os.environ}
+        return variables_of(_ENVIRONMENT_OF[kind], cpu=self._cpu)
 
     def _resolved(self, services: Services) -> Services:
         update: dict[str, Any] = {

@@ -22,6 +22,7 @@ from services.trainer.records import Ledger, StepLog
 from services.trainer.routes import router
 from services.trainer.settings import Tokens, TrainerSettings
 from services.trainer.warmup import WarmStart
+from shared.archive import Archive
 from shared.boot import Service
 from shared.chat import ChatTokenizer
 from shared.clients.env import EnvClient
@@ -56,6 +57,7 @@ async def open_service(config: RunConfig) -> AsyncIterator[Service]:
             backend=backend,
             queue=TicketQueue(redis, settings.run),
             ledger=Ledger(folder / "ledger.jsonl"),
+            archive=Archive(folder / "archive", settings.run),
             metrics=StepLog(folder / "metrics.jsonl"),
             handovers=StepLog(folder / "handovers.jsonl"),
             executor=thread,

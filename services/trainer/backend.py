@@ -20,10 +20,10 @@ from services.trainer.model.shape import ModelShape
 from services.trainer.model.weights import Leaves, leaves_of
 from services.trainer.policy import Policy, PolicyOptions
 from services.trainer.sft import SftMetrics, SftOptions
-from services.trainer.state import TrainerState
 from services.trainer.tunix_learner import make_logger
 from shared.chat import ChatTokenizer, Messages
 from shared.errors import ConfigError, WeightsError
+from shared.state import TrainerState
 from shared.types import WeightVersion
 
 
@@ -58,7 +58,7 @@ class Backend:
         """Makes the model, from the checkpoint if there is one. Raises ConfigError, WeightsError."""
         options = self._options
         mesh = make_mesh(options.mesh_shape, options.mesh_axes)
-        leaves = _restored_leaves(self._restored) if self._restored else leaves_of(options.folder, self._shape, options.seed)
+        leaves = restored_leaves(self._restored) if self._restored else leaves_of(options.folder, self._shape, options.seed)
         self._model = build(self._shape, leaves, mesh, dtype=options.dtype, remat=options.remat)
 
     def warm_start(self, tokenizer: ChatTokenizer, demonstrations: Sequence[Messages], options: SftOptions) -> Iterator[SftMetrics]:
@@ -98,7 +98,8 @@ def check_vocabulary(tokenizer: ChatTokenizer, shape: ModelShape) -> None:
         )
 
 
-def _restored_leaves(restored: Restored) -> Leaves:
+def restored_leaves(restored: Restored) -> Leaves:
+    """The checkpoint's parameters for `build`; asking for one it lacks raises WeightsError."""
     params: Mapping[str, np.ndarray] = restored.params
 
     def leaf(name: str, size: tuple[int, ...]) -> np.ndarray:

@@ -20,15 +20,15 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-import orjson
 
-from services.trainer.state import TrainerState
+from shared import state as states
 from shared import telemetry, weights
 from shared.errors import WeightsError
+from shared.state import OPTIMIZER, TrainerState
 from shared.types import WeightVersion
-from shared.weights import File, Leaf, Manifest, Probe
+from shared.weights import Leaf, Manifest, Probe
 
-PARAMS, OPTIMIZER, STATE = "params", "optimizer", "state.json"
+PARAMS = "params"
 _MASTER = "master"
 _log = telemetry.Log("checkpoint")
 
@@ -116,7 +116,7 @@ class Checkpoints:
         found = weights.versions(self.root)
         for version in reversed(found):
             try:
-                return self._restore(self.root / str(version))
+                return restore(self.root / str(version))
             except (WeightsError, OSError) as error:
                 _log.error("checkpoint passed over", version=str(version), reason=str(error))
         if found:
@@ -127,18 +127,10 @@ class Checkpoints:
 
     def params_of(self, version: str) -> Mapping[str, np.ndarray]:
         """The float32 parameters of a version, exact where the published ones are rounded. Raises WeightsError."""
-        return self._restore(self.root / version).params
-
-    def _restore(self, folder: Path) -> Restored:
-        manifest = weights.read_manifest(folder)
-        state, files = _read_state(folder)
-        weights.verify_files(folder, manifest)
-        weights.verify_files(folder, replace(manifest, path=OPTIMIZER, files=files))
-        training = _read_arrays(folder / OPTIMIZER)
-        master = _below(training, _MASTER)
-        return Restored(folder, state, master or _read_arrays(folder / PARAMS), _below(training, "optimizer"))
+        return restore(self.root / version).params
 
     def _install(self, temporary: Path, manifest: Manifest, state: TrainerState) -> Path:
+        manifest = replace(manifest, state=weights.digest(temporary / states.STATE))
         _sync_tree(temporary)
         folder = self.root / manifest.version
         shutil.rmtree(folder, ignore_errors=True)
@@ -156,18 +148,17 @@ class Checkpoints:
                 shutil.rmtree(self.root / str(version), ignore_errors=True)
 
 
+def restore(folder: Path) -> Restored:
+    """Reads a checkpoint and changes nothing. Raises WeightsError if it is not whole."""
+    _, state = states.verify(folder)
+    training = _read_arrays(folder / OPTIMIZER)
+    master = _below(training, _MASTER)
+    return Restored(folder, state, master or _read_arrays(folder / PARAMS), _below(training, "optimizer"))
+
+
 def _write_state(folder: Path, state: TrainerState) -> None:
     files = weights.digest_files(folder, OPTIMIZER)
-    (folder / STATE).write_bytes(state.to_json(optimizer_files=files))
-
-
-def _read_state(folder: Path) -> tuple[TrainerState, tuple[File, ...]]:
-    """The state, and the files below `optimizer/` with their digests."""
-    try:
-        raw = orjson.loads((folder / STATE).read_bytes())
-        return TrainerState.from_mapping(raw), tuple(File(**f) for f in raw["optimizer_files"])
-    except (OSError, KeyError, TypeError, orjson.JSONDecodeError) as error:
-        raise WeightsError(f"{folder / STATE} cannot be read: {error}") from error
+    (folder / states.STATE).write_bytes(state.to_json(optimizer_files=files))
 
 
 def _write_arrays(folder: Path, arrays: Arrays) -> None:

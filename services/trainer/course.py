@@ -1,7 +1,7 @@
 """The steps of one incarnation of the trainer: take groups, train, checkpoint, commit, publish.
 
-Order of one hand-over, which crash safety rests on: checkpoint durable, then ledger durable, then queue commit (fenced),
-then publish. A crash between any two is repaired at the next start from the checkpoint and the ledger.
+Order of one hand-over, which crash safety rests on: groups archived, then checkpoint durable, then ledger durable, then
+queue commit (fenced), then publish. A crash between any two is repaired at the next start from the checkpoint and the ledger.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from services.trainer.board import Board
 from services.trainer.intake import Held, Intake, Void
 from services.trainer.parts import Parts, Plan, Waiter
-from services.trainer.records import TRAINED
-from services.trainer.state import TrainerState
-from shared import telemetry
+from shared import ledger, telemetry
 from shared.errors import QueueUnavailable
+from shared.ledger import TRAINED
 from shared.queue.records import Finished
+from shared.state import TrainerState
 from shared.types import WeightVersion
 
 _CONSUMER = "trainer"
@@ -42,7 +42,7 @@ class Course:
         self._waiter = Waiter(parts.executor, board)
         self._intake = Intake(state.progress(), state.lineage, plan.rules)
         self._books = asyncio.Lock()  # held while tickets end, so that a checkpoint never knows of one that the ledger does not
-        self._pending: list[tuple[Held, dict[str, Any]]] = []
+        self._pending: list[tuple[Finished, dict[str, Any]]] = []
         self._base = state.version
 
     async def follow(self) -> None:
@@ -117,16 +117,27 @@ class Course:
     async def _step(self, held: list[Held], wait_s: float) -> None:
         board, started = self._board, time.perf_counter()
         board.phase = "training"
-        metrics = await self._waiter.blocking(self._parts.backend.step, held, WeightVersion(board.epoch, board.step))
+        before, after = WeightVersion(board.epoch, board.step), WeightVersion(board.epoch, board.step + 1)
+        async with asyncio.TaskGroup() as group:
+            archived = group.create_task(self._archive(after, held))
+            metrics = await self._waiter.blocking(self._parts.backend.step, held, before)
         step_s = time.perf_counter() - started
-        self._pending += [(h, _line(h.group.ticket, TRAINED, metrics.step, metrics.version, (h.oldest, h.newest))) for h in held]
+        digests, archive_s = archived.result()
+        self._pending += [(h.finished, _trained(h, after, digest)) for h, digest in zip(held, digests, strict=True)]
         board.trained(metrics)
         board.timed("step", step_s)
         board.timed("wait", wait_s)
+        board.timed("archive", archive_s)
         rate = metrics.tokens / (step_s + wait_s)
-        timing = {"time": time.time(), "step_s": round(step_s, 4), "wait_s": round(wait_s, 4), "tokens_per_sec": round(rate, 1)}
-        self._parts.metrics.append(asdict(metrics) | timing)
+        seconds = {"step_s": round(step_s, 4), "wait_s": round(wait_s, 4), "archive_s": round(archive_s, 4)}
+        self._parts.metrics.append(asdict(metrics) | {"time": time.time(), **seconds, "tokens_per_sec": round(rate, 1)})
         _log.info("step", run=board.run, step=metrics.step, version=metrics.version, loss=metrics.loss, reward=metrics.reward_mean)
+
+    async def _archive(self, version: WeightVersion, held: Sequence[Held]) -> tuple[list[str], float]:
+        """Digests of the archived groups, and the seconds it took, beside the training of the same groups."""
+        started = time.perf_counter()
+        digests = await asyncio.to_thread(self._parts.archive.write, version, [h.payload for h in held])
+        return digests, time.perf_counter() - started
 
     async def _checkpoint(self) -> None:
         """Durable, then the ledger, then the queue; publishing goes on beside the next step."""
@@ -138,7 +149,7 @@ class Course:
         saved = time.perf_counter()
         async with self._books:
             await asyncio.to_thread(parts.ledger.append, state.recent)
-            finished = [held.finished for held, _ in self._pending]
+            finished = [one for one, _ in self._pending]
             board.durable(board.step)
             await self._commit(finished)
         for _ in finished:
@@ -163,7 +174,8 @@ class Course:
         if not voids:
             return
         board = self._board
-        lines = [_line(v.entry.ticket, v.reason, board.step, str(board.version), v.versions, v.detail) for v in voids]
+        at = WeightVersion(board.epoch, board.step)
+        lines = [ledger.line(v.entry.ticket, v.reason, at, versions=v.versions, reason=v.detail) for v in voids]
         await asyncio.to_thread(self._parts.ledger.append, lines)
         for void in voids:
             board.ended(void.reason)
@@ -177,16 +189,5 @@ class Course:
         await self._waiter.patiently(lambda: self._parts.queue.commit(board.epoch, board.durable_step, finished, void))
 
 
-def _line(
-    ticket: int, disposition: str, step: int, version: str, versions: tuple[WeightVersion, WeightVersion] | None, reason: str | None = None
-) -> dict[str, Any]:
-    """A line of the ledger; `version` is that of the trainer's weights when the ticket ended."""
-    return {
-        "ticket": ticket,
-        "disposition": disposition,
-        "step": step,
-        "epoch": WeightVersion.parse(version).epoch,
-        "version": version,
-        "versions": [str(v) for v in versions] if versions else None,
-        "reason": reason,
-    }
+def _trained(held: Held, version: WeightVersion, digest: str) -> dict[str, Any]:
+    return ledger.line(held.group.ticket, TRAINED, version, versions=(held.oldest, held.newest), digest=digest)

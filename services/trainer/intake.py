@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from services.trainer.state import in_lineage
 from shared.errors import DecodeError
 from shared.queue.progress import Progress
 from shared.queue.records import Entry, Finished
+from shared.state import in_lineage
 from shared.types import Group, WeightVersion
 
 Order = Literal["arrival", "ticket"]
@@ -34,9 +34,10 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A group ready for training. `oldest` and `newest` are the versions that sampled its tokens."""
+    """A group ready for training. `payload` are its wire bytes; `oldest` and `newest` are the versions that sampled its tokens."""
 
     group: Group
+    payload: bytes
     entry_id: str
     oldest: WeightVersion
     newest: WeightVersion
@@ -91,9 +92,8 @@ class Intake:
             return self._void(entry, "poison", error.detail)
         if group.failure is not None:
             return self._void(entry, "failed", group.failure)
-        spans = [WeightVersion.parse(s.version) for t in group.trajectories for s in t.versions]
-        held = Held(group, entry.entry_id, min(spans), max(spans))
-        undone = next((v for v in spans if not in_lineage(v, self._lineage)), None)
+        held = held_of(group, entry.payload, entry.entry_id)
+        undone = next((v for v in sampled_by(group) if not in_lineage(v, self._lineage)), None)
         if undone is not None:
             return self._void(entry, "superseded", f"{undone} was undone by a later trainer", (held.oldest, held.newest))
         self._waiting[entry.ticket] = held, Entry(entry.entry_id, entry.ticket, b"", entry.deliveries)
@@ -142,3 +142,13 @@ class Intake:
     def _void(self, entry: Entry, reason: Reason, detail: str, versions: tuple[WeightVersion, WeightVersion] | None = None) -> Void:
         self.progress.finish(entry.ticket, void=True)
         return Void(entry, reason, detail, versions)
+
+
+def held_of(group: Group, payload: bytes, entry_id: str) -> Held:
+    versions = sampled_by(group)
+    return Held(group, payload, entry_id, min(versions), max(versions))
+
+
+def sampled_by(group: Group) -> set[WeightVersion]:
+    """The versions that sampled its tokens."""
+    return {WeightVersion.parse(span.version) for trajectory in group.trajectories for span in trajectory.versions}

@@ -12,9 +12,9 @@ from contextlib import suppress
 from services.trainer.board import Board
 from services.trainer.course import Course
 from services.trainer.parts import Parts, Plan, Waiter
-from services.trainer.state import TrainerState, fresh
 from shared import telemetry
 from shared.errors import Unavailable, VolleyError
+from shared.state import TrainerState, fresh
 
 _log = telemetry.Log("loop")
 

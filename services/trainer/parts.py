@@ -14,10 +14,11 @@ from services.trainer.intake import Held, Rules
 from services.trainer.metrics import StepMetrics
 from services.trainer.publish import Delivery
 from services.trainer.records import Ledger, StepLog
-from services.trainer.state import TrainerState
 from shared import telemetry
+from shared.archive import Archive
 from shared.errors import Unavailable
 from shared.queue.records import Entry, Finished
+from shared.state import TrainerState
 from shared.types import WeightVersion
 
 _PAUSE_S, _PAUSE_CAP_S = 0.1, 3.0
@@ -70,6 +71,7 @@ class Parts:
     backend: Trains
     queue: Queue
     ledger: Ledger
+    archive: Archive
     metrics: StepLog
     handovers: StepLog
     executor: Executor

@@ -1,8 +1,7 @@
-"""The run's append-only files: the ledger of tickets, and the metrics of steps.
+"""The run's append-only files: the ledger of tickets (see shared.ledger), and the metrics of steps.
 
-Invariants of `ledger.jsonl`: a line is durable before the queue is told of it; a ticket has exactly one disposition along
-the surviving lineage; a `rollback` line undoes the `trained` lines before it that are of later steps, or with step -1 all lines.
-Invariant of `metrics.jsonl`: one line a step, none beyond the restored step.
+Invariants: a ticket has exactly one disposition along the surviving lineage; `metrics.jsonl` has one line a step, none
+beyond the restored step.
 """
 
 from __future__ import annotations
@@ -14,17 +13,16 @@ from typing import Any
 
 import orjson
 
-from services.trainer.state import TrainerState
-from shared import telemetry
+from shared import ledger, telemetry
+from shared.ledger import ANEW, TRAINED
+from shared.state import TrainerState
 from shared.weights import fsync
 
-TRAINED = "trained"
-ANEW = -1
 _log = telemetry.Log("records")
 
 
 class Ledger:
-    """Dispositions of tickets: {ticket, disposition, step, epoch, version, versions: [min, max] or null, reason or null}."""
+    """Dispositions of tickets, one a line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,12 +47,12 @@ class Ledger:
         """
         settled = self.settled()
         if state.epoch == 0:
-            self.append([{"rollback": ANEW, "epoch": 0}] if settled else [])
+            self.append([ledger.rollback(ANEW, 0)] if settled else [])
             return state
         if any(line["disposition"] == TRAINED and line["step"] > state.step for line in settled.values()):
-            self.append([{"rollback": state.step, "epoch": state.epoch}])
+            self.append([ledger.rollback(state.step, state.epoch)])
             settled = self.settled()
-        self.append(line for line in state.recent if not _same(settled.get(line["ticket"]), line))
+        self.append(line for line in state.recent if not ledger.same(settled.get(line["ticket"]), line))
         progress = state.progress()
         for ticket, line in settled.items():
             if line["disposition"] != TRAINED:
@@ -63,15 +61,7 @@ class Ledger:
 
     def settled(self) -> dict[int, dict[str, Any]]:
         """The disposition of every ticket that has one: of the highest epoch, rollbacks applied."""
-        settled: dict[int, dict[str, Any]] = {}
-        for line in self.read():
-            if "rollback" in line:
-                undone = [t for t, x in settled.items() if _is_undone(x, line["rollback"])]
-                for ticket in undone:
-                    del settled[ticket]
-            elif line["epoch"] >= settled.get(line["ticket"], line)["epoch"]:
-                settled[line["ticket"]] = line
-        return settled
+        return ledger.settled(self.read())
 
 
 class StepLog:
@@ -97,14 +87,6 @@ class StepLog:
         temporary.rename(self._path)
         fsync(self._path.parent)
         _log.info("metrics truncated", step=step, removed=len(lines) - len(kept))
-
-
-def _is_undone(line: Mapping[str, Any], step: int) -> bool:
-    return step == ANEW or (line["disposition"] == TRAINED and line["step"] > step)
-
-
-def _same(found: Mapping[str, Any] | None, line: Mapping[str, Any]) -> bool:
-    return found is not None and all(found[key] == line[key] for key in ("disposition", "epoch", "step"))
 
 
 def _append(path: Path, text: bytes, *, durable: bool) -> None:

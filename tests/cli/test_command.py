@@ -33,6 +33,8 @@ def volley(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["train", "--config", CONFIG, "model.path=./missing"], "model.path missing"),
         (["report", "/missing"], "/missing"),
         (["status", "/missing"], "/missing"),
+        (["verify", "/missing"], "/missing"),
+        (["replay", "/missing", "--from-step", "1"], "/missing"),
         (["bench", "warp"], "no benchmark warp"),
     ],
 )
@@ -48,7 +50,7 @@ def test_a_mistake_is_one_line(arguments: list[str], named: str) -> None:
 def test_help_lists_the_commands() -> None:
     done = volley("--help")
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("train", "quickstart", "report", "status", "bench"))
+    assert all(command in done.stdout for command in ("train", "quickstart", "report", "status", "verify", "replay", "bench"))
 
 
 def test_status_of_a_service_that_is_not_there(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from services.cli import jsonl
 from services.cli.layout import PROJECT
+from services.cli.verify.command import verify
 from shared.types import WeightVersion
 from shared.weights import newest, read_manifest, verify_files
 from tests.support.stack import SMALL, Training, training
@@ -81,6 +82,19 @@ def test_the_run_records_what_it_was(run: Training) -> None:
     assert record["finished"]
     assert record["seed"] == 0
     assert {"volley", "python", "jax", "sglang-jax", "google-tunix"} <= record["versions"].keys()
+
+
+def test_the_run_is_proven(run: Training) -> None:
+    result = verify(run.folder)
+    assert result["ok"], result["violations"]
+    assert result["by_disposition"] == {"trained": 2 * N_STEPS}
+
+
+def test_its_last_steps_replay_bit_identically(run: Training) -> None:
+    command = [sys.executable, "-m", "services.cli", "replay", str(run.folder.path), "--from-step", "1", "--json"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert orjson.loads(done.stdout)["first_divergence"] is None
 
 
 def test_nothing_is_left_running(run: Training) -> None:

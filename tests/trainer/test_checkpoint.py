@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from services.trainer.checkpoint import Checkpoints, Contents
-from services.trainer.state import TrainerState, fresh
 from shared import weights
 from shared.errors import WeightsError
+from shared.state import TrainerState, fresh
 from shared.types import WeightVersion
 from shared.weights import Probe
 

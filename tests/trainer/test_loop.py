@@ -18,9 +18,11 @@ from services.trainer.loop import Loop
 from services.trainer.metrics import StepMetrics, of_groups
 from services.trainer.parts import Parts, Plan
 from services.trainer.records import Ledger, StepLog
-from services.trainer.state import TrainerState
+from shared import archive, ledger
+from shared.archive import Archive
 from shared.errors import Fenced, QueueUnavailable, WeightsError
 from shared.queue.records import Entry
+from shared.state import TrainerState
 from shared.types import Group, WeightVersion
 from tests.trainer.support import group
 
@@ -133,6 +135,7 @@ class Bench:
             self.backend,
             self.queue,
             Ledger(self.folder / "ledger.jsonl"),
+            Archive(self.folder / "archive", "r"),
             StepLog(self.folder / "metrics.jsonl"),
             StepLog(self.folder / "handovers.jsonl"),
             self.executor,
@@ -177,6 +180,24 @@ async def test_durable_then_ledger_then_commit_then_publish(bench: Bench):
     assert bench.board.phase == "done"
     assert bench.backend.checkpoint is not None
     assert bench.backend.checkpoint.phase == "done"
+
+
+async def test_trained_groups_are_archived_in_the_order_of_the_step_and_named_by_digest(bench: Bench):
+    bench.feed(2, 1, 4, 3)
+    await bench.loop().run()
+    lines = [line for line in map(ledger.parse, (bench.folder / "ledger.jsonl").read_bytes().splitlines()) if line]
+    for step, tickets in ((1, [2, 1]), (2, [4, 3])):
+        payloads = list(archive.read(bench.folder / "archive", "r", WeightVersion(1, step)))
+        assert payloads == [group(ticket, "e000001-s000000").encode() for ticket in tickets]
+        assert [archive.digest(x) for x in payloads] == [line["digest"] for line in lines if line["step"] == step]
+
+
+async def test_a_full_disk_ends_the_trainer_before_the_step_counts(bench: Bench):
+    (bench.folder / "archive").write_text("no folder")
+    bench.feed(1, 2)
+    with pytest.raises(OSError, match="archive"):
+        await bench.loop().run()
+    assert not any(event.startswith("commit") for event in bench.events)
 
 
 async def test_a_longer_interval_saves_at_its_end_and_at_the_last_step(bench: Bench):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from services.trainer.batch import Layout
-from services.trainer.intake import Held
+from services.trainer.intake import Held, held_of
 from services.trainer.loss import GrpoOptions
 from services.trainer.optimizer import OptimizerOptions, schedule
 from services.trainer.policy import Policy, PolicyOptions
@@ -40,8 +40,7 @@ def policy(options: PolicyOptions = OPTIONS, weights: models.Weights = WEIGHTS, 
 
 
 def held(*tickets: int, version: str = str(START)) -> list[Held]:
-    at = WeightVersion.parse(version)
-    return [Held(group(ticket, version, seed=5), f"{ticket}-0", at, at) for ticket in tickets]
+    return [held_of(group(ticket, version, seed=5), b"", f"{ticket}-0") for ticket in tickets]
 
 
 def params(one: Policy) -> dict[str, np.ndarray]:

@@ -4,8 +4,8 @@ import orjson
 import pytest
 
 from services.trainer.records import Ledger, StepLog
-from services.trainer.state import fresh, in_lineage
 from shared.queue.progress import Progress
+from shared.state import fresh, in_lineage
 from shared.types import WeightVersion
 
 

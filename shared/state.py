@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import orjson
@@ -15,8 +16,10 @@ import orjson
 from shared.errors import WeightsError
 from shared.queue.progress import Progress
 from shared.types import WeightVersion
+from shared.weights import File, Manifest, digest, read_manifest, verify_files
 
 SCHEMA = 1
+STATE, OPTIMIZER = "state.json", "optimizer"
 Phase = Literal["rl", "done"]
 
 
@@ -97,6 +100,31 @@ class TrainerState:
 def fresh(seed: int) -> TrainerState:
     """Before any checkpoint: epoch 0, step 0."""
     return TrainerState(epoch=0, step=0, low=0, done=(), issued=0, void=0, seed=seed, phase="rl", lineage=())
+
+
+def read(folder: Path) -> tuple[TrainerState, tuple[File, ...]]:
+    """The state of a checkpoint, and the files below its `optimizer/` with their digests. Raises WeightsError."""
+    try:
+        raw = orjson.loads((folder / STATE).read_bytes())
+        return TrainerState.from_mapping(raw), tuple(File(**f) for f in raw["optimizer_files"])
+    except (OSError, KeyError, TypeError, orjson.JSONDecodeError) as error:
+        raise WeightsError(f"{folder / STATE} cannot be read: {error}") from error
+
+
+def verify(folder: Path) -> tuple[Manifest, TrainerState]:
+    """Manifest and state of a checkpoint, if every file of it has the digest they name. Raises WeightsError."""
+    manifest = read_manifest(folder)
+    state, optimizer_files = read(folder)
+    if manifest.state not in (None, digest(folder / STATE)):
+        raise WeightsError(f"{manifest.version}: digest of {STATE} differs")
+    verify_files(folder, manifest)
+    verify_files(folder, replace(manifest, path=OPTIMIZER, files=optimizer_files))
+    return manifest, state
+
+
+def maker(step: int, lineage: Sequence[tuple[int, int]]) -> int | None:
+    """The epoch that trained `step` (1 is the first) along the lineage; None if it begins later."""
+    return next((epoch for epoch, began in reversed(lineage) if began < step), None)
 
 
 def in_lineage(version: WeightVersion, lineage: Sequence[tuple[int, int]]) -> bool:

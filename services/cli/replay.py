@@ -1,0 +1,61 @@
+"""`volley replay`: has the trainer's environment of Python train archived groups again, and tells what it found.
+
+The process writes a JSON line a step, and as its last line the result or an error (see services.trainer.replay).
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.cli.layout import RunFolder, python_of, variables_of
+from shared import config
+from shared.errors import ConfigError, VolleyError, from_problem
+
+
+def main(run_dir: Path, first: int, last: int | None, as_json: bool) -> int:
+    """Prints the result; 0 if every step came out the same, else 1. Raises ConfigError, VolleyError."""
+    folder = RunFolder(run_dir.absolute())
+    if not folder.config.exists():
+        raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
+    cpu = config.load([folder.config]).config.rollout.engine.device == "cpu"
+    command = [str(python_of("trainer")), "-P", "-m", "services.trainer.replay", str(folder.path), "--from-step", str(first)]
+    command += [] if last is None else ["--to-step", str(last)]
+    result = _followed(command, variables_of("trainer", cpu=cpu), show=not as_json)
+    print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() if as_json else told(result))
+    return 0 if result["ok"] else 1
+
+
+def told(result: dict[str, Any]) -> str:
+    """For people."""
+    compared = (
+        f"{result['steps']} steps, {result['compared_checkpoints']} compared with checkpoints, {result['compared_metrics']} with metrics"
+    )
+    first = result["first_divergence"]
+    if first is None:
+        return f"{compared}: bit-identical"
+    return f"{compared}: DIVERGED at step {first['step']}, {first['what']} {first['name']}: {_amount(first)}"
+
+
+def _amount(divergence: dict[str, Any]) -> str:
+    amount = divergence["max_abs_diff"]
+    return "differs in shape, or is not finite" if amount is None else f"max |Δ| {amount:.3g}"
+
+
+def _followed(command: list[str], variables: dict[str, str], *, show: bool) -> dict[str, Any]:
+    """The last line of the process. Raises the VolleyError it tells of, or one if it ends without a result."""
+    last: dict[str, Any] = {}
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            last = orjson.loads(line)
+            if show and "loss" in last:
+                print(f"step {last['step']}: loss {last['loss']:.6g}, {last['compared']}", flush=True)
+    if "title" in last:
+        raise from_problem(last["status"], last)
+    if "ok" not in last:
+        raise VolleyError(f"the replay ended with code {process.returncode} and without a result")
+    return last

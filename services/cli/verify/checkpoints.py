@@ -1,0 +1,110 @@
+"""The retained checkpoints: whole, what their names say, and consistent with each other along the lineage of the newest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from services.cli.verify.violation import Kind, Violation
+from shared import state as states
+from shared import weights
+from shared.errors import DecodeError, VolleyError, WeightsError
+from shared.state import TrainerState
+from shared.types import WeightVersion
+from shared.weights import MANIFEST, Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """A whole checkpoint."""
+
+    manifest: Manifest
+    state: TrainerState
+
+    @property
+    def version(self) -> WeightVersion:
+        return self.state.version
+
+
+def retained(root: Path, run: str) -> tuple[list[Retained], list[Violation]]:
+    """The whole checkpoints under `root`, oldest first, and what is wrong with the others.
+
+    One that a running trainer removes meanwhile is neither.
+    """
+    found, violations = [], []
+    for version in weights.versions(root):
+        folder = root / str(version)
+        try:
+            found.append(_checked(folder, version, run))
+        except (VolleyError, OSError) as error:
+            if (folder / MANIFEST).exists():
+                detail = error.detail if isinstance(error, VolleyError) else str(error)
+                violations.append(Violation(Kind.CHECKPOINT, detail, step=version.step, file=f"{root.name}/{version}"))
+    return found, violations
+
+
+def _checked(folder: Path, version: WeightVersion, run: str) -> Retained:
+    """Raises WeightsError."""
+    manifest, state = states.verify(folder)
+    for what, said, expected in (
+        ("the manifest's version", manifest.version, str(version)),
+        ("the manifest's step", manifest.step, version.step),
+        ("the manifest's run", manifest.run, run),
+        ("the state's version", str(state.version), str(version)),
+    ):
+        if said != expected:
+            raise WeightsError(f"{what} is {said}, expected {expected}")
+    return Retained(manifest, state)
+
+
+def check(found: Sequence[Retained], root: Path, groups_per_step: int) -> list[Violation]:
+    """What the newest checkpoint says, against itself and against the older ones of its lineage."""
+    head = found[-1].state
+    details = [*_lineage(head), *_count(head, groups_per_step)]
+    if head.reference is not None and not (root / head.reference / MANIFEST).exists():
+        details.append(f"the reference {head.reference} is missing")
+    violations = [Violation(Kind.STATE, detail, step=head.step, file=_file(root, head)) for detail in details]
+    for one in found:
+        if states.in_lineage(one.version, head.lineage):
+            violations += [Violation(Kind.STATE, d, step=one.state.step, file=_file(root, one.state)) for d in _ancestor(one, head)]
+    return violations
+
+
+def _lineage(head: TrainerState) -> list[str]:
+    pairs = head.lineage
+    ascending = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(pairs))
+    if not pairs or pairs[0][1] != 0 or pairs[-1][0] != head.epoch or pairs[-1][1] > head.step or not ascending:
+        return [f"the lineage {list(pairs)} does not lead from step 0 to {head.version}"]
+    return []
+
+
+def _count(head: TrainerState, groups_per_step: int) -> list[str]:
+    trained, expected = head.progress().n_trained, head.step * groups_per_step
+    return [] if trained == expected else [f"{trained} tickets are trained, {head.step} steps need {expected}"]
+
+
+def _ancestor(one: Retained, head: TrainerState) -> list[str]:
+    details = []
+    if one.state.lineage != head.lineage[: len(one.state.lineage)]:
+        details.append(f"its lineage is no beginning of that of {head.version}")
+    now, then = head.progress(), one.state.progress()
+    forgotten = [t for t in (*range(now.low + 1, then.low + 1), *sorted(then.done)) if not now.is_finished(t)]
+    if forgotten:
+        details.append(f"ticket {forgotten[0]} is finished here, but not in {head.version}")
+    base = _parsed(one.manifest.base_version)
+    if base is not None and not states.in_lineage(base, head.lineage):
+        details.append(f"its base {base} is not in the lineage")
+    return details
+
+
+def _parsed(version: str | None) -> WeightVersion | None:
+    try:
+        return WeightVersion.parse(version) if version else None
+    except DecodeError:
+        return WeightVersion(0, 0)
+
+
+def _file(root: Path, state: TrainerState) -> str:
+    return f"{root.name}/{state.version}/{states.STATE}"

@@ -1,0 +1,90 @@
+"""The archive against the ledger: the groups of every step are the recorded ones, fresh enough, and of this lineage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.cli.verify.violation import Kind, Violation
+from shared import archive
+from shared.errors import DecodeError
+from shared.ledger import Line
+from shared.state import TrainerState, in_lineage, maker
+from shared.types import Group, WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """`eta`: allowed staleness in steps. `group_size`: most episodes of a group."""
+
+    run: str
+    eta: int
+    group_size: int
+
+
+def check(root: Path, steps: dict[int, list[Line]], head: TrainerState, bounds: Bounds) -> Iterator[Violation]:
+    """Reads one group at a time."""
+    seen: dict[int, int] = {}
+    for step in range(1, head.step + 1):
+        epoch = maker(step, head.lineage)
+        if epoch is not None:
+            yield from _step(root, WeightVersion(epoch, step), steps.get(step, []), head, bounds, seen)
+
+
+def superseded(root: Path, head: TrainerState) -> list[WeightVersion]:
+    """Archived steps that no surviving checkpoint contains."""
+    return [v for v in archive.versions(root) if v.step > head.step or maker(v.step, head.lineage) != v.epoch]
+
+
+def _step(
+    root: Path, version: WeightVersion, lines: Sequence[Line], head: TrainerState, bounds: Bounds, seen: dict[int, int]
+) -> Iterator[Violation]:
+    file = archive.path_of(Path(root.name), version).as_posix()
+    of_ticket = {line["ticket"]: line for line in lines}
+    tickets: list[int] = []
+    try:
+        for payload in archive.read(root, bounds.run, version):
+            group = _decoded(payload)
+            if isinstance(group, DecodeError):
+                yield Violation(Kind.GROUP, f"group {len(tickets)}: {group.detail}", step=version.step, file=file)
+                tickets.append(0)
+                continue
+            ticket, line = group.ticket, of_ticket.get(group.ticket)
+            found = list(_group(group, version, line, head, bounds))
+            if line is not None and line.get("digest") != archive.digest(payload):
+                found.append((Kind.DIGEST, "the archived group is not the one in the ledger"))
+            if ticket in tickets or seen.setdefault(ticket, version.step) != version.step:
+                found.append((Kind.DOUBLY_TRAINED, f"archived at steps {seen[ticket]} and {version.step}"))
+            tickets.append(ticket)
+            yield from (Violation(kind, detail, ticket, version.step, file) for kind, detail in found)
+    except DecodeError as error:
+        yield Violation(Kind.ARCHIVE, error.detail, step=version.step, file=file)
+        return
+    expected = [line["ticket"] for line in lines]
+    if tickets != expected:
+        yield Violation(Kind.ARCHIVE, f"holds tickets {tickets}, the ledger says {expected}", step=version.step, file=file)
+
+
+def _decoded(payload: bytes) -> Group | DecodeError:
+    try:
+        return Group.decode(payload)
+    except DecodeError as error:
+        return error
+
+
+def _group(group: Group, made: WeightVersion, line: Line | None, head: TrainerState, bounds: Bounds) -> Iterator[tuple[Kind, str]]:
+    """`made` is the version of the weights that training on the group gave."""
+    if group.failure is not None or len(group.trajectories) > bounds.group_size:
+        yield Kind.GROUP, f"{len(group.trajectories)} episodes, failure {group.failure}"
+        return
+    sampled = sorted({WeightVersion.parse(span.version) for t in group.trajectories for span in t.versions})
+    present, ancestors = made.step - 1, [pair for pair in head.lineage if pair[0] <= made.epoch]
+    for version in sampled:
+        if present - version.step > bounds.eta:
+            yield Kind.STALENESS, f"tokens of {version} were {present - version.step} steps old, allowed are {bounds.eta}"
+        if version.step > present or not in_lineage(version, ancestors):
+            yield Kind.LINEAGE, f"tokens of {version}, which is no ancestor of {made}"
+    named = line and line["ticket"] == group.ticket and line.get("versions")
+    if named and named != [str(sampled[0]), str(sampled[-1])]:
+        yield Kind.LEDGER, f"the ledger says its tokens are of {named}, they are of {[str(sampled[0]), str(sampled[-1])]}"

@@ -1,0 +1,127 @@
+"""The ledger against the newest checkpoint: every finished ticket has one disposition, every step its groups."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.cli.verify.violation import Kind, Violation
+from shared import ledger
+from shared.ledger import TRAINED, Line
+from shared.state import TrainerState, maker
+
+
+@dataclass(frozen=True, slots=True)
+class Fates:
+    """What became of the tickets along the lineage of one checkpoint.
+
+    `steps`: the trained lines of every step, in order. `voids`: the counting line of every ticket that ended without
+    training. `undone`: trained lines whose effect no durable checkpoint of the lineage holds.
+    """
+
+    steps: dict[int, list[Line]]
+    voids: dict[int, Line]
+    undone: list[Line]
+
+    @property
+    def n_trained(self) -> Counter[int]:
+        """How often each ticket was trained."""
+        return Counter(line["ticket"] for lines in self.steps.values() for line in lines)
+
+    def by_disposition(self) -> dict[str, int]:
+        trained = self.n_trained
+        counts = Counter(str(line["disposition"]) for ticket, line in self.voids.items() if ticket not in trained)
+        return dict(Counter({TRAINED: len(trained)}) + counts)
+
+
+def read(path: Path) -> tuple[list[Line], list[Violation]]:
+    """The complete lines of the file; a last one without its end is being written, or was promised to nobody."""
+    data = path.read_bytes() if path.exists() else b""
+    lines, violations = [], []
+    for number, text in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
+        line = ledger.parse(text)
+        if line is None:
+            violations.append(Violation(Kind.LEDGER, f"line {number} is not a line of a ledger", file=path.name))
+        else:
+            lines.append(line)
+    return lines, violations
+
+
+def with_pending(lines: Sequence[Line], head: TrainerState) -> list[Line]:
+    """Adds the lines that the checkpoint carries and a crash kept from the file; the next start would do the same."""
+    settled = ledger.settled(lines)
+    return [*lines, *(dict(line) for line in head.recent if not ledger.same(settled.get(line["ticket"]), line))]
+
+
+def fates(lines: Sequence[Line], head: TrainerState) -> Fates:
+    steps: dict[int, list[Line]] = defaultdict(list)
+    voids: dict[int, Line] = {}
+    undone: list[Line] = []
+    for line in ledger.surviving(lines):
+        if line["disposition"] != TRAINED:
+            if line["epoch"] >= voids.get(line["ticket"], line)["epoch"]:
+                voids[line["ticket"]] = line
+        elif line["step"] <= head.step and maker(line["step"], head.lineage) == line["epoch"]:
+            steps[line["step"]].append(line)
+        else:
+            undone.append(line)
+    return Fates(dict(steps), voids, undone)
+
+
+def check(lines: Sequence[Line], found: Fates, head: TrainerState, groups_per_step: int) -> list[Violation]:
+    return [*_lost(found, head), *_twice(lines, found), *_unknown(found, head), *_voids(found, head), *_steps(found, head, groups_per_step)]
+
+
+def _lost(found: Fates, head: TrainerState) -> list[Violation]:
+    known = found.n_trained.keys() | found.voids.keys()
+    finished = (*range(1, head.low + 1), *head.done)
+    return [Violation(Kind.LOST, "finished without a disposition", ticket=t) for t in finished if t not in known]
+
+
+def _twice(lines: Sequence[Line], found: Fates) -> list[Violation]:
+    violations = []
+    for ticket, n in sorted(found.n_trained.items()):
+        steps = [step for step, trained in sorted(found.steps.items()) for line in trained if line["ticket"] == ticket] if n > 1 else []
+        if steps:
+            violations.append(Violation(Kind.DOUBLY_TRAINED, f"trained at steps {steps}", ticket=ticket))
+    for step, trained in sorted(found.steps.items()):
+        for line in trained:
+            void = found.voids.get(line["ticket"])
+            if void is not None and void["epoch"] >= line["epoch"]:
+                violations.append(Violation(Kind.TWO_DISPOSITIONS, f"trained and {void['disposition']}", ticket=line["ticket"], step=step))
+    voids = Counter((x["ticket"], x["epoch"]) for x in ledger.surviving(lines) if x["disposition"] != TRAINED)
+    for (ticket, epoch), n in sorted(voids.items()):
+        if n > 1:
+            violations.append(Violation(Kind.TWO_DISPOSITIONS, f"ended {n} times in epoch {epoch}", ticket=ticket))
+    return violations
+
+
+def _unknown(found: Fates, head: TrainerState) -> list[Violation]:
+    """Effects before the checkpoint that it does not know of. What ended since then may be missing from it."""
+    progress = head.progress()
+    before = [line for lines in found.steps.values() for line in lines]
+    before += [line for line in found.voids.values() if line["epoch"] == head.epoch and line["step"] < head.step]
+    return [
+        Violation(Kind.NOT_IN_CHECKPOINT, f"{x['disposition']}, but unfinished in {head.version}", ticket=x["ticket"], step=x["step"])
+        for x in before
+        if not progress.is_finished(x["ticket"])
+    ]
+
+
+def _voids(found: Fates, head: TrainerState) -> list[Violation]:
+    progress, trained = head.progress(), found.n_trained
+    n = sum(progress.is_finished(ticket) and ticket not in trained for ticket in found.voids)
+    if n == head.void:
+        return []
+    return [Violation(Kind.STATE, f"{head.version} counts {head.void} tickets without training, the ledger {n}", step=head.step)]
+
+
+def _steps(found: Fates, head: TrainerState, groups_per_step: int) -> list[Violation]:
+    counts = {step: len(found.steps.get(step, ())) for step in range(1, head.step + 1)}
+    return [
+        Violation(Kind.STEP, f"{n} groups in the ledger, expected {groups_per_step}", step=step)
+        for step, n in counts.items()
+        if n != groups_per_step
+    ]

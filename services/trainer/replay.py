@@ -1,0 +1,185 @@
+"""Trains archived groups again: from a retained checkpoint, in recorded order, compared bit for bit with what was recorded.
+
+`python -m services.trainer.replay RUN_DIR --from-step K [--to-step M]` writes a JSON line a step to stdout, then the result, or
+an error as a problem body. It reads only. The same backend (devices, libraries, compiler flags) is needed for equal bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from shared import archive, config, weights
+from shared import state as states
+from shared.errors import ConfigError, VolleyError, WeightsError, problem
+from shared.state import TrainerState
+from shared.types import Group, WeightVersion
+
+_COMPARED = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """`what` is "metric", or the part of the checkpoint; `max_abs_diff` is None where it is no number."""
+
+    step: int
+    what: str
+    name: str
+    max_abs_diff: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What a run's folder says: the newest whole checkpoint's state, checkpoints of its lineage by step, metrics by version."""
+
+    folder: Path
+    run: str
+    head: TrainerState
+    checkpoints: Mapping[int, Path]
+    metrics: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path, run: str) -> Recorded:
+        """Raises WeightsError if no checkpoint is whole."""
+        root = folder / "checkpoints"
+        head = _head(root)
+        mine = [v for v in weights.versions(root) if states.in_lineage(v, head.lineage)]
+        path = folder / "metrics.jsonl"
+        lines = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        return cls(folder, run, head, {v.step: root / str(v) for v in mine}, {line["version"]: line for line in lines})
+
+    def version(self, step: int) -> WeightVersion:
+        epoch = states.maker(step, self.head.lineage)
+        return WeightVersion(self.head.lineage[0][0] if epoch is None else epoch, step)
+
+    def groups(self, step: int) -> list[tuple[Group, bytes]]:
+        """The groups that made `step`, with their wire bytes. Raises DecodeError."""
+        payloads = archive.read(self.folder / "archive", self.run, self.version(step))
+        return [(Group.decode(payload), payload) for payload in payloads]
+
+    def bounds(self, first: int, last: int | None) -> range:
+        """The steps to train. Raises ConfigError naming the checkpoints there are."""
+        end = self.head.step if last is None else last
+        if first not in self.checkpoints:
+            there = ", ".join(map(str, sorted(self.checkpoints)))
+            raise ConfigError(f"there is no checkpoint of step {first}", f"retained are steps {there}")
+        if not first < end <= self.head.step:
+            raise ConfigError(
+                f"there is nothing to replay from step {first} to {end}", f"the newest checkpoint is of step {self.head.step}"
+            )
+        return range(first + 1, end + 1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 the same, 1 diverged or failed, 2 wrong usage."""
+    parser = argparse.ArgumentParser(prog="python -m services.trainer.replay")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--from-step", type=int, required=True)
+    parser.add_argument("--to-step", type=int)
+    arguments = parser.parse_args(argv)
+    try:
+        result = replay(arguments.run_dir.absolute(), arguments.from_step, arguments.to_step)
+    except VolleyError as error:
+        _tell(problem(error))
+        return 2 if isinstance(error, ConfigError) else 1
+    _tell(result)
+    return 0 if result["ok"] else 1
+
+
+def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
+    """{ok, steps, first_divergence, compared_checkpoints, compared_metrics}; ends with the first divergence.
+
+    Raises ConfigError, WeightsError, DecodeError.
+    """
+    run_config = config.load([folder / "config.yaml"]).config
+    recorded = Recorded.read(folder, run_config.run.name)
+    steps = recorded.bounds(first, last)
+    from services.trainer.intake import held_of
+    from services.trainer.rebuild import policy_at, tensors_of
+
+    policy = policy_at(run_config, recorded.checkpoints[first], recorded.checkpoints[first].parent)
+    counts, n, divergence = {"checkpoint": 0, "metric": 0}, 0, None
+    for step in steps:
+        held = [held_of(group, payload, "") for group, payload in recorded.groups(step)]
+        metrics = policy.step(held, WeightVersion(recorded.version(step).epoch, step - 1))
+        n, compared = n + 1, []
+        if step in recorded.checkpoints:
+            compared.append("checkpoint")
+            divergence = of_tensors(step, tensors_of(policy), recorded.checkpoints[step])
+        line = recorded.metrics.get(metrics.version)
+        if line is not None:
+            compared.append("metric")
+            divergence = divergence or of_metrics(step, asdict(metrics), line)
+        for what in compared:
+            counts[what] += 1
+        _tell({"step": step, "loss": metrics.loss, "compared": _verdict(compared, divergence)})
+        if divergence is not None:
+            break
+    if not any(counts.values()):
+        raise ConfigError("none of these steps has a retained checkpoint or a line in metrics.jsonl", "choose another --to-step")
+    found = None if divergence is None else asdict(divergence)
+    numbers = {"compared_checkpoints": counts["checkpoint"], "compared_metrics": counts["metric"]}
+    return {"ok": divergence is None, "steps": n, "first_divergence": found, **numbers}
+
+
+def _verdict(compared: Sequence[str], divergence: Divergence | None) -> str:
+    if divergence is not None:
+        return f"{divergence.what} {divergence.name} differs"
+    return f"same {' and '.join(compared)}" if compared else "nothing recorded to compare with"
+
+
+def of_metrics(step: int, ours: Mapping[str, Any], line: Mapping[str, Any]) -> Divergence | None:
+    for name in _COMPARED:
+        if ours[name] != line[name]:
+            return Divergence(step, "metric", name, _difference(np.float64(ours[name]), np.float64(line[name])))
+    return None
+
+
+def of_tensors(step: int, ours: Mapping[str, Mapping[str, Any]], folder: Path) -> Divergence | None:
+    from services.trainer.checkpoint import restore
+
+    restored = restore(folder)
+    theirs: Mapping[str, Mapping[str, np.ndarray]] = {"params": restored.params, "optimizer": restored.optimizer}
+    for what, name, a, b in _pairs(ours, theirs):
+        if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():
+            return Divergence(step, what, name, _difference(a, b))
+    return None
+
+
+def _pairs(ours: Mapping[str, Mapping[str, Any]], theirs: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, Any, Any]]:
+    for what in ours:
+        for name in sorted(ours[what].keys() | theirs[what].keys()):
+            a, b = ours[what].get(name), theirs[what].get(name)
+            yield what, name, None if a is None else np.asarray(a), None if b is None else np.asarray(b)
+
+
+def _difference(a: Any, b: Any) -> float | None:
+    if a is None or b is None or np.shape(a) != np.shape(b):
+        return None
+    largest = float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)), initial=0.0))
+    return largest if np.isfinite(largest) else None
+
+
+def _head(root: Path) -> TrainerState:
+    for version in reversed(weights.versions(root)):
+        try:
+            return states.verify(root / str(version))[1]
+        except WeightsError:
+            continue
+    raise WeightsError(f"no checkpoint in {root} is whole")
+
+
+def _tell(line: Mapping[str, Any]) -> None:
+    sys.stdout.write(orjson.dumps(line).decode() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

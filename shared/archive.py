@@ -1,0 +1,112 @@
+"""The archive of trained groups: `archive/e000001/s000042.zst` holds the wire bytes of the groups that made e000001-s000042.
+
+A file is a stream of zstd frames whose content is a stream of msgpack values: a header {schema, run, version, n}, then `n`
+groups as binary, in the order they were trained in; `zstd -d` opens it. Writer and reader hold one group at a time.
+
+Invariants: a file is whole or absent (written beside its place, fsynced, renamed, parent fsynced); a file alone claims
+nothing, because a crash may undo its step: what counts is the ledger's lines of the surviving lineage, and their digests.
+An undone step lies under the epoch that made it, so it never mixes with the step that replaced it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import blake3
+import msgpack
+import zstandard
+
+from shared import codec
+from shared.errors import DecodeError
+from shared.types import WeightVersion
+from shared.weights import fsync
+
+SCHEMA = 1
+_LEVEL = 1
+_MAX_GROUP_BYTES = 2**31 - 1
+_NAME = re.compile(r"e(\d{6,})/s(\d{6,})\.zst\Z")
+
+
+class Archive:
+    """Writes the archive of one run.
+
+    Args:
+        root: the archive's folder, made with its first file; what a crash left half-written there is removed.
+        run: name of the run, kept in every file.
+    """
+
+    def __init__(self, root: Path, run: str) -> None:
+        self.root, self._run = root, run
+        for leftover in root.glob("e*/.*.tmp"):
+            leftover.unlink(missing_ok=True)
+
+    def write(self, version: WeightVersion, payloads: Sequence[bytes]) -> list[str]:
+        """Makes the groups that are trained to `version` durable, in this order; returns their digests. Raises OSError."""
+        path = path_of(self.root, version)
+        if not path.parent.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fsync(self.root)
+            fsync(self.root.parent)
+        temporary = path.with_name(f".{path.name}.tmp")
+        compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
+        header = {"schema": SCHEMA, "run": self._run, "version": str(version), "n": len(payloads)}
+        with temporary.open("wb") as file:
+            for value in (header, *payloads):
+                file.write(compressor.compress(codec.pack(value)))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        fsync(path.parent)
+        return [digest(payload) for payload in payloads]
+
+
+def digest(payload: bytes) -> str:
+    """blake3 of a group's wire bytes, in hex."""
+    return blake3.blake3(payload).hexdigest()
+
+
+def path_of(root: Path, version: WeightVersion) -> Path:
+    return root / f"e{version.epoch:06d}" / f"s{version.step:06d}.zst"
+
+
+def versions(root: Path) -> list[WeightVersion]:
+    """Versions that have a file, oldest first; a missing root has none."""
+    matches = (_NAME.match(path.relative_to(root).as_posix()) for path in root.glob("e*/s*.zst"))
+    return sorted(WeightVersion(int(m[1]), int(m[2])) for m in matches if m)
+
+
+def read(root: Path, run: str, version: WeightVersion) -> Iterator[bytes]:
+    """Wire bytes of the groups that made `version`, one at a time, in the order they were trained in.
+
+    Raises DecodeError if the file is missing, damaged, or of another run or version.
+    """
+    path = path_of(root, version)
+    try:
+        with path.open("rb") as file:
+            yield from _payloads(path, file, run, version)
+    except OSError as error:
+        raise DecodeError(f"archive {path}: {error.strerror}") from error
+    except (zstandard.ZstdError, msgpack.UnpackException, ValueError) as error:
+        raise DecodeError(f"archive {path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _payloads(path: Path, file: Any, run: str, version: WeightVersion) -> Iterator[bytes]:
+    stream = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+    values = msgpack.Unpacker(stream, max_buffer_size=_MAX_GROUP_BYTES, raw=False)
+    header = next(values, None)
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
+        raise DecodeError(f"archive {path} is not of schema {SCHEMA}")
+    if (header.get("run"), header.get("version")) != (run, str(version)):
+        raise DecodeError(f"archive {path} is of run {header.get('run')}, version {header.get('version')}, not of {run}, {version}")
+    n = 0
+    for value in values:
+        if not isinstance(value, bytes):
+            raise DecodeError(f"archive {path} holds something else than groups")
+        n += 1
+        yield value
+    if n != header.get("n"):
+        raise DecodeError(f"archive {path} holds {n} groups, its header says {header.get('n')}")

@@ -1,0 +1,98 @@
+"""The ledger of a run, `ledger.jsonl`: what became of every ticket. Here is its meaning; the trainer alone writes it.
+
+Invariants: a line is durable before the queue is told of it; a `rollback` line undoes the `trained` lines before it that are
+of later steps, or with step -1 (the run begins anew) all lines; of several lines of a ticket the highest epoch's counts,
+because an older trainer that wakes up late may still write before the queue fences it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import orjson
+
+from shared.types import WeightVersion
+
+TRAINED = "trained"
+DISPOSITIONS = (TRAINED, "stale", "filtered", "failed", "poison", "superseded")
+ANEW = -1
+_TYPES = {"ticket": int, "disposition": str, "step": int, "epoch": int, "version": str}
+
+type Line = dict[str, Any]
+
+
+def line(
+    ticket: int,
+    disposition: str,
+    version: WeightVersion,
+    *,
+    versions: tuple[WeightVersion, WeightVersion] | None = None,
+    reason: str | None = None,
+    digest: str | None = None,
+) -> Line:
+    """One disposition.
+
+    Args:
+        version: of the weights that trained the group made, or that the trainer had when the ticket ended without training.
+        versions: the oldest and the newest that sampled its tokens.
+        digest: blake3 of the trained group's wire bytes, which the archive holds.
+    """
+    return {
+        "ticket": ticket,
+        "disposition": disposition,
+        "step": version.step,
+        "epoch": version.epoch,
+        "version": str(version),
+        "versions": [str(v) for v in versions] if versions else None,
+        "reason": reason,
+        "digest": digest,
+    }
+
+
+def rollback(step: int, epoch: int) -> Line:
+    """Undoes what was trained after `step`; ANEW undoes everything."""
+    return {"rollback": step, "epoch": epoch}
+
+
+def parse(text: bytes) -> Line | None:
+    """One line of the file; None if it is not of the ledger."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    if "rollback" in value:
+        return value if isinstance(value["rollback"], int) else None
+    known = all(isinstance(value.get(key), kind) for key, kind in _TYPES.items()) and value["disposition"] in DISPOSITIONS
+    return value if known else None
+
+
+def surviving(lines: Iterable[Line]) -> list[Line]:
+    """The lines that no later `rollback` undoes, in order, without the rollbacks."""
+    kept: list[Line] = []
+    for one in lines:
+        if "rollback" in one:
+            kept = [x for x in kept if not _is_undone(x, one["rollback"])]
+        else:
+            kept.append(one)
+    return kept
+
+
+def settled(lines: Iterable[Line]) -> dict[int, Line]:
+    """The disposition of every ticket that has one."""
+    last: dict[int, Line] = {}
+    for one in surviving(lines):
+        if one["epoch"] >= last.get(one["ticket"], one)["epoch"]:
+            last[one["ticket"]] = one
+    return last
+
+
+def same(found: Mapping[str, Any] | None, one: Mapping[str, Any]) -> bool:
+    """Whether two lines tell the same end of a ticket."""
+    return found is not None and all(found[key] == one[key] for key in ("disposition", "epoch", "step"))
+
+
+def _is_undone(one: Mapping[str, Any], step: int) -> bool:
+    return step == ANEW or (one["disposition"] == TRAINED and one["step"] > step)

@@ -1,0 +1,71 @@
+"""The archive: what is written comes back in order, and every kind of damage is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgpack
+import pytest
+import zstandard
+
+from shared import archive
+from shared.archive import Archive
+from shared.errors import DecodeError
+from shared.types import WeightVersion
+
+V1 = WeightVersion(1, 1)
+GROUPS = [bytes([i]) * 1000 * i for i in (3, 1, 2)]
+
+
+def written(root: Path, groups: list[bytes] = GROUPS, version: WeightVersion = V1) -> Path:
+    Archive(root, "r").write(version, groups)
+    return archive.path_of(root, version)
+
+
+def test_groups_come_back_in_their_order(tmp_path: Path):
+    digests = Archive(tmp_path / "a", "r").write(V1, GROUPS)
+    assert list(archive.read(tmp_path / "a", "r", V1)) == GROUPS
+    assert digests == [archive.digest(x) for x in GROUPS]
+    assert archive.path_of(tmp_path / "a", V1).stat().st_size < 300
+
+
+def test_steps_of_two_epochs_lie_apart_and_a_repeated_one_is_replaced(tmp_path: Path):
+    for version in (V1, WeightVersion(2, 1), WeightVersion(1, 12)):
+        written(tmp_path, version=version)
+    written(tmp_path, GROUPS[:1])
+    assert archive.versions(tmp_path) == [V1, WeightVersion(1, 12), WeightVersion(2, 1)]
+    assert list(archive.read(tmp_path, "r", V1)) == GROUPS[:1]
+    assert archive.versions(tmp_path / "missing") == []
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_what_a_crash_left_half_written_is_removed(tmp_path: Path):
+    leftover = written(tmp_path).with_name(".s000002.zst.tmp")
+    leftover.write_bytes(b"half")
+    Archive(tmp_path, "r")
+    assert not leftover.exists()
+    assert archive.versions(tmp_path) == [V1]
+
+
+def test_it_is_an_ordinary_zstandard_file(tmp_path: Path):
+    with zstandard.open(written(tmp_path), "rb") as file:
+        values = list(msgpack.Unpacker(file))
+    assert values == [{"schema": 1, "run": "r", "version": "e000001-s000001", "n": 3}, *GROUPS]
+
+
+def test_every_truncation_and_every_flipped_byte_is_damage(tmp_path: Path):
+    path = written(tmp_path)
+    data = path.read_bytes()
+    damaged = [data[:n] for n in range(len(data) - 4)]
+    damaged += [data[:i] + bytes([data[i] ^ 0x5A]) + data[i + 1 :] for i in range(len(data))]
+    for bad in [*damaged, data + b"x", data * 2]:
+        path.write_bytes(bad)
+        with pytest.raises(DecodeError, match=str(path)):
+            list(archive.read(tmp_path, "r", V1))
+
+
+@pytest.mark.parametrize(("run", "version", "named"), [("other", V1, "run r"), ("r", WeightVersion(1, 2), "No such file")])
+def test_another_run_and_a_missing_step_are_named(tmp_path: Path, run: str, version: WeightVersion, named: str):
+    written(tmp_path)
+    with pytest.raises(DecodeError, match=named):
+        list(archive.read(tmp_path, run, version))
