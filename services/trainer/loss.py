@@ -1,8 +1,9 @@
 """The losses: GRPO family and supervised, on per-token log-probabilities.
 
 Denominators come with the batch (`row_weight`), so nothing here depends on how a step is cut into micro-batches, and every
-statistic is a sum over tokens that adds up across them. Sources: GRPO arXiv:2402.03300, DAPO arXiv:2503.14476,
-Dr. GRPO arXiv:2503.20783, GSPO-token arXiv:2507.18071; estimator and option names are Tunix's.
+statistic is a sum over tokens that adds up across them, or, where its name ends in `_max`, a maximum. Sources: GRPO
+arXiv:2402.03300, DAPO arXiv:2503.14476, Dr. GRPO arXiv:2503.20783, GSPO-token arXiv:2507.18071; estimator and option names
+are Tunix's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Sums = dict[str, jax.Array]
 LossAlgo = Literal["grpo", "gspo-token"]
 KlMode = Literal["kl", "mse_kl", "low_var_kl"]
 
-GRPO_SUMS = ("tokens", "current_tokens", "delta", "delta_current", "clipped", "entropy", "kl")
+GRPO_SUMS = ("tokens", "current_tokens", "delta", "delta_current", "delta_current_max", "clipped", "entropy", "kl")
 SUPERVISED_SUMS = ("tokens", "nll")
 
 _MAX_LOG_RATIO = 20.0
@@ -103,6 +104,7 @@ def _sums(logprobs: jax.Array, behaviour: jax.Array, entropy: jax.Array, is_clip
         "current_tokens": batch.current.sum(),
         "delta": (delta * mask).sum(),
         "delta_current": (delta * batch.current).sum(),
+        "delta_current_max": (delta * batch.current).max(),
         "clipped": (is_clipped * mask).sum(),
         "entropy": (_masked(entropy, mask)).sum(),
         "kl": jnp.zeros(()),

@@ -16,7 +16,7 @@ class StepMetrics:
     """One optimizer step.
 
     Per token: `kl` to the reference model (0 without one), `logprob_abs_diff` mean |log p(trainer) - log p(rollout)|,
-    `logprob_abs_diff_current` the same over tokens sampled with the weights being trained (None if there are none),
+    `logprob_abs_diff_current` and `…_max` mean and largest over tokens sampled with the weights being trained (None without),
     `clip_fraction`, `entropy` (nats). Per episode: `reward_*`, `success`, `truncation_rate`. Per group: `staleness_*` in
     steps, of its oldest token. `tokens` are trained ones, `sequence_tokens` all. `version` is that of the weights made.
     """
@@ -32,6 +32,7 @@ class StepMetrics:
     kl: float
     logprob_abs_diff: float
     logprob_abs_diff_current: float | None
+    logprob_abs_diff_current_max: float | None
     clip_fraction: float
     entropy: float
     tokens: int
@@ -67,6 +68,7 @@ def of_sums(sums: Mapping[str, float]) -> dict[str, Any]:
         "kl": sums["kl"] / n,
         "logprob_abs_diff": sums["delta"] / n,
         "logprob_abs_diff_current": sums["delta_current"] / n_current if n_current else None,
+        "logprob_abs_diff_current_max": sums["delta_current_max"] if n_current else None,
         "clip_fraction": sums["clipped"] / n,
         "entropy": sums["entropy"] / n,
         "tokens": int(sums["tokens"]),

@@ -115,6 +115,6 @@ class Policy:
 def _measured(updates: Sequence[Update]) -> dict[str, Any]:
     """Of several iterations on the same data: means, except the comparison with the rollout, which the first one makes."""
     sums = {name: float(np.mean([u.sums[name] for u in updates])) for name in updates[0].sums}
-    sums |= {name: updates[0].sums[name] for name in ("delta", "delta_current")}
+    sums |= {name: updates[0].sums[name] for name in ("delta", "delta_current", "delta_current_max")}
     loss, norm = (float(np.mean([getattr(u, name) for u in updates])) for name in ("loss", "grad_norm"))
     return {"loss": loss, "grad_norm": norm, **metrics.of_sums(sums)}

@@ -77,7 +77,7 @@ class Learner:
             self._trainer = Trainer(model, optimizer, config, custom_checkpoint_metadata_fn=dict, metrics_logger=logger)
         self._trainer.with_loss_fn(model_loss(loss, temperature), has_aux=True)
         self._trainer.with_gen_model_input_fn(_as_keywords)
-        self._trainer.with_rl_metrics_to_log(dict.fromkeys(self._sums, np.sum))
+        self._trainer.with_rl_metrics_to_log({name: _combined(name) for name in self._sums})
         self._trainer.is_managed_externally = True
         graph = nnx.split(model)[0]
         self._score, self._score_plain = (jax.jit(_scorer(graph, t)) for t in (temperature, 1.0))
@@ -130,7 +130,7 @@ class Learner:
         buffer = self._trainer._prev_buffered_train_metrics  # pyright: ignore[reportPrivateUsage]
         assert buffer is not None
         losses = [float(x) for x in jax.device_get(buffer.losses)]
-        sums = {name: float(np.sum(jax.device_get(buffer.additional_metrics[name][0]))) for name in self._sums}
+        sums = {name: float(_combined(name)(jax.device_get(buffer.additional_metrics[name][0]))) for name in self._sums}
         return Update(float(np.mean(losses)), self._grad_norm(), sums)
 
     def _grad_norm(self) -> float:
@@ -171,6 +171,11 @@ def _scorer(graph: Any, temperature: float) -> Callable[[Any, jax.Array, jax.Arr
         return token_scores(hidden_states(model, ids), head(model), targets, temperature, entropy=False).logprobs
 
     return score
+
+
+def _combined(name: str) -> Callable[[Any], Any]:
+    """How a statistic of micro-batches becomes that of the step."""
+    return np.max if name.endswith("_max") else np.sum
 
 
 def _as_keywords(batch: Batch) -> dict[str, Batch]:

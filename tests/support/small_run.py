@@ -32,7 +32,16 @@ from shared.types import Group, Trajectory, VersionSpan, WeightVersion
 from shared.weights import Leaf, Manifest
 
 RUN, BATCH, SIZE, ETA, STEPS = "r", 2, 2, 1, 5
-_NUMBERS = ("loss", "grad_norm", "kl", "logprob_abs_diff", "logprob_abs_diff_current", "clip_fraction", "entropy")
+_NUMBERS = (
+    "loss",
+    "grad_norm",
+    "kl",
+    "logprob_abs_diff",
+    "logprob_abs_diff_current",
+    "logprob_abs_diff_current_max",
+    "clip_fraction",
+    "entropy",
+)
 
 
 def group(ticket: int, version: WeightVersion, *, reward: float = 0.0) -> Group:

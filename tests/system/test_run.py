@@ -53,8 +53,9 @@ def test_versions_advance_and_reach_the_rollout_server(run: Training) -> None:
 
 
 def test_rollout_and_trainer_agree_on_log_probabilities(run: Training) -> None:
-    current = [row["logprob_abs_diff_current"] for row in jsonl.read(run.folder.metrics)]
-    assert max(value for value in current if value is not None) < 1e-4
+    """On the same weights, over every token sampled with them: the engine's against the trainer's."""
+    largest = [row["logprob_abs_diff_current_max"] for row in jsonl.read(run.folder.metrics)]
+    assert 0 < max(value for value in largest if value is not None) <= 1e-4
 
 
 def test_the_newest_checkpoint_is_whole(run: Training) -> None:

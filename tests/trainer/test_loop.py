@@ -51,7 +51,16 @@ class FakeBackend:
     def step(self, held: Any, before: WeightVersion) -> StepMetrics:
         self.events.append(f"step {[h.group.ticket for h in held]}")
         after = WeightVersion(before.epoch, before.step + 1)
-        names = ("loss", "grad_norm", "kl", "logprob_abs_diff", "logprob_abs_diff_current", "clip_fraction", "entropy")
+        names = (
+            "loss",
+            "grad_norm",
+            "kl",
+            "logprob_abs_diff",
+            "logprob_abs_diff_current",
+            "logprob_abs_diff_current_max",
+            "clip_fraction",
+            "entropy",
+        )
         numbers = dict.fromkeys(names, 0.0)
         return StepMetrics(step=after.step, version=str(after), tokens=1, **of_groups(held, before.step), **numbers)
 

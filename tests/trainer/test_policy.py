@@ -81,6 +81,7 @@ def test_reported_numbers_equal_their_definitions():
         differences.append(np.abs(logp - t.logprobs[1:])[t.loss_mask[1:] > 0])
     rewards = np.array([t.reward for t in trajectories])
     assert found.logprob_abs_diff == pytest.approx(np.concatenate(differences).mean(), rel=1e-4) == found.logprob_abs_diff_current
+    assert found.logprob_abs_diff_current_max == pytest.approx(np.concatenate(differences).max(), rel=1e-4)
     assert (found.reward_mean, found.reward_std, found.success) == pytest.approx((rewards.mean(), rewards.std(), rewards.mean()))
     assert (found.tokens, found.groups, found.episodes) == (sum(t.n_sampled for t in trajectories), 4, 8)
     assert 0 < found.entropy <= np.log(CONFIG_1["vocab_size"])
