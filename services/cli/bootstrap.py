@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = {"base": [], "rollout": ["--extra", "rollout"], "trainer": ["--extra", "trainer"]}
 OLDEST_PYTHON, FIRST_UNSUPPORTED = (3, 12), (3, 14)
 OLDEST_UV = (0, 9)
-INDEX = "https://pypi.org/simple"
 NETWORK_SIGNS = ("error sending request", "failed to fetch", "failed to lookup address", "dns error", "connection refused", "timed out")
 UNTRUSTED = "invalid peer certificate"
 
@@ -196,9 +195,17 @@ def with_venv(root: Path, target: Path) -> list[list[str]]:
     ]
 
 
+def locked_index() -> str:
+    """The package index that uv.lock was made from."""
+    found = re.search(r'registry = "([^"]+)"', (ROOT / "uv.lock").read_text())
+    if found is None:
+        raise ValueError("uv.lock names no package index")
+    return found[1]
+
+
 def unpack_uv(target: Path) -> None:
     """Takes the uv program out of its newest wheel for this platform, without pip. The index is read as HTML (PEP 503)."""
-    page = (os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_INDEX_URL") or INDEX).rstrip("/") + "/uv/"
+    page = (os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_INDEX_URL") or locked_index()).rstrip("/") + "/uv/"
     with urllib.request.urlopen(page, timeout=60) as answer:  # noqa: S310 - the package index
         links = re.findall(r'href="([^"#]+)#sha256=([0-9a-f]{64})"[^>]*>\s*([^<\s]+)', answer.read().decode())
     fitting = [(url, digest, name) for url, digest, name in links if re.search(wheel_tag(), name)]
