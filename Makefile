@@ -1,4 +1,4 @@
-# Every target first brings the environments of Python in .venvs/ up to date; where they are, that takes a blink.
+# Every target first brings the virtual environments in .venvs/ up to date; where they are, that takes a blink.
 
 BIN := .venvs/base/bin
 ARGS ?=
@@ -17,7 +17,7 @@ install:  ## find a Python, get uv, make the three environments
 quickstart: install  ## train a tiny model through all the services, about ten minutes on two CPU cores
 	@$(BIN)/volley quickstart $(ARGS)
 
-test: install  ## every test, in all three environments of Python
+test: install  ## every test, in all three virtual environments
 	@$(BIN)/python -m services.cli.testing $(ARGS)
 
 check: install  ## formatting, lint, types, import contracts

@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import importlib.util
 import signal
 import socket
 import sys
@@ -52,22 +53,39 @@ class _Server(uvicorn.Server):
         yield
 
 
-def main(name: str, argv: Sequence[str] | None = None) -> None:
-    """Entry point of `python -m services.NAME`; the section `services.NAME` of the configuration says where to listen."""
+def main(name: str, *, requires: str | None = None) -> None:
+    """Entry point of `python -m services.NAME`; the section `services.NAME` of the configuration says where to listen.
+
+    Args:
+        requires: a library the service's child processes import; its absence is found here.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m services.{name}")
     config.add_arguments(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     telemetry.configure(name)
     try:
         loaded = config.load(arguments.config, arguments.overrides)
         endpoint: Endpoint = getattr(loaded.config.services, name)
         with bind(endpoint) as listener:
-            open_service: OpenService = importlib.import_module(f"services.{name}.app").open_service
+            open_service = _load(name, requires)
             code = run(loaded.config, open_service, listener)
     except VolleyError as error:
         print(f"{name}: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
     raise SystemExit(code)
+
+
+def _load(name: str, requires: str | None) -> OpenService:
+    """Raises ConfigError where the service's libraries are not installed."""
+    try:
+        if requires is not None and importlib.util.find_spec(requires) is None:
+            raise ModuleNotFoundError(name=requires)
+        return importlib.import_module(f"services.{name}.app").open_service
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"services.{name} needs {error.name}, which this Python does not have",
+            "run it with the Python of its virtual environment: .venvs/base, .venvs/rollout or .venvs/trainer",
+        ) from error
 
 
 def bind(endpoint: Endpoint) -> socket.socket:

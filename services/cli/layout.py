@@ -1,4 +1,4 @@
-"""Where things lie: the project, its environments of Python, and the files of a run's folder."""
+"""Where things lie: the project, its virtual environments, and the files of a run's folder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ CACHE = PROJECT / ".cache"
 
 
 def python_of(environment: str) -> Path:
-    """The interpreter of an environment of Python: base, rollout or trainer.
+    """The interpreter of an virtual environment: base, rollout or trainer.
 
     VOLLEY_VENVS names another folder than the project's `.venvs`. Raises ConfigError if the environment is not installed.
     """
     root = Path(os.environ.get("VOLLEY_VENVS") or PROJECT / ".venvs")
     python = root / environment / "bin" / "python"
     if not os.access(python, os.X_OK):
-        raise ConfigError(f"the environment of Python {root / environment} is missing", "install it with `make install`")
+        raise ConfigError(f"the virtual environment {root / environment} is missing", "install it with `make install`")
     return python
 
 

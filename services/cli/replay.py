@@ -1,4 +1,4 @@
-"""`volley replay`: has the trainer's environment of Python train archived groups again, and tells what it found.
+"""`volley replay`: has the trainer's virtual environment train archived groups again, and tells what it found.
 
 The process writes a JSON line a step, and as its last line the result or an error (see services.trainer.replay).
 """

@@ -1,4 +1,4 @@
-"""`make test`: pytest in each environment of Python, one after the other; the last line sums up all of them.
+"""`make test`: pytest in each virtual environment, one after the other; the last line sums up all of them.
 
 A failure in one environment does not keep the others from running. Arguments go to pytest.
 """

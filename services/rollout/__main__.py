@@ -3,4 +3,4 @@
 from shared.boot import main
 
 if __name__ == "__main__":
-    main("rollout")
+    main("rollout", requires="sgl_jax")

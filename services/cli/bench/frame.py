@@ -1,4 +1,4 @@
-"""`volley bench`: runs the benchmarks one after the other, each in its own environment of Python; a table and JSON.
+"""`volley bench`: runs the benchmarks one after the other, each in its own virtual environment; a table and JSON.
 
 Every ratio compares two things measured in the same run on the same machine, so it means something elsewhere too.
 """
@@ -24,7 +24,7 @@ _TIMEOUT_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """A module that prints its results as one JSON object in its last line, and the environment of Python it needs."""
+    """A module that prints its results as one JSON object in its last line, and the virtual environment it needs."""
 
     module: str
     environment: str
