@@ -65,7 +65,7 @@ class Terms:
 
         The bound can always be met: the queue's version never runs ahead of durable weights, which all servers get.
         """
-        trained_at = (reservation.ticket - void - 1) // self.batch
+        trained_at = max(reservation.version, (reservation.ticket - void - 1) // self.batch)
         return Need(min_step=max(0, min(reservation.version, trained_at - self.eta)))
 
 

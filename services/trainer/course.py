@@ -68,15 +68,25 @@ class Course:
         while not self._board.stopping:
             try:
                 entries = await self._waiter.patiently(lambda: queue.read(epoch, _CONSUMER, _READ_COUNT, _READ_BLOCK_MS))
+                async with self._books:
+                    voids = [void for void in map(self._intake.offer, entries) if void is not None]
+                    await self._end(voids)
             except QueueUnavailable:  # patience ends only with a stop
                 return
-            async with self._books:
-                voids = [void for void in map(self._intake.offer, entries) if void is not None]
-                await self._end(voids)
             self._board.waiting_groups = self._intake.n_waiting
             self._board.changed.set()
 
     async def _train(self) -> None:
+        """Steps, then the checkpoint of a stop, also when the stop came while the queue was away."""
+        try:
+            await self._steps()
+        except QueueUnavailable:
+            if not self._board.stopping:
+                raise
+        if self._board.step > self._board.durable_step:
+            await self._last_checkpoint()
+
+    async def _steps(self) -> None:
         board, plan = self._board, self._plan
         waited = time.perf_counter()
         while board.step < plan.max_steps and not board.stopping:
@@ -91,8 +101,6 @@ class Course:
                 await self._wait()
             else:
                 waited = time.perf_counter()
-        if board.step > board.durable_step:
-            await self._last_checkpoint()
 
     async def _last_checkpoint(self) -> None:
         """Of a stop. Once it is durable, a queue that is away learns of it at the next start."""

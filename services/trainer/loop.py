@@ -58,23 +58,23 @@ class Loop:
     async def _work(self, group: asyncio.TaskGroup) -> None:
         try:
             await self._life(group)
-        except Unavailable as error:
+        except* Unavailable as errors:
             if not self._board.stopping:
                 raise
-            _log.warning("stopped while waiting", reason=str(error))
+            _log.warning("stopped while waiting", reason=str(_first(errors)))
 
     async def _life(self, group: asyncio.TaskGroup) -> None:
         board, parts = self._board, self._parts
         found = await self._waiter.blocking(parts.backend.restore)
         state = await asyncio.to_thread(parts.ledger.reconcile, found or fresh(self._plan.seed))
-        for log in (parts.metrics, parts.handovers):
-            await asyncio.to_thread(log.truncate_beyond, state.step if found else -1)
         await self._waiter.blocking(parts.backend.build)
         if found is None:
             await self._warm_start()
         if board.stopping:
             return
         state = await self._take_over(state)
+        for log in (parts.metrics, parts.handovers):  # not before: until here an older trainer may still write to them
+            await asyncio.to_thread(log.truncate_beyond, state.step if found else -1)
         folder = await self._waiter.blocking(parts.backend.start, state)
         board.step, board.epoch, board.version = state.step, state.epoch, str(state.version)
         board.durable(state.step)
