@@ -7,7 +7,7 @@ has been fsynced before, and the folder's own entry after. A reader that sees a 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -158,16 +158,6 @@ def newest(root: Path) -> Path | None:
     """Folder of the newest version under `root` that has a manifest."""
     found = versions(root)
     return root / str(found[-1]) if found else None
-
-
-def check_tree(manifest: Manifest, expected: Mapping[str, Sequence[int]]) -> None:
-    """Raises WeightsError unless the manifest's leaves are exactly `expected` (key → shape)."""
-    found = {leaf.key: leaf.shape for leaf in manifest.tree}
-    for key in sorted(found.keys() ^ expected.keys()):
-        raise WeightsError(f"{manifest.version}: leaf {key} is {'unknown to the model' if key in found else 'missing'}")
-    for key, shape in expected.items():
-        if found[key] != tuple(shape):
-            raise WeightsError(f"{manifest.version}: leaf {key} has shape {list(found[key])}, expected {list(shape)}")
 
 
 def fsync(path: Path) -> None:

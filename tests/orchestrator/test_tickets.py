@@ -183,3 +183,8 @@ async def test_a_rough_environment_does_not_stop_the_loop():
     loop, _, _ = loop_of(queue, env=ScriptedEnv(n_turns=1, create_failures=unreachable(3)))
     await run_until(loop, lambda: len(queue.published) == 6)
     assert all(Group.decode(data).failure is None for data in queue.published.values())
+
+
+def test_a_ticket_issued_again_asks_for_weights_that_can_still_be_trained():
+    """Voids before it would place ticket 5 in step 1, but step 1 is over: it trains at step 2 or later."""
+    assert Terms(4, 0, 100, 60, 60).need(Reservation(5, 1), 2) == Need(1)

@@ -79,12 +79,3 @@ def test_paths_stay_under_the_root(folder, tmp_path):
     outside = dataclasses.replace(manifest, path="../../..", files=(weights.File("../../../x", 1, ""),))
     with pytest.raises((WeightsError, Forbidden)):
         weights.verify_files(folder, outside)
-
-
-@pytest.mark.parametrize(
-    ("expected", "message"),
-    [({"a.w": (3, 2)}, "has shape"), ({"a.w": (2, 3), "b": (1,)}, "b is missing"), ({}, "a.w is unknown")],
-)
-def test_another_tree_is_named(folder, expected, message):
-    with pytest.raises(WeightsError, match=message):
-        weights.check_tree(weights.read_manifest(folder), expected)
