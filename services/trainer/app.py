@@ -16,6 +16,7 @@ from services.trainer.board import Board
 from services.trainer.checkpoint import Checkpoints
 from services.trainer.loop import Loop
 from services.trainer.model.shape import ModelShape
+from services.trainer.orbax_arrays import OrbaxArrays
 from services.trainer.parts import Parts
 from services.trainer.publish import Publisher
 from services.trainer.records import Ledger, StepLog
@@ -76,7 +77,7 @@ def _backend(config: RunConfig, settings: TrainerSettings, folder: Path, tokeniz
     shape = ModelShape.read(model.folder)
     check_vocabulary(tokenizer, shape)
     tokens = Tokens(shape.vocab_size, tokenizer.pad_id)
-    checkpoints = Checkpoints(settings.run_folder / "checkpoints", settings.run, settings.max_to_keep)
+    checkpoints = Checkpoints(settings.run_folder / "checkpoints", settings.run, settings.max_to_keep, OrbaxArrays())
     return Backend(model, shape, from_run.policy_options(config, tokens), checkpoints), tokens
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: `{root}/{version}/{params/, optimizer/, state.json, manifest.json}`. The one module that knows Orbax.
+"""Checkpoints: `{root}/{version}/{params/, optimizer/, state.json, manifest.json}`. How arrays become files is behind a seam.
 
 Invariants:
 - a folder is valid if and only if it has a manifest; everything else in it was durable before the manifest was written;
@@ -15,11 +15,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from shared import state as states
 from shared import telemetry, weights
@@ -32,7 +30,28 @@ PARAMS = "params"
 _MASTER = "master"
 _log = telemetry.Log("checkpoint")
 
-type Arrays = Mapping[str, jax.Array | np.ndarray]
+
+class Array(Protocol):
+    """Of numpy, or of JAX on its devices."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+type Arrays = Mapping[str, Array]
+
+
+class ArrayFiles(Protocol):
+    """Writes named arrays below a folder that does not exist yet, and reads them back."""
+
+    def write(self, folder: Path, arrays: Arrays) -> None: ...
+
+    def read(self, folder: Path) -> dict[str, np.ndarray]:
+        """Raises WeightsError if the folder does not hold arrays."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +83,8 @@ class Checkpoints:
         max_to_keep: how many versions stay; the reference version stays beside them.
     """
 
-    def __init__(self, root: Path, run: str, max_to_keep: int) -> None:
-        self.root, self._run, self._max_to_keep = root.absolute(), run, max_to_keep
+    def __init__(self, root: Path, run: str, max_to_keep: int, arrays: ArrayFiles) -> None:
+        self.root, self._run, self._max_to_keep, self._arrays = root.absolute(), run, max_to_keep, arrays
         self.root.mkdir(parents=True, exist_ok=True)
         for leftover in self.root.glob(".tmp-*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -75,10 +94,10 @@ class Checkpoints:
         temporary = self.root / f".tmp-{state.version}-{os.getpid()}"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        _write_arrays(temporary / PARAMS, contents.params)
+        self._arrays.write(temporary / PARAMS, contents.params)
         training = {f"optimizer.{k}": v for k, v in contents.optimizer.items()}
         training |= {f"{_MASTER}.{k}": v for k, v in (contents.master or {}).items()}
-        _write_arrays(temporary / OPTIMIZER, training)
+        self._arrays.write(temporary / OPTIMIZER, training)
         _write_state(temporary, state)
         tree = tuple(Leaf(k, tuple(v.shape), str(v.dtype)) for k, v in sorted(contents.params.items()))
         manifest = Manifest(
@@ -116,7 +135,7 @@ class Checkpoints:
         found = weights.versions(self.root)
         for version in reversed(found):
             try:
-                return restore(self.root / str(version))
+                return restore(self.root / str(version), self._arrays)
             except (WeightsError, OSError) as error:
                 _log.error("checkpoint passed over", version=str(version), reason=str(error))
         if found:
@@ -127,7 +146,7 @@ class Checkpoints:
 
     def params_of(self, version: str) -> Mapping[str, np.ndarray]:
         """The float32 parameters of a version, exact where the published ones are rounded. Raises WeightsError."""
-        return restore(self.root / version).params
+        return restore(self.root / version, self._arrays).params
 
     def _install(self, temporary: Path, manifest: Manifest, state: TrainerState) -> Path:
         manifest = replace(manifest, state=weights.digest(temporary / states.STATE))
@@ -148,60 +167,17 @@ class Checkpoints:
                 shutil.rmtree(self.root / str(version), ignore_errors=True)
 
 
-def restore(folder: Path) -> Restored:
+def restore(folder: Path, arrays: ArrayFiles) -> Restored:
     """Reads a checkpoint and changes nothing. Raises WeightsError if it is not whole."""
     _, state = states.verify(folder)
-    training = _read_arrays(folder / OPTIMIZER)
+    training = arrays.read(folder / OPTIMIZER)
     master = _below(training, _MASTER)
-    return Restored(folder, state, master or _read_arrays(folder / PARAMS), _below(training, "optimizer"))
+    return Restored(folder, state, master or arrays.read(folder / PARAMS), _below(training, "optimizer"))
 
 
 def _write_state(folder: Path, state: TrainerState) -> None:
     files = weights.digest_files(folder, OPTIMIZER)
     (folder / states.STATE).write_bytes(state.to_json(optimizer_files=files))
-
-
-def _write_arrays(folder: Path, arrays: Arrays) -> None:
-    """Not compressed: the files are written once, read soon, and removed."""
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
-    with ocp.Checkpointer(handler) as checkpointer:
-        checkpointer.save(folder, ocp.args.PyTreeSave(_nest(arrays)))
-
-
-def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
-    """All leaves in host memory, whatever sharding and JAX wrote them."""
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)
-    try:
-        with ocp.Checkpointer(handler) as checkpointer:
-            tree = _tree_of(checkpointer.metadata(folder))
-            as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-            return _flatten(checkpointer.restore(folder, ocp.args.PyTreeRestore(restore_args=as_numpy)))
-    except (ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"{folder} cannot be restored: {str(error).splitlines()[0]}") from error
-
-
-def _tree_of(metadata: Any) -> Any:
-    item = getattr(metadata, "item_metadata", metadata)
-    return getattr(item, "tree", item)
-
-
-def _nest(arrays: Arrays) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, value in arrays.items():
-        *parents, leaf = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[leaf] = value
-    return tree
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
-    flat: dict[str, np.ndarray] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        flat |= _flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: np.asarray(value)}
-    return flat
 
 
 def _below(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

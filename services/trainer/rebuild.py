@@ -11,6 +11,7 @@ from services.trainer.backend import restored_leaves
 from services.trainer.checkpoint import restore
 from services.trainer.model.qwen3 import build, make_mesh
 from services.trainer.model.shape import ModelShape
+from services.trainer.orbax_arrays import OrbaxArrays
 from services.trainer.policy import Policy
 from services.trainer.settings import Tokens
 from services.trainer.tunix_learner import make_logger
@@ -24,10 +25,10 @@ def policy_at(config: RunConfig, checkpoint: Path, root: Path) -> Policy:
     folder = model_folder(config.model.path, weights=False)
     shape = ModelShape.read(folder)
     options = from_run.model_options(config, folder)
-    restored = restore(checkpoint)
+    restored = restore(checkpoint, OrbaxArrays())
     mesh = make_mesh(options.mesh_shape, options.mesh_axes)
     model = build(shape, restored_leaves(restored), mesh, dtype=options.dtype, remat=options.remat)
-    reference = restore(root / restored.state.reference).params if restored.state.reference else None
+    reference = restore(root / restored.state.reference, OrbaxArrays()).params if restored.state.reference else None
     tokens = Tokens(shape.vocab_size, ChatTokenizer(folder).pad_id)
     policy = Policy(model, from_run.policy_options(config, tokens), shape.raw, make_logger(), reference)
     policy.load_optimizer(restored.optimizer)

@@ -144,8 +144,9 @@ def of_metrics(step: int, ours: Mapping[str, Any], line: Mapping[str, Any]) -> D
 
 def of_tensors(step: int, ours: Mapping[str, Mapping[str, Any]], folder: Path) -> Divergence | None:
     from services.trainer.checkpoint import restore
+    from services.trainer.orbax_arrays import OrbaxArrays
 
-    restored = restore(folder)
+    restored = restore(folder, OrbaxArrays())
     theirs: Mapping[str, Mapping[str, np.ndarray]] = {"params": restored.params, "optimizer": restored.optimizer}
     for what, name, a, b in _pairs(ours, theirs):
         if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from services.trainer.checkpoint import Checkpoints, Contents
+from services.trainer.orbax_arrays import OrbaxArrays
 from shared import weights
 from shared.errors import WeightsError
 from shared.state import TrainerState, fresh
@@ -20,7 +21,7 @@ CONTENTS = Contents(PARAMS, OPTIMIZER, None, {"model_type": "qwen3"}, Probe((1, 
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "checkpoints", "run", max_to_keep=2)
+    return Checkpoints(tmp_path / "checkpoints", "run", max_to_keep=2, arrays=OrbaxArrays())
 
 
 def state(step: int, epoch: int = 1, **changes) -> TrainerState:
@@ -127,5 +128,5 @@ def test_a_new_epoch_relabels_without_copying(checkpoints: Checkpoints):
 
 def test_leftovers_of_a_crash_are_removed(checkpoints: Checkpoints):
     (checkpoints.root / ".tmp-e000001-s000009-1").mkdir()
-    Checkpoints(checkpoints.root, "run", 2)
+    Checkpoints(checkpoints.root, "run", 2, OrbaxArrays())
     assert names(checkpoints) == []

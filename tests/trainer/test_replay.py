@@ -93,10 +93,11 @@ def test_a_checkpoint_that_is_gone_is_an_error_that_lists_the_others(recorded: P
 
 def test_the_first_differing_tensor_is_named_with_its_largest_difference(recorded: Path):
     from services.trainer.checkpoint import restore
+    from services.trainer.orbax_arrays import OrbaxArrays
 
     folder = weights.newest(recorded / "checkpoints")
     assert folder is not None
-    restored = restore(folder)
+    restored = restore(folder, OrbaxArrays())
     ours = {"params": dict(restored.params), "optimizer": dict(restored.optimizer)}
     assert of_tensors(STEPS, ours, folder) is None
     name = sorted(ours["params"])[1]

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from services.trainer.checkpoint import Checkpoints
+from services.trainer.orbax_arrays import OrbaxArrays
 from services.trainer.records import Ledger
 from shared.queue.server import embedded_server
 from shared.types import Group
@@ -26,7 +27,7 @@ def redis(tmp_path: Path) -> Iterator[str]:
 
 def final(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], Path]:
     run = folder / "r"
-    restored = Checkpoints(run / "checkpoints", "r", 3).newest()
+    restored = Checkpoints(run / "checkpoints", "r", 3, OrbaxArrays()).newest()
     assert restored is not None
     assert restored.state.step == STEPS
     return dict(restored.params), dict(restored.optimizer), run
@@ -116,6 +117,6 @@ def test_pause_checkpoint_and_sigterm_between_checkpoints(tmp_path: Path, redis:
         process.wait(lambda s: s["step"] == 2)
         assert process.status()["durable_step"] == 1
         assert process.terminate() == 0
-    restored = Checkpoints(tmp_path / "r" / "checkpoints", "r", 3).newest()
+    restored = Checkpoints(tmp_path / "r" / "checkpoints", "r", 3, OrbaxArrays()).newest()
     assert restored is not None
     assert restored.state.step == 2
