@@ -132,13 +132,13 @@ def created(slot: Slot, ttl_s: float) -> dict[str, Any]:
 
 
 def stepped(result: StepResult) -> dict[str, Any]:
-    info = {**result.info.extra, "reward_components": dict(result.info.reward_components), "success": result.info.success}
+    known = {"reward_components": dict(result.info.reward_components), "success": result.info.success, "error": result.info.error}
     return {
         "messages": list(result.messages),
         "reward": float(result.reward),
         "terminated": result.terminated,
         "truncated": result.truncated,
-        "info": info,
+        "info": {**result.info.extra, **known},
     }
 
 

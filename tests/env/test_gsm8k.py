@@ -54,7 +54,9 @@ def test_single_turn_rewards_the_right_number_only(gsm8k_files: dict[str, Path])
     right, wrong = grade(gsm8k_files, "so\n#### 1,080"), grade(gsm8k_files, "#### 1081")
     assert (right.reward, right.terminated, right.info.success) == (1.0, True, True)
     assert (wrong.reward, wrong.terminated, wrong.info.success) == (0.0, True, False)
-    assert grade(gsm8k_files, "it is 1080").reward == 0
+    assert (right.info.error, wrong.info.error) == (None, None)
+    unmarked = grade(gsm8k_files, "it is 1080")
+    assert (unmarked.reward, unmarked.info.error) == (0.0, "format")
     assert grade(gsm8k_files, "it is 1080", extraction="flexible").reward == 1
 
 
@@ -68,7 +70,7 @@ def test_the_calculator_answers_both_ways_of_calling(gsm8k_files: dict[str, Path
     episode = Gsm8k(Gsm8kConfig(**gsm8k_files, tool="calculator")).reset("train", 0, 0)
     tagged = episode.step(assistant("Half. " + write_call("calculator", {"expression": "48/2"})))
     assert [dict(m) for m in tagged.messages] == [{"role": "tool", "content": "24"}]
-    assert (tagged.reward, tagged.over) == (0.0, False)
+    assert (tagged.reward, tagged.over, tagged.info.error) == (0.0, False, None)
     call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "9**9**9"}'}}
     refused = episode.step({"role": "assistant", "content": "", "tool_calls": [call]})
     assert refused.messages[0]["content"].startswith("error: exponents")
@@ -84,6 +86,7 @@ def test_bad_calls_get_an_error_observation(gsm8k_files: dict[str, Path], body: 
     episode = Gsm8k(Gsm8kConfig(**gsm8k_files, tool="calculator")).reset("train", 0, 0)
     result = episode.step(assistant(f"<tool_call>{body}</tool_call>"))
     assert result.messages[0]["content"].startswith("error: ")
+    assert result.info.error == "tool"
     assert not result.over
 
 

@@ -38,11 +38,13 @@ def test_several_actions_a_turn_until_the_game_is_won() -> None:
     assert (result.reward, result.terminated, result.truncated, result.info.success) == (1.5, True, False, True)
     assert result.info.extra == {"actions": ["Up", "Up", "Up"], "actions_left": 7}
     assert result.messages[0]["content"] == "n=3"
+    assert result.info.error is None
 
 
 def test_a_malformed_answer_costs_and_its_good_actions_are_played() -> None:
     result = episode().step(assistant("<answer>Up || Fly</answer>"))
     assert result.info.reward_components == {"format": -0.1, "up": 0.5}
+    assert result.info.error == "invalid_action"
     assert result.reward == pytest.approx(0.4)
 
 
@@ -50,6 +52,7 @@ def test_turns_end_the_episode() -> None:
     play = episode(max_turns=2)
     results = [play.step(assistant("?")) for _ in range(2)]
     assert [(r.terminated, r.truncated, r.reward) for r in results] == [(False, False, -0.1), (False, True, -0.1)]
+    assert {r.info.error for r in results} == {"format"}
 
 
 def test_actions_end_the_episode_and_the_rest_is_not_played() -> None:

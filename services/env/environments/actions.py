@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from services.env.environments.base import Fault
+
 type Style = Literal["answer", "plain"]
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
@@ -19,10 +21,10 @@ _SEPARATORS = re.compile(r"\|\||[\s,]+")
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The actions of one turn, canonical names in order; `well_formed` is false when the penalty is due."""
+    """The actions of one turn, canonical names in order; `fault` says why the penalty is due, if it is."""
 
     actions: tuple[str, ...]
-    well_formed: bool
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,12 @@ class ActionProtocol:
         """At most `max_per_turn` actions of `text`; the last <answer> counts. Case and space do not matter."""
         body = self._body(text)
         if body is None:
-            return Reply((), False)
+            return Reply((), "format")
         words = self._words(body)
         known = {name.lower(): name for name in self.names}
         actions = tuple(known[word.lower()] for word in words if word.lower() in known)
-        return Reply(actions[: self.max_per_turn], bool(words) and len(actions) == len(words))
+        fault = "format" if not words else "invalid_action" if len(actions) < len(words) else None
+        return Reply(actions[: self.max_per_turn], fault)
 
     def write(self, actions: Sequence[str]) -> str:
         """The text that `read` gives back as `actions`."""

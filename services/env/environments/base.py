@@ -20,6 +20,9 @@ TRAIN, EVAL = "train", "eval"
 
 type Step = Literal["reset", "step"]
 
+type Fault = Literal["format", "invalid_action", "tool"]
+"""What a model can do wrong in a turn: its answer holds nothing to read, names an unknown action, or calls a tool in vain."""
+
 
 class Message(TypedDict):
     """One chat message. `tool_calls` has OpenAI's shape: [{"function": {"name", "arguments"}}]."""
@@ -33,11 +36,13 @@ class Message(TypedDict):
 class Info:
     """What an answer says beside the five-tuple's numbers.
 
-    `reward_components` sums to the step's reward; `success` says whether the task is solved; `extra` is the environment's own.
+    `reward_components` sums to the step's reward; `success` says whether the task is solved; `error` is the model's fault of
+    this turn, if there was one; `extra` is the environment's own.
     """
 
     reward_components: Mapping[str, float]
     success: bool
+    error: Fault | None = None
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 

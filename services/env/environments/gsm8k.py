@@ -73,8 +73,10 @@ class Gsm8kEpisode:
 
     def _compute(self, calls: Sequence[ToolCall]) -> StepResult:
         """Answers tool calls; the turn after the last one is not granted."""
-        messages = tuple(Message(role="tool", content=_answer_call(call)) for call in calls)
-        return StepResult(messages, 0.0, False, self.turns >= self.config.max_turns, Info({}, False))
+        answers = [_answer_call(call) for call in calls]
+        fault = "tool" if any(not fine for _, fine in answers) else None
+        messages = tuple(Message(role="tool", content=text) for text, _ in answers)
+        return StepResult(messages, 0.0, False, self.turns >= self.config.max_turns, Info({}, False, fault))
 
     def _grade(self, text: str) -> StepResult:
         number = read_number(text, self.config.extraction)
@@ -83,7 +85,7 @@ class Gsm8kEpisode:
         if self.config.format_reward:
             marked = read_number(text, "strict") is not None
             rewards["format"] = self.config.format_reward if marked else 0.0
-        info = Info(rewards, right, {"answer": number, "expected": self.problem.answer})
+        info = Info(rewards, right, "format" if number is None else None, {"answer": number, "expected": self.problem.answer})
         return StepResult((), sum(rewards.values()), True, False, info)
 
 
@@ -137,16 +139,16 @@ def _question(problem: Problem, config: Gsm8kConfig) -> str:
     return "\n".join([problem.question, _ASK] + ([_TOOL] if config.tool == "calculator" else []))
 
 
-def _answer_call(call: ToolCall) -> str:
-    """The observation a call gets: a number, or what is wrong with it."""
+def _answer_call(call: ToolCall) -> tuple[str, bool]:
+    """The observation a call gets, a number or what is wrong with it, and whether it could be carried out."""
     if call.problem:
-        return f"error: {call.problem}"
+        return f"error: {call.problem}", False
     if call.name != "calculator":
-        return f"error: there is no tool {call.name[:40]!r}, only calculator"
+        return f"error: there is no tool {call.name[:40]!r}, only calculator", False
     expression = (call.arguments or {}).get("expression")
     if not isinstance(expression, str):
-        return "error: calculator needs an argument expression, a string"
+        return "error: calculator needs an argument expression, a string", False
     try:
-        return calculate(expression)
+        return calculate(expression), True
     except CalculatorError as error:
-        return f"error: {error}"
+        return f"error: {error}", False

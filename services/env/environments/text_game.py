@@ -90,16 +90,16 @@ class GameEpisode:
     def step(self, message: Message) -> StepResult:
         reply = self.protocol.read(message["content"])
         self.turns += 1
-        rewards: dict[str, float] = {} if reply.well_formed else {"format": self.config.format_penalty}
+        rewards: dict[str, float] = {} if reply.fault is None else {"format": self.config.format_penalty}
         done, outcome = self._play(reply.actions, rewards)
         won, over = (outcome.won, outcome.over) if outcome else (False, False)
         spent = self.turns >= self.config.max_turns or self.played >= self.config.max_actions
         return StepResult(
-            messages=(user(self._notice(reply.well_formed, over or spent) + self.game.render()),),
+            messages=(user(self._notice(reply.fault is None, over or spent) + self.game.render()),),
             reward=math.fsum(rewards.values()),
             terminated=over,
             truncated=spent and not over,
-            info=Info(rewards, won, {"actions": done, "actions_left": self.config.max_actions - self.played}),
+            info=Info(rewards, won, reply.fault, {"actions": done, "actions_left": self.config.max_actions - self.played}),
         )
 
     def _play(self, actions: Sequence[str], rewards: dict[str, float]) -> tuple[list[str], Outcome | None]:
