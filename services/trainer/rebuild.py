@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.trainer import settings as from_run
+from services.trainer import options as from_run
 from services.trainer.backend import restored_leaves
 from services.trainer.checkpoint import restore
 from services.trainer.model.qwen3 import build, make_mesh

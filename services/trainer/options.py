@@ -1,0 +1,85 @@
+"""The plain values of model, optimizer, loss and warm start, read once from the run's configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.trainer.backend import ModelOptions
+from services.trainer.batch import Layout
+from services.trainer.loss import GrpoOptions
+from services.trainer.optimizer import OptimizerOptions
+from services.trainer.policy import PolicyOptions
+from services.trainer.settings import Tokens
+from services.trainer.sft import SftOptions
+from shared.errors import ConfigError
+from shared.schema import GrpoConfig, OptimizerConfig, RunConfig
+
+
+def model_options(config: RunConfig, folder: Path) -> ModelOptions:
+    mesh = config.trainer.mesh
+    return ModelOptions(folder, config.model.dtype, config.model.remat, mesh.shape, mesh.axis_names, config.run.seed)
+
+
+def layout(config: RunConfig, tokens: Tokens, rows_per_step: int) -> Layout:
+    """Raises ConfigError if the rows of a micro-batch do not divide over the mesh."""
+    trainer = config.trainer
+    rows = min(trainer.train_micro_batch_size or rows_per_step, rows_per_step)
+    shards = dict(zip(trainer.mesh.axis_names, trainer.mesh.shape, strict=True)).get("fsdp", 1)
+    if rows % shards:
+        raise ConfigError(
+            f"micro-batches of {rows} sequences do not divide over fsdp={shards}",
+            "choose trainer.train_micro_batch_size (or sft.batch_size) as a multiple of it",
+        )
+    return Layout(tuple(sorted(trainer.length_buckets)), rows, tokens.pad_id)
+
+
+def policy_options(config: RunConfig, tokens: Tokens) -> PolicyOptions:
+    grpo, trainer = config.grpo_config, config.trainer
+    rows = trainer.groups_per_step * grpo.num_generations
+    return PolicyOptions(
+        loss=grpo_options(grpo),
+        aggregation=grpo.loss_agg_mode,
+        estimator=grpo.advantage_estimator,
+        temperature=config.rollout.sampling.temperature,
+        n_iterations=grpo.num_iterations,
+        max_response_length=grpo.max_response_length,
+        rows_per_step=rows,
+        layout=layout(config, tokens, rows),
+        optimizer=optimizer_options(trainer.optimizer_config, trainer.max_steps * grpo.num_iterations),
+        published_dtype=config.model.dtype,
+    )
+
+
+def grpo_options(grpo: GrpoConfig) -> GrpoOptions:
+    return GrpoOptions(
+        epsilon=grpo.epsilon,
+        epsilon_high=grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high,
+        beta=grpo.beta,
+        loss_algo=grpo.loss_algo,
+        kl_loss_mode=grpo.kl_loss_mode,
+        sampler_is_threshold=grpo.sampler_is_threshold if grpo.sampler_is == "token" else None,
+    )
+
+
+def sft_options(config: RunConfig, tokens: Tokens) -> SftOptions:
+    sft = config.sft
+    return SftOptions(
+        max_steps=sft.max_steps,
+        batch_size=sft.batch_size,
+        seed=config.run.seed,
+        layout=layout(config, tokens, sft.batch_size),
+        optimizer=optimizer_options(sft.optimizer_config, sft.max_steps),
+    )
+
+
+def optimizer_options(config: OptimizerConfig, total_steps: int) -> OptimizerOptions:
+    return OptimizerOptions(
+        learning_rate=config.learning_rate,
+        schedule_type=config.schedule_type,
+        warmup_steps=config.warmup_steps,
+        total_steps=total_steps,
+        b1=config.b1,
+        b2=config.b2,
+        weight_decay=config.weight_decay,
+        max_grad_norm=config.max_grad_norm,
+    )

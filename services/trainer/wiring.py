@@ -1,0 +1,96 @@
+"""Wires a trainer around anything that learns: queue, files, the training thread, clients, routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from redis.asyncio import Redis
+
+from services.trainer import settings as from_run
+from services.trainer.board import Board
+from services.trainer.loop import Loop
+from services.trainer.parts import Parts, Trains
+from services.trainer.publish import Publisher
+from services.trainer.records import Ledger, StepLog
+from services.trainer.routes import ROLES, router
+from services.trainer.settings import Tokens, TrainerSettings
+from shared.access import Role, read_tokens
+from shared.archive import Archive
+from shared.boot import Service
+from shared.chat import ChatTokenizer
+from shared.clients.env import EnvClient
+from shared.clients.rollout import RolloutClient
+from shared.http import create_app
+from shared.hub import model_folder
+from shared.queue.client import connect
+from shared.queue.queue import TicketQueue
+from shared.registry import Registry
+from shared.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a learner is made from; `folder` holds the model's config.json and tokenizer."""
+
+    config: RunConfig
+    settings: TrainerSettings
+    folder: Path
+    tokenizer: ChatTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Learns:
+    """`backend` trains on groups whose ids obey `tokens`; `warm_start` readies a new model before step 0."""
+
+    backend: Trains
+    tokens: Tokens
+    warm_start: Callable[[EnvClient, Board, Executor], Awaitable[None]]
+
+
+@asynccontextmanager
+async def open_trainer(config: RunConfig, learner: Callable[[Given], Learns]) -> AsyncIterator[Service]:
+    """Raises ConfigError."""
+    settings = from_run.from_config(config)
+    callers = read_tokens(settings.token_files)
+    token, admin = (callers.of(Role.SERVICE), callers.of(Role.ADMIN)) if callers else (None, None)
+    model = await asyncio.to_thread(model_folder, config.model.path, weights=True)
+    board = Board(settings.run, config.trainer.max_steps)
+    async with AsyncExitStack() as stack:
+        redis = connect(settings.redis_url, settings.redis_password_file)
+        stack.push_async_callback(redis.aclose)
+        environments = await stack.enter_async_context(EnvClient(settings.env_url, token=token))
+        thread = ThreadPoolExecutor(1, thread_name_prefix="train")
+        stack.callback(thread.shutdown, wait=False, cancel_futures=True)
+        learns, folder = learner(Given(config, settings, model, ChatTokenizer(model))), settings.run_folder
+        publisher = Publisher(_servers(redis, settings), lambda url: RolloutClient(url, token=admin), settings.update_mode)
+        parts = Parts(
+            backend=learns.backend,
+            queue=TicketQueue(redis, settings.run),
+            ledger=Ledger(folder / "ledger.jsonl"),
+            archive=Archive(folder / "archive", settings.run),
+            metrics=StepLog(folder / "metrics.jsonl"),
+            handovers=StepLog(folder / "handovers.jsonl"),
+            executor=thread,
+            warm_start=lambda: learns.warm_start(environments, board, thread),
+            publish=publisher.publish,
+        )
+        app = create_app("trainer", limits=settings.limits, tokens=callers, ready=board.not_ready, roles=ROLES)
+        app.state.board = board
+        app.include_router(router)
+        yield Service(app, [Loop(from_run.plan(config, learns.tokens), parts, board).run])
+
+
+def _servers(redis: Redis, settings: TrainerSettings) -> Callable[[], Awaitable[Sequence[str]]]:
+    """Registered servers and the fixed ones, each once."""
+    registry = Registry(redis, settings.run)
+
+    async def servers() -> Sequence[str]:
+        registered = [server.url.rstrip("/") for server in await registry.servers()]
+        return sorted({*registered, *(url.rstrip("/") for url in settings.rollout_urls)})
+
+    return servers
