@@ -11,7 +11,7 @@ import secrets
 import sys
 from pathlib import Path
 
-NAMES = ("redis_password", "token")
+NAMES = ("redis_password", "token_viewer", "token_service", "token_admin")
 
 
 def main(folder: str, uid: str, *writable: str) -> None:

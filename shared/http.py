@@ -1,15 +1,14 @@
-"""What every service's HTTP face has in common: problem bodies, limits, bearer token, health, metrics, msgpack.
+"""What every service's HTTP face has in common: problem bodies, limits, roles, health, metrics, msgpack.
 
-`/health` says the process lives, `/ready` says "route to me"; both and `/metrics` need no token.
+`/health` says the process lives, `/ready` says "route to me"; both need no token. Every other route asks for a role
+(shared.access), checked before its body is read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
@@ -20,29 +19,39 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared import codec, telemetry
-from shared.errors import ConfigError, DecodeError, InputError, TooLarge, Unauthorized, Unavailable, VolleyError, problem
+from shared.access import Role, RoleTable, Tokens
+from shared.errors import DecodeError, Forbidden, InputError, TooLarge, Unauthorized, Unavailable, VolleyError, problem
 from shared.schema import Limits
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+COMMON_ROLES = {
+    "GET /health": Role.ANYONE,
+    "GET /ready": Role.ANYONE,
+    "GET /metrics": Role.VIEWER,
+    "GET /docs": Role.VIEWER,
+    "GET /openapi.json": Role.VIEWER,
+}
 _REQUESTS = telemetry.Histogram(
     "volley_http_request_seconds", "Duration of a request", ["method", "route", "status"], registry=telemetry.REGISTRY
 )
 _log = telemetry.Log("http")
 
 
-def create_app(title: str, *, limits: Limits, token: str | None, ready: Callable[[], str | None]) -> FastAPI:
+def create_app(
+    title: str, *, limits: Limits, tokens: Tokens | None, ready: Callable[[], str | None], roles: Mapping[str, Role] | None = None
+) -> FastAPI:
     """An application with the common routes and middleware.
 
     Args:
-        token: bearer token every request must carry; None leaves the service open (loopback use).
+        tokens: of the callers; None leaves the service open to everyone who reaches it (loopback use).
+        roles: the role each route asks for, {"POST /episodes/{id}/step": Role.SERVICE}; a route that is missing asks for admin.
         ready: returns None when requests may be routed here, else the reason why not.
     """
-    app = FastAPI(title=title, version="1", docs_url="/docs", redoc_url=None)
+    app = FastAPI(title=title, version="1", docs_url="/docs", redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     app.add_exception_handler(VolleyError, _on_volley_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(_Edge, limits=limits, token=token)
+    app.add_middleware(_Edge, limits=limits, tokens=tokens, roles=RoleTable({**COMMON_ROLES, **(roles or {})}))
 
     @app.get("/health", tags=["common"])
     async def health() -> dict[str, str]:
@@ -60,19 +69,6 @@ def create_app(title: str, *, limits: Limits, token: str | None, ready: Callable
         return Response(telemetry.exposition(), media_type="text/plain; version=0.0.4")
 
     return app
-
-
-def read_token(path: Path | None) -> str | None:
-    """The bearer token in a file, or None if no file is configured. Raises ConfigError."""
-    if path is None:
-        return None
-    try:
-        token = path.read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"token file {path}: {error.strerror}", "create it, or unset services.token_file") from error
-    if not token:
-        raise ConfigError(f"token file {path} is empty")
-    return token
 
 
 async def read_body(request: Request) -> dict[str, Any]:
@@ -128,10 +124,10 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 
 class _Edge:
-    """Checks the token, bounds the body in bytes and in time, and measures every request."""
+    """Checks the caller's role, bounds the body in bytes and in time, and measures every request."""
 
-    def __init__(self, app: ASGIApp, limits: Limits, token: str | None) -> None:
-        self._app, self._limits, self._token = app, limits, token
+    def __init__(self, app: ASGIApp, limits: Limits, tokens: Tokens | None, roles: RoleTable) -> None:
+        self._app, self._limits, self._tokens, self._roles = app, limits, tokens, roles
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -161,11 +157,16 @@ class _Edge:
         await self._app(scope, _replay(body, receive), send)
 
     def _authorize(self, scope: Scope) -> None:
-        if self._token is None or scope["path"] in _OPEN_PATHS:
+        if self._tokens is None:
             return
-        given = next((value for key, value in scope["headers"] if key == b"authorization"), b"")
-        if not hmac.compare_digest(given, b"Bearer " + self._token.encode()):
+        needed = self._roles.role_for(scope["method"], scope["path"])
+        if needed is Role.ANYONE:
+            return
+        role = self._tokens.role_of(next((value for key, value in scope["headers"] if key == b"authorization"), b""))
+        if role is None:
             raise Unauthorized("missing or wrong bearer token", "send Authorization: Bearer <token>")
+        if role < needed:
+            raise Forbidden(f"this needs the role {needed}; the token is that of a {role}")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         limit = self._limits.max_body_bytes

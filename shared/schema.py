@@ -171,12 +171,31 @@ class Limits(Section):
     grace_s: PositiveFloat = 10.0
 
 
+class TokenFiles(Section):
+    """Files with the bearer token of each role: viewer reads state, service works, admin changes what others rely on.
+
+    admin includes service includes viewer. None given: no token is asked for.
+    """
+
+    viewer: Path | None = None
+    service: Path | None = None
+    admin: Path | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> TokenFiles:
+        if any((self.viewer, self.service, self.admin)) and not (self.service and self.admin):
+            raise ValueError(
+                "token_files needs service and admin: services call each other with the one, the trainer sets weights with the other"
+            )
+        return self
+
+
 class Services(Section):
     """`redis_url: null` starts the embedded server. Rollout servers register themselves; `rollout_urls` adds fixed ones."""
 
     redis_url: str | None = None
     redis_password_file: Path | None = None
-    token_file: Path | None = None
+    token_files: TokenFiles = TokenFiles()
     env: Endpoint = Endpoint(port=8101)
     rollout: Endpoint = Endpoint(port=8102)
     orchestrator: Endpoint = Endpoint(port=8103)

@@ -15,8 +15,8 @@ from services.cli.layout import RunFolder
 from services.cli.progress import Progress
 from services.cli.runs import claimed, read_record, write_record
 from shared import config
+from shared.access import Role, token_for
 from shared.config import Loaded
-from shared.http import read_token
 
 _NAMES = ("env", "orchestrator", "trainer")
 
@@ -27,7 +27,7 @@ def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
     record = read_record(RunFolder(loaded.config.run.folder))
     if record is not None and record.finished:
         return report.main(loaded.config.run.folder)
-    with claimed(loaded) as (folder, record):
+    with claimed(loaded) as (folder, record, _):
         started = time.monotonic()
         try:
             asyncio.run(_watch(loaded, folder))
@@ -41,5 +41,5 @@ async def _watch(loaded: Loaded, folder: RunFolder) -> None:
     services = loaded.config.services
     urls = {name: getattr(services, name).base_url for name in _NAMES}
     train.say(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
-    running = stack.Stack(urls, read_token(services.token_file), [])
+    running = stack.Stack(urls, token_for(services.token_files, Role.VIEWER), [])
     await train.follow(running, folder, Progress(folder, loaded.config.trainer.max_steps, train.say))

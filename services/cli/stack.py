@@ -18,13 +18,13 @@ from services.cli.layout import RunFolder, python_of, variables_of
 from services.cli.processes import Reaper, Spec
 from services.cli.runs import secret, write_json
 from services.cli.supervisor import Kept, Member, Say, keeping
+from shared.access import Role, token_for
 from shared.clients.base import HttpClient
 from shared.config import Loaded
 from shared.errors import QueueUnavailable, VolleyError
-from shared.http import read_token
 from shared.queue import client as redis_client
 from shared.queue import server as redis_server
-from shared.schema import Services
+from shared.schema import Services, TokenFiles
 
 _ENVIRONMENT_OF = {"env": "base", "orchestrator": "base", "rollout": "rollout", "trainer": "trainer"}
 _START_S = {"redis": 30.0, "env": 120.0, "orchestrator": 120.0, "rollout": 900.0, "trainer": 900.0}
@@ -35,7 +35,7 @@ _STOP_S = {"trainer": 60.0}
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A running local stack: the address of every service that answers HTTP, the token they ask for, and the processes."""
+    """A running local stack: the address of every service that answers HTTP, a token that may read their state, and the processes."""
 
     urls: dict[str, str]
     token: str | None
@@ -71,7 +71,7 @@ class _Builder:
         self.redis = redis_server.prepare(folder.redis) if services.redis_url is None else None
         self._services = self._resolved(services)
         self.urls = ports.urls(services, {name: self._ports[name] for name in self._local})
-        self.token = read_token(self._services.token_file)
+        self.token = token_for(self._services.token_files, Role.VIEWER)
         self._cpu = loaded.config.rollout.engine.device == "cpu"
         self._write_services()
 
@@ -119,14 +119,14 @@ class _Builder:
             with open(os.open(password, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(self.redis.password)
             update |= {"redis_url": f"redis://127.0.0.1:{self.redis.port}/0", "redis_password_file": password}
-        if services.token_file is None:
-            update["token_file"] = secret(self._folder, "token")
+        if services.token_files == TokenFiles():
+            update["token_files"] = TokenFiles(**{role: secret(self._folder, f"token_{role}") for role in TokenFiles.model_fields})
         return services.model_copy(update=update)
 
     def _write_services(self) -> None:
         tree = {"services": self._services.model_dump(mode="json")}
         self._folder.services.write_text(yaml.safe_dump(tree, sort_keys=True))
-        write_json(self._folder.processes, {"urls": self.urls, "token_file": str(self._services.token_file)})
+        write_json(self._folder.processes, {"urls": self.urls, "token_files": self._services.token_files.model_dump(mode="json")})
 
 
 async def _ping(services: Services) -> None:

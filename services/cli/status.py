@@ -10,9 +10,10 @@ from typing import Any
 import orjson
 
 from services.cli.layout import RunFolder
+from shared.access import Role, token_for
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, VolleyError
-from shared.http import read_token
+from shared.schema import TokenFiles
 
 type Row = tuple[str, str, str, str]
 
@@ -35,7 +36,7 @@ def _services(targets: Sequence[str]) -> list[tuple[str, str, str | None]]:
     folder = RunFolder(Path(targets[0]).absolute() if targets else _newest())
     try:
         record = orjson.loads(folder.processes.read_bytes())
-        token = read_token(Path(record["token_file"]))
+        token = token_for(TokenFiles.model_validate(record["token_files"]), Role.VIEWER)
         return [(name, url, token) for name, url in record["urls"].items()]
     except (OSError, orjson.JSONDecodeError, KeyError) as error:
         raise ConfigError(f"{folder.path} is not the folder of a run started here", "give RUN_DIR or the services' addresses") from error

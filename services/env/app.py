@@ -9,13 +9,14 @@ from contextlib import asynccontextmanager
 
 from services.env.catalogue import Catalogue
 from services.env.episodes import Episodes
-from services.env.routes import State, router
+from services.env.routes import ROLES, State, router
 from services.env.runner import Runner
 from services.env.settings import EnvSettings, from_config
 from shared import telemetry
+from shared.access import read_tokens
 from shared.boot import Service
 from shared.errors import ConfigError, InputError
-from shared.http import create_app, read_token
+from shared.http import create_app
 from shared.schema import RunConfig
 
 _log = telemetry.Log("env")
@@ -32,7 +33,7 @@ async def open_service(config: RunConfig) -> AsyncIterator[Service]:
 async def open_env(settings: EnvSettings) -> AsyncIterator[Service]:
     """The service from plain settings. Raises ConfigError."""
     catalogue = open_catalogue(settings)
-    app = create_app("env", limits=settings.limits, token=read_token(settings.token_file), ready=lambda: None)
+    app = create_app("env", limits=settings.limits, tokens=read_tokens(settings.token_files), ready=lambda: None, roles=ROLES)
     pool = ThreadPoolExecutor(settings.n_threads, thread_name_prefix="env")
     try:
         runner = Runner(pool, settings.deadline_s)

@@ -27,9 +27,23 @@ from services.env.environments.base import Environment
 from services.env.episodes import Episodes
 from services.env.episodes import Request as EpisodeRequest
 from services.env.runner import Runner
+from shared.access import Role
 from shared.http import respond
 
 router = APIRouter()
+ROLES = {
+    "GET /environments": Role.VIEWER,
+    "POST /environments": Role.ADMIN,
+    "POST /episodes": Role.SERVICE,
+    "POST /episodes/{episode_id}/step": Role.SERVICE,
+    "DELETE /episodes/{episode_id}": Role.SERVICE,
+    "GET /{env}/splits": Role.SERVICE,
+    "GET /{env}/num_tasks": Role.SERVICE,
+    "POST /{env}/num_tasks": Role.SERVICE,
+    "GET /{env}/task": Role.SERVICE,
+    "POST /{env}/task": Role.SERVICE,
+    "POST /{env}/demonstration": Role.SERVICE,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shared.schema import Limits, RunConfig
+from shared.schema import Limits, RunConfig, TokenFiles
 
 DATASETS = frozenset({"gsm8k"})
 """Environments that read data.train and data.eval."""
@@ -27,7 +26,7 @@ class EnvSettings:
     deadline_s: float
     n_threads: int
     limits: Limits
-    token_file: Path | None
+    token_files: TokenFiles
 
 
 def from_config(config: RunConfig) -> EnvSettings:
@@ -44,5 +43,5 @@ def from_config(config: RunConfig) -> EnvSettings:
         deadline_s=30.0,
         n_threads=4,
         limits=config.services.limits,
-        token_file=config.services.token_file,
+        token_files=config.services.token_files,
     )

@@ -13,13 +13,14 @@ from services.orchestrator.dispatch import Dispatcher
 from services.orchestrator.episode import EpisodeRunner
 from services.orchestrator.fleet import Discover, Fleet, Found
 from services.orchestrator.gate import Gate
-from services.orchestrator.routes import router
+from services.orchestrator.routes import ROLES, router
 from services.orchestrator.settings import OrchestratorSettings, from_config
+from shared.access import Role, read_tokens
 from shared.boot import Service
 from shared.chat import ChatTokenizer
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
-from shared.http import create_app, read_token
+from shared.http import create_app
 from shared.hub import model_folder
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
@@ -37,7 +38,8 @@ async def open_service(config: RunConfig) -> AsyncIterator[Service]:
 @asynccontextmanager
 async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Service]:
     """The service from plain settings. Raises ConfigError."""
-    token = read_token(settings.token_file)
+    tokens = read_tokens(settings.token_files)
+    token = tokens and tokens.of(Role.SERVICE)
     tokenizer = await asyncio.to_thread(lambda: ChatTokenizer(model_folder(settings.model_path)))
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(connect(settings.redis_url, settings.redis_password_file))
@@ -57,7 +59,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Ser
         )
         queue = TicketQueue(redis, settings.run)
         conductor = Conductor(settings, queue, environments, tokenizer, balancer, board, Gate(), dispatcher)
-        app = create_app("orchestrator", limits=settings.limits, token=token, ready=lambda: None)
+        app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=ROLES)
         app.state.conductor = conductor
         app.include_router(router)
         yield Service(app, [fleet.watch, conductor.work])

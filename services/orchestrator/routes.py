@@ -7,9 +7,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 
 from services.orchestrator.conductor import Conductor
+from shared.access import Role
 from shared.errors import Conflict, NotFound
 
 router = APIRouter(prefix="/runs", tags=["runs"])
+ROLES = {
+    "GET /runs": Role.VIEWER,
+    "GET /runs/{name}": Role.VIEWER,
+    "POST /runs/{name}/pause": Role.ADMIN,
+    "POST /runs/{name}/resume": Role.ADMIN,
+}
 
 
 async def _conductor(request: Request) -> Conductor:

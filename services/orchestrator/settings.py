@@ -10,7 +10,7 @@ from typing import Any
 from services.orchestrator.sampling import Bounds
 from services.orchestrator.tickets import Terms
 from shared.errors import ConfigError
-from shared.schema import Limits, RunConfig
+from shared.schema import Limits, RunConfig, TokenFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class OrchestratorSettings:
     rollout_urls: tuple[str, ...]
     redis_url: str
     redis_password_file: Path | None
-    token_file: Path | None
+    token_files: TokenFiles
     limits: Limits
     bounds: Bounds
     terms: Terms
@@ -60,7 +60,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         rollout_urls=services.rollout_urls,
         redis_url=services.redis_url,
         redis_password_file=services.redis_password_file,
-        token_file=services.token_file,
+        token_files=services.token_files,
         limits=services.limits,
         bounds=_bounds(config),
         terms=Terms(

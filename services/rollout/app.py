@@ -4,27 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
 
 from services.rollout import metrics, openai, routes
-from services.rollout.engine.client import open_engine
-from services.rollout.engine.protocol import BASE_VERSION, Engine
+from services.rollout.engine.client import open_engine as open_sglang
+from services.rollout.engine.protocol import BASE_VERSION, Engine, EngineSpec
 from services.rollout.generation import Generation
 from services.rollout.settings import RolloutSettings, from_config
 from services.rollout.updates import Updates
+from shared.access import Tokens, read_tokens
 from shared.boot import Service
 from shared.chat import ChatTokenizer
 from shared.errors import ConfigError, DecodeError
-from shared.http import create_app, read_token
+from shared.http import create_app
 from shared.queue.client import connect
 from shared.registry import Registry, Server
 from shared.schema import RunConfig
 from shared.telemetry import Log
 from shared.types import WeightVersion
+
+type OpenEngine = Callable[[EngineSpec], AbstractAsyncContextManager[Engine]]
 
 _log = Log("rollout")
 
@@ -37,15 +40,15 @@ async def open_service(config: RunConfig) -> AsyncIterator[Service]:
 
 
 @asynccontextmanager
-async def open_rollout(settings: RolloutSettings) -> AsyncIterator[Service]:
-    """The service from plain settings; Redis is used only if given."""
+async def open_rollout(settings: RolloutSettings, open_engine: OpenEngine = open_sglang) -> AsyncIterator[Service]:
+    """The service from plain settings, around the engine that `open_engine` starts; Redis is used only if given."""
     model = _model_config(Path(settings.engine.model_path))
-    token = read_token(settings.token_file)
+    tokens = read_tokens(settings.token_files)
     async with open_engine(settings.engine) as engine:
         _log.info("engine ready", boot_s=engine.info.boot_s, pid=engine.info.pid, kv_tokens=engine.info.max_total_tokens)
         updates = Updates(engine, settings.weights_root, model, settings.update_mode, _first_version(settings))
         generation = Generation(engine, settings.limits.grace_s)
-        app = build_app(settings, engine, updates, generation, token)
+        app = build_app(settings, engine, updates, generation, tokens)
         workers = [engine.wait_closed, updates.watch, generation.drain, lambda: metrics.observe(engine)]
         if settings.redis_url is None:
             yield Service(app, workers)
@@ -55,13 +58,13 @@ async def open_rollout(settings: RolloutSettings) -> AsyncIterator[Service]:
             yield Service(app, [*workers, heartbeat])
 
 
-def build_app(settings: RolloutSettings, engine: Engine, updates: Updates, generation: Generation, token: str | None) -> FastAPI:
+def build_app(settings: RolloutSettings, engine: Engine, updates: Updates, generation: Generation, tokens: Tokens | None) -> FastAPI:
     """The HTTP face of any engine."""
 
     def ready() -> str | None:
         return "the server is stopping" if generation.draining else updates.why_not_ready()
 
-    app = create_app("rollout", limits=settings.limits, token=token, ready=ready)
+    app = create_app("rollout", limits=settings.limits, tokens=tokens, ready=ready, roles={**routes.ROLES, **openai.ROLES})
     tokenizer = _tokenizer(Path(settings.engine.model_path))
     app.state.rollout = routes.State(engine, generation, updates, settings.engine, tokenizer)
     app.include_router(routes.router)

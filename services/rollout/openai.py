@@ -16,11 +16,17 @@ from services.rollout import intake
 from services.rollout.engine.protocol import GenerateResult, SamplingParams
 from services.rollout.generation import ClientGone
 from services.rollout.routes import Rollout, State
+from shared.access import Role
 from shared.chat import ChatTokenizer
 from shared.errors import InputError
 from shared.http import respond
 
 router = APIRouter(prefix="/v1", tags=["openai"])
+ROLES = {
+    "GET /v1/models": Role.VIEWER,
+    "POST /v1/completions": Role.SERVICE,
+    "POST /v1/chat/completions": Role.SERVICE,
+}
 
 
 class Sampling(BaseModel):

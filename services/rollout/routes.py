@@ -14,11 +14,26 @@ from services.rollout.engine.protocol import CommitMode, CommitResult, Engine, E
 from services.rollout.generation import ClientGone, Generation, answer
 from services.rollout.updates import Staged, Updates
 from shared import codec
+from shared.access import Role
 from shared.chat import ChatTokenizer
 from shared.errors import InputError
 from shared.http import read_body, respond
 
 router = APIRouter()
+ROLES = {
+    "POST /generate": Role.SERVICE,
+    "POST /abort_request": Role.SERVICE,
+    "GET /weights": Role.VIEWER,
+    "GET /get_model_info": Role.VIEWER,
+    "GET /get_server_info": Role.VIEWER,
+    "POST /weights/stage": Role.ADMIN,
+    "POST /weights/commit": Role.ADMIN,
+    "POST /update_weights": Role.ADMIN,
+    "POST /update_weights_from_disk": Role.ADMIN,
+    "POST /pause_generation": Role.ADMIN,
+    "POST /continue_generation": Role.ADMIN,
+    "POST /flush_cache": Role.ADMIN,
+}
 _CLIENT_CLOSED = 499
 
 

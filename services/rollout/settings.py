@@ -9,7 +9,7 @@ from pathlib import Path
 
 from services.rollout.engine.protocol import CommitMode, EngineSpec
 from shared.hub import model_folder
-from shared.schema import Limits, RunConfig
+from shared.schema import Limits, RunConfig, TokenFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RolloutSettings:
     url: str
     redis_url: str | None
     redis_password_file: Path | None
-    token_file: Path | None
+    token_files: TokenFiles
     limits: Limits
 
 
@@ -58,6 +58,6 @@ def from_config(config: RunConfig) -> RolloutSettings:
         url=services.rollout.base_url,
         redis_url=services.redis_url,
         redis_password_file=services.redis_password_file,
-        token_file=services.token_file,
+        token_files=services.token_files,
         limits=services.limits,
     )

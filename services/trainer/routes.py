@@ -8,9 +8,16 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from services.trainer.board import Board
+from shared.access import Role
 from shared.http import respond
 
 router = APIRouter(tags=["trainer"])
+ROLES = {
+    "GET /status": Role.VIEWER,
+    "POST /checkpoint": Role.ADMIN,
+    "POST /pause": Role.ADMIN,
+    "POST /resume": Role.ADMIN,
+}
 
 
 async def _board(request: Request) -> Board:

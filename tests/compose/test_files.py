@@ -111,8 +111,8 @@ def prepare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_secrets_are_random_private_and_made_once(tmp_path: Path) -> None:
     assert prepare(tmp_path, os.getuid()).returncode == 0
     made = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert sorted(made) == ["redis_password", "token"]
-    assert made["token"] != made["redis_password"]
+    assert sorted(made) == ["redis_password", "token_admin", "token_service", "token_viewer"]
+    assert len(set(made.values())) == 4
     assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in made.values())
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o400}
     assert prepare(tmp_path, os.getuid()).returncode == 0
@@ -120,9 +120,9 @@ def test_secrets_are_random_private_and_made_once(tmp_path: Path) -> None:
 
 
 def test_given_secret_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("given")
+    (tmp_path / "token_admin").write_text("given")
     assert prepare(tmp_path, os.getuid()).returncode == 0
-    assert (tmp_path / "token").read_text() == "given"
+    assert (tmp_path / "token_admin").read_text() == "given"
     assert (tmp_path / "redis_password").exists()
 
 

@@ -22,7 +22,7 @@ OVERRIDES = (
 PUBLISHING = ("env", "rollout", "orchestrator", "trainer")
 ASK_WEIGHTS = """
 import pathlib, urllib.request
-token = pathlib.Path("/run/secrets/token").read_text()
+token = pathlib.Path("/run/secrets/token_viewer").read_text()
 request = urllib.request.Request("http://127.0.0.1:8102/weights", headers={"Authorization": "Bearer " + token})
 print(urllib.request.urlopen(request, timeout=10).read().decode())
 """

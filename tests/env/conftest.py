@@ -13,7 +13,7 @@ import pytest
 
 from services.env.app import open_env
 from services.env.settings import EnvSettings
-from shared.schema import Limits
+from shared.schema import Limits, TokenFiles
 
 ROWS = [
     {"question": "Ann has 48 eggs and sells half. How many are left?", "answer": "She has 48/2 = <<48/2=24>>24 eggs.\n#### 24"},
@@ -47,7 +47,7 @@ async def _open(**changes: Any) -> AsyncIterator[httpx.AsyncClient]:
         "deadline_s": 5.0,
         "n_threads": 2,
         "limits": Limits(max_body_bytes=10_000),
-        "token_file": None,
+        "token_files": TokenFiles(),
     }
     async with (
         open_env(EnvSettings(**{**defaults, **changes})) as service,

@@ -4,8 +4,10 @@ from typing import Any
 import pytest
 
 from shared import codec
+from shared.access import Role, token_for
 from shared.schema import Limits
 from tests.env.conftest import OpenClient
+from tests.support.tokens import write_tokens
 
 LAKE: dict[str, Any] = {"env": "frozen_lake", "split": "eval", "index": 0}
 
@@ -154,13 +156,13 @@ async def test_a_full_service_says_when_to_come_back(open_client: OpenClient) ->
         assert int(full.headers["retry-after"]) >= 1
 
 
-async def test_the_token_guards_all_but_health(open_client: OpenClient, tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.write_text("secret\n")
-    async with open_client(token_file=token) as client:
-        assert (await client.get("/environments")).status_code == 401
-        assert (await client.get("/environments", headers={"Authorization": "Bearer secret"})).status_code == 200
-        assert [(await client.get(path)).status_code for path in ("/health", "/ready", "/metrics")] == [200] * 3
+async def test_tokens_guard_all_but_health(open_client: OpenClient, tmp_path: Path) -> None:
+    token_files = write_tokens(tmp_path)
+    async with open_client(token_files=token_files) as client:
+        assert [(await client.get(path)).status_code for path in ("/environments", "/metrics", "/health", "/ready")] == [401, 401, 200, 200]
+        viewer = {"Authorization": f"Bearer {token_for(token_files, Role.VIEWER)}"}
+        assert (await client.get("/environments", headers=viewer)).status_code == 200
+        assert (await client.post("/episodes", json={**LAKE, "request_id": "r"}, headers=viewer)).status_code == 403
 
 
 async def test_metrics_and_openapi_describe_the_service(open_client: OpenClient) -> None:

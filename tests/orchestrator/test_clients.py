@@ -89,7 +89,7 @@ async def test_a_broken_generation_makes_the_server_unavailable_and_is_never_dat
 
 @asynccontextmanager
 async def failing(error):
-    app = create_app("failing", limits=Limits(), token=None, ready=lambda: None)
+    app = create_app("failing", limits=Limits(), tokens=None, ready=lambda: None)
 
     @app.post("/episodes/{episode_id}/step")
     async def step(episode_id: str) -> None:

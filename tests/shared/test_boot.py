@@ -33,7 +33,7 @@ PROGRAM = """
             if mode == "slow start":
                 (folder / "opening").touch()
                 await asyncio.sleep(60)
-            app = create_app("env", limits=config.services.limits, token=None, ready=lambda: None)
+            app = create_app("env", limits=config.services.limits, tokens=None, ready=lambda: None)
             @app.get("/slow")
             async def slow():
                 await asyncio.sleep(60)

@@ -10,16 +10,18 @@ import uvicorn
 from fastapi import Request
 
 from shared import codec, errors
+from shared.access import Role, Tokens
 from shared.clients.base import HttpClient
 from shared.http import create_app, read_body, respond
 from shared.schema import Limits
 from tests.support.net import free_port
 
+TOKENS = Tokens({Role.VIEWER: "s3cret-s3cret-s3"})
 LIMITS = Limits(max_body_bytes=1000, body_timeout_s=0.3)
 
 
-def make_app(token=None, reason=None):
-    app = create_app("demo", limits=LIMITS, token=token, ready=lambda: reason)
+def make_app(tokens=None, reason=None):
+    app = create_app("demo", limits=LIMITS, tokens=tokens, ready=lambda: reason, roles={"GET /number/{n}": Role.VIEWER})
 
     @app.post("/echo")
     async def echo(request: Request):
@@ -98,11 +100,11 @@ async def test_a_chunked_body_over_the_limit_is_cut_off():
 
 
 async def test_token():
-    async with client(make_app(token="s3cret")) as c:
+    async with client(make_app(TOKENS)) as c:
         assert await c.get("/health")
         with pytest.raises(errors.Unauthorized):
             await c.get("/number/1")
-    async with client(make_app(token="s3cret"), token="s3cret") as c:
+    async with client(make_app(TOKENS), token="s3cret-s3cret-s3") as c:
         assert await c.get("/number/1") == 1
 
 

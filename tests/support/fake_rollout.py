@@ -29,7 +29,7 @@ class FakeRollout:
     greedy: list[bool] = field(default_factory=list)
 
     def app(self) -> FastAPI:
-        app = create_app("fake-rollout", limits=Limits(), token=None, ready=lambda: None if self.well else "not well")
+        app = create_app("fake-rollout", limits=Limits(), tokens=None, ready=lambda: None if self.well else "not well")
 
         @app.post("/generate")
         async def generate(request: Request) -> Response:

@@ -4,7 +4,8 @@ import httpx
 import pytest
 
 from services.trainer.board import Board
-from services.trainer.routes import router
+from services.trainer.routes import ROLES, router
+from shared.access import Role, Tokens
 from shared.http import create_app
 from shared.schema import Limits
 
@@ -16,7 +17,7 @@ def board() -> Board:
 
 @pytest.fixture
 async def client(board: Board) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app("trainer", limits=Limits(), token="secret", ready=board.not_ready)
+    app = create_app("trainer", limits=Limits(), tokens=Tokens({Role.ADMIN: "secret"}), ready=board.not_ready, roles=ROLES)
     app.state.board = board
     app.include_router(router)
     headers = {"Authorization": "Bearer secret"}

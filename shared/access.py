@@ -1,0 +1,116 @@
+"""Who may call what: roles, the bearer tokens that stand for them, and the role every route asks for.
+
+Invariants: a route that declares no role asks for admin; where several declarations fit a path, the strictest counts; a
+token is compared with every known one in constant time; no secret is in a `repr`, an error or a log.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+from collections.abc import Mapping
+from enum import IntEnum
+from pathlib import Path
+
+from starlette.routing import compile_path
+
+from shared.errors import ConfigError
+from shared.schema import TokenFiles
+
+MIN_TOKEN = 16
+"""Characters of a token, at least."""
+
+
+class Role(IntEnum):
+    """Each role includes those before it."""
+
+    ANYONE = 0
+    VIEWER = 1
+    SERVICE = 2
+    ADMIN = 3
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Tokens:
+    """The tokens a service knows its callers by."""
+
+    def __init__(self, tokens: Mapping[Role, str]) -> None:
+        self._tokens = dict(tokens)
+        self._headers = [(role, f"Bearer {token}".encode()) for role, token in tokens.items()]
+
+    def __repr__(self) -> str:
+        return f"Tokens({', '.join(map(str, self._tokens))})"
+
+    def of(self, role: Role) -> str:
+        """The token to call others with in that role: the least powerful one that has it."""
+        return self._tokens[min(known for known in self._tokens if known >= role)]
+
+    def role_of(self, authorization: bytes) -> Role | None:
+        """The role of a request's Authorization header; None if it is no known token's. Every comparison is made."""
+        return max([role for role, header in self._headers if hmac.compare_digest(authorization, header)], default=None)
+
+
+class RoleTable:
+    """The role of every request, from declarations like {"POST /episodes/{id}/step": Role.SERVICE}."""
+
+    def __init__(self, declared: Mapping[str, Role]) -> None:
+        rows: list[tuple[str, str, Role]] = []
+        for key, role in declared.items():
+            method, _, path = key.partition(" ")
+            rows.append((method, path, role))
+        self._patterns = [(method, compile_path(path)[0], role) for method, path, role in rows if "{" in path]
+        exact = [row for row in rows if "{" not in row[1]]
+        self._exact = {f"{method} {path}": max(role, self._by_pattern(method, path, Role.ANYONE)) for method, path, role in exact}
+
+    def role_for(self, method: str, path: str) -> Role:
+        exact = self._exact.get(f"{method} {path}")
+        return self._by_pattern(method, path, Role.ADMIN) if exact is None else exact
+
+    def _by_pattern(self, method: str, path: str, otherwise: Role) -> Role:
+        return max((role for known, regex, role in self._patterns if known == method and regex.match(path)), default=otherwise)
+
+
+def read_tokens(files: TokenFiles) -> Tokens | None:
+    """All configured tokens, or None if there are none: everyone may then do everything. Raises ConfigError."""
+    named = {role: getattr(files, str(role)) for role in (Role.VIEWER, Role.SERVICE, Role.ADMIN)}
+    tokens = {role: _read_token(path, role) for role, path in named.items() if path is not None}
+    if len(set(tokens.values())) < len(tokens):
+        raise ConfigError("services.token_files: two roles have the same token", "give each role a token of its own")
+    return Tokens(tokens) if tokens else None
+
+
+def token_for(files: TokenFiles, role: Role) -> str | None:
+    """The token to call others with in that role, read from the one file it takes; None where none is configured. Raises ConfigError."""
+    path = next((path for known in Role if known >= role and (path := getattr(files, str(known), None)) is not None), None)
+    return None if path is None else _read_token(path, role)
+
+
+def _read_token(path: Path, role: Role) -> str:
+    token = read_secret(path, f"services.token_files.{role}")
+    if len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+        raise ConfigError(f"services.token_files.{role}: {path} must hold {MIN_TOKEN} or more ASCII characters, none of them blank")
+    return token
+
+
+def read_secret(path: Path, key: str) -> str:
+    """The one line of a secret file, which `key` of the configuration names.
+
+    As OpenSSH does with private keys, a file of our own that group or others have any right to is refused; one that belongs
+    to somebody else (a mounted secret, often root's and 0444) is guarded by whoever put it there.
+
+    Raises:
+        ConfigError: it cannot be read, or others can.
+    """
+    try:
+        with path.open() as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
+                mode = f"{stat.S_IMODE(status.st_mode):04o}"
+                raise ConfigError(f"{key}: {path} has mode {mode}: not only its owner has access to this secret", f"chmod 600 {path}")
+            return file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is not text"
+        raise ConfigError(f"{key}: {path}: {reason}", f"create the file, or unset {key}") from error

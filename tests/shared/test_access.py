@@ -1,0 +1,181 @@
+"""Roles: who may call which route of which service, and how token files are read."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from services.env import routes as env
+from services.orchestrator import routes as orchestrator
+from services.rollout import openai
+from services.rollout import routes as rollout
+from services.trainer import routes as trainer
+from shared import config
+from shared.access import Role, RoleTable, Tokens, read_secret, read_tokens, token_for
+from shared.errors import ConfigError
+from shared.http import COMMON_ROLES, create_app
+from shared.schema import Limits, TokenFiles
+from tests.support.tokens import write_private, write_tokens
+
+SERVICES = {
+    "env": ([env.router], env.ROLES),
+    "orchestrator": ([orchestrator.router], orchestrator.ROLES),
+    "rollout": ([rollout.router, openai.router], {**rollout.ROLES, **openai.ROLES}),
+    "trainer": ([trainer.router], trainer.ROLES),
+}
+
+EXPECTED = """
+common        anyone  GET /health
+common        anyone  GET /ready
+common        viewer  GET /metrics
+common        viewer  GET /docs
+common        viewer  GET /openapi.json
+env           viewer  GET /environments
+env           admin   POST /environments
+env           service POST /episodes
+env           service POST /episodes/{episode_id}/step
+env           service DELETE /episodes/{episode_id}
+env           service GET /{env}/splits
+env           service GET /{env}/num_tasks
+env           service POST /{env}/num_tasks
+env           service GET /{env}/task
+env           service POST /{env}/task
+env           service POST /{env}/demonstration
+orchestrator  viewer  GET /runs
+orchestrator  viewer  GET /runs/{name}
+orchestrator  admin   POST /runs/{name}/pause
+orchestrator  admin   POST /runs/{name}/resume
+rollout       service POST /generate
+rollout       service POST /abort_request
+rollout       service POST /v1/completions
+rollout       service POST /v1/chat/completions
+rollout       viewer  GET /v1/models
+rollout       viewer  GET /weights
+rollout       viewer  GET /get_model_info
+rollout       viewer  GET /get_server_info
+rollout       admin   POST /weights/stage
+rollout       admin   POST /weights/commit
+rollout       admin   POST /update_weights
+rollout       admin   POST /update_weights_from_disk
+rollout       admin   POST /pause_generation
+rollout       admin   POST /continue_generation
+rollout       admin   POST /flush_cache
+trainer       viewer  GET /status
+trainer       admin   POST /checkpoint
+trainer       admin   POST /pause
+trainer       admin   POST /resume
+"""
+TABLE = [(service, Role[role.upper()], route) for service, role, route in (line.split(None, 2) for line in EXPECTED.split("\n") if line)]
+TOKENS = Tokens({Role.VIEWER: "viewer", Role.SERVICE: "service", Role.ADMIN: "admin"})
+
+
+def make_app(service: str) -> FastAPI:
+    routers, roles = SERVICES[service]
+    app = create_app(service, limits=Limits(), tokens=TOKENS, ready=lambda: None, roles=roles)
+    for router in routers:
+        app.include_router(router)
+    return app
+
+
+def routes_of(app: FastAPI) -> set[str]:
+    """Documented routes as "METHOD /path", and those that are in no documentation."""
+    documented = {f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods}
+    others = {(method, route.path) for route in app.routes if hasattr(route, "path") for method in route.methods}  # pyright: ignore
+    return documented | {f"{method} {path}" for method, path in others if method != "HEAD"}
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_route_has_the_role_of_the_table(service: str) -> None:
+    expected = {route: role for name, role, route in TABLE if name in ("common", service)}
+    assert routes_of(make_app(service)) == expected.keys()
+    assert {**COMMON_ROLES, **SERVICES[service][1]} == expected
+
+
+@pytest.mark.parametrize(("service", "role", "route"), [row for row in TABLE if row[0] != "common"])
+async def test_a_route_is_closed_to_all_below_its_role(service: str, role: Role, route: str) -> None:
+    method, _, path = route.partition(" ")
+    path = path.replace("{", "").replace("}", "")
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(make_app(service), raise_app_exceptions=False), base_url="http://x"
+    ) as client:
+        for given in (None, "wrong", *(known for known in Role if known > Role.ANYONE)):
+            answer = await client.request(method, path, headers={"Authorization": f"Bearer {given}"} if given else {})
+            refused = 401 if given in (None, "wrong") else 403 if given < role else None
+            assert answer.status_code == refused if refused else answer.status_code not in (401, 403)
+
+
+async def test_a_route_without_a_role_is_the_admins() -> None:
+    app = create_app("demo", limits=Limits(), tokens=TOKENS, ready=lambda: None)
+    app.get("/forgotten")(lambda: 1)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+        statuses = [
+            (await client.get("/forgotten", headers={"Authorization": f"Bearer {role}"})).status_code for role in ("service", "admin")
+        ]
+    assert statuses == [403, 200]
+
+
+def test_the_strictest_of_several_fitting_declarations_counts() -> None:
+    table = RoleTable({"GET /{x}/a": Role.ADMIN, "GET /b/a": Role.VIEWER, "GET /{x}/c": Role.VIEWER, "GET /d/{y}": Role.SERVICE})
+    assert table.role_for("GET", "/b/a") is Role.ADMIN
+    assert table.role_for("GET", "/d/c") is Role.SERVICE
+    assert table.role_for("POST", "/d/c") is Role.ADMIN
+    assert table.role_for("GET", "/e/c/") is Role.ADMIN
+
+
+def test_a_token_stands_for_its_role_and_no_other() -> None:
+    assert [TOKENS.role_of(f"Bearer {role}".encode()) for role in ("viewer", "service", "admin")] == [Role.VIEWER, Role.SERVICE, Role.ADMIN]
+    assert [TOKENS.role_of(given) for given in (b"", b"Bearer ", b"admin", b"Bearer admin ", b"Bearer adm", b"\xff")] == [None] * 6
+    assert "admin" not in repr(Tokens({Role.SERVICE: "admin"}))
+
+
+def test_others_are_called_with_the_least_powerful_token_that_is_enough() -> None:
+    two = Tokens({Role.SERVICE: "service", Role.ADMIN: "admin"})
+    assert [two.of(role) for role in (Role.VIEWER, Role.SERVICE, Role.ADMIN)] == ["service", "service", "admin"]
+
+
+def test_token_files(tmp_path) -> None:
+    files = write_tokens(tmp_path)
+    tokens = read_tokens(files)
+    assert tokens is not None
+    assert tokens.of(Role.ADMIN) == "admin-token-of-a-test" == token_for(files, Role.ADMIN)
+    assert read_tokens(TokenFiles()) is None is token_for(TokenFiles(), Role.VIEWER)
+    assert token_for(TokenFiles(service=files.service, admin=files.admin), Role.VIEWER) == "service-token-of-a-test"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("short", "16 or more"), ("", "16 or more"), ("a blank within this one", "blank"), ("service-token-of-a-test", "same token")],
+)
+def test_a_bad_token_is_refused_and_not_shown(tmp_path, text: str, reason: str) -> None:
+    files = write_tokens(tmp_path)
+    write_private(files.admin, text)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        read_tokens(files)
+    assert not text or text not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o660])
+def test_a_secret_of_ours_that_others_have_access_to_is_refused(tmp_path, mode: int) -> None:
+    path = write_private(tmp_path / "secret", "the password")
+    assert read_secret(path, "key") == "the password"
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"mode 0{mode:o}.*chmod 600") as caught:
+        read_secret(path, "key")
+    assert "the password" not in str(caught.value)
+
+
+def test_a_missing_or_binary_secret_is_named(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        read_secret(tmp_path / "none", "key")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    (tmp_path / "binary").chmod(0o600)
+    with pytest.raises(ConfigError, match="is not text"):
+        read_secret(tmp_path / "binary", "key")
+
+
+@pytest.mark.parametrize("given", ["viewer", "service", "admin"])
+def test_one_role_alone_is_no_configuration(given: str) -> None:
+    tree = {"model": {"path": "x"}, "data": {"env": "e"}, "services": {"token_files": {given: "/a"}}}
+    with pytest.raises(ConfigError, match="needs service and admin"):
+        config.validate(tree)
