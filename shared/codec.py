@@ -22,6 +22,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     5: np.dtype("<f8"),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_PLAIN = 1  # msgpack's own time stamps, which `pack` never writes, become plain floats
 _MAX_DEPTH_ERRORS = (ValueError, TypeError, RecursionError, OverflowError, KeyError)
 
 
@@ -56,6 +57,6 @@ def unpack(data: bytes, what: str = "body") -> Any:
         DecodeError: the bytes are not one whole msgpack value, or hold an unknown array type.
     """
     try:
-        return msgpack.unpackb(data, ext_hook=_decode, raw=False, strict_map_key=True)
+        return msgpack.unpackb(data, ext_hook=_decode, raw=False, strict_map_key=True, timestamp=_PLAIN)
     except (msgpack.UnpackException, *_MAX_DEPTH_ERRORS) as error:
         raise DecodeError(f"{what} is not valid msgpack: {type(error).__name__}: {error}") from error
