@@ -3,7 +3,7 @@
 Four ends, each with all resources released:
 - SIGTERM or SIGINT: stop accepting, cancel workers, finish requests within the grace, exit code 0;
 - a worker raises: the same, exit code 1 (a crashed worker never leaves a zombie that still answers 200);
-- connections that never finish: cut off when the grace is over;
+- connections that never finish: cut off when the grace is over; a cleanup or a thread that hangs: `CLEANUP_S` later;
 - start-up fails (configuration, taken port, unreachable Redis): one line on stderr, exit code 2 or 1.
 
 The socket is bound before resources are opened, so a taken port costs nothing; heavy imports happen after both.
@@ -16,21 +16,26 @@ import asyncio
 import contextlib
 import importlib
 import importlib.util
+import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
-import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from shared import config, telemetry
+from shared import config, telemetry, watchdog
 from shared.errors import ConfigError, VolleyError
 from shared.schema import Endpoint, RunConfig
+from shared.serving import Server, make_server
+from shared.tls import check_certificate
 
+CLEANUP_S = 10.0
+"""How long a process may live on after its grace, in seconds: for its resources, and for threads that Python waits for."""
 _log = telemetry.Log("boot")
 
 
@@ -45,19 +50,12 @@ class Service:
 type OpenService = Callable[[RunConfig], AbstractAsyncContextManager[Service]]
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handling; ours runs on the loop and reaches the workers too."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def main(name: str, *, requires: str | None = None) -> None:
+def main(name: str, *, requires: str | None = None, open_service: OpenService | None = None) -> None:
     """Entry point of `python -m services.NAME`; the section `services.NAME` of the configuration says where to listen.
 
     Args:
         requires: a library the service's child processes import; its absence is found here.
+        open_service: what to serve instead of `services.NAME.app`, whose import waits until the configuration is read.
     """
     parser = argparse.ArgumentParser(prog=f"python -m services.{name}")
     config.add_arguments(parser)
@@ -65,10 +63,10 @@ def main(name: str, *, requires: str | None = None) -> None:
     telemetry.configure(name)
     try:
         loaded = config.load(arguments.config, arguments.overrides)
+        check_certificate(loaded.config.services.tls)
         endpoint: Endpoint = getattr(loaded.config.services, name)
         with bind(endpoint) as listener:
-            open_service = _load(name, requires)
-            code = run(loaded.config, open_service, listener)
+            code = run(loaded.config, open_service or _load(name, requires), listener)
     except VolleyError as error:
         print(f"{name}: {error}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
@@ -105,38 +103,33 @@ def bind(endpoint: Endpoint) -> socket.socket:
 
 
 def run(run_config: RunConfig, open_service: OpenService, listener: socket.socket) -> int:
-    """`serve` on an event loop of its own."""
+    """`serve` on an event loop of its own, in a process that has nothing else to do: after a signal it ends, by force if it must."""
     return asyncio.run(serve(run_config, open_service, listener), loop_factory=uvloop.new_event_loop)
 
 
 async def serve(run_config: RunConfig, open_service: OpenService, listener: socket.socket) -> int:
     """Runs one service until a signal or a crash; returns the exit code. Raises VolleyError if it cannot start."""
     async with contextlib.AsyncExitStack() as stack:
-        with _cancelled_by_signal() as stopped:
+        grace_s = run_config.services.limits.grace_s
+        with _cancelled_by_signal(grace_s) as stopped:
             service = await stack.enter_async_context(open_service(run_config))
         if stopped.is_set():
             return 0
-        server = _Server(
-            uvicorn.Config(
-                service.app,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=max(1, int(run_config.services.limits.grace_s)),
-                timeout_keep_alive=30,
-            )
-        )
-        return await _run(server, service, listener)
+        server = make_server(service.app, run_config.services)
+        with watchdog.watching():
+            return await _run(server, service, listener, grace_s)
     return 0
 
 
 @contextlib.contextmanager
-def _cancelled_by_signal() -> Iterator[asyncio.Event]:
+def _cancelled_by_signal(grace_s: float) -> Iterator[asyncio.Event]:
     """Inside, a signal cancels the current task; the cancellation ends here and sets the event."""
     stopped, task = asyncio.Event(), asyncio.current_task()
     assert task is not None
 
     def stop() -> None:
+        if not stopped.is_set():
+            _end_within(grace_s + CLEANUP_S)
         stopped.set()
         task.cancel()
 
@@ -148,11 +141,13 @@ def _cancelled_by_signal() -> Iterator[asyncio.Event]:
                 raise
 
 
-async def _run(server: _Server, service: Service, listener: socket.socket) -> int:
+async def _run(server: Server, service: Service, listener: socket.socket, grace_s: float) -> int:
     crashed: list[BaseException] = []
     tasks: list[asyncio.Task[None]] = []
 
     def stop() -> None:
+        if not server.should_exit:
+            _end_within(grace_s + CLEANUP_S)
         server.force_exit, server.should_exit = server.should_exit, True
         cancel()
 
@@ -176,6 +171,19 @@ async def _run(server: _Server, service: Service, listener: socket.socket) -> in
             await server.serve(sockets=[listener])
             cancel()
     return 1 if crashed else 0
+
+
+def _end_within(seconds: float) -> None:
+    """The last resort, armed once the process is to end: a thread that hangs cannot keep it."""
+    timer = threading.Timer(seconds, _end_by_force, [seconds])
+    timer.daemon = True
+    timer.start()
+
+
+def _end_by_force(after_s: float) -> None:
+    threads = [thread.name for thread in threading.enumerate() if not thread.daemon]
+    _log.error("did not end in time: ended by force", after_s=after_s, threads=threads)
+    os._exit(1)
 
 
 def _report_crash(error: Exception) -> None:

@@ -11,11 +11,12 @@ import time
 from typing import Any
 
 import orjson
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 __all__ = ["REGISTRY", "Counter", "Gauge", "Histogram", "Log", "configure", "exposition"]
 
 REGISTRY = CollectorRegistry()
+ProcessCollector(registry=REGISTRY)  # memory, file descriptors and CPU time of the process
 _LEVELS = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning", logging.ERROR: "error", logging.CRITICAL: "error"}
 
 

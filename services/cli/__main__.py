@@ -39,8 +39,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="volley", description="Reinforcement-learning post-training for language-model agents.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="train a model: starts all services on this machine and stops them at the end")
-    add_arguments(train)
+    train = commands.add_parser(
+        "train", aliases=["up"], help="train, or go on training: starts all services on this machine, stops them at the end"
+    )
+    train.add_argument(
+        "--config", action="append", metavar="FILE.yaml", help="of a run to start or continue; given again, the later file wins"
+    )
+    train.add_argument(
+        "rest", nargs="*", metavar="RUN_DIR | key.path=value", help="a run's folder continues that run; values win over the files"
+    )
     train.set_defaults(command=_train)
 
     quickstart = commands.add_parser("quickstart", help=f"train with {QUICKSTART}")
@@ -81,7 +88,11 @@ def _parser() -> argparse.ArgumentParser:
 def _train(arguments: argparse.Namespace) -> int:
     from services.cli import train
 
-    return train.main(arguments.config, arguments.overrides)
+    if arguments.config:
+        return train.main(arguments.config, arguments.rest)
+    if not arguments.rest or "=" in Path(arguments.rest[0]).name:
+        raise ConfigError("neither a run's folder nor --config is given", "`volley train --config FILE.yaml` or `volley up RUN_DIR`")
+    return train.resume(Path(arguments.rest[0]), arguments.rest[1:])
 
 
 def _quickstart(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,14 @@ _TAIL_BYTES = 65536
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """How to start one process. Its output is appended to `log`."""
+    """How to start one process. Its output is appended to `log`; `inherits` are file descriptors it is given, e.g. a lock's."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
     log: Path
     stop_s: float = 15.0
+    inherits: tuple[int, ...] = ()
 
 
 class Reaper:
@@ -45,9 +46,10 @@ class Reaper:
 
     @classmethod
     @contextmanager
-    def running(cls) -> Iterator[Self]:
+    def running(cls, holds: Sequence[int] = ()) -> Iterator[Self]:
+        """`holds` are file descriptors that stay open until all groups have ended, even if we are killed: a lock, for example."""
         command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("reaper.py"))]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, pass_fds=holds)
         reaper = cls(process)
         try:
             yield reaper
@@ -79,16 +81,17 @@ class Reaper:
 
 
 class Child:
-    """One running process group."""
+    """One running process group. `log_start` is where its part of the log begins, in bytes."""
 
-    def __init__(self, spec: Spec, process: asyncio.subprocess.Process, reaper: Reaper) -> None:
-        self.spec, self._process, self._reaper = spec, process, reaper
+    def __init__(self, spec: Spec, process: asyncio.subprocess.Process, reaper: Reaper, log_start: int) -> None:
+        self.spec, self._process, self._reaper, self.log_start = spec, process, reaper, log_start
 
     @classmethod
     async def start(cls, spec: Spec, reaper: Reaper) -> Self:
         """Raises ConfigError if the program or its log cannot be opened."""
         try:
             with spec.log.open("ab") as log:
+                log_start = log.tell()
                 process = await asyncio.create_subprocess_exec(
                     *spec.command,
                     stdin=asyncio.subprocess.DEVNULL,
@@ -96,11 +99,12 @@ class Child:
                     stderr=log,
                     env=dict(spec.environment),
                     start_new_session=True,
+                    pass_fds=spec.inherits,
                 )
         except OSError as error:
             raise ConfigError(f"cannot start {spec.name}: {error.filename or spec.command[0]}: {error.strerror}") from error
         reaper.watch(process.pid)
-        return cls(spec, process, reaper)
+        return cls(spec, process, reaper, log_start)
 
     @property
     def pid(self) -> int:
@@ -114,6 +118,10 @@ class Child:
     async def wait(self) -> int:
         return await self._process.wait()
 
+    def kill(self) -> None:
+        """SIGKILL to its whole group."""
+        _kill_group(self.pid)
+
     async def stop(self) -> None:
         """SIGTERM to the leader, SIGKILL to its whole group when it has ended or its grace is over."""
         try:
@@ -124,15 +132,15 @@ class Child:
         except TimeoutError:
             pass
         finally:
-            _kill_group(self.pid)
+            self.kill()
             await self._process.wait()
             self._reaper.forget(self.pid)
 
 
-def last_error(log: Path) -> str:
-    """The last line of a log that tells of an error, else its last line; empty if there is none."""
+def last_error(log: Path, start: int = 0) -> str:
+    """The last line of a log, from byte `start` on, that tells of an error, else its last line; empty if there is none."""
     with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        file.seek(max(start, log.stat().st_size - _TAIL_BYTES))
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
         events = [_readable(line) for line in lines]
         errors = [text for text, is_error in events if is_error]

@@ -8,26 +8,30 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import orjson
 
+from services.cli import reaper
 from services.cli.layout import PROJECT, RunFolder
+from shared import config
 from shared.config import Loaded
 from shared.errors import ConfigError
 
+_ORPHANS_S = reaper.GRACE_S + 10.0
+"""How long the processes of a supervisor that was killed may take to end, in seconds."""
 _PACKAGES = ("jax", "flax", "sglang-jax", "google-tunix", "orbax-checkpoint")
 _IRRELEVANT = ("services.", "run.dir", "orchestrator.max_concurrent_episodes", "orchestrator.lease_s", "orchestrator.episode_timeout_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What run.json says: what the run is, and how long it has been worked on, in seconds."""
+    """What run.json says: what the run is, where it was started, and how long it has been worked on, in seconds."""
 
     digest: str
     seed: int
@@ -36,12 +40,22 @@ class Record:
     created: float
     elapsed_s: float
     finished: bool
+    cwd: str = "."
+
+
+class Claim(NamedTuple):
+    """A run that is ours for as long as the file descriptor `lock`, or a copy of it that a child has inherited, is open."""
+
+    folder: RunFolder
+    record: Record
+    lock: int
 
 
 @contextmanager
-def claimed(loaded: Loaded) -> Iterator[tuple[RunFolder, Record]]:
+def claimed(loaded: Loaded, say: Callable[[str], None] = print) -> Iterator[Claim]:
     """Makes the run's folder, or takes up the one that exists, for this process alone.
 
+    Where a supervisor was killed, it waits until the last process of it has ended.
     Raises ConfigError: another process works on it, it belongs to another configuration, or it is finished.
     """
     folder = RunFolder(loaded.config.run.folder.absolute())
@@ -51,11 +65,27 @@ def claimed(loaded: Loaded) -> Iterator[tuple[RunFolder, Record]]:
         folder.secrets.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run folder {folder.path}: {error.strerror}", "choose another with run.dir=…") from error
-    with _locked(folder):
+    with _locked(folder, say) as lock:
         record = _continued(folder, loaded) or _new(loaded)
-        folder.config.write_text(loaded.to_yaml())
+        _replace(folder.config, loaded.to_yaml().encode())
         write_record(folder, record)
-        yield folder, record
+        yield Claim(folder, record, lock)
+
+
+def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[Loaded, Record]:
+    """The configuration that a run's folder holds, wherever the folder is now, and its record. Raises ConfigError."""
+    folder = RunFolder(run_dir.absolute())
+    if not folder.path.is_dir():
+        raise ConfigError(f"{run_dir}: no such folder", "give a run's folder to continue it, or --config FILE.yaml to start a run")
+    record = read_record(folder)
+    if record is None:
+        problem = "cannot be read" if folder.record.exists() else "is missing"
+        raise ConfigError(f"{run_dir} is not a run that can be continued: its run.json {problem}", "start one with --config FILE.yaml")
+    loaded = config.load([folder.config], overrides)
+    name = loaded.config.run.name
+    if name != folder.name:
+        raise ConfigError(f"{run_dir} holds the run {name}", f"a run's folder has its name: call it {name} again")
+    return config.validate({**loaded.tree, "run": {**(loaded.tree.get("run") or {}), "name": name, "dir": str(folder.path.parent)}}), record
 
 
 def read_record(folder: RunFolder) -> Record | None:
@@ -71,8 +101,12 @@ def write_record(folder: RunFolder, record: Record) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Replaces the file in one step, so that a reader sees all or nothing."""
+    _replace(path, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE, default=str))
+
+
+def _replace(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE, default=str))
+    temporary.write_bytes(content)
     temporary.replace(path)
 
 
@@ -119,7 +153,7 @@ def _continued(folder: RunFolder, loaded: Loaded) -> Record | None:
 
 def _new(loaded: Loaded) -> Record:
     seed = loaded.config.run.seed
-    return Record(loaded.digest, seed, relevant(loaded), _versions(), time.time(), elapsed_s=0.0, finished=False)
+    return Record(loaded.digest, seed, relevant(loaded), _versions(), time.time(), elapsed_s=0.0, finished=False, cwd=str(Path.cwd()))
 
 
 def _versions() -> dict[str, str]:
@@ -136,17 +170,43 @@ def _versions() -> dict[str, str]:
 
 
 @contextmanager
-def _locked(folder: RunFolder) -> Iterator[None]:
-    """Raises ConfigError if another process holds the run."""
+def _locked(folder: RunFolder, say: Callable[[str], None]) -> Iterator[int]:
+    """Yields the descriptor of the lock. Raises ConfigError if another process holds the run."""
     with (folder.path / ".lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ConfigError(
-                f"run {folder.name} in {folder.path} is being trained by process {file.read().strip() or '?'}", "choose run.name=…"
-            ) from None
+        _lock(file, folder, say)
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()
-        yield
+        yield file.fileno()
+
+
+def _lock(file: IO[str], folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Waits, within bounds, if whoever held the run is gone: the reaper keeps the lock until all it has to end has ended."""
+    deadline, waiting = time.monotonic() + _ORPHANS_S, False
+    while not _try_lock(file):
+        file.seek(0)
+        holder = file.read().strip() or "?"
+        if _lives(holder) or time.monotonic() > deadline:
+            raise ConfigError(f"run {folder.name} in {folder.path} is being trained by process {holder}", "choose run.name=…")
+        if not waiting:
+            say(f"waiting for what process {holder}, which is gone, has left running")
+        waiting = True
+        time.sleep(0.1)
+
+
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _lives(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (ValueError, ProcessLookupError):
+        return False
+    return True

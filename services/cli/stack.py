@@ -5,10 +5,13 @@ Redis first, then env (it checks the data), then trainer, rollout servers and or
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,11 +20,12 @@ from services.cli import ports
 from services.cli.layout import RunFolder, python_of, variables_of
 from services.cli.processes import Reaper, Spec
 from services.cli.runs import secret, write_json
-from services.cli.supervisor import Kept, Member, Say, keeping
+from services.cli.supervisor import Kept, Member, Patience, Say, keeping
+from shared import boot
 from shared.access import Role, token_for
 from shared.clients.base import HttpClient
 from shared.config import Loaded
-from shared.errors import QueueUnavailable, VolleyError
+from shared.errors import ConfigError, QueueUnavailable, VolleyError
 from shared.queue import client as redis_client
 from shared.queue import server as redis_server
 from shared.schema import Services, TokenFiles
@@ -29,8 +33,10 @@ from shared.schema import Services, TokenFiles
 _ENVIRONMENT_OF = {"env": "base", "orchestrator": "base", "rollout": "rollout", "trainer": "trainer"}
 _START_S = {"redis": 30.0, "env": 120.0, "orchestrator": 120.0, "rollout": 900.0, "trainer": 900.0}
 """How long a process may take to answer for the first time, in seconds: model loading and compiling included."""
-_STOP_S = {"trainer": 60.0}
-"""How long a process may take to stop, in seconds (others: the default): a trainer finishes the checkpoint it is writing."""
+_STOP_MARGIN_S = 5.0
+"""How much longer we wait than a service needs that ends by itself when its grace and its cleanup are over, in seconds."""
+_QUEUE_FREE_S = 20.0
+"""How long a server of a supervisor that was killed may take to leave the queue's folder, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,39 +45,69 @@ class Stack:
 
     urls: dict[str, str]
     token: str | None
+    ca_file: Path | None
     kept: list[Kept]
 
     def client(self, name: str, timeout_s: float = 5.0) -> HttpClient:
-        return HttpClient(self.urls[name], token=self.token, timeout_s=timeout_s)
+        return HttpClient(self.urls[name], token=self.token, timeout_s=timeout_s, ca_file=self.ca_file)
+
+
+@dataclass(frozen=True, slots=True)
+class Seams:
+    """What a harness puts in the place of services, and between them.
+
+    `modules`: by service, the program to run instead, in the environment `base`. `reach`: from the name and the address of a
+    process to the address at which other services reach it.
+    """
+
+    modules: Mapping[str, str] = field(default_factory=dict[str, str])
+    reach: Callable[[str, str], str] = lambda name, url: url
 
 
 @asynccontextmanager
-async def running(loaded: Loaded, folder: RunFolder, reaper: Reaper, say: Say) -> AsyncIterator[Stack]:
+async def running(
+    loaded: Loaded, folder: RunFolder, reaper: Reaper, say: Say, patience: Patience, seams: Seams = Seams()
+) -> AsyncIterator[Stack]:
     """All services of the run, answering. Raises VolleyError, also inside an ExceptionGroup."""
-    builder = _Builder(loaded, folder)
-    redis = [] if builder.redis is None else [builder.redis_member(builder.redis)]
-    await builder.check_redis()
-    async with (
-        keeping(redis, reaper, say) as first,
-        keeping(builder.members("env"), reaper, say) as second,
-        keeping(builder.members("trainer", "rollout", "orchestrator"), reaper, say) as third,
-    ):
-        yield Stack(builder.urls, builder.token, [*first, *second, *third])
+    with ExitStack() as held:
+        locks = () if loaded.config.services.redis_url else (await _queue_lock(held, folder),)
+        builder = _Builder(loaded, folder, seams)
+        redis = [] if builder.redis is None else [builder.redis_member(builder.redis, locks)]
+        await builder.check_redis()
+        async with (
+            keeping(redis, reaper, say, patience) as first,
+            keeping(builder.members("env"), reaper, say, patience) as second,
+            keeping(builder.members("trainer", "rollout", "orchestrator"), reaper, say, patience) as third,
+        ):
+            yield Stack(builder.urls, builder.token, builder.ca_file, [*first, *second, *third])
+
+
+async def _queue_lock(held: ExitStack, folder: RunFolder) -> int:
+    """The lock of the queue's folder, for the server to inherit. Raises ConfigError if an older server does not leave."""
+    deadline = time.monotonic() + _QUEUE_FREE_S
+    while True:
+        try:
+            return held.enter_context(redis_server.folder_lock(folder.redis))
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.2)
 
 
 class _Builder:
     """Turns a configuration into processes. What the supervisor chose (ports, secrets) goes to services.yaml of the run."""
 
-    def __init__(self, loaded: Loaded, folder: RunFolder) -> None:
-        self._folder = folder
+    def __init__(self, loaded: Loaded, folder: RunFolder, seams: Seams) -> None:
+        self._folder, self._seams = folder, seams
         services = loaded.config.services
         self._local = ["env"] * (services.env.url is None) + ["orchestrator", "trainer"] + ["rollout"] * (not services.rollout_urls)
         n_rollout = services.rollout_replicas if "rollout" in self._local else 0
         self._ports = ports.choose(services, loaded.tree.get("services") or {}, n_rollout)
         self.redis = redis_server.prepare(folder.redis) if services.redis_url is None else None
-        self._services = self._resolved(services)
         self.urls = ports.urls(services, {name: self._ports[name] for name in self._local})
-        self.token = token_for(self._services.token_files, Role.VIEWER)
+        self._services = self._resolved(services)
+        self.token, self.ca_file = token_for(self._services.token_files, Role.VIEWER), services.tls.ca_file
+        self._stop_s = services.limits.grace_s + boot.CLEANUP_S + _STOP_MARGIN_S
         self._cpu = loaded.config.rollout.engine.device == "cpu"
         self._write_services()
 
@@ -84,7 +120,7 @@ class _Builder:
                 hint = "start it, or leave services.redis_url out to get an embedded one"
                 raise QueueUnavailable(f"services.redis_url: {error.detail}", hint) from error
 
-    def redis_member(self, spec: redis_server.ServerSpec) -> Member:
+    def redis_member(self, spec: redis_server.ServerSpec, locks: tuple[int, ...]) -> Member:
         async def answers() -> bool:
             try:
                 await _ping(self._services)
@@ -92,33 +128,41 @@ class _Builder:
                 return False
             return True
 
-        return Member(Spec("redis", tuple(spec.argv), dict(os.environ), self._folder.logs / "redis.log"), answers, _START_S["redis"])
+        log = self._folder.logs / "redis.log"
+        return Member(Spec("redis", tuple(spec.argv), dict(os.environ), log, inherits=locks), answers, _START_S["redis"])
 
     def members(self, *kinds: str) -> list[Member]:
         return [self._member(kind, i) for kind in kinds if kind in self._local for i in range(len(self._ports[kind]))]
 
     def _member(self, kind: str, i: int) -> Member:
         name = f"{kind}-{i}" if kind == "rollout" else kind
-        command = [str(python_of(_ENVIRONMENT_OF[kind])), "-P", "-m", f"services.{kind}"]
+        module, url = self._seams.modules.get(kind, f"services.{kind}"), self.urls[name]
+        command = [str(python_of(self._environment_of(kind))), "-P", "-m", module]
         command += ["--config", str(self._folder.config), "--config", str(self._folder.services)]
         command += [f"services.{kind}.port={self._ports[kind][i]}"]
-        url = self.urls[name]
-        spec = Spec(name, tuple(command), self._environment(kind), self._folder.logs / f"{name}.log", _STOP_S.get(kind, 15.0))
-        return Member(spec, lambda: _is_healthy(url), _START_S[kind])
+        reached = self._seams.reach(name, url)
+        command += [f"services.{kind}.url={reached}"] if reached != url else []
+        spec = Spec(name, tuple(command), self._variables(kind), self._folder.logs / f"{name}.log", self._stop_s)
+        return Member(spec, lambda: _is_healthy(url, self.ca_file), _START_S[kind])
 
-    def _environment(self, kind: str) -> dict[str, str]:
-        return variables_of(_ENVIRONMENT_OF[kind], cpu=self._cpu)
+    def _environment_of(self, kind: str) -> str:
+        return "base" if kind in self._seams.modules else _ENVIRONMENT_OF[kind]
+
+    def _variables(self, kind: str) -> dict[str, str]:
+        return variables_of(self._environment_of(kind), cpu=self._cpu)
 
     def _resolved(self, services: Services) -> Services:
         update: dict[str, Any] = {
             name: getattr(services, name).model_copy(update={"port": numbers[0]}) for name, numbers in self._ports.items() if numbers
         }
+        if "env" in update and (reached := self._seams.reach("env", self.urls["env"])) != self.urls["env"]:
+            update["env"] = update["env"].model_copy(update={"url": reached})
         if self.redis is not None:
             password = self._folder.secrets / "redis"
             password.unlink(missing_ok=True)
             with open(os.open(password, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(self.redis.password)
-            update |= {"redis_url": f"redis://127.0.0.1:{self.redis.port}/0", "redis_password_file": password}
+            update |= {"redis_url": self._seams.reach("redis", f"redis://127.0.0.1:{self.redis.port}/0"), "redis_password_file": password}
         if services.token_files == TokenFiles():
             update["token_files"] = TokenFiles(**{role: secret(self._folder, f"token_{role}") for role in TokenFiles.model_fields})
         return services.model_copy(update=update)
@@ -126,19 +170,20 @@ class _Builder:
     def _write_services(self) -> None:
         tree = {"services": self._services.model_dump(mode="json")}
         self._folder.services.write_text(yaml.safe_dump(tree, sort_keys=True))
-        write_json(self._folder.processes, {"urls": self.urls, "token_files": self._services.token_files.model_dump(mode="json")})
+        token_files = self._services.token_files.model_dump(mode="json")
+        write_json(self._folder.processes, {"urls": self.urls, "token_files": token_files, "ca_file": self.ca_file})
 
 
 async def _ping(services: Services) -> None:
     assert services.redis_url is not None
-    client = redis_client.connect(services.redis_url, services.redis_password_file)
+    client = redis_client.connect(services.redis_url, services.redis_password_file, services.tls.ca_file)
     async with client:
         with redis_client.translated():
             await client.ping()  # pyright: ignore[reportGeneralTypeIssues] - typed for both the sync and the async client
 
 
-async def _is_healthy(url: str) -> bool:
-    async with HttpClient(url, timeout_s=2.0) as client:
+async def _is_healthy(url: str, ca_file: Path | None) -> bool:
+    async with HttpClient(url, timeout_s=2.0, ca_file=ca_file) as client:
         try:
             await client.get("/health", attempts=1)
         except VolleyError:

@@ -1,4 +1,4 @@
-"""`volley train`: the local supervisor. Starts every service, shows progress, ends with a report.
+"""`volley train`, or `volley up`: the local supervisor. Starts every service, shows progress, ends with a report.
 
 Whatever happens – the run finishes, a service fails, Ctrl-C, SIGTERM, a second Ctrl-C, kill -9 – nothing started here is left.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -17,8 +18,8 @@ from services.cli import report, stack
 from services.cli.layout import RunFolder
 from services.cli.processes import Reaper
 from services.cli.progress import Progress
-from services.cli.runs import Record, claimed, read_record, write_record
-from services.cli.supervisor import ServiceFailed
+from services.cli.runs import Claim, Record, claimed, read_record, stored, write_record
+from services.cli.supervisor import Patience, ServiceFailed
 from shared import config
 from shared.clients.base import HttpClient
 from shared.config import Loaded
@@ -39,15 +40,33 @@ class Stopped(Exception):
 
 
 def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
-    """Raises VolleyError; otherwise returns the exit code."""
-    loaded = config.load(paths, overrides)
+    """A new run, or one with this configuration that goes on. Raises VolleyError; otherwise returns the exit code."""
+    return _train(config.load(paths, overrides))
+
+
+def resume(run_dir: Path, overrides: Sequence[str]) -> int:
+    """Goes on with the run in this folder; one that is finished is only reported. Raises as `main`.
+
+    Relative paths in its configuration count from the directory in which it was started, if that still exists.
+    """
+    loaded, record = stored(run_dir, overrides)
+    if record.finished and not overrides:
+        say(f"run {loaded.config.run.name} is finished")
+        return report.main(run_dir)
+    if Path(record.cwd).is_dir():
+        os.chdir(record.cwd)
+    return _train(loaded)
+
+
+def _train(loaded: Loaded) -> int:
     check_inputs(loaded)
-    with claimed(loaded) as (folder, record):
+    with claimed(loaded) as claim:
+        folder, record = claim.folder, claim.record
         started = time.monotonic()
         try:
-            asyncio.run(_supervised(loaded, folder))
+            asyncio.run(_supervised(loaded, claim))
         except Stopped as stopped:
-            say(f"stopped by {stopped}; everything it started has ended. The same command continues run {folder.name}.")
+            say(f"stopped by {stopped}; everything it started has ended. `volley up {folder.path}` continues run {folder.name}.")
             return stopped.exit_code
         except BaseExceptionGroup as group:
             raise first_error(group) from None
@@ -107,13 +126,13 @@ def finish(folder: RunFolder, record: Record) -> int:
     return 0
 
 
-async def _supervised(loaded: Loaded, folder: RunFolder) -> None:
+async def _supervised(loaded: Loaded, claim: Claim) -> None:
     """Returns when the run is finished. Raises Stopped, VolleyError, or a group of them."""
-    started = time.monotonic()
+    started, folder = time.monotonic(), claim.folder
     say(f"run {folder.name} in {folder.path}: starting services (logs in {folder.logs})")
     progress = Progress(folder, loaded.config.trainer.max_steps, say)
-    with Reaper.running() as reaper:
-        async with _stopping_on_signal(reaper.kill_all), stack.running(loaded, folder, reaper, say) as running:
+    with Reaper.running(holds=[claim.lock]) as reaper:
+        async with _stopping_on_signal(reaper.kill_all), stack.running(loaded, folder, reaper, say, Patience()) as running:
             say(f"all services answer after {time.monotonic() - started:.1f} s")
             await follow(running, folder, progress)
 

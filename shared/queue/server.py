@@ -93,13 +93,34 @@ def running(spec: ServerSpec, ready_s: float = 20.0, stop_s: float = 10.0) -> It
         ConfigError: another server uses the folder.
         QueueUnavailable: it did not become ready in `ready_s` seconds; the message ends with its last log lines.
     """
-    with _folder_lock(spec) as lock, spec.log.open("ab") as log:
+    with folder_lock(spec.folder) as lock, spec.log.open("ab") as log:
         process = subprocess.Popen(spec.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,), process_group=0)
     try:
         _wait_ready(spec, process, ready_s)
         yield process
     finally:
         _stop(process, stop_s)
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[int]:
+    """Makes the folder (mode 0700) and yields a locked file descriptor. Not inherited unless passed on (`pass_fds`).
+
+    A server that inherits it keeps the lock for as long as it lives, whatever becomes of the caller.
+
+    Raises:
+        ConfigError: another server uses the folder, or it cannot be written.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise ConfigError(f"cannot write the queue's folder {folder}: {error.strerror}") from error
+    try:
+        _lock(lock, folder)
+        yield lock
+    finally:
+        os.close(lock)
 
 
 @contextmanager
@@ -170,17 +191,6 @@ def _write_private(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
-
-
-@contextmanager
-def _folder_lock(spec: ServerSpec) -> Iterator[int]:
-    """Yields a locked file descriptor; a child that inherits it keeps the lock for as long as it lives."""
-    lock = os.open(spec.folder / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        _lock(lock, spec.folder)
-        yield lock
-    finally:
-        os.close(lock)
 
 
 def _lock(descriptor: int, folder: Path) -> None:

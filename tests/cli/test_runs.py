@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.cli import runs
-from services.cli.layout import RunFolder
+from services.cli.layout import PROJECT, RunFolder
 from services.cli.train import fresh_name
 from shared.config import Loaded, validate
 from shared.errors import ConfigError
@@ -26,7 +29,7 @@ def claim(wanted: Loaded) -> None:
 
 
 def test_a_new_run_records_what_it_is(tmp_path: Path) -> None:
-    with runs.claimed(loaded(tmp_path)) as (folder, record):
+    with runs.claimed(loaded(tmp_path)) as (folder, record, _):
         assert (record.seed, record.finished) == (0, False)
         assert {"volley", "python", "jax", "sglang-jax"} <= record.versions.keys()
     assert "env: e" in folder.config.read_text()
@@ -34,9 +37,9 @@ def test_a_new_run_records_what_it_is(tmp_path: Path) -> None:
 
 
 def test_it_is_continued_by_the_same_configuration_wherever_its_services_listen(tmp_path: Path) -> None:
-    with runs.claimed(loaded(tmp_path)) as (folder, record):
+    with runs.claimed(loaded(tmp_path)) as (folder, record, _):
         runs.write_record(folder, dataclasses.replace(record, elapsed_s=12.0))
-    with runs.claimed(loaded(tmp_path, services={"env": {"port": 9}}, trainer={"max_steps": 10})) as (_, again):
+    with runs.claimed(loaded(tmp_path, services={"env": {"port": 9}}, trainer={"max_steps": 10})) as (_, again, _):
         assert again.elapsed_s == 12.0
 
 
@@ -47,7 +50,7 @@ def test_another_configuration_is_refused_by_its_keys(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_says_so(tmp_path: Path) -> None:
-    with runs.claimed(loaded(tmp_path)) as (folder, record):
+    with runs.claimed(loaded(tmp_path)) as (folder, record, _):
         runs.write_record(folder, dataclasses.replace(record, finished=True))
     with pytest.raises(ConfigError, match="is finished"), runs.claimed(loaded(tmp_path)):
         pass
@@ -56,6 +59,97 @@ def test_a_finished_run_says_so(tmp_path: Path) -> None:
 def test_two_processes_cannot_train_one_run(tmp_path: Path) -> None:
     with runs.claimed(loaded(tmp_path)), pytest.raises(ConfigError, match="is being trained by process"):
         claim(loaded(tmp_path))
+
+
+KILLED = """
+import asyncio, os, pathlib, signal, sys
+from services.cli import runs
+from services.cli.processes import Child, Reaper, Spec
+from shared import config
+async def main(lock):
+    with Reaper.running(holds=[lock]) as reaper:
+        stubborn = ("/bin/sh", "-c", "trap 'sleep 1; exit' TERM; touch $0; while :; do sleep 0.05; done", sys.argv[2])
+        await Child.start(Spec("child", stubborn, dict(os.environ), pathlib.Path(sys.argv[2] + ".log")), reaper)
+        while not pathlib.Path(sys.argv[2]).exists():
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+with runs.claimed(config.load([sys.argv[1]])) as claim:
+    asyncio.run(main(claim.lock))
+"""
+
+
+def test_a_run_whose_supervisor_was_killed_is_taken_up_when_its_processes_have_ended(tmp_path: Path) -> None:
+    config, started = tmp_path / "c.yaml", tmp_path / "started"
+    config.write_text(loaded(tmp_path).to_yaml())
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(config), str(started)], cwd=PROJECT, timeout=60, check=False)
+    assert killed.returncode == -9
+    said: list[str] = []
+    with runs.claimed(loaded(tmp_path), said.append):
+        assert not processes_with(str(started))
+    assert len(said) == 1
+
+
+def processes_with(argument: str) -> list[str]:
+    """Process ids by what is on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if argument.encode() in (path / "cmdline").read_bytes().split(b"\0"):
+                found.append(path.name)
+    return found
+
+
+def test_a_run_is_continued_from_its_folder_wherever_that_is(tmp_path: Path) -> None:
+    claim(loaded(tmp_path / "here", trainer={"max_steps": 3}))
+    (tmp_path / "here").rename(tmp_path / "there")
+    again, record = runs.stored(tmp_path / "there" / "r")
+    assert again.config.trainer.max_steps == 3
+    assert record.cwd == str(Path.cwd())
+    with runs.claimed(again) as (folder, _, _):
+        assert folder.path == tmp_path / "there" / "r"
+
+
+def broken(folder: Path, what: str) -> Path:
+    claim(loaded(folder))
+    run = folder / "r"
+    match what:
+        case "missing":
+            return folder / "other"
+        case "no record":
+            (run / "run.json").unlink()
+        case "torn record":
+            (run / "run.json").write_text('{"digest": ')
+        case "torn config":
+            (run / "config.yaml").write_text("run: {name: ")
+        case "no config":
+            (run / "config.yaml").unlink()
+        case "renamed":
+            return run.rename(folder / "q")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("missing", r"other: no such folder"),
+        ("no record", r"its run\.json is missing"),
+        ("torn record", r"its run\.json cannot be read"),
+        ("torn config", r"config\.yaml is not valid YAML"),
+        ("no config", r"config\.yaml: No such file"),
+        ("renamed", r"q holds the run r"),
+    ],
+)
+def test_a_folder_that_cannot_be_continued_says_why(tmp_path: Path, what: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        runs.stored(broken(tmp_path, what))
+    assert "\n" not in str(raised.value)
+
+
+def test_an_edited_configuration_is_refused(tmp_path: Path) -> None:
+    claim(loaded(tmp_path))
+    (tmp_path / "r" / "config.yaml").write_text(loaded(tmp_path, trainer={"max_steps": 11}).to_yaml())
+    with pytest.raises(ConfigError, match=r"max_steps \(was 10, now 11\)"):
+        claim(runs.stored(tmp_path / "r")[0])
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
@@ -75,7 +169,7 @@ def test_the_quickstart_takes_a_new_name_after_a_finished_run(tmp_path: Path) ->
     config = tmp_path / "c.yaml"
     config.write_text(loaded(tmp_path).to_yaml())
     assert fresh_name([str(config)], []) == ["run.name=r"]
-    with runs.claimed(loaded(tmp_path)) as (folder, record):
+    with runs.claimed(loaded(tmp_path)) as (folder, record, _):
         runs.write_record(folder, dataclasses.replace(record, finished=True))
     assert fresh_name([str(config)], ["run.seed=1"]) == ["run.seed=1", "run.name=r-2"]
     assert fresh_name([str(config)], ["run.name=mine"]) == ["run.name=mine"]

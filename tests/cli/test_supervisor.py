@@ -15,7 +15,9 @@ import pytest
 from services.cli.processes import Reaper, Spec, last_error
 from services.cli.supervisor import Kept, Member, Patience, ServiceFailed, keeping
 from services.cli.train import first_error
-from shared.errors import ConfigError
+from shared.clients.base import HttpClient
+from shared.errors import ConfigError, VolleyError
+from tests.support.net import free_port
 
 LIVES = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
 """Shows with the file in argv[1] that it is up."""
@@ -118,6 +120,81 @@ async def test_restarts_are_bounded(member: Callable[..., Member], reaper: Reape
     error = await fails(member(program), reaper, said, Patience(restarts=2, pause_s=0.01))
     assert "again after 2 restarts" in str(error)
     assert len(said) == 2
+
+
+SLOW_TO_START = """
+import pathlib, sys, time
+up, first = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1] + ".first")
+again = first.exists()
+first.touch()
+time.sleep(1.2 if again else 0)
+up.touch()
+time.sleep(0 if again else 0.7)
+up.unlink()
+sys.exit(1)
+"""
+
+
+async def test_the_time_to_get_ready_is_no_service(member: Callable[..., Member], reaper: Reaper) -> None:
+    """It fails less than once in a window, by the clock, and has hardly served."""
+    error = await fails(member(SLOW_TO_START), reaper, [], Patience(restarts=2, window_s=2.0, pause_s=0.01))
+    assert "again after 2 restarts in 2 s of service" in str(error)
+
+
+async def test_a_process_that_fails_rarely_is_restarted_for_ever(member: Callable[..., Member], reaper: Reaper) -> None:
+    said: list[str] = []
+    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.5); sys.exit(1)"
+    async with keeping([member(program)], reaper, said.append, Patience(restarts=1, window_s=0.2, pause_s=0.01)):
+        await until(lambda: len(said) >= 3)
+    assert set(said) == {"child ended with exit code 1; restarting it in 0.01 s"}
+
+
+async def test_the_pause_between_restarts_grows_up_to_a_bound(member: Callable[..., Member], reaper: Reaper) -> None:
+    said: list[str] = []
+    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.4); sys.exit(1)"
+    await fails(member(program), reaper, said, Patience(restarts=4, pause_s=0.01, longest_pause_s=0.03))
+    assert [line.rpartition(" in ")[2] for line in said] == ["0.01 s", "0.02 s", "0.03 s", "0.03 s"]
+
+
+async def test_an_error_of_an_earlier_process_is_not_blamed(member: Callable[..., Member], reaper: Reaper) -> None:
+    failing = member("import sys; print('out of luck', file=sys.stderr); sys.exit(1)")
+    failing.spec.log.write_text('{"level":"error","event":"old trouble"}\n')
+    error = await fails(failing, reaper, [])
+    assert "out of luck" in str(error)
+    assert "old trouble" not in str(error)
+
+
+SERVES = """
+import http.server, sys, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+async def test_a_process_that_no_longer_answers_is_killed_and_started_again(reaper: Reaper, tmp_path: Path) -> None:
+    port, said = free_port(), list[str]()
+    spec = Spec("web", (sys.executable, "-c", SERVES, str(port)), dict(os.environ), tmp_path / "log")
+
+    async def answers() -> bool:
+        with contextlib.suppress(VolleyError):
+            async with HttpClient(f"http://127.0.0.1:{port}", timeout_s=1.0) as client:
+                return await client.get("/health", attempts=1) == {}
+        return False
+
+    patience = Patience(probe_s=0.3, hung_s=1.5, pause_s=0.01)
+    async with keeping([Member(spec, answers, 20.0)], reaper, said.append, patience) as (kept,):
+        first = pid_of(kept)
+        os.kill(first, signal.SIGSTOP)
+        await until(lambda: pid_of(kept) != first)
+        async with asyncio.timeout(20):
+            while not await answers():
+                await asyncio.sleep(0.05)
+        assert not is_alive(first)
+    assert said == ["web has not answered for 1.5 s; killing it", "web ended with signal 9; restarting it in 0.01 s"]
 
 
 async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from shared.errors import ConfigError, QueueUnavailable
 from shared.queue import server
 from shared.queue.client import command, connect
-from shared.queue.server import ServerSpec, embedded_server, find_binary, prepare, running
+from shared.queue.server import ServerSpec, embedded_server, find_binary, folder_lock, prepare, running
 
 
 async def test_data_survives_a_restart_at_the_same_address(tmp_path: Path):
@@ -53,6 +54,20 @@ def test_two_servers_never_share_a_folder(tmp_path: Path):
     with embedded_server(tmp_path), pytest.raises(ConfigError, match="another server"), embedded_server(tmp_path):
         pass
     with embedded_server(tmp_path):
+        pass
+
+
+def test_a_server_that_inherits_the_lock_holds_it_for_as_long_as_it_lives(tmp_path: Path):
+    spec = prepare(tmp_path)
+    with folder_lock(tmp_path) as lock:
+        orphan = subprocess.Popen(spec.argv, stdout=subprocess.DEVNULL, pass_fds=(lock,))
+    try:
+        with pytest.raises(ConfigError, match="another server"), folder_lock(tmp_path):
+            pass
+    finally:
+        orphan.kill()
+        orphan.wait()
+    with folder_lock(tmp_path):
         pass
 
 

@@ -1,11 +1,14 @@
 """The four ends of a service, each with a real process."""
 
+import json
+import re
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ import pytest
 from tests.support.net import free_port, wait_http
 
 PROGRAM = """
-    import asyncio, sys
+    import asyncio, sys, time
     from contextlib import asynccontextmanager
     from pathlib import Path
     from shared import boot, telemetry
@@ -37,10 +40,16 @@ PROGRAM = """
             @app.get("/slow")
             async def slow():
                 await asyncio.sleep(60)
+            @app.get("/blocking")
+            async def a_handler_that_blocks():
+                time.sleep(1.7)
             async def worker():
                 if mode == "crash":
                     await asyncio.sleep(0.2)
                     raise RuntimeError("boom")
+                if mode == "stuck thread":
+                    (folder / "stuck").touch()
+                    await asyncio.to_thread(time.sleep, 100)
                 try:
                     await asyncio.sleep(60)
                 finally:
@@ -50,6 +59,7 @@ PROGRAM = """
             (folder / "cleaned").touch()
 
     telemetry.configure("env")
+    boot.CLEANUP_S = 2.0
     with boot.bind(config.services.env) as listener:
         raise SystemExit(boot.run(config, open_service, listener))
 """
@@ -110,6 +120,31 @@ def test_open_connections_do_not_delay_the_end_beyond_the_grace(start, tmp_path)
         program.process.send_signal(signal.SIGTERM)
         assert program.end(timeout=10)[0] == 0
     assert (tmp_path / "cleaned").exists()
+
+
+def test_a_thread_that_hangs_does_not_keep_the_process(start, tmp_path):
+    program = start("stuck thread")
+    while not (tmp_path / "stuck").exists():
+        time.sleep(0.01)
+    program.process.send_signal(signal.SIGTERM)
+    code, err = program.end(timeout=30)
+    assert code == 1
+    assert "ended by force" in err
+
+
+def test_a_blocked_loop_is_logged_with_its_stack_and_measured(start):
+    program = start("plain")
+    wait_http(f"http://127.0.0.1:{program.port}/ready")
+    wait_http(f"http://127.0.0.1:{program.port}/blocking")
+    with urllib.request.urlopen(f"http://127.0.0.1:{program.port}/metrics", timeout=10) as answer:
+        metrics = answer.read().decode()
+    program.process.send_signal(signal.SIGTERM)
+    warning = next(event for line in program.end()[1].splitlines() if (event := json.loads(line))["event"] == "event loop blocked")
+    assert warning["stack"][-1].endswith(" a_handler_that_blocks")
+    late = {name: float(value) for name, value in re.findall(r'loop_lag_seconds_bucket{le="([^"]+)"} (\S+)', metrics)}
+    assert late["+Inf"] > late["1.0"]
+    assert "process_resident_memory_bytes" in metrics
+    assert "process_open_fds" in metrics
 
 
 def test_signal_while_starting_ends_with_zero_and_cleanup(start, tmp_path):
