@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from services.env.environments.base import Message, StepResult
+from services.env.environments.base import Fault, Message, StepResult
 from services.env.episodes import Slot
 from shared import http
 from shared.errors import InputError
-
-MAX_CONTENT = 2**20
-"""Characters of one message."""
+from shared.types import MAX_MESSAGE
 
 RequestId = Annotated[str, Field(min_length=1, max_length=200)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+Index = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Body(BaseModel):
@@ -29,15 +28,15 @@ class SplitBody(Body):
 
 class TaskBody(Body):
     split: Name
-    index: int
+    index: Index
 
 
 class RegisterBody(Body):
     """A configured variant of the environment `base`."""
 
-    name: Name
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     base: Name
-    config: dict[str, Any] = {}
+    config: dict[str, JsonValue] = {}
 
 
 class CreateBody(Body):
@@ -46,7 +45,7 @@ class CreateBody(Body):
     request_id: RequestId
     env: Name
     split: Name
-    index: int
+    index: Index
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
 
 
@@ -56,8 +55,8 @@ class AssistantMessage(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     role: Literal["assistant"] = "assistant"
-    content: Annotated[str, Field(max_length=MAX_CONTENT)] | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=64)] | None = None
+    content: Annotated[str, Field(max_length=MAX_MESSAGE)] | None = None
+    tool_calls: Annotated[list[JsonValue], Field(max_length=64)] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:
@@ -75,48 +74,73 @@ class StepBody(Body):
     message: AssistantMessage
 
 
+class Described(BaseModel):
+    """An environment on offer."""
+
+    name: str
+    base: str
+    config: dict[str, Any]
+
+
+class Listed(BaseModel):
+    environments: list[Described]
+
+
+class Counted(BaseModel):
+    num_tasks: int
+
+
+class Named(BaseModel):
+    """`task` is readable: split, index, and a digest of what the task is."""
+
+    task: str
+
+
+class Said(BaseModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class Shown(BaseModel):
+    messages: list[Said]
+
+
 class Created(BaseModel):
+    """`ttl_s` is how long the episode lives when nobody uses it."""
+
     episode_id: str
     task: str
-    messages: list[dict[str, Any]]
+    messages: list[Said]
     tools: list[dict[str, Any]]
     info: dict[str, Any]
     ttl_s: float
 
 
+class StepInfo(BaseModel):
+    """The environment's own fields beside these."""
+
+    reward_components: dict[str, float]
+    success: bool
+    error: Fault | None
+
+
 class Stepped(BaseModel):
-    messages: list[dict[str, Any]]
+    messages: list[Said]
     reward: float
     terminated: bool
     truncated: bool
-    info: dict[str, Any]
+    info: StepInfo
 
 
 async def read[B: Body](request: Request, model: type[B]) -> B:
     """The JSON or msgpack body as `model`; a GET's query string stands for a body. Raises DecodeError, or InputError naming the field."""
     raw = dict(request.query_params) if request.method == "GET" else await http.read_body(request)
     try:
-        return model.model_validate(raw)
+        return model.model_validate(raw, strict=request.method != "GET")
     except ValidationError as error:
         raise InputError("; ".join(_explain(e) for e in error.errors())) from error
-
-
-def documents(model: type[Body]) -> dict[str, Any]:
-    """OpenAPI's description of a body that `read` reads."""
-    schema = model.model_json_schema()
-    whole = _inlined(schema, schema.pop("$defs", {}))
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": whole}}}}
-
-
-def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
-    """`schema` with its references replaced by what they name, so that it can stand inside another document."""
-    if isinstance(schema, list):
-        return [_inlined(item, definitions) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if "$ref" in schema:
-        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
-    return {key: _inlined(value, definitions) for key, value in schema.items()}
 
 
 def created(slot: Slot, ttl_s: float) -> dict[str, Any]:

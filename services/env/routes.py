@@ -10,15 +10,19 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.env.bodies import (
+    Counted,
     CreateBody,
     Created,
+    Described,
+    Listed,
+    Named,
     RegisterBody,
+    Shown,
     SplitBody,
     StepBody,
     Stepped,
     TaskBody,
     created,
-    documents,
     read,
     stepped,
 )
@@ -29,6 +33,7 @@ from services.env.episodes import Request as EpisodeRequest
 from services.env.runner import Runner
 from shared.access import Role
 from shared.http import respond
+from shared.openapi import declares
 
 router = APIRouter()
 ROLES = {
@@ -59,13 +64,18 @@ def _state(request: Request) -> State:
     return request.app.state.env
 
 
-@router.get("/environments", tags=["environments"])
+@router.get("/environments", tags=["environments"], openapi_extra=declares(answer=Listed))
 async def list_environments(request: Request) -> Response:
     """All environments with their settings."""
     return respond(request, {"environments": [entry.describe() for entry in _state(request).catalogue.entries()]})
 
 
-@router.post("/environments", status_code=201, tags=["environments"], openapi_extra=documents(RegisterBody))
+@router.post(
+    "/environments",
+    status_code=201,
+    tags=["environments"],
+    openapi_extra=declares(body=RegisterBody, answer=Described, statuses=(200, 201)),
+)
 async def register_environment(request: Request) -> Response:
     """Adds a configured variant of an environment: 201, or 200 when it exists already with these settings."""
     body = await read(request, RegisterBody)
@@ -73,7 +83,7 @@ async def register_environment(request: Request) -> Response:
     return respond(request, entry.describe(), 201 if new else 200)
 
 
-@router.post("/episodes", status_code=201, tags=["episodes"], response_model=Created, openapi_extra=documents(CreateBody))
+@router.post("/episodes", status_code=201, tags=["episodes"], openapi_extra=declares(body=CreateBody, answer=Created, statuses=(201,)))
 async def create_episode(request: Request) -> Response:
     """Starts an episode of one task. Idempotent by `request_id` for as long as the episode lives."""
     body = await read(request, CreateBody)
@@ -83,7 +93,7 @@ async def create_episode(request: Request) -> Response:
     return respond(request, created(slot, state.episodes.ttl_s), 201)
 
 
-@router.post("/episodes/{episode_id}/step", tags=["episodes"], response_model=Stepped, openapi_extra=documents(StepBody))
+@router.post("/episodes/{episode_id}/step", tags=["episodes"], openapi_extra=declares(body=StepBody, answer=Stepped))
 async def step_episode(request: Request, episode_id: str) -> Response:
     """Answers an assistant message with observation messages, reward, terminated, truncated, info. Idempotent by `request_id`."""
     body = await read(request, StepBody)
@@ -98,7 +108,7 @@ async def delete_episode(request: Request, episode_id: str) -> Response:
     return Response(status_code=204)
 
 
-@router.get("/{env}/splits", tags=["tasks"])
+@router.get("/{env}/splits", tags=["tasks"], openapi_extra=declares(answer={"type": "array", "items": {"type": "string"}}))
 async def list_splits(request: Request, env: str) -> Response:
     return respond(request, list(_state(request).catalogue.get(env).environment.splits))
 
@@ -115,18 +125,17 @@ async def show_task(request: Request, env: str) -> Response:
     return respond(request, {"task": await _slow(request, env, lambda e: e.task(body.split, body.index))})
 
 
-@router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=documents(TaskBody))
+@router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=declares(body=TaskBody, answer=Shown))
 async def demonstrate(request: Request, env: str) -> Response:
     """A solved conversation of one task, ending with the assistant's last message."""
     body = await read(request, TaskBody)
     return respond(request, {"messages": list(await _slow(request, env, lambda e: e.demonstration(body.split, body.index)))})
 
 
-for _path, _handler, _body in (("num_tasks", count_tasks, SplitBody), ("task", show_task, TaskBody)):
-    router.add_api_route(f"/{{env}}/{_path}", _handler, methods=["GET"], tags=["tasks"], operation_id=f"get_{_path}")
-    router.add_api_route(
-        f"/{{env}}/{_path}", _handler, methods=["POST"], tags=["tasks"], operation_id=f"post_{_path}", openapi_extra=documents(_body)
-    )
+for _path, _handler, _body, _answer in (("num_tasks", count_tasks, SplitBody, Counted), ("task", show_task, TaskBody, Named)):
+    for _method, _extra in (("GET", declares(query=_body, answer=_answer)), ("POST", declares(body=_body, answer=_answer))):
+        _id = f"{_method.lower()}_{_path}"
+        router.add_api_route(f"/{{env}}/{_path}", _handler, methods=[_method], tags=["tasks"], operation_id=_id, openapi_extra=_extra)
 
 
 async def _slow(request: Request, env: str, call: Callable[[Environment], Any]) -> Any:
