@@ -4,7 +4,7 @@ BIN := .venvs/base/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check format bench clean
+.PHONY: help install quickstart test check format bench chaos clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ check: install  ## formatting, lint, types, import contracts
 format: install  ## format, and mend what ruff can mend
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
+
+chaos: install  ## kill, pause, wipe, cut everything of a run, and prove that nothing came of it
+	@$(BIN)/volley chaos $(ARGS)
 
 bench: install  ## measure; writes bench.json
 	@$(BIN)/volley bench --json bench.json $(ARGS)

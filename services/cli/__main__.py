@@ -78,6 +78,17 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("--json", action="store_true", help="for programs")
     replay.set_defaults(command=_replay)
 
+    chaos = commands.add_parser("chaos", help="break a run in every way, and require that nothing is lost, doubled or different")
+    chaos.add_argument("--seed", type=int, default=0, metavar="N", help="which faults, when and where (default: 0)")
+    chaos.add_argument("--kills", type=int, default=40, metavar="N", help="SIGKILLs over all services (default: 40)")
+    chaos.add_argument("--wipes", type=int, default=2, metavar="N", help="times that Redis forgets everything (default: 2)")
+    chaos.add_argument("--zombies", type=int, default=3, metavar="N", help="trainers that wake up after they were replaced (default: 3)")
+    chaos.add_argument("--real", action="store_true", help="the real engine and trainer, on a clock, instead of simulated ones")
+    chaos.add_argument("--minutes", type=float, default=3.0, metavar="M", help="how long with --real (default: 3)")
+    chaos.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help="where the run's folder is made (default: runs)")
+    chaos.add_argument("--json", action="store_true", help="for programs")
+    chaos.set_defaults(command=_chaos)
+
     bench = commands.add_parser("bench", help="measure; prints a table")
     bench.add_argument("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
@@ -131,6 +142,16 @@ def _replay(arguments: argparse.Namespace) -> int:
     from services.cli import replay
 
     return replay.main(arguments.run_dir, arguments.from_step, arguments.to_step, arguments.json)
+
+
+def _chaos(arguments: argparse.Namespace) -> int:
+    from services.cli.chaos import command
+    from services.cli.chaos.campaign import Wanted
+    from services.cli.chaos.plan import Amounts
+
+    amounts = Amounts(arguments.kills, arguments.wipes, arguments.zombies)
+    wanted = Wanted(arguments.seed, amounts, arguments.minutes, arguments.dir)
+    return command.main(wanted, real=arguments.real, as_json=arguments.json)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

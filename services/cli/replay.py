@@ -18,15 +18,19 @@ from shared.errors import ConfigError, VolleyError, from_problem
 
 def main(run_dir: Path, first: int, last: int | None, as_json: bool) -> int:
     """Prints the result; 0 if every step came out the same, else 1. Raises ConfigError, VolleyError."""
-    folder = RunFolder(run_dir.absolute())
+    result = replayed(RunFolder(run_dir.absolute()), first, last, show=not as_json)
+    print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() if as_json else told(result))
+    return 0 if result["ok"] else 1
+
+
+def replayed(folder: RunFolder, first: int, last: int | None, *, show: bool) -> dict[str, Any]:
+    """What services.trainer.replay finds; `show` prints a line a step. Raises ConfigError, VolleyError."""
     if not folder.config.exists():
-        raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
+        raise ConfigError(f"{folder.path} is not the folder of a run", "it holds no config.yaml")
     cpu = config.load([folder.config]).config.rollout.engine.device == "cpu"
     command = [str(python_of("trainer")), "-P", "-m", "services.trainer.replay", str(folder.path), "--from-step", str(first)]
     command += [] if last is None else ["--to-step", str(last)]
-    result = _followed(command, variables_of("trainer", cpu=cpu), show=not as_json)
-    print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() if as_json else told(result))
-    return 0 if result["ok"] else 1
+    return _followed(command, variables_of("trainer", cpu=cpu), show=show)
 
 
 def told(result: dict[str, Any]) -> str:

@@ -1,0 +1,197 @@
+"""Whole runs under faults: of simulated services, against the same run without faults; of the real ones, against their replay.
+
+Invariant: nothing started here is left when a run is over, whatever ended it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from services.cli import replay
+from services.cli.chaos import lineage
+from services.cli.chaos import plan as plans
+from services.cli.chaos.arena import Arena, TooLong, open_arena
+from services.cli.chaos.plan import Amounts, Round
+from services.cli.chaos.ports import free_port
+from services.cli.chaos.siege import Log, lay
+from services.cli.chaos.verdict import Evidence, judge, spread
+from services.cli.layout import PROJECT, RunFolder
+from services.cli.runs import claimed
+from services.cli.train import first_error
+from services.cli.verify.command import verify
+from shared import config
+from shared.config import Loaded
+from shared.errors import VolleyError
+
+_SIMULATED, _REAL = PROJECT / "configs/chaos.yaml", PROJECT / "configs/chaos_real.yaml"
+_DEADLINE_S, _REAL_DEADLINE_S = 90.0, 300.0
+_STEPS_A_ROUND, _STEPS_AROUND = 12, 20
+_POLL_S = 0.3
+type Say = Callable[[str], None]
+type Result = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the command line asks for. `minutes` is how long the real stack is besieged; runs are made in `folder`."""
+
+    seed: int
+    amounts: Amounts
+    minutes: float
+    folder: Path
+
+
+@dataclass
+class Outcome:
+    """What became of one run; see `Evidence`."""
+
+    folder: RunFolder
+    log: Log = field(default_factory=Log)
+    proof: dict[str, Any] = field(default_factory=dict[str, Any])
+    stuck: str | None = None
+    unfinished: str | None = None
+
+
+def simulated(wanted: Wanted, say: Say) -> Result:
+    """A run with the planned faults and the same without, compared bit by bit. Raises VolleyError if it cannot be started."""
+    started, rounds, name = time.monotonic(), plans.plan(wanted.seed, wanted.amounts), _name(wanted)
+    steps, planned = _STEPS_AROUND + _STEPS_A_ROUND * len(rounds), sum(map(len, rounds))
+    say(f"{planned} faults in {len(rounds)} rounds, {steps} steps; run {name} in {wanted.folder}")
+    besieged = _run(_load(_SIMULATED, wanted, name, steps), iter(rounds), say, simulated=True, to_the_end=True)
+    say("the same run without faults")
+    calm = _run(_load(_SIMULATED, wanted, f"{name}-calm", steps), iter(()), say, simulated=True, to_the_end=True)
+    unlike = calm.stuck or calm.unfinished
+    unlike = f"the run without faults: {unlike}" if unlike else lineage.difference(besieged.folder, calm.folder)
+    return _result(wanted, besieged, unlike, planned, time.monotonic() - started)
+
+
+def real(wanted: Wanted, say: Say) -> Result:
+    """The real stack for some minutes, stopped in order, then its retained steps replayed. Raises as `simulated`."""
+    started, name = time.monotonic(), _name(wanted)
+    loaded = _load(_REAL, wanted, name)
+    say(f"run {name} in {wanted.folder}, {wanted.minutes:g} minutes of faults")
+    besieged = _run(loaded, _on_the_clock(wanted), say, simulated=False, to_the_end=False)
+    say("replaying its last steps")
+    return _result(wanted, besieged, _replayed(besieged.folder), len(besieged.log.injected), time.monotonic() - started)
+
+
+def _run(loaded: Loaded, rounds: Iterator[Round], say: Say, *, simulated: bool, to_the_end: bool) -> Outcome:
+    """One run. What ends it early is noted; only a run that cannot be started raises."""
+    with claimed(loaded) as claim:
+        outcome = Outcome(claim[0])
+        try:
+            asyncio.run(_besiege(loaded, outcome, rounds, say, simulated=simulated, to_the_end=to_the_end))
+        except BaseExceptionGroup as group:
+            error = first_error(group)
+            if not isinstance(error, VolleyError):
+                raise
+            outcome.unfinished = f"{error}"
+        offline = verify(outcome.folder)
+        outcome.proof = offline if outcome.proof.get("ok", True) else outcome.proof
+    return outcome
+
+
+async def _besiege(loaded: Loaded, outcome: Outcome, rounds: Iterator[Round], say: Say, *, simulated: bool, to_the_end: bool) -> None:
+    deadline_s = _DEADLINE_S if simulated else _REAL_DEADLINE_S
+    async with open_arena(loaded, outcome.folder, simulated=simulated, deadline_s=deadline_s, say=_quietly) as arena:
+        try:
+            await lay(arena, rounds, outcome.log, say)
+            if to_the_end:
+                outcome.unfinished = await _finished(arena)
+        except TooLong as error:
+            outcome.stuck = error.detail
+        outcome.proof = await asyncio.to_thread(verify, outcome.folder)
+
+
+async def _finished(arena: Arena) -> str | None:
+    """Waits for the last step and what follows it, for as long as there is progress; why the run did not finish, or None."""
+    seen, since = arena.newest, time.monotonic()
+    while time.monotonic() - since < arena.deadline_s:
+        state, reason = await arena.run_state()
+        if state == "finished":
+            return None
+        if state == "failed":
+            return reason
+        if arena.newest != seen:
+            seen, since = arena.newest, time.monotonic()
+        await asyncio.sleep(_POLL_S)
+    return f"no progress beyond {seen} in {arena.deadline_s:g} s"
+
+
+def _on_the_clock(wanted: Wanted) -> Iterator[Round]:
+    """Rounds until the time is up, which begins with the first."""
+    services = [name for name in plans.SERVICES if name != "rollout-1"]
+    end: list[float] = []
+
+    def in_time(_: Round) -> bool:
+        end[:] = end or [time.monotonic() + 60 * wanted.minutes]
+        return time.monotonic() < end[0]
+
+    return itertools.takewhile(in_time, plans.endless(wanted.seed, services))
+
+
+def _replayed(folder: RunFolder) -> str | None:
+    """What differs when the archived steps after the oldest retained checkpoint are trained again, or None."""
+    try:
+        result = replay.replayed(folder, min(lineage.retained_steps(folder)), None, show=False)
+    except VolleyError as error:
+        return f"the replay failed: {error}"
+    return None if result["ok"] else replay.told(result)
+
+
+def _load(path: Path, wanted: Wanted, name: str, max_steps: int | None = None) -> Loaded:
+    """Fixed ports, so that a service that is dead for a moment finds its own again."""
+    replicas = config.load([path]).config.services.rollout_replicas
+    ports = {"env": free_port(), "orchestrator": free_port(), "trainer": free_port(), "rollout": free_port(replicas)}
+    overrides = [f"services.{service}.port={port}" for service, port in ports.items()]
+    overrides += [f"run.name={name}", f"run.dir={wanted.folder}", f"run.seed={wanted.seed}"]
+    overrides += [] if max_steps is None else [f"trainer.max_steps={max_steps}"]
+    return config.load([path], overrides)
+
+
+def _name(wanted: Wanted) -> str:
+    return f"chaos-{wanted.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _result(wanted: Wanted, run: Outcome, unlike: str | None, planned: int, elapsed_s: float) -> Result:
+    log = run.log
+    skipped = 0 if run.stuck or run.unfinished else planned - log.recovered
+    evidence = Evidence(run.unfinished, run.stuck, skipped, run.proof, log.zombies, lineage.counting(run.folder, log.zombies), unlike)
+    broken = judge(evidence)
+    return {
+        "ok": not broken,
+        "seed": wanted.seed,
+        "steps": lineage.head(run.folder).step,
+        "elapsed_sec": round(elapsed_s, 1),
+        "faults": dict(sorted(log.counts().items())),
+        "kills": dict(sorted(log.kills().items())),
+        "recovered": log.recovered,
+        "lost": run.proof["lost"],
+        "doubly_trained": run.proof["doubly_trained"],
+        "bit_identical": unlike is None,
+        "recovery_sec": spread(log.recoveries()),
+        "violations": [asdict(one) for one in broken],
+        "machine": _machine(),
+        "run": str(run.folder.path),
+    }
+
+
+def _machine() -> str:
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    return f"{len(os.sched_getaffinity(0))} cores of {model}, {platform.system()} {platform.release()}"
+
+
+def _quietly(_: str) -> None:
+    """What the supervisor says of restarts is no news here."""

@@ -1,0 +1,178 @@
+"""How each fault is done, and undone. Every function returns the monotonic time from which the recovery counts: when a process
+was killed or Redis wiped, or when a pause, a full disk, or a disturbance of a link was over.
+
+Invariant: whatever a fault changed is put back when its function ends, however it ends, except what it killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from services.cli.chaos.arena import Arena, TooLong
+from services.cli.chaos.plan import Fault, Kind
+from services.cli.chaos.ports import free_port
+from services.cli.processes import Child, last_error
+from shared.types import WeightVersion
+
+_AHEAD = 2
+"""Steps that the successor of a zombie makes before the zombie wakes up: as many as the zombie may hold groups for."""
+_DELAY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Zombie:
+    """A trainer that woke up, or went on, after it was replaced. `at` was durable then; `fenced` if it ended itself for that reason."""
+
+    at: WeightVersion
+    fenced: bool
+    last_words: str
+
+
+type Inject = Callable[[Arena, Fault, list[Zombie]], Awaitable[float]]
+
+
+async def kill(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+    """SIGKILL to the one process, not to what it has started."""
+    child, began = _alive(arena, fault.at), time.monotonic()
+    os.kill(child.pid, signal.SIGKILL)
+    await _ended(arena, child, fault.at)
+    return began
+
+
+async def pause(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+    child = _alive(arena, fault.at)
+    os.kill(child.pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(fault.for_s)
+    finally:
+        _wake(child)
+    return time.monotonic()
+
+
+async def flush(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+    """Redis forgets everything and goes on."""
+    began = time.monotonic()
+    await arena.redis("FLUSHALL")
+    return began
+
+
+async def lose(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+    """Redis dies, and its append-only file is gone when it starts again."""
+    child, began = _alive(arena, "redis"), time.monotonic()
+    os.kill(child.pid, signal.SIGSTOP)
+    await asyncio.to_thread(shutil.rmtree, arena.folder.redis / "appendonlydir", ignore_errors=True)
+    os.kill(child.pid, signal.SIGKILL)
+    await _ended(arena, child, "redis")
+    return began
+
+
+async def disk_full(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+    """No file of the trainer may grow, as on a full disk; what it has written stays."""
+    child = _alive(arena, fault.at)
+    _, hard = resource.prlimit(child.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        await asyncio.sleep(fault.for_s)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (hard, hard))
+    return time.monotonic()
+
+
+async def delay(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+    link = arena.links[fault.at]
+    link.delay_s = _DELAY_S
+    try:
+        await asyncio.sleep(fault.for_s)
+    finally:
+        link.resume()
+    return time.monotonic()
+
+
+async def stall(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+    """Nothing passes for a while; then the connections are reset, as by a machine in between that has forgotten them."""
+    link = arena.links[fault.at]
+    link.stall()
+    try:
+        await asyncio.sleep(fault.for_s)
+    finally:
+        link.cut()
+        link.resume()
+    return time.monotonic()
+
+
+async def cut(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+    arena.links[fault.at].cut()
+    return time.monotonic()
+
+
+async def zombie(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+    """A trainer is replaced while it is stopped, and wakes up beside its successor. Both must end themselves in the end: the
+    zombie because of the successor, the successor because of the trainer that the supervisor starts in the zombie's place."""
+    first, before, began = _alive(arena, "trainer"), arena.newest, time.monotonic()
+    os.kill(first.pid, signal.SIGSTOP)
+    second: Child | None = None
+    try:
+        spec = arena.spec("trainer")
+        command = (*spec.command, f"services.trainer.port={free_port()}")
+        second = await Child.start(
+            dataclasses.replace(spec, name="zombie", command=command, log=spec.log.with_name("zombie.log")), arena.reaper
+        )
+        await arena.until(lambda: _replaced(arena, before), "a second trainer did not take over")
+        _wake(first)
+        zombies.append(await _fenced(arena, first, before))
+        zombies.append(await _fenced(arena, second, arena.newest))
+    finally:
+        _wake(first)
+        if second is not None:
+            second.kill()
+            await second.stop()
+    return began
+
+
+INJECT: Mapping[Kind, Inject] = {
+    "kill": kill,
+    "pause": pause,
+    "flush": flush,
+    "lose": lose,
+    "zombie": zombie,
+    "disk_full": disk_full,
+    "delay": delay,
+    "stall": stall,
+    "cut": cut,
+}
+
+
+def _alive(arena: Arena, name: str) -> Child:
+    return arena.child(name)
+
+
+def _wake(child: Child) -> None:
+    if child.exit_code is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGCONT)
+
+
+async def _ended(arena: Arena, child: Child, name: str) -> None:
+    await arena.until(lambda: child.exit_code is not None, f"{name} did not die")
+
+
+def _replaced(arena: Arena, before: WeightVersion) -> bool:
+    return arena.newest.epoch > before.epoch and arena.newest.step >= before.step + _AHEAD
+
+
+async def _fenced(arena: Arena, child: Child, at: WeightVersion) -> Zombie:
+    """Waits until the trainer has ended by itself; one that does not is a zombie that was not fenced."""
+    with contextlib.suppress(TooLong):
+        await arena.until(lambda: child.exit_code is not None, "a replaced trainer did not end")
+    words = last_error(child.spec.log, child.log_start)
+    return Zombie(at, child.exit_code == 1 and "Fenced" in words, words)

@@ -1,0 +1,134 @@
+"""Which faults, at which services, in which order: a pure function of the seed.
+
+A round is a set of faults that overlap; the next one begins when all services of the last are ready again and the run has
+made steps since. Invariants: two faults at one service of a round come one after the other; a round ends trainers at most
+once on purpose, because a group that several trainers died with counts as poison; a zombie is never made while Redis forgets,
+which would fence its successor too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+type Kind = Literal["kill", "pause", "flush", "lose", "zombie", "disk_full", "delay", "stall", "cut"]
+SERVICES = ("redis", "env", "trainer", "orchestrator", "rollout-0", "rollout-1")
+LINKS = ("redis", "env", "rollout-0", "rollout-1")
+WIPES: tuple[Kind, ...] = ("flush", "lose")
+_SPREAD_S = 0.8
+_LINK_FAULTS: tuple[Kind, ...] = ("delay", "stall", "cut")
+_KILLS_A_STORM = 8
+_LONG_PAUSE_S = {"redis": 16.0, "rollout-0": 12.0, "rollout-1": 12.0, "orchestrator": 12.0, "env": 12.0}
+"""Longer than the socket time-out of Redis' clients, than a server's registration, than a ticket's lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`at` is the service, or the link to it. It begins `after_s` into its round; what has a length takes `for_s`."""
+
+    kind: Kind
+    at: str
+    after_s: float = 0.0
+    for_s: float = 0.0
+
+
+type Round = tuple[Fault, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """How many kills, wipes of Redis, and zombie trainers a whole plan has; the other kinds come along."""
+
+    kills: int
+    wipes: int
+    zombies: int
+
+
+def plan(seed: int, amounts: Amounts) -> list[Round]:
+    """The rounds of a run that has an end."""
+    dice = random.Random(f"chaos {seed}")
+    storms = max(amounts.wipes, -(-max(0, amounts.kills - 5 * amounts.zombies) // _KILLS_A_STORM), 1)
+    rounds: list[list[Fault]] = [[_zombie(dice)] for _ in range(amounts.zombies)]
+    rounds += [[] for _ in range(storms)]
+    wipes: list[Kind] = [WIPES[i % 2] if i < amounts.wipes else "kill" for i in range(storms)]
+    dice.shuffle(wipes)
+    n_kills = 0
+    for faults, wipe in zip(rounds[amounts.zombies :], wipes, strict=True):
+        faults.append(_fault(dice, wipe, "redis"))
+        faults.append(_fault(dice, "kill", "trainer"))
+        n_kills += (wipe != "flush") + 1
+    dice.shuffle(rounds)
+    for i in range(max(0, amounts.kills - n_kills)):
+        rounds[i % len(rounds)].append(_fault(dice, "kill", _light(dice)))
+    for faults in rounds:
+        faults += [_pause(dice), _fault(dice, dice.choice(_LINK_FAULTS), dice.choice(LINKS))]
+    quiet = [_disk_full(dice) for _ in range(max(1, len(rounds) // 10))]
+    quiet += [
+        [Fault("pause", name, 0.0, _LONG_PAUSE_S[name])] for name in dice.sample(sorted(_LONG_PAUSE_S), min(3, 1 + len(rounds) // 15))
+    ]
+    for one in quiet:
+        rounds.insert(dice.randrange(len(rounds) + 1), one)
+    return [_in_order(faults) for faults in rounds]
+
+
+def endless(seed: int, services: Sequence[str]) -> Iterator[Round]:
+    """Small rounds, one after the other, in which every kind and every service gets its turn; for a run on a clock.
+
+    Args: services: those there are; links and faults of others are left out.
+    """
+    dice = random.Random(f"chaos {seed}")
+    while True:
+        heavy = [
+            _fault(dice, "kill", "trainer"),
+            _zombie(dice),
+            _fault(dice, "flush", "redis"),
+            _fault(dice, "lose", "redis"),
+            *_disk_full(dice),
+        ]
+        light = [_fault(dice, "kill", name) for name in services if name not in ("trainer",)]
+        light += [_pause(dice, services)] + [_fault(dice, kind, dice.choice([x for x in LINKS if x in services])) for kind in _LINK_FAULTS]
+        dice.shuffle(heavy)
+        dice.shuffle(light)
+        for i, first in enumerate(heavy):
+            beside = [
+                fault for fault in light[i :: len(heavy)] if not (first.kind == "zombie" and fault.at == "redis" and fault.kind == "kill")
+            ]
+            yield _in_order([first, *beside])
+
+
+def counts(rounds: Iterable[Round]) -> Counter[str]:
+    """How many faults of each kind; both ways to wipe Redis are `wipe`."""
+    return Counter("wipe" if fault.kind in WIPES else str(fault.kind) for faults in rounds for fault in faults)
+
+
+def kills(rounds: Iterable[Round]) -> Counter[str]:
+    """How many SIGKILLs each service gets."""
+    return Counter(fault.at for faults in rounds for fault in faults if fault.kind in ("kill", "lose"))
+
+
+def _in_order(faults: Iterable[Fault]) -> Round:
+    return tuple(sorted(faults, key=lambda fault: fault.after_s))
+
+
+def _fault(dice: random.Random, kind: Kind, at: str) -> Fault:
+    length_s = round(dice.uniform(0.3, 2.0), 3) if kind in ("delay", "stall") else 0.0
+    return Fault(kind, at, round(dice.uniform(0.0, _SPREAD_S), 3), length_s)
+
+
+def _light(dice: random.Random) -> str:
+    return dice.choice(("env", "orchestrator", "rollout-0", "rollout-1"))
+
+
+def _pause(dice: random.Random, services: Sequence[str] = SERVICES) -> Fault:
+    return Fault("pause", dice.choice(services), round(dice.uniform(0.0, _SPREAD_S), 3), round(dice.uniform(0.1, 3.0), 3))
+
+
+def _zombie(dice: random.Random) -> Fault:
+    return Fault("zombie", "trainer", round(dice.uniform(0.0, 0.3), 3))
+
+
+def _disk_full(dice: random.Random) -> list[Fault]:
+    return [Fault("disk_full", "trainer", round(dice.uniform(0.0, _SPREAD_S), 3), round(dice.uniform(0.5, 2.0), 3))]

@@ -1,0 +1,99 @@
+"""Carries out rounds of faults, one after the other, and notes how long everything took to come back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from services.cli.chaos.arena import Arena, Seen, TooLong
+from services.cli.chaos.faults import INJECT, Zombie
+from services.cli.chaos.plan import WIPES, Fault, Round
+
+_STEPS_BETWEEN = 2
+"""Durable steps between two rounds: a group that is delivered is trained within so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Injected:
+    """`began` and `over` are monotonic; `recovery_s` is until the service, or the one at the end of the link, was ready again."""
+
+    fault: Fault
+    began: float
+    over: float
+    recovery_s: float
+
+
+@dataclass
+class Log:
+    """What was done, and what came of it. `rounds` counts those that the run recovered from."""
+
+    injected: list[Injected] = field(default_factory=list[Injected])
+    zombies: list[Zombie] = field(default_factory=list[Zombie])
+    durable: list[Seen] = field(default_factory=list[Seen])
+    rounds: int = 0
+    recovered: int = 0
+
+    def counts(self) -> Counter[str]:
+        return Counter("wipe" if one.fault.kind in WIPES else str(one.fault.kind) for one in self.injected)
+
+    def kills(self) -> Counter[str]:
+        return Counter(one.fault.at for one in self.injected if one.fault.kind in ("kill", "lose"))
+
+    def recoveries(self) -> dict[str, list[float]]:
+        """Seconds by service, and for `run` until the next durable step."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for one in self.injected:
+            found[one.fault.at].append(one.recovery_s)
+            ahead = self._next_step_s(one.over)
+            if ahead is not None:
+                found["run"].append(ahead)
+        return dict(found)
+
+    def _next_step_s(self, at: float) -> float | None:
+        """From `at` until a step became durable that was not before."""
+        before = max((seen.version.step for seen in self.durable if seen.at <= at), default=0)
+        return next((seen.at - at for seen in self.durable if seen.at > at and seen.version.step > before), None)
+
+
+async def lay(arena: Arena, rounds: Iterable[Round], log: Log, say: Callable[[str], None]) -> None:
+    """Returns after the last round's recovery. Raises TooLong if there is one that the run does not recover from."""
+    log.durable = arena.durable
+    await arena.until_step(1, "the run made no step")
+    for number, faults in enumerate(rounds, start=1):
+        say(f"step {arena.newest.step:>4}, round {number}: {', '.join(f'{fault.kind} {fault.at}' for fault in faults)}")
+        await _round(arena, faults, log)
+        log.rounds += 1
+        log.recovered += len(faults)
+
+
+async def _round(arena: Arena, faults: Round, log: Log) -> None:
+    turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+    names = ", ".join(f"{fault.kind} {fault.at}" for fault in faults)
+    try:
+        async with asyncio.TaskGroup() as group:
+            for fault in faults:
+                group.create_task(_one(arena, fault, turns[fault.at], log))
+    except* TooLong as errors:
+        raise TooLong(f"after {names}: {_reasons(errors)}") from None
+    for name in arena.services:
+        await arena.until_ready(name)
+    base = arena.newest.step
+    await arena.until_step(base + _STEPS_BETWEEN, f"after {names}: the run did not get beyond {arena.newest}")
+
+
+async def _one(arena: Arena, fault: Fault, turn: asyncio.Lock, log: Log) -> None:
+    """A fault at a service that is ready, and its recovery."""
+    await asyncio.sleep(fault.after_s)
+    async with turn:
+        await arena.until_ready(fault.at)
+        began = time.monotonic()
+        over = await INJECT[fault.kind](arena, fault, log.zombies)
+        await arena.until_ready(fault.at)
+        log.injected.append(Injected(fault, began, over, time.monotonic() - over))
+
+
+def _reasons(errors: BaseExceptionGroup[TooLong]) -> str:
+    return "; ".join(dict.fromkeys(str(error) for error in errors.exceptions))
