@@ -29,6 +29,7 @@ from shared.types import WeightVersion
 
 type OpenEngine = Callable[[EngineSpec], AbstractAsyncContextManager[Engine]]
 
+_BODY_BYTES, _TOKEN_BYTES = 2**18, 16
 _log = Log("rollout")
 
 
@@ -46,25 +47,24 @@ async def open_rollout(settings: RolloutSettings, open_engine: OpenEngine = open
     tokens = read_tokens(settings.token_files)
     async with open_engine(settings.engine) as engine:
         _log.info("engine ready", boot_s=engine.info.boot_s, pid=engine.info.pid, kv_tokens=engine.info.max_total_tokens)
-        updates = Updates(engine, settings.weights_root, model, settings.update_mode, _first_version(settings))
-        generation = Generation(engine, settings.limits.grace_s)
+        updates = Updates(
+            engine, settings.weights_root, model, settings.run, settings.update_mode, _first_version(settings), settings.engine.dtype
+        )
+        generation = Generation(engine, settings.limits.grace_s, updates.why_not_ready)
         app = build_app(settings, engine, updates, generation, tokens)
-        workers = [engine.wait_closed, updates.watch, generation.drain, lambda: metrics.observe(engine)]
+        workers = [engine.wait_closed, updates.watch, updates.guard, generation.drain, lambda: metrics.observe(engine)]
         if settings.redis_url is None:
             yield Service(app, workers)
             return
-        async with connect(settings.redis_url, settings.redis_password_file) as redis:
+        async with connect(settings.redis_url, settings.redis_password_file, settings.ca_file) as redis:
             heartbeat = _heartbeat(Registry(redis, settings.run), settings, updates, generation)
             yield Service(app, [*workers, heartbeat])
 
 
 def build_app(settings: RolloutSettings, engine: Engine, updates: Updates, generation: Generation, tokens: Tokens | None) -> FastAPI:
     """The HTTP face of any engine."""
-
-    def ready() -> str | None:
-        return "the server is stopping" if generation.draining else updates.why_not_ready()
-
-    app = create_app("rollout", limits=settings.limits, tokens=tokens, ready=ready, roles={**routes.ROLES, **openai.ROLES})
+    limits = settings.limits.model_copy(update={"max_body_bytes": _longest_body(settings)})
+    app = create_app("rollout", limits=limits, tokens=tokens, ready=generation.why_not, roles={**routes.ROLES, **openai.ROLES})
     tokenizer = _tokenizer(Path(settings.engine.model_path))
     app.state.rollout = routes.State(engine, generation, updates, settings.engine, tokenizer)
     app.include_router(routes.router)
@@ -76,12 +76,17 @@ def _heartbeat(registry: Registry, settings: RolloutSettings, updates: Updates, 
     """A worker that keeps the server's record in Redis while it can be routed to."""
 
     def current() -> Server | None:
-        if generation.draining or updates.current is None:
+        if generation.why_not() is not None or updates.current is None:
             return None
         epoch = _epoch(updates.current)
         return Server(settings.server_id, settings.url, updates.current, settings.engine.max_running_requests, epoch)
 
     return lambda: registry.heartbeat(current)
+
+
+def _longest_body(settings: RolloutSettings) -> int:
+    """In bytes: no prompt that fits the context needs more, and many may arrive at once."""
+    return min(settings.limits.max_body_bytes, _BODY_BYTES + _TOKEN_BYTES * settings.engine.context_length)
 
 
 def _epoch(version: str) -> int:

@@ -1,15 +1,22 @@
-"""Running requests for HTTP: drain, client disconnects, and answers in SGLang's shape."""
+"""Running requests for HTTP: admission, drain, client disconnects, and answers in SGLang's shape."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.rollout import metrics
 from services.rollout.engine.protocol import Engine, FinishReason, GenerateRequest, GenerateResult
-from shared.errors import Unavailable
+from shared.errors import InputError, Unavailable
+
+CROWD = 16
+"""So many times the requests that run at once may be in the service; those that do not run wait in the engine's queue."""
+SILENT_S = 5.0
+_ABORT_S = 2.0
+_FULL_RETRY_S = 2.0
 
 type Receive = Callable[[], Awaitable[Any]]
 
@@ -22,31 +29,69 @@ class ClientGone(Exception):
 class Generation:
     """Everything that runs requests goes through here.
 
+    Args:
+        wrong: why what the engine serves cannot be used, or None. Asked before a request is run, and again before its answer
+            leaves: what was sampled meanwhile by weights that turned out wrong is nobody's data.
+
     After `drain` begins new requests are refused; running ones may end within half of the grace and are then ended with
     what they have.
     """
 
     engine: Engine
     grace_s: float
+    wrong: Callable[[], str | None]
     draining: bool = field(default=False, init=False)
+    n_requests: int = field(default=0, init=False)
 
-    async def run(self, request: GenerateRequest, receive: Receive | None = None) -> GenerateResult:
-        """Runs one request; `receive` is the ASGI channel that tells when the client goes away.
-
-        Raises Unavailable while draining, ClientGone (the engine has then been told to stop), and what `Engine.generate` raises.
-        """
+    def why_not(self) -> str | None:
+        """What keeps requests from being routed here, or None."""
         if self.draining:
-            raise Unavailable("the server is stopping", "send the request to another server")
-        if receive is None:
-            result = await self.engine.generate(request)
-        else:
-            result = await self._watched(request, receive)
-        metrics.count(result)
-        return result
+            return "the server is stopping"
+        if self.engine.silent_s >= SILENT_S:
+            return f"the engine has been silent for {self.engine.silent_s:g} s"
+        return self.wrong()
 
-    async def _watched(self, request: GenerateRequest, receive: Receive) -> GenerateResult:
+    async def run(self, requests: Sequence[GenerateRequest], receive: Receive | None = None) -> list[GenerateResult]:
+        """Runs requests side by side; `receive` is the ASGI channel that tells when the client goes away.
+
+        Raises Unavailable while requests must not be routed here or too many are here already, ClientGone (the engine has then
+        been told to stop), and what `Engine.generate` raises.
+        """
+        self._admit(len(requests))
+        self.n_requests += len(requests)
+        try:
+            results = await (self._all(requests) if receive is None else self._watched(requests, receive))
+        finally:
+            self.n_requests -= len(requests)
+        if (wrong := self.wrong()) is not None:
+            raise Unavailable(wrong)
+        for result in results:
+            metrics.count(result)
+        return results
+
+    def _admit(self, n: int) -> None:
+        if (reason := self.why_not()) is not None:
+            raise Unavailable(reason, "send the request to another server")
+        limit = CROWD * self.engine.info.max_running_requests
+        if n > limit:
+            raise InputError(f"{n} samples of one prompt are more than the {limit} requests this server takes at once")
+        if self.n_requests + n > limit:
+            raise Unavailable(f"{self.n_requests} requests run or wait here, at most {limit} may", retry_after_s=_FULL_RETRY_S)
+
+    async def _all(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
+        """If one fails, the others are aborted."""
+        if len(requests) == 1:
+            return [await self.engine.generate(requests[0])]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.engine.generate(request)) for request in requests]
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _watched(self, requests: Sequence[GenerateRequest], receive: Receive) -> list[GenerateResult]:
         """Cancels the generation when the client disconnects: the engine would go on for nobody."""
-        generating = asyncio.ensure_future(self.engine.generate(request))
+        generating = asyncio.ensure_future(self._all(requests))
         listening = asyncio.ensure_future(_disconnect(receive))
         try:
             await asyncio.wait({generating, listening}, return_when=asyncio.FIRST_COMPLETED)
@@ -65,7 +110,9 @@ class Generation:
         except asyncio.CancelledError:
             self.draining = True
             await asyncio.sleep(self.grace_s / 2)
-            await self.engine.abort(None)
+            with contextlib.suppress(TimeoutError):  # an engine that hangs is killed when it is closed
+                async with asyncio.timeout(_ABORT_S):
+                    await self.engine.abort(None)
             raise
 
 

@@ -13,6 +13,7 @@ TOKENS = Counter("volley_rollout_tokens", "Tokens handled", ["kind"], registry=R
 FINISHED = Counter("volley_rollout_requests", "Requests ended", ["finish"], registry=REGISTRY)
 STAGE_SECONDS = Histogram("volley_rollout_stage_seconds", "Verifying and loading weights", buckets=_BUCKETS, registry=REGISTRY)
 PAUSE_SECONDS = Histogram("volley_rollout_pause_seconds", "Decoding stood still for a commit", buckets=_BUCKETS, registry=REGISTRY)
+DISTRUSTED = Counter("volley_rollout_weights_distrusted", "Times that what served was not what was loaded", registry=REGISTRY)
 _REQUESTS = Gauge("volley_rollout_engine_requests", "Requests in the engine", ["state"], registry=REGISTRY)
 _FREE = Gauge("volley_rollout_free_kv_tokens", "Free slots of the key/value pool", registry=REGISTRY)
 _STEPS = Gauge("volley_rollout_steps", "Steps since the start", ["kind"], registry=REGISTRY)

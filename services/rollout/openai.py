@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from typing import Any, Literal
@@ -103,9 +102,8 @@ async def _sample(request: Request, state: State, body: Sampling, prompt: list[i
     room = max(1, intake.room(state.info) - len(ids))
     limit = body.max_completion_tokens or body.max_tokens or min(default_new or room, room)
     requests = [intake.build(ids, _sampling(body, limit, state, i), None, state.info) for i in range(body.n)]
-    receive = request.receive if body.n == 1 else None
     try:
-        return list(await asyncio.gather(*(state.generation.run(r, receive) for r in requests)))
+        return await state.generation.run(requests, request.receive)
     except ClientGone:
         return None
 

@@ -67,7 +67,7 @@ async def generate(request: Request, state: Rollout) -> Response:
         body = _with_ids(body, state)
     wanted = intake.generate_request(body, state.info)
     try:
-        result = await state.generation.run(wanted, request.receive)
+        (result,) = await state.generation.run([wanted], request.receive)
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED)
     return respond(request, answer(result, arrays=_wants_arrays(request)))
@@ -84,7 +84,7 @@ async def stage(request: Request, state: Rollout) -> Response:
 async def commit(request: Request, state: Rollout) -> Response:
     """Makes the staged `version` serve, between two steps; `base_version` guards against a wrong current one."""
     body = await read_body(request)
-    base = body.get("base_version")
+    base = _text(body, "base_version") if body.get("base_version") is not None else None
     return respond(request, _committed(await state.updates.commit(_text(body, "version"), base, _mode(body))))
 
 

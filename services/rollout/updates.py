@@ -1,52 +1,63 @@
 """New weights into the engine: pushed by the trainer, or found on disk by a server that is late or missed a push.
 
-Invariants: one update at a time; a file is verified against its manifest before it is loaded; a version that fails leaves
-the serving one as it is; staging or committing a version that is already staged or serving is a success without work, so
-a push and the watcher may meet.
+Invariants: one update at a time; files are verified against their manifest before they are loaded and again after; a
+version that fails leaves the serving one as it is; a server never goes back, except with a run that was begun anew;
+staging or committing a version that is already staged or serving is a success without work, so a push and the watcher may
+meet. What the engine computes with is judged by its own arrays, after every commit and every `AUDIT_S`: weights that
+are not those that were loaded are as good as none, and no answer leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from services.rollout import metrics
-from services.rollout.engine.protocol import CommitMode, CommitResult, Engine, StagedWeights
+from services.rollout.engine.proof import check_probe
+from services.rollout.engine.protocol import CommitMode, CommitResult, Engine, Live, StagedWeights
+from services.rollout.examine import examine, parse
 from shared import telemetry, weights
-from shared.errors import Conflict, DecodeError, Forbidden, VolleyError, WeightsError
+from shared.errors import Conflict, Forbidden, Unavailable, VolleyError, WeightsError
 from shared.types import WeightVersion
-from shared.weights import Manifest
 
 POLL_S = 1.0
 RETRY_BAD_S = 30.0
-_MODEL_KEYS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "rope_theta",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-)
+AUDIT_S = 30.0
+STAGE_S = 600.0
+MAX_WAITING = 8
 _log = telemetry.Log("weights")
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Weights that wait beside the serving ones; `timings` are durations in seconds."""
+    """Weights that were loaded from `path`: how to know them again, and `timings`, durations in seconds."""
 
+    path: Path
     version: str
     digest: str
+    checksum: str
     timings: Mapping[str, float]
+    probe_logprobs: np.ndarray | None = None
+
+    def judge(self, live: Live, dtype: str) -> str | None:
+        """What speaks against `live` being these weights."""
+        if live.version != self.version:
+            return f"the engine says that it serves {live.version}"
+        if live.checksum != self.checksum:
+            return f"the engine computes with other arrays: checksum {live.checksum}, {self.checksum} was loaded"
+        if self.probe_logprobs is not None and live.logprobs is not None:
+            try:
+                check_probe(live.logprobs, self.probe_logprobs, dtype)
+            except WeightsError as error:
+                return str(error)
+        return None
 
 
 @dataclass
@@ -56,26 +67,40 @@ class Updates:
     Args:
         root: the only folder weights are read from; None refuses every update.
         model: the engine's own config.json.
+        run: the run whose weights are taken.
         current: the version the engine serves from the start, if any.
+        dtype: the engine's.
 
-    `_passed` is the newest version of the run that the watcher need not look at.
+    `_passed` is the newest version of the run that the watcher need not look at, `_floor` the newest that ever served, `_wrong`
+    why what serves cannot be trusted.
     """
 
     engine: Engine
     root: Path | None
     model: Mapping[str, Any]
+    run: str
     default_mode: CommitMode = "retract"
     current: str | None = None
+    dtype: str = "float32"
     staged: Staged | None = None
-    digest: str | None = None
+    _serving: Staged | None = None
+    _wrong: str | None = None
     _passed: str | None = None
+    _floor: WeightVersion | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _n_waiting: int = 0
     _bad: dict[Path, tuple[float, str]] = field(default_factory=dict[Path, tuple[float, str]])
+
+    @property
+    def digest(self) -> str | None:
+        return self._serving.digest if self._serving else None
 
     def why_not_ready(self) -> str | None:
         """None once weights serve; else what is missing."""
         if self.current is not None:
             return None
+        if self._wrong is not None:
+            return self._wrong
         if self._bad:
             path, (_, reason) = next(reversed(self._bad.items()))
             return f"weights {path.name} cannot be loaded: {reason}"
@@ -84,19 +109,19 @@ class Updates:
     async def stage(self, path: str) -> Staged:
         """Loads the checkpoint `path` (its manifest, its folder, or a Hugging Face folder).
 
-        Raises Forbidden, WeightsError or OutOfMemory; then nothing is staged.
+        Raises Forbidden, WeightsError, Conflict, Unavailable or OutOfMemory; then nothing is staged.
         """
-        async with self._lock:
+        async with self._turn():
             return await self._stage(self._confined(path))
 
     async def commit(self, version: str, base_version: str | None, mode: CommitMode | None) -> CommitResult:
-        """Raises Conflict if `version` is not staged, or `base_version` is not what serves."""
-        async with self._lock:
+        """Raises Conflict if `version` is not staged, or `base_version` is not what serves; WeightsError if it then does not serve."""
+        async with self._turn():
             return await self._commit(version, base_version, mode)
 
     async def update(self, path: str, mode: CommitMode | None) -> tuple[Staged, CommitResult]:
         """`stage` and `commit`."""
-        async with self._lock:
+        async with self._turn():
             staged = await self._stage(self._confined(path))
             return staged, await self._commit(staged.version, None, mode)
 
@@ -109,11 +134,28 @@ class Updates:
                 _log.warning("update failed", detail=str(error), current=self.current)
             await asyncio.sleep(POLL_S)
 
+    async def guard(self) -> None:
+        """Worker: audits what serves."""
+        while True:
+            await asyncio.sleep(AUDIT_S)
+            await self.audit()
+
+    async def audit(self) -> None:
+        """Weights that are not those that were loaded no longer serve; the watcher loads them again."""
+        async with self._lock:
+            if self._serving is not None and self.current is not None:
+                found = self._serving.judge(await self.engine.audit(), self.dtype)
+                if found is not None:
+                    self._distrust(self.current, found)
+
     async def catch_up(self) -> None:
         """Loads the newest version if it is newer; one that failed is tried again after 30 s. Raises as `stage`."""
         assert self.root is not None
         newest = await asyncio.to_thread(weights.newest, self.root)
-        if newest is None or not _newer(newest.name, self._passed):
+        if newest is None:
+            return
+        await self._follow_a_new_beginning(newest)
+        if not _newer(newest.name, self._passed):
             return
         if self._bad.get(newest, (-RETRY_BAD_S, ""))[0] > time.monotonic() - RETRY_BAD_S:
             return
@@ -125,11 +167,20 @@ class Updates:
             raise
         self._bad.clear()
 
+    async def _follow_a_new_beginning(self, newest: Path) -> None:
+        """A run always keeps its newest version: where that is older than ours, and ours is gone, the folder was emptied."""
+        if self._serving is None or self._floor is None or WeightVersion.parse(newest.name) >= self._floor:
+            return
+        if not await asyncio.to_thread(self._serving.path.exists):
+            async with self._lock:
+                _log.warning("the run was begun anew", newest=newest.name, current=self.current)
+                self.current = self.staged = self._serving = self._passed = self._floor = None
+
     def _now_passed(self) -> str | None:
         """Weights that someone loaded by a name of their own stay until the run publishes something newer than it has now."""
         assert self.root is not None
         newest = weights.newest(self.root)
-        named_by_run = self.current is not None and _parse(self.current) is not None
+        named_by_run = self.current is not None and parse(self.current) is not None
         return self.current if named_by_run or newest is None else newest.name
 
     def _confined(self, path: str) -> Path:
@@ -137,76 +188,82 @@ class Updates:
             raise Forbidden("this server takes no weights", "start it with a run's configuration")
         return weights.confined(self.root, path)
 
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        if self._n_waiting >= MAX_WAITING:
+            raise Unavailable(f"{self._n_waiting} weight updates wait already")
+        self._n_waiting += 1
+        try:
+            async with asyncio.timeout(STAGE_S), self._lock:
+                yield
+        except TimeoutError as error:
+            raise Unavailable(f"the weight update did not end within {STAGE_S:g} s") from error
+        finally:
+            self._n_waiting -= 1
+
     async def _stage(self, path: Path) -> Staged:
         start = time.perf_counter()
-        found = await asyncio.to_thread(_examine, path, self.model)
-        if self.current == found.version and self.digest == found.digest:
-            return Staged(found.version, found.digest, {})
-        if self.staged is not None and (self.staged.version, self.staged.digest) == (found.version, found.digest):
-            return self.staged
-        verified = time.perf_counter() - start
+        found = await asyncio.to_thread(examine, path, self.model, self.run)
+        await asyncio.to_thread(self._fence, found)
+        for known in (self._serving, self.staged):
+            if known is not None and (known.version, known.digest) == (found.version, found.digest):
+                return known
+        verify_s = time.perf_counter() - start
         self.staged = None
-        timings = await self.engine.stage(found)
-        self.staged = Staged(found.version, found.digest, {"verify_s": verified, **timings})
+        loaded = await self.engine.stage(found)
+        start_again = time.perf_counter()
+        again = await asyncio.to_thread(examine, path, self.model, self.run)
+        if (again.version, again.digest) != (found.version, found.digest):
+            raise WeightsError(f"{found.version} changed while it was loaded")
+        timings = {"verify_s": verify_s + time.perf_counter() - start_again, **loaded.timings}
+        self.staged = Staged(path, found.version, found.digest, loaded.checksum, timings, found.probe_logprobs)
         metrics.STAGE_SECONDS.observe(time.perf_counter() - start)
-        _log.info("weights staged", version=found.version, **self.staged.timings)
+        _log.info("weights staged", version=found.version, **timings)
         return self.staged
 
+    def _fence(self, found: StagedWeights) -> None:
+        """Raises Conflict for weights that the run has left behind: an older trainer may still be sending them."""
+        version = parse(found.version)
+        if version is None:
+            return
+        assert self.root is not None
+        newest = weights.newest(self.root)
+        if newest is not None and WeightVersion.parse(newest.name).epoch > version.epoch:
+            raise Conflict(f"{found.version} is of an earlier epoch than {newest.name}, the run's newest")
+        if self._floor is not None and version < self._floor:
+            raise Conflict(f"{found.version} is older than {self._floor}, which has served", "a server of a run only moves forward")
+        if self._serving is not None and found.version == self.current and found.digest != self.digest:
+            raise Conflict(f"{found.version} serves already, with another digest", "a version is published once")
+
     async def _commit(self, version: str, base_version: str | None, mode: CommitMode | None) -> CommitResult:
-        if version == self.current and (self.staged is None or self.staged.version != version):
-            return CommitResult(version, version, 0, 0, 0.0)
-        if self.staged is None or self.staged.version != version:
-            waiting = self.staged.version if self.staged else "nothing"
+        staged = self.staged
+        if version == self.current and (staged is None or staged.version != version):
+            live = Live(version, self._serving.checksum if self._serving else "")
+            return CommitResult(version, version, 0, 0, 0.0, live)
+        if staged is None or staged.version != version:
+            waiting = staged.version if staged else "nothing"
             raise Conflict(f"{version} is not staged (staged: {waiting}, serving: {self.current})", "POST /weights/stage first")
         if base_version is not None and base_version != self.current:
             raise Conflict(f"{version} builds on {base_version}, but {self.current} is serving")
         result = await self.engine.commit(version, mode or self.default_mode)
-        self.current, self.digest, self.staged = version, self.staged.digest, None
+        wrong = staged.judge(result.live, self.dtype)  # no await before: not one answer passes in between
+        if wrong is not None:
+            self._distrust(version, wrong)
+            raise WeightsError(f"{version} was committed, but {wrong}", "the server takes no requests until weights serve as loaded")
+        self.current, self._serving, self.staged, self._wrong = version, staged, None, None
+        self._floor = parse(version) or self._floor
         self._passed = await asyncio.to_thread(self._now_passed)
         metrics.PAUSE_SECONDS.observe(result.pause_s)
         _log.info("weights committed", version=version, previous=result.previous, continued=result.continued, pause_s=result.pause_s)
         return result
 
-
-def _examine(path: Path, model: Mapping[str, Any]) -> StagedWeights:
-    """Verifies a checkpoint without loading it. Blocks on disk. Raises WeightsError or Forbidden."""
-    folder = path.parent if path.name == weights.MANIFEST else path
-    if not (folder / weights.MANIFEST).is_file():
-        return _hugging_face(folder)
-    manifest = weights.read_manifest(folder)
-    if manifest.kind != "full":
-        raise WeightsError(f"{manifest.version} is of kind {manifest.kind!r}; this server loads full weights")
-    _same_model(manifest, model)
-    weights.verify_files(folder, manifest)
-    digest = hashlib.sha256("".join(f.name + f.blake3 for f in manifest.files).encode()).hexdigest()
-    staged = StagedWeights(str(weights.confined(folder, manifest.path)), manifest.version, digest)
-    if manifest.probe is None:
-        return staged
-    ids, logprobs = np.array(manifest.probe.input_ids, np.int32), np.array(manifest.probe.logprobs, np.float32)
-    return replace(staged, probe_ids=ids, probe_logprobs=logprobs)
-
-
-def _hugging_face(folder: Path) -> StagedWeights:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise WeightsError(f"{folder} holds neither {weights.MANIFEST} nor .safetensors files")
-    stamp = "".join(f"{f.name}{f.stat().st_size}{f.stat().st_mtime_ns}" for f in files)
-    return StagedWeights(str(folder), folder.name, hashlib.sha256(stamp.encode()).hexdigest(), "hf")
-
-
-def _same_model(manifest: Manifest, model: Mapping[str, Any]) -> None:
-    for key in _MODEL_KEYS:
-        if key in manifest.model and key in model and manifest.model[key] != model[key]:
-            raise WeightsError(f"{manifest.version} is of another model: {key} is {manifest.model[key]}, this server's is {model[key]}")
+    def _distrust(self, version: str, reason: str) -> None:
+        self.current = self._serving = self.staged = self._passed = None
+        self._wrong = f"{version} does not serve as it was loaded: {reason}"
+        metrics.DISTRUSTED.inc()
+        _log.error("weights distrusted", version=version, reason=reason)
 
 
 def _newer(candidate: str, passed: str | None) -> bool:
-    old = None if passed is None else _parse(passed)
-    return old is None or WeightVersion.parse(candidate) > old
-
-
-def _parse(version: str) -> WeightVersion | None:
-    try:
-        return WeightVersion.parse(version)
-    except DecodeError:
-        return None
+    old, new = None if passed is None else parse(passed), parse(candidate)
+    return old is None or (new is not None and new > old)

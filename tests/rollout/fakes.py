@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,8 @@ from services.rollout.engine.protocol import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    Live,
+    Loaded,
     StagedWeights,
 )
 from shared.errors import WeightsError
@@ -24,12 +27,20 @@ from shared.types import VersionSpan
 @dataclass
 class FakeEngine:
     """Args:
-    hold: while set, requests wait; `broken` names versions that fail to load.
+    hold: while set, requests wait.
+    broken: versions that fail to load.
+    stubborn: acknowledges commits, labels tokens as told, and keeps computing with the arrays it has.
+    on_stage: called while weights load.
     """
 
     version: str | None = None
     hold: bool = False
     broken: set[str] = field(default_factory=set[str])
+    stubborn: bool = False
+    on_stage: Callable[[], None] = lambda: None
+    silent_s: float = 0.0
+    staged: str = ""
+    arrays: str = "none"
     loaded: list[str] = field(default_factory=list[str])
     waiting: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
     info: EngineInfo = field(default_factory=lambda: EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1))
@@ -47,15 +58,22 @@ class FakeEngine:
         spans = (VersionSpan(self.version or "", 0, n),)
         return GenerateResult(request.rid, ids, np.full(n, -0.5, np.float32), finish, spans, len(request.input_ids), 0)
 
-    async def stage(self, weights: StagedWeights) -> dict[str, float]:
+    async def stage(self, weights: StagedWeights) -> Loaded:
+        self.on_stage()
         if weights.version in self.broken:
             raise WeightsError(f"{weights.version} is broken")
         self.loaded.append(weights.version)
-        return {"restore_s": 0.0}
+        self.staged = f"arrays of {weights.digest}"
+        return Loaded(self.staged, {"restore_s": 0.0})
 
     async def commit(self, version: str, mode: CommitMode) -> CommitResult:
         previous, self.version = self.version, version
-        return CommitResult(version, previous, 0, 0, 0.001)
+        if not self.stubborn:
+            self.arrays = self.staged
+        return CommitResult(version, previous, 0, 0, 0.001, await self.audit())
+
+    async def audit(self) -> Live:
+        return Live(self.version, self.arrays)
 
     async def status(self) -> EngineStatus:
         return EngineStatus(current=self.version, running=len(self.waiting))

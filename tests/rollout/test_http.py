@@ -20,13 +20,13 @@ from shared import codec
 from shared.clients.rollout import RolloutClient
 from shared.config import validate
 from shared.errors import Unavailable
-from shared.schema import Limits
+from shared.schema import Limits, TokenFiles
 from tests.rollout.fakes import FakeEngine
 from tests.support import models
 from tests.support.tokenizer import FOLDER
 
 VERSION = "e000001-s000000"
-SETTINGS = RolloutSettings(EngineSpec(str(FOLDER)), None, "retract", "test", "s", "http://x", None, None, None, Limits())
+SETTINGS = RolloutSettings(EngineSpec(str(FOLDER)), None, "retract", "test", "s", "http://x", None, None, TokenFiles(), None, Limits())
 
 
 @pytest.fixture
@@ -35,13 +35,13 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def generation(engine: FakeEngine) -> Generation:
-    return Generation(engine, grace_s=0.2)
+def updates(engine: FakeEngine, tmp_path: Path) -> Updates:
+    return Updates(engine, tmp_path, models.tiny_config(), "test", current=VERSION)
 
 
 @pytest.fixture
-def updates(engine: FakeEngine, tmp_path: Path) -> Updates:
-    return Updates(engine, tmp_path, models.tiny_config(), current=VERSION)
+def generation(engine: FakeEngine, updates: Updates) -> Generation:
+    return Generation(engine, grace_s=0.2, wrong=updates.why_not_ready)
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ async def test_a_client_that_goes_away_cancels_its_request(engine: FakeEngine, g
         return {"type": "http.disconnect"}
 
     with pytest.raises(ClientGone):
-        await generation.run(generate_request({"input_ids": [5]}, engine.info), receive)
+        await generation.run([generate_request({"input_ids": [5]}, engine.info)], receive)
     assert not engine.waiting
 
 
@@ -146,15 +146,15 @@ async def test_a_stopping_server_refuses_work_and_returns_what_it_has(engine: Fa
     engine.hold = True
     wanted = generate_request({"input_ids": [5]}, engine.info)
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(generation.run(wanted))
+        running = group.create_task(generation.run([wanted]))
         drain = group.create_task(generation.drain())
         await asyncio.sleep(0.01)
         drain.cancel()
         await asyncio.sleep(0.01)
         with pytest.raises(Unavailable, match="stopping"):
-            await generation.run(replace(wanted, rid="late"))
-    assert running.result().finish.type == "abort"
-    assert len(running.result().output_ids) == 1
+            await generation.run([replace(wanted, rid="late")])
+    (result,) = running.result()
+    assert (result.finish.type, len(result.output_ids)) == ("abort", 1)
 
 
 def test_settings_come_from_the_runs_configuration(tmp_path: Path) -> None:

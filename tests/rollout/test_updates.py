@@ -23,7 +23,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def updates(engine: FakeEngine, tmp_path: Path) -> Updates:
-    return Updates(engine, tmp_path, CONFIG)
+    return Updates(engine, tmp_path, CONFIG, "test")
 
 
 async def test_the_newest_version_is_found_and_only_once(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ async def test_a_commit_on_the_wrong_base_is_a_conflict(updates: Updates, tmp_pa
 
 async def test_a_server_without_a_root_takes_no_weights(engine: FakeEngine) -> None:
     with pytest.raises(Forbidden):
-        await Updates(engine, None, CONFIG).stage("/etc")
+        await Updates(engine, None, CONFIG, "test").stage("/etc")
 
 
 async def test_weights_loaded_by_hand_stay_until_the_run_goes_on(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ gave the same id, and aborting one id cannot hit another.
 
 The engine lives in a child process so that its Python never shares an interpreter lock with the HTTP server, and so that
 its death is an event and not a crash. Every call waits on a future that the link's messages resolve, and that fails with
-EngineDied when the link closes.
+EngineDied when the link closes. A process that falls silent (see `link`) is killed: no call waits for ever.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
-from services.rollout.engine.link import Message, frame, split
+from services.rollout.engine.link import BEAT_S, Message, frame, split
 from services.rollout.engine.protocol import (
     CommitMode,
     CommitResult,
@@ -33,12 +33,17 @@ from services.rollout.engine.protocol import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    Live,
+    Loaded,
     StagedWeights,
 )
 from shared.errors import Conflict, EngineDied, Unavailable, from_problem
 from shared.types import VersionSpan
 
 CLOSE_GRACE_S = 5.0
+BOOT_S = 1800.0
+SILENCE_S = 30.0
+_PYTHON_START_BEATS = 60
 _NO_CALL = -1  # a message whose answer nobody waits for
 # On a CPU each step allocates and frees large blocks. Kept by the process instead of returned to the kernel they cost no
 # page faults: a step of 64 requests takes a third of the time.
@@ -64,12 +69,17 @@ class SglangEngine(asyncio.Protocol):
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._closing = False
+        self._missed = -_PYTHON_START_BEATS
         self._cause = ""
         self._has_weights = False
 
     @property
     def info(self) -> EngineInfo:
         return self._ready.result()
+
+    @property
+    def silent_s(self) -> float:
+        return max(0, self._missed) * BEAT_S
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         if not self._has_weights:
@@ -100,13 +110,16 @@ class SglangEngine(asyncio.Protocol):
             if future.cancelled():
                 self._send({"op": "abort", "rid": name, "call": _NO_CALL})
 
-    async def stage(self, weights: StagedWeights) -> dict[str, float]:
-        return await self._call("stage", **dataclasses.asdict(weights))
+    async def stage(self, weights: StagedWeights) -> Loaded:
+        return Loaded(**await self._call("stage", **dataclasses.asdict(weights)))
 
     async def commit(self, version: str, mode: CommitMode) -> CommitResult:
-        result = CommitResult(**await self._call("commit", version=version, mode=mode))
+        answer = await self._call("commit", version=version, mode=mode)
         self._has_weights = True
-        return result
+        return CommitResult(**answer | {"live": Live(**answer["live"])})
+
+    async def audit(self) -> Live:
+        return Live(**await self._call("audit"))
 
     async def status(self) -> EngineStatus:
         return EngineStatus(**await self._call("status"))
@@ -126,7 +139,7 @@ class SglangEngine(asyncio.Protocol):
         await self._call("flush")
 
     async def wait_closed(self) -> None:
-        await asyncio.shield(self._ended)
+        await self._attend(self._ended)
 
     async def close(self) -> None:
         """Ends the engine: by closing the link, or by SIGKILL to its process id if it is not up or does not answer."""
@@ -146,7 +159,24 @@ class SglangEngine(asyncio.Protocol):
         """Hands over the spec and returns when the engine is up. Raises EngineDied with its reason."""
         self._has_weights = spec.load_weights
         self._send({"op": "start", "spec": dataclasses.asdict(spec)})
-        await asyncio.shield(self._ready)
+        try:
+            async with asyncio.timeout(BOOT_S):
+                await self._attend(self._ready)
+        except TimeoutError:
+            raise EngineDied(f"the engine did not start within {BOOT_S:g} s", "its log says what it was doing") from None
+
+    async def _attend(self, future: asyncio.Future[Any]) -> None:
+        """Waits; meanwhile kills the process when it has been silent for `SILENCE_S`.
+
+        Silence is counted in periods of this loop in which no beat came, so that time in which the whole service stood still
+        is not held against the engine.
+        """
+        while not (await asyncio.wait({future}, timeout=BEAT_S))[0]:
+            self._missed += 1
+            if self.silent_s >= SILENCE_S:
+                self._cause = f"it was silent for {self.silent_s:g} s and was killed"
+                self._process.kill()
+        future.result()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)
@@ -180,6 +210,8 @@ class SglangEngine(asyncio.Protocol):
                 future = self._calls.pop(message["call"], None)
                 if future is not None and not future.done():
                     _resolve(future, message)
+            case "beat":
+                self._missed = 0
             case "ready":
                 info = {k: tuple(v) if isinstance(v, list) else v for k, v in message["info"].items()}
                 self._ready.set_result(EngineInfo(**info))

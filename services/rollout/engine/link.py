@@ -1,5 +1,8 @@
 """Messages between the service and the engine's process: msgpack frames over a socket pair. Nothing is unpickled.
 
+The engine's process sends `beat` every second from a thread of its own: it is alive while a step compiles for minutes, and
+silent when it is stopped or wedged as a whole.
+
 A frame is a 4-byte little-endian length and a msgpack map with a key `op`. The engine's side is synchronous; when the
 other end closes, `receive` raises EOFError, and the engine ends: it never outlives the service.
 """
@@ -15,6 +18,7 @@ from typing import Any
 
 from shared import codec
 
+BEAT_S = 1.0
 _HEADER = struct.Struct("<I")
 Message = dict[str, Any]
 

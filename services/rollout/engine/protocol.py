@@ -2,17 +2,20 @@
 
 Invariants of every implementation: output ids are exactly the sampled tokens (the stop token included), each with the
 log-probability and the weight version it was sampled with; a failed stage changes nothing; weights change only in
-`commit`, between two steps; the engine's death fails every waiting call with EngineDied.
+`commit`, between two steps; the engine's death fails every waiting call with EngineDied. An engine may be wrong: what it
+says of its weights (`Live`) is computed from the arrays that the next step will use, and the service judges it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
 
 from shared.types import VersionSpan
+from shared.weights import Leaf
 
 CommitMode = Literal["retract", "abort", "in_place"]
 FinishType = Literal["stop", "length", "abort"]
@@ -108,26 +111,47 @@ class GenerateResult:
 class StagedWeights:
     """Weights to stage: `kind` says whether `path` is an Orbax params folder (Tunix's layout) or a Hugging Face folder.
 
-    With a probe (int32[n] ids, float32[n-1] log-probabilities of all but the first) the engine must agree with it.
+    What is read must have exactly the leaves of `tree`, if it is given. With a probe (int32[n] ids, float32[n-1]
+    log-probabilities of all but the first) the engine must agree with it.
     """
 
     path: str
     version: str
     digest: str = ""
     kind: Literal["orbax", "hf"] = "orbax"
+    tree: tuple[Leaf, ...] = ()
     probe_ids: np.ndarray | None = None
     probe_logprobs: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class Loaded:
+    """Staged weights: `checksum` of their arrays, bit for bit; `timings` are durations in seconds."""
+
+    checksum: str
+    timings: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Live:
+    """What the next step will compute with: its label, the checksum of its arrays, and its log-probabilities float32[m] of the
+    first m + 1 tokens of the probe that was staged with the version, if any."""
+
+    version: str | None
+    checksum: str
+    logprobs: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class CommitResult:
-    """What a commit did to the running requests; `pause_s` is how long decoding stood still."""
+    """What a commit did to the running requests; `pause_s` is how long decoding stood still, `live` what serves since."""
 
     version: str
     previous: str | None
     continued: int
     aborted: int
     pause_s: float
+    live: Live
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +176,11 @@ class Engine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
+    @property
+    def silent_s(self) -> float:
+        """How long the engine has not been heard of, in seconds; it may be busy for longer, e.g. compile, without falling silent."""
+        ...
+
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Runs one request to its end. Cancelling the call aborts the request.
 
@@ -159,15 +188,22 @@ class Engine(Protocol):
         """
         ...
 
-    async def stage(self, weights: StagedWeights) -> dict[str, float]:
-        """Loads weights beside the serving ones while decoding goes on; replaces what was staged. Returns durations in seconds.
+    async def stage(self, weights: StagedWeights) -> Loaded:
+        """Loads weights beside the serving ones while decoding goes on; replaces what was staged.
 
         Raises WeightsError (names, shapes, contents or the probe differ) or OutOfMemory; then nothing is staged.
         """
         ...
 
     async def commit(self, version: str, mode: CommitMode) -> CommitResult:
-        """Makes the staged weights serve. Raises Conflict if `version` is not staged."""
+        """Makes the staged weights serve. Raises Conflict if `version` is not staged.
+
+        The result is known before any answer that holds a token of the new weights.
+        """
+        ...
+
+    async def audit(self) -> Live:
+        """What serves now, between two steps."""
         ...
 
     async def status(self) -> EngineStatus: ...

@@ -10,7 +10,6 @@ Invariants: weights change only between two steps; every token is labelled with 
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import jax
@@ -143,8 +142,7 @@ class RolloutScheduler(Scheduler):
     # --- weights and cache ------------------------------------------------------------------------------------------
 
     def swap(self, leaves: list[jax.Array], version: str, mode: str) -> Message:
-        """Makes `leaves` serve as `version`; see `CommitMode`. Returns how many requests went on and ended, and the pause."""
-        start = time.perf_counter()
+        """Makes `leaves` serve as `version`; see `CommitMode`. Returns how many requests went on and ended."""
         retracted = [] if mode == "in_place" else self._retract_all()
         aborted = [req for req in retracted if req.output_ids] if mode == "abort" else []
         for req in aborted:
@@ -155,8 +153,7 @@ class RolloutScheduler(Scheduler):
         self.version = version
         for req in self.waiting_queue:
             req.extra_key = version
-        continued = len(self.live())
-        return {"continued": continued, "aborted": len(aborted), "pause_s": time.perf_counter() - start}
+        return {"continued": len(self.live()), "aborted": len(aborted)}
 
     def flush(self) -> None:
         """Forgets all keys and values; running requests are queued again with their tokens."""

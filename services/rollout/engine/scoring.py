@@ -1,4 +1,4 @@
-"""Log-probabilities of a given text under weights that do not serve yet: is what was loaded what the trainer meant?
+"""Log-probabilities of a given text, under the serving weights or others: are they what the trainer meant?
 
 Runs as one prefill of an already compiled shape: position i is asked for the log-probability of token i + 1.
 """
@@ -13,35 +13,18 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 
 from services.rollout.engine.scheduler import RolloutScheduler
 from services.rollout.engine.step import SamplingRows
-from shared.errors import WeightsError
-
-# How far the engine may be from the trainer's own log-probabilities, as mean |difference|, by dtype of the engine.
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 
 
-def check_probe(scheduler: RolloutScheduler, leaves: list[jax.Array], ids: np.ndarray, expected: np.ndarray) -> float:
-    """Mean |log p - expected| over the probe's tokens 1…; call between two steps.
+def score(scheduler: RolloutScheduler, ids: np.ndarray, leaves: list[jax.Array] | None = None) -> np.ndarray | None:
+    """float32[m]: log-probabilities of tokens 1…m of `ids` (int32[n], n >= 2), each given its prefix; call between two steps.
 
-    Args:
-        ids: int32[n], n >= 2; expected: float32[n-1]. Longer than the engine's largest batch, only the first tokens count.
-
-    Raises:
-        WeightsError: the difference is beyond the tolerance, or not finite.
+    m is n - 1, or less where the engine's largest batch is; an engine that runs one request at a time cannot tell: None.
+    `leaves` are weights to use instead of the serving ones.
     """
     n = min(len(ids), scheduler.max_running_requests, scheduler.model_config.context_len)
-    logprobs = _score(scheduler, leaves, np.asarray(ids[:n], np.int32))
-    difference = float(np.abs(logprobs - expected[: n - 1]).mean())
-    limit = TOLERANCE[str(jax.numpy.dtype(scheduler.model_config.dtype))]
-    if not difference <= limit:
-        raise WeightsError(
-            f"the weights' fingerprint differs: mean |Δ log p| {difference:.3g} on the probe, at most {limit:g} allowed",
-            "trainer and engine disagree about the model or the checkpoint is damaged",
-        )
-    return difference
-
-
-def _score(scheduler: RolloutScheduler, leaves: list[jax.Array], ids: np.ndarray) -> np.ndarray:
-    n, page = len(ids), scheduler.page_size
+    if n < 2:
+        return None
+    ids, page = np.asarray(ids[:n], np.int32), scheduler.page_size
     allocator = scheduler.token_to_kv_pool_allocator
     slots = allocator.alloc(-(-n // page) * page)
     if slots is None:

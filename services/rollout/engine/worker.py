@@ -18,7 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from services.rollout.engine.link import Link, Message
+from services.rollout.engine.link import BEAT_S, Link, Message
+from services.rollout.engine.proof import check_probe
 from services.rollout.engine.protocol import BASE_VERSION, EngineSpec
 from shared.errors import Conflict, OutOfMemory, VolleyError, WeightsError, problem
 from shared.telemetry import Log, configure
@@ -33,18 +34,21 @@ class _Staged:
     version: str
     digest: str
     leaves: list[Any]
+    probe_ids: Any
 
 
 class Worker:
     """Answers messages; the scheduler runs between them. Staging threads only read disk and fill new device arrays."""
 
-    def __init__(self, link: Link, scheduler: Any) -> None:
+    def __init__(self, link: Link, scheduler: Any, dtype: str) -> None:
         from services.rollout.engine.scheduler import RolloutScheduler
 
-        self._link = link
+        self._link, self._dtype = link, dtype
         self._scheduler: RolloutScheduler = scheduler
         self._staged: _Staged | None = None
+        self._loading = -1
         self._digest = ""
+        self._probe_ids: Any = None
         self._loaded: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -66,7 +70,7 @@ class Worker:
         if op == "generate":
             self._scheduler.add(message)
         elif op == "stage":
-            self._staged = None
+            self._staged, self._loading = None, message["call"]
             threading.Thread(target=self._load, args=(message,), daemon=True).start()
         else:
             self._reply(message["call"], lambda: getattr(self, f"_on_{op}")(message))
@@ -83,7 +87,7 @@ class Worker:
         from services.rollout.engine.staging import load_leaves
 
         try:
-            leaves, timings = load_leaves(self._scheduler.runner, message["path"], message["kind"])
+            leaves, timings = load_leaves(self._scheduler.runner, message["path"], message["kind"], message["tree"])
         except Exception as error:  # noqa: BLE001 - whatever fails here concerns these weights, not the engine
             failure = _as_weights_error(error, message["version"])
             self._loaded.put(lambda: self._reply(message["call"], lambda: _throw(failure)))
@@ -91,23 +95,39 @@ class Worker:
             self._loaded.put(lambda: self._reply(message["call"], lambda: self._keep(message, leaves, timings)))
         self._link.wake()
 
-    def _keep(self, message: Message, leaves: list[Any], timings: dict[str, float]) -> dict[str, float]:
-        from services.rollout.engine.scoring import check_probe
+    def _keep(self, message: Message, leaves: list[Any], timings: dict[str, float]) -> Message:
+        from services.rollout.engine.checksum import checksum
+        from services.rollout.engine.scoring import score
 
-        if message["probe_ids"] is not None:
-            start = time.perf_counter()
-            check_probe(self._scheduler, leaves, message["probe_ids"], message["probe_logprobs"])
-            timings["probe_s"] = time.perf_counter() - start
-        self._staged = _Staged(message["version"], message["digest"], leaves)
-        return timings
+        if message["call"] != self._loading:
+            raise Conflict(f"{message['version']} was overtaken by weights that were staged later")
+        start, ids = time.perf_counter(), message["probe_ids"]
+        logprobs = None if ids is None else score(self._scheduler, ids, leaves)
+        if logprobs is not None:
+            check_probe(logprobs, message["probe_logprobs"], self._dtype)
+        loaded = {"checksum": checksum(leaves), "timings": timings}
+        timings["probe_s"] = time.perf_counter() - start
+        self._staged = _Staged(message["version"], message["digest"], leaves, ids)
+        return loaded
 
     def _on_commit(self, message: Message) -> Message:
         staged, current = self._staged, self._scheduler.version
         if staged is None or staged.version != message["version"]:
             raise Conflict(f"{message['version']} is not staged (staged: {staged.version if staged else 'nothing'})", "stage it first")
+        start = time.perf_counter()
         counts = self._scheduler.swap(staged.leaves, staged.version, message["mode"])
-        self._staged, self._digest = None, staged.digest
-        return {"version": staged.version, "previous": current, **counts}
+        self._staged, self._digest, self._probe_ids = None, staged.digest, staged.probe_ids
+        live = self._on_audit(message)
+        return {"version": staged.version, "previous": current, **counts, "live": live, "pause_s": time.perf_counter() - start}
+
+    def _on_audit(self, _: Message) -> Message:
+        """From what the next step takes, not from what was staged."""
+        from services.rollout.engine.checksum import checksum
+        from services.rollout.engine.scoring import score
+
+        scheduler = self._scheduler
+        logprobs = None if self._probe_ids is None else score(scheduler, self._probe_ids)
+        return {"version": scheduler.version, "checksum": checksum(scheduler.runner.model_state_leaves), "logprobs": logprobs}
 
     def _on_status(self, _: Message) -> Message:
         scheduler = self._scheduler
@@ -159,12 +179,20 @@ def _bind_life_to_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def beat(link: Link) -> None:
+    """Thread: lets the service know that this process runs, also while a step compiles."""
+    while True:
+        link.send({"op": "beat"})
+        time.sleep(BEAT_S)
+
+
 def main(fd: int) -> int:
     """Boots and serves; the exit code."""
     configure("rollout-engine")
     _bind_life_to_parent()
     start = time.perf_counter()
     link = Link(socket.socket(fileno=fd))
+    threading.Thread(target=beat, args=(link,), daemon=True).start()
     try:
         (message,) = link.receive(60.0)
         spec = EngineSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in message["spec"].items()})
@@ -183,7 +211,7 @@ def _boot(spec: EngineSpec, link: Link) -> tuple[Worker, Message]:
 
     scheduler = build_scheduler(spec, link, BASE_VERSION if spec.load_weights else None)
     precompile(scheduler, spec)
-    return Worker(link, scheduler), describe(scheduler, spec)
+    return Worker(link, scheduler, spec.dtype), describe(scheduler, spec)
 
 
 if __name__ == "__main__":
