@@ -12,7 +12,9 @@
     ├── Unavailable             try again later (also: a deadline passed)                  503
     │   ├── ServiceUnreachable  another service did not answer
     │   ├── QueueUnavailable    Redis did not answer
-    │   └── OutOfMemory         weights or an episode do not fit                           507
+    │   ├── RateLimited         the service has enough to do now                           429
+    │   ├── OutOfMemory         weights or an episode do not fit                           507
+    │   └── StorageFull         a disk, a quota or a file size limit is used up            507
     ├── Fenced                  a newer trainer has taken over; this one has to stop       409
     ├── WeightsError            digest, tree or fingerprint of a checkpoint differs        422
     └── EngineDied              the inference engine is gone; the process has to end       500
@@ -23,6 +25,7 @@ error as a problem body (RFC 9457), made by `problem` and read back by `from_pro
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 
@@ -96,8 +99,16 @@ class QueueUnavailable(Unavailable):
     title = "Queue unavailable"
 
 
+class RateLimited(Unavailable):
+    status, title = 429, "Too many requests"
+
+
 class OutOfMemory(Unavailable):
     status, title = 507, "Out of memory"
+
+
+class StorageFull(Unavailable):
+    status, title = 507, "Storage full"
 
 
 class Fenced(VolleyError):
@@ -110,6 +121,20 @@ class WeightsError(VolleyError):
 
 class EngineDied(VolleyError):
     status, title = 500, "Engine died"
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error of a group to report: the first of the project's own, if there is any."""
+    leaves = list(_leaves(group))
+    return next((error for error in leaves if isinstance(error, VolleyError)), leaves[0])
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
 
 
 _BY_NAME: dict[str, type[VolleyError]] = {}
@@ -146,9 +171,9 @@ def from_problem(status: int, body: dict[str, Any]) -> VolleyError:
 
 
 def _by_status(status: int) -> type[VolleyError]:
-    exact = {400: DecodeError, 401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 413: TooLarge, 507: OutOfMemory}
+    exact = {400: DecodeError, 401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 413: TooLarge, 429: RateLimited, 507: OutOfMemory}
     if status in exact:
         return exact[status]
-    if status in (408, 429, 502, 503, 504):
+    if status in (408, 502, 503, 504):
         return Unavailable
     return InputError if 400 <= status < 500 else VolleyError

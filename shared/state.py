@@ -16,7 +16,7 @@ import orjson
 from shared.errors import WeightsError
 from shared.queue.progress import Progress
 from shared.types import WeightVersion
-from shared.weights import File, Manifest, digest, read_manifest, verify_files
+from shared.weights import File, Manifest, digest, read_manifest, verify_files, versions
 
 SCHEMA = 1
 STATE, OPTIMIZER = "state.json", "optimizer"
@@ -120,6 +120,16 @@ def verify(folder: Path) -> tuple[Manifest, TrainerState]:
     verify_files(folder, manifest)
     verify_files(folder, replace(manifest, path=OPTIMIZER, files=optimizer_files))
     return manifest, state
+
+
+def newest_lineage(root: Path) -> tuple[tuple[int, int], ...]:
+    """The lineage of the newest checkpoint under `root` whose state can be read; empty without one."""
+    for version in reversed(versions(root)):
+        try:
+            return read(root / str(version))[0].lineage
+        except WeightsError:
+            continue  # damaged, or removed by the trainer meanwhile
+    return ()
 
 
 def maker(step: int, lineage: Sequence[tuple[int, int]]) -> int | None:

@@ -42,15 +42,16 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Ser
     token = tokens and tokens.of(Role.SERVICE)
     tokenizer = await asyncio.to_thread(lambda: ChatTokenizer(model_folder(settings.model_path)))
     async with AsyncExitStack() as stack:
-        redis = await stack.enter_async_context(connect(settings.redis_url, settings.redis_password_file))
-        environments = await stack.enter_async_context(EnvClient(settings.env_url, token=token))
+        redis = await stack.enter_async_context(connect(settings.redis_url, settings.redis_password_file, settings.ca_file))
+        environments = await stack.enter_async_context(EnvClient(settings.env_url, token=token, ca_file=settings.ca_file))
         balancer = Balancer(settings.terms.eta)
         discover = _discover(Registry(redis, settings.run), settings.rollout_urls)
-        fleet = await stack.enter_async_context(Fleet(balancer, discover, lambda url: RolloutClient(url, token=token)))
+        fleet = await stack.enter_async_context(
+            Fleet(balancer, discover, lambda url: RolloutClient(url, token=token, ca_file=settings.ca_file))
+        )
         board = Board()
         dispatcher = Dispatcher(
-            EpisodeRunner(tokenizer, environments, balancer, settings.bounds),
-            environments,
+            EpisodeRunner(tokenizer, environments, balancer, board, settings.bounds),
             balancer,
             board,
             max_concurrent=settings.max_concurrent,

@@ -1,8 +1,9 @@
 """Which rollout server answers the next turn: version-aware, least in flight, sticky for an episode.
 
 Rules
-- A server is routable if it is not out and its weights are fresh: at least `eta` steps behind the queue's version at most, and
-  not of a lineage that was undone (a trainer that went back to an older step has a higher epoch, and wins).
+- A server is routable if it is not out and its weights are fresh: `eta` steps behind the queue's version at most, and not
+  undone (a trainer that went back to an older step has a higher epoch, and wins).
+- Who waits looks again whenever the queue's version changes, also when it falls: a floor may have been lowered for it.
 - An episode stays on its server for the prefix cache, unless that server is overloaded.
 - A failure takes a server out until a probe, not a request, finds it well. The first probe comes at once (a connection may
   break for no deep reason), later ones after a cool-down that grows until a request succeeds again.
@@ -21,7 +22,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from services.orchestrator.failures import NoServer
+from services.orchestrator.lineage import Lineage
 from shared.clients.rollout import Generation, ServerWeights
+from shared.state import in_lineage
 from shared.types import WeightVersion
 
 _OVERLOAD_FACTOR, _OVERLOAD_SLACK = 1.5, 4
@@ -42,12 +45,21 @@ class Engine(Protocol):
     async def ready(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Need:
-    """Steps of the weights that may answer. None leaves the bound to the staleness rule (below) or open (above)."""
+    """Steps of the weights that may answer. None leaves the bound to the staleness rule (below) or open (above).
+
+    `strict` asks that every token is checked against the bounds and the lineage, however it came to be sampled.
+    """
 
     min_step: int | None = None
     max_step: int | None = None
+    strict: bool = False
+
+    def lower(self, step: int) -> None:
+        """The trainer went back to `step`: no newer weights exist now, and they may never exist unless this need is met."""
+        if self.min_step is not None:
+            self.min_step = min(self.min_step, step)
 
 
 @dataclass(slots=True)
@@ -78,7 +90,8 @@ class Balancer:
 
     def __init__(self, eta: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._eta, self._clock = eta, clock
-        self._target = WeightVersion(0, 0)
+        self._target = WeightVersion(-1, 0)  # nothing is known: no version can be undone
+        self._lineage: Lineage = ()
         self._servers: dict[str, Server] = {}
         self._changed = asyncio.Event()
         self._n_waiting = 0
@@ -88,11 +101,15 @@ class Balancer:
     def servers(self) -> Sequence[Server]:
         return tuple(self._servers.values())
 
-    def set_target(self, epoch: int, step: int) -> None:
-        """The queue's version: the trainer's newest durable step."""
-        if self._target != WeightVersion(epoch, step):
-            self._target = WeightVersion(epoch, step)
+    def set_target(self, version: WeightVersion, lineage: Lineage) -> None:
+        """The queue's version, the trainer's newest durable step, and the lineage it belongs to."""
+        if self._target != version:
+            self._target, self._lineage = version, lineage
             self._notify()
+
+    def is_undone(self, version: WeightVersion) -> bool:
+        """Whether a later trainer went back to before these weights."""
+        return version.epoch <= self._target.epoch and not in_lineage(version, self._lineage)
 
     def add(self, server: Server) -> None:
         self._servers[server.url] = server
@@ -175,12 +192,12 @@ class Balancer:
             return f"failed ({server.out})"
         if server.version is None:
             return "has no weight version yet"
-        step, target = server.version.step, self._target
-        floor = need.min_step if need.min_step is not None else target.step - self._eta
+        if self.is_undone(server.version):
+            return f"has {server.version}, which was undone: the trainer is at {self._target}"
+        step = server.version.step
+        floor = need.min_step if need.min_step is not None else self._target.step - self._eta
         if step < floor:
             return f"has {server.version}, step {floor} is needed"
-        if step > target.step and server.version.epoch < target.epoch:
-            return f"has {server.version} of an undone lineage, the trainer is at {target}"
         if need.max_step is not None and step > need.max_step:
             return f"has {server.version}, not newer than step {need.max_step} is needed"
         return None

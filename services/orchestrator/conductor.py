@@ -102,6 +102,7 @@ class Conductor:
             self._ticket_loop(sizes),
             self.evaluator,
             max_steps=self.settings.max_steps,
+            checkpoints=self.settings.folder / "checkpoints",
         )
         await self.course.follow()
 
@@ -122,4 +123,4 @@ class Conductor:
     def _evaluator(self, sizes: Sizes) -> Evaluator:
         settings = self.settings
         plan = EvalPlan(settings.env, min(settings.n_eval_tasks, sizes.n_eval), settings.seed, settings.eval_every, settings.max_steps)
-        return Evaluator(self.dispatcher, self.tokenizer, plan, settings.folder)
+        return Evaluator(self.dispatcher, self.board, self.tokenizer, plan, settings.folder)

@@ -14,13 +14,12 @@ from typing import Literal
 from services.orchestrator import metrics
 from services.orchestrator.balancer import Balancer
 from services.orchestrator.board import Board
-from services.orchestrator.episode import Environments, EpisodeRunner
+from services.orchestrator.episode import EpisodeRunner
 from services.orchestrator.sampling import Budget, Spec
 from shared import telemetry
 from shared.errors import Unavailable, VolleyError
 from shared.types import Trajectory
 
-_POLL_S = 0.5
 _BACKOFF_S, _BACKOFF_CAP_S = 0.2, 5.0
 type Purpose = Literal["train", "eval"]
 _log = telemetry.Log("dispatch")
@@ -30,17 +29,9 @@ class Dispatcher:
     """Args: max_concurrent: episodes at once; patience_s: the longest wait for a service, for each attempt."""
 
     def __init__(
-        self,
-        runner: EpisodeRunner,
-        environments: Environments,
-        balancer: Balancer,
-        board: Board,
-        *,
-        max_concurrent: int,
-        max_attempts: int,
-        patience_s: float,
+        self, runner: EpisodeRunner, balancer: Balancer, board: Board, *, max_concurrent: int, max_attempts: int, patience_s: float
     ) -> None:
-        self._runner, self._environments, self._balancer, self._board = runner, environments, balancer, board
+        self._runner, self._balancer, self._board = runner, balancer, board
         self._slots = asyncio.Semaphore(max_concurrent)
         self._max_attempts, self._patience_s = max_attempts, patience_s
 
@@ -53,30 +44,24 @@ class Dispatcher:
                     return await self._attempt(spec, budget, purpose)
                 except VolleyError as error:
                     self._board.last_failure = f"{type(error).__name__}: {error}"
-                    metrics.EPISODES.labels(purpose, "failed").inc()
                     _log.warning("episode failed", ticket=spec.ticket, sibling=spec.sibling, attempt=budget.used, error=str(error))
                     budget.spend(error)
                     await asyncio.sleep(min(_BACKOFF_CAP_S, _BACKOFF_S * 2**budget.used) * random.uniform(0.5, 1.0))
                     await self._environment_ready()
 
     async def _attempt(self, spec: Spec, budget: Budget, purpose: Purpose) -> Trajectory:
+        budget.n_sampled = 0
         await self._balancer.wait_routable(spec.need, time.monotonic() + self._patience_s)
         with self._board.episode(), metrics.EPISODES_RUNNING.track_inprogress():
             trajectory = await self._runner.run(spec, budget)
         self._board.ended(trajectory)
-        metrics.EPISODES.labels(purpose, trajectory.status).inc()
-        metrics.EPISODE_SECONDS.observe(trajectory.timings["total_s"])
-        metrics.TOKENS.labels(purpose).inc(trajectory.n_sampled)
+        metrics.count(purpose, trajectory)
         return trajectory
 
     async def _environment_ready(self) -> None:
         """Raises Unavailable when the service is not ready within the patience."""
-        deadline = time.monotonic() + self._patience_s
-        while True:
-            try:
-                await self._environments.ready()
-                return
-            except Unavailable:
-                if time.monotonic() >= deadline:
-                    raise
-            await asyncio.sleep(_POLL_S)
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await self._runner.environment_ready()
+        except TimeoutError:
+            raise Unavailable(f"the environment service was not ready within {self._patience_s:g} s") from None

@@ -10,22 +10,26 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from services.orchestrator import draws
 from services.orchestrator.balancer import Balancer
+from services.orchestrator.board import Board
 from services.orchestrator.failures import EpisodeLost, EpisodeTimeout, PromptTooLong
 from services.orchestrator.recorder import Recorder
 from services.orchestrator.sampling import Bounds, Budget, Course, Sampler, Spec
 from shared import telemetry
 from shared.chat import ChatTokenizer
 from shared.clients.env import Opening, StepResult
-from shared.errors import Conflict, NotFound, VolleyError
-from shared.types import Message, Status, Trajectory
+from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
+from shared.outcomes import End, end_of_turn
+from shared.types import MAX_MESSAGE, Message, Status, Trajectory
 
 _DELETE_S = 2.0
+_POLL_S, _AGAIN_S = 0.5, 0.1
 _LONG_TEXT = 20_000  # characters; tokenizing more at once would hold up the event loop
 _log = telemetry.Log("episode")
 
@@ -42,12 +46,19 @@ class Environments(Protocol):
     async def ready(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    success: bool
+    status: Status
+    end: End
+
+
 class EpisodeRunner:
     """Drives episodes; one object serves all of them."""
 
-    def __init__(self, tokenizer: ChatTokenizer, environments: Environments, balancer: Balancer, bounds: Bounds) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, environments: Environments, balancer: Balancer, board: Board, bounds: Bounds) -> None:
         self._tokenizer, self._environments, self._balancer, self._bounds = tokenizer, environments, balancer, bounds
-        self._sampler = Sampler(balancer, tokenizer.eos_id, bounds)
+        self._board, self._sampler = board, Sampler(balancer, board, tokenizer.eos_id, bounds)
 
     async def run(self, spec: Spec, budget: Budget) -> Trajectory:
         """One whole episode; its environment's episode is deleted however it ends.
@@ -67,11 +78,11 @@ class EpisodeRunner:
 
     async def _run(self, spec: Spec, budget: Budget) -> Trajectory:
         started, request_id = time.monotonic(), uuid.uuid4().hex
-        opening = await self._open(spec, request_id)
+        opening = await self._open(spec, request_id, budget)
         env_s = time.monotonic() - started
         try:
             course = Course(spec, budget, Recorder(await self._prompt(opening)), started + self._bounds.timeout_s)
-            success, status, step_s = await self._play(course, opening.episode_id, request_id)
+            ended, step_s = await self._play(course, opening.episode_id, request_id)
         finally:
             await self._delete(opening.episode_id)
         timings = {"env_s": env_s + step_s, "generate_s": course.generate_s, "total_s": time.monotonic() - started}
@@ -81,16 +92,26 @@ class EpisodeRunner:
             attempt=budget.used,
             env=spec.env,
             task=opening.task,
-            success=success,
-            status=status,
+            success=ended.success,
+            status=ended.status,
+            end=ended.end,
+            failures=budget.failures,
             timings=timings,
         )
         trajectory.validate()
         return trajectory
 
-    async def _open(self, spec: Spec, request_id: str) -> Opening:
+    async def environment_ready(self) -> None:
+        """Returns when the environment service takes requests; ends only so, or by cancellation."""
+        with self._board.waits_on("env"):
+            while True:
+                with suppress(Unavailable):
+                    return await self._environments.ready()
+                await asyncio.sleep(_POLL_S)
+
+    async def _open(self, spec: Spec, request_id: str, budget: Budget) -> Opening:
         try:
-            return await self._create(spec, request_id)
+            return await self._asked(lambda: self._create(spec, request_id), budget)
         except asyncio.CancelledError:
             # The service may have made the episode; asking again with the same id tells which one it is.
             with suppress(VolleyError, TimeoutError):
@@ -103,25 +124,34 @@ class EpisodeRunner:
         seed = draws.env_seed(spec.seed, spec.ticket, spec.sibling)
         return await self._environments.create(request_id, spec.env, spec.split, spec.index, seed=seed)
 
-    async def _play(self, course: Course, episode_id: str, request_id: str) -> tuple[bool, Status, float]:
-        """Takes turns until the end; returns success, status, and seconds spent in the environment."""
+    async def _play(self, course: Course, episode_id: str, request_id: str) -> tuple[_Ended, float]:
+        """Takes turns until the end; returns how it ended, and the seconds spent in the environment."""
         recorder, env_s, n_turns = course.recorder, 0.0, 0
         while True:
             start = len(recorder)
             sampled = await self._sampler.turn(course)
             n_turns += 1
             stepped = time.monotonic()
-            result = await self._step(episode_id, f"{request_id}-{n_turns}", self._tokenizer.message_text(sampled))
+            result = await self._step(course, episode_id, f"{request_id}-{n_turns}", self._tokenizer.message_text(sampled))
             env_s += time.monotonic() - stepped
-            recorder.end_turn(start, result.reward, result.reward_components)
+            cut = self._cut(sampled, len(recorder))
+            recorder.end_turn(start, result.reward, result.reward_components, [result.fault, "length" if cut == "length" else None])
             if result.terminated:
-                return result.success, "completed", env_s
+                return _Ended(result.success, "completed", end_of_turn(result.fault, cut=cut)), env_s
             if result.truncated or n_turns >= self._bounds.max_turns:
-                return result.success, "truncated", env_s
+                return _Ended(result.success, "truncated", "turns"), env_s
             ids = await self._continuation(result.messages, ended=sampled[-1] == self._tokenizer.eos_id)
             if self._bounds.room(len(recorder) + len(ids)) <= 0:
-                return result.success, "truncated", env_s
+                return _Ended(result.success, "truncated", "context"), env_s
             recorder.add_environment(ids, str(result.messages[0]["role"]) if result.messages else "user")
+
+    def _cut(self, sampled: Sequence[int], n_tokens: int) -> Literal["length", "context"] | None:
+        """The bound that cut a turn short, if one did. Args: n_tokens: of the episode, this turn included."""
+        if sampled[-1] == self._tokenizer.eos_id:
+            return None
+        if len(sampled) >= self._bounds.max_response_length:
+            return "length"
+        return "context" if self._bounds.room(n_tokens) <= 0 else None
 
     async def _prompt(self, opening: Opening) -> list[int]:
         ids = await _tokenized(opening.messages, lambda: self._tokenizer.render_prompt(opening.messages, opening.tools))
@@ -135,11 +165,31 @@ class EpisodeRunner:
     async def _continuation(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
         return await _tokenized(messages, lambda: self._tokenizer.render_continuation(messages, ended=ended))
 
-    async def _step(self, episode_id: str, request_id: str, text: str) -> StepResult:
+    async def _step(self, course: Course, episode_id: str, request_id: str, text: str) -> StepResult:
+        """Raises EpisodeLost. Text beyond what the service takes is cut: it is the model's, so it is no failure."""
+        budget, used = course.budget, course.budget.used
         try:
-            return await self._environments.step(episode_id, request_id, text)
+            return await self._asked(lambda: self._environments.step(episode_id, request_id, text[:MAX_MESSAGE]), budget)
         except (NotFound, Conflict) as error:
+            if budget.used > used:
+                budget.refund()
             raise EpisodeLost(f"the environment lost episode {episode_id}: {error.detail}") from error
+
+    async def _asked[T](self, call: Callable[[], Awaitable[T]], budget: Budget) -> T:
+        """Repeats what the environment service knows by its request id; the episode's deadline bounds it.
+
+        Each failure costs an attempt, and the service has to be ready again before the next; being told to wait costs none.
+        """
+        while True:
+            try:
+                with self._board.waits_on("env"):
+                    return await call()
+            except RateLimited as error:
+                await asyncio.sleep(error.retry_after_s)
+            except Unavailable as error:
+                budget.spend(error)
+                await asyncio.sleep(_AGAIN_S)
+                await self.environment_ready()
 
     async def _delete(self, episode_id: str) -> None:
         """Best effort within its time: an episode that stays behind expires by itself."""

@@ -2,8 +2,9 @@
 
 Invariants
 - At step 0 and at the last step every token comes from exactly that step's weights; a task that got others counts as failed.
-- `evals.jsonl` has one line a step, on disk before the evaluation counts as done. Neither a restart nor a second orchestrator
-  of the run measures a step again: a lock on a file beside it, which dies with its holder, lets one at a time evaluate.
+- A line of `evals.jsonl` is on disk before the evaluation counts as done. Neither a restart nor a second orchestrator of the run
+  measures a step again, unless its weights were undone (see `records`): a lock on a file beside it, which dies with its holder,
+  lets one at a time evaluate.
 - Tasks that failed (infrastructure) are no zeros: `success` and `reward_mean` are over the others, `failed` tells how many.
 """
 
@@ -14,44 +15,28 @@ import dataclasses
 import fcntl
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from services.orchestrator.balancer import Need
+from services.orchestrator.board import Board
 from services.orchestrator.dispatch import Dispatcher
-from services.orchestrator.recorder import ASSISTANT
+from services.orchestrator.lineage import Lineage
+from services.orchestrator.records import EvalRecord, append, as_rows, counting, once_there_is_room, read_records, summarize
 from services.orchestrator.sampling import Spec
-from shared import telemetry
+from shared import storage, telemetry
 from shared.chat import ChatTokenizer
-from shared.errors import Unavailable, VolleyError
-from shared.types import Trajectory, WeightVersion
+from shared.errors import StorageFull, Unavailable, VolleyError
+from shared.types import Trajectory
 
 SPLIT = "eval"
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 1}
 _N_SAMPLES = 4
 _LOCK_POLL_S = 0.5
 _log = telemetry.Log("evaluation")
-
-
-@dataclass(frozen=True, slots=True)
-class EvalRecord:
-    """One line of evals.jsonl. `version_min` and `version_max` are over all sampled tokens; `tokens` are sampled ones."""
-
-    step: int
-    version_min: str
-    version_max: str
-    n_tasks: int
-    success: float
-    reward_mean: float
-    turns_mean: float
-    tokens: int
-    elapsed_s: float
-    failed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,35 +62,50 @@ class EvalPlan:
         return self.every is not None and step // self.every > last // self.every
 
     def need(self, step: int) -> Need:
-        return Need(min_step=step, max_step=step if step in (0, self.last_step) else None)
+        return Need(min_step=step, max_step=step if step in (0, self.last_step) else None, strict=True)
 
 
 class Evaluator:
     """Args: folder: of the run; evals.jsonl and samples.jsonl are appended there."""
 
-    def __init__(self, dispatcher: Dispatcher, tokenizer: ChatTokenizer, plan: EvalPlan, folder: Path) -> None:
-        self._dispatcher, self._tokenizer, self.plan = dispatcher, tokenizer, plan
+    def __init__(self, dispatcher: Dispatcher, board: Board, tokenizer: ChatTokenizer, plan: EvalPlan, folder: Path) -> None:
+        self._dispatcher, self._board, self._tokenizer, self.plan = dispatcher, board, tokenizer, plan
         self._evals, self._samples = folder / "evals.jsonl", folder / "samples.jsonl"
-        self.records = read_records(self._evals)
+        self._read = read_records(self._evals)
+        self._lineage: Lineage = ()
+
+    @property
+    def records(self) -> list[EvalRecord]:
+        """Those that count."""
+        return counting(self._read, self._lineage)
+
+    def follow(self, lineage: Lineage) -> None:
+        """The trainer has a new incarnation: records of weights that it undid do not count any more."""
+        self._lineage = lineage
 
     def due(self, step: int) -> bool:
         return self.plan.due(step, frozenset(record.step for record in self.records))
 
     async def run(self, step: int) -> None:
         """Measures the weights of `step`, unless another orchestrator has. Raises Unavailable when no task came through."""
-        async with _alone(self._evals.with_suffix(".lock")):
-            self.records = read_records(self._evals)
+        lock = await once_there_is_room(lambda: _lock_file(self._evals.with_suffix(".lock")), self._waiting)
+        async with _alone(lock):
+            self._read = read_records(self._evals)
             if self.due(step):
-                self.records.append(await self._measure(step))
+                self._read.append(await self._measure(step))
 
     async def _measure(self, step: int) -> EvalRecord:
         started = time.monotonic()
         trajectories, failed = await self._trajectories(self.plan.need(step))
         record = summarize(step, trajectories, failed, time.monotonic() - started)
-        await asyncio.to_thread(append_lines, self._samples, [self._sample(step, t) for t in trajectories[:_N_SAMPLES]])
-        await asyncio.to_thread(append_lines, self._evals, [dataclasses.asdict(record)])
+        samples = [self._sample(step, t) for t in trajectories[:_N_SAMPLES]]
+        await once_there_is_room(lambda: append(self._samples, samples), self._waiting)
+        await once_there_is_room(lambda: append(self._evals, as_rows([record])), self._waiting)
         _log.info("evaluated", **dataclasses.asdict(record))
         return record
+
+    def _waiting(self, error: StorageFull | None) -> None:
+        self._board.disk = str(error) if error else None
 
     async def _trajectories(self, need: Need) -> tuple[list[Trajectory], int]:
         """The trajectories in the order of the tasks, and how many tasks failed. Raises Unavailable if all did."""
@@ -133,44 +133,21 @@ class Evaluator:
             "success": trajectory.success,
             "reward": trajectory.reward,
             "status": trajectory.status,
+            "end": trajectory.end,
             "text": self._tokenizer.decode(trajectory.token_ids.tolist()),
         }
 
 
-def summarize(step: int, trajectories: Sequence[Trajectory], failed: int, elapsed_s: float) -> EvalRecord:
-    """Means over the trajectories (at least one); failed tasks are counted, not averaged."""
-    n = len(trajectories)
-    versions = [WeightVersion.parse(span.version) for t in trajectories for span in t.versions]
-    return EvalRecord(
-        step=step,
-        version_min=str(min(versions)),
-        version_max=str(max(versions)),
-        n_tasks=n + failed,
-        success=sum(t.success for t in trajectories) / n,
-        reward_mean=sum(t.reward for t in trajectories) / n,
-        turns_mean=sum(turn.role == ASSISTANT for t in trajectories for turn in t.turns) / n,
-        tokens=sum(t.n_sampled for t in trajectories),
-        elapsed_s=round(elapsed_s, 3),
-        failed=failed,
-    )
-
-
-def read_records(path: Path) -> list[EvalRecord]:
-    """The whole lines of evals.jsonl; a last line that a crash cut off is removed from the file."""
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
-    return [EvalRecord(**orjson.loads(line)) for line in whole.splitlines() if line.strip()]
+def _lock_file(path: Path) -> int:
+    """A descriptor. Raises StorageFull."""
+    with storage.storage(path.parent.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
 
 @asynccontextmanager
-async def _alone(path: Path) -> AsyncIterator[None]:
-    """Waits for as long as another process evaluates; ends only so, or by cancellation."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+async def _alone(lock: int) -> AsyncIterator[None]:
+    """Waits for as long as another process evaluates; ends only so, or by cancellation. Closes the descriptor."""
     try:
         while not _locked(lock):  # noqa: ASYNC110 - another process holds it; there is no event to wait for
             await asyncio.sleep(_LOCK_POLL_S)
@@ -185,13 +162,3 @@ def _locked(lock: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def append_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Appends JSON lines and makes them durable."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        for row in rows:
-            file.write(orjson.dumps(row) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Why an episode fails for reasons that are not the model's.
+"""Why an episode fails for reasons that are not the model's. What is done about each class is said in shared.outcomes.
 
     VolleyError
     ├── TooLarge ── PromptTooLong      the task's first prompt leaves no room to answer: no attempt can succeed
@@ -14,7 +14,8 @@ Whatever the model does (malformed answers, endless text, too many turns) is dat
 
 from __future__ import annotations
 
-from shared.errors import ConfigError, InputError, TooLarge, Unavailable, VolleyError
+from shared.errors import TooLarge, Unavailable, VolleyError
+from shared.outcomes import judged
 
 
 class PromptTooLong(TooLarge):
@@ -42,5 +43,5 @@ class WrongVersion(VolleyError):
 
 
 def may_pass(error: VolleyError) -> bool:
-    """Whether another attempt, perhaps on another server, can succeed: the infrastructure failed, and not the request."""
-    return not isinstance(error, InputError | ConfigError | PrefixBroken | WrongVersion)
+    """Whether another attempt, perhaps on another server, can succeed."""
+    return judged(error).action == "again"

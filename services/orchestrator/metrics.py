@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from shared.telemetry import REGISTRY, Counter, Gauge, Histogram
+from shared.types import Trajectory
 
-EPISODES = Counter("volley_episodes", "Episodes ended", ["purpose", "status"], registry=REGISTRY)
+_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+EPISODES = Counter("volley_episodes", "Episodes that are data, by how they ended", ["purpose", "end"], registry=REGISTRY)
+EPISODE_TOKENS = Histogram("volley_episode_tokens", "Sampled tokens of an episode", ["end"], buckets=_LENGTHS, registry=REGISTRY)
+FAULTS = Counter("volley_turn_faults", "Turns by what the model did wrong in them", ["purpose", "fault"], registry=REGISTRY)
+FAILED_ATTEMPTS = Counter("volley_failed_attempts", "Attempts at episodes that failed, by class of error", ["error"], registry=REGISTRY)
+FAILED_TOKENS = Histogram(
+    "volley_failed_attempt_tokens", "Tokens an attempt had sampled when it failed", ["error"], buckets=(0, *_LENGTHS), registry=REGISTRY
+)
 EPISODES_RUNNING = Gauge("volley_episodes_running", "Episodes in progress", registry=REGISTRY)
 EPISODE_SECONDS = Histogram(
     "volley_episode_seconds", "Duration of an episode", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000), registry=REGISTRY
@@ -13,5 +22,15 @@ TOKENS = Counter("volley_tokens_sampled", "Tokens sampled by the model", ["purpo
 GENERATE_SECONDS = Histogram(
     "volley_generate_seconds", "Duration of one generate request", buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100), registry=REGISTRY
 )
-RETRIES = Counter("volley_episode_retries", "Attempts that failed for reasons of infrastructure", ["error"], registry=REGISTRY)
 GROUPS = Counter("volley_groups", "Groups by what became of them", ["outcome"], registry=REGISTRY)
+
+
+def count(purpose: str, trajectory: Trajectory) -> None:
+    """One episode that is data."""
+    end = str(trajectory.end)
+    EPISODES.labels(purpose, end).inc()
+    EPISODE_TOKENS.labels(end).observe(trajectory.n_sampled)
+    for fault, n in trajectory.faults.items():
+        FAULTS.labels(purpose, fault).inc(n)
+    EPISODE_SECONDS.observe(trajectory.timings["total_s"])
+    TOKENS.labels(purpose).inc(trajectory.n_sampled)

@@ -9,12 +9,14 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from services.orchestrator.failures import PrefixBroken
 from shared.clients.rollout import Generation
+from shared.outcomes import End, Fault
 from shared.types import Status, Trajectory, Turn, VersionSpan
 
 PROMPT, ASSISTANT = "prompt", "assistant"
@@ -32,6 +34,7 @@ class Recorder:
         self._spans: list[VersionSpan] = []
         self._turns = [Turn(0, len(prompt_ids), PROMPT)]
         self._components: dict[str, float] = {}
+        self._faults: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -51,9 +54,10 @@ class Recorder:
         for span in generation.versions:
             self._add_span(VersionSpan(span.version, start + span.start, start + span.end))
 
-    def end_turn(self, start: int, reward: float, components: Mapping[str, float]) -> None:
+    def end_turn(self, start: int, reward: float, components: Mapping[str, float], faults: Iterable[Fault | None] = ()) -> None:
         """Closes the assistant turn that began at position `start`, with what the environment gave for it."""
         self._turns.append(Turn(start, len(self), ASSISTANT, reward))
+        self._faults.update(fault for fault in faults if fault is not None)
         for name, value in components.items():
             self._components[name] = self._components.get(name, 0.0) + value
 
@@ -67,7 +71,18 @@ class Recorder:
         return self._ids[start:].tolist()
 
     def trajectory(
-        self, *, ticket: int, sibling: int, attempt: int, env: str, task: str, success: bool, status: Status, timings: Mapping[str, float]
+        self,
+        *,
+        ticket: int,
+        sibling: int,
+        attempt: int,
+        env: str,
+        task: str,
+        success: bool,
+        status: Status,
+        end: End,
+        failures: Mapping[str, int],
+        timings: Mapping[str, float],
     ) -> Trajectory:
         """The finished record; the reward is the sum over the turns."""
         return Trajectory(
@@ -87,6 +102,9 @@ class Recorder:
             status=status,
             reward_components=self._components,
             timings=timings,
+            end=end,
+            faults=dict(self._faults),
+            failures=dict(failures),
         )
 
     def _append(self, ids: np.ndarray, logprobs: np.ndarray, *, sampled: bool) -> None:

@@ -8,17 +8,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.orchestrator import draws, metrics
 from services.orchestrator.balancer import Balancer, Need, Server
+from services.orchestrator.board import Board
 from services.orchestrator.failures import NoServer, WrongVersion, may_pass
 from services.orchestrator.recorder import Recorder
 from shared.clients.rollout import Generation
-from shared.errors import Unavailable, VolleyError
+from shared.errors import RateLimited, Unavailable, VolleyError
 from shared.types import WeightVersion
 
 _ABORT_S = 2.0
@@ -56,19 +58,31 @@ class Spec:
 
 @dataclass(slots=True)
 class Budget:
-    """Attempts of one sibling, over all its turns and restarts."""
+    """Attempts of one sibling, over all its turns and restarts: the only bound of repetition there is, so that none is inside another.
+
+    `failures` counts them by class; `n_sampled` is how many tokens the present attempt has sampled.
+    """
 
     max_attempts: int
     used: int = 0
+    failures: Counter[str] = field(default_factory=Counter[str])
+    n_sampled: int = 0
 
     def spend(self, error: VolleyError) -> None:
         """Counts a failure; raises it again when it was the last attempt or cannot pass."""
-        if not may_pass(error) or self.used >= self.max_attempts:
-            raise error
-        metrics.RETRIES.labels(type(error).__name__).inc()
-        self.used += 1
         if self.used >= self.max_attempts:
             raise error
+        name = type(error).__name__
+        self.failures[name] += 1
+        metrics.FAILED_ATTEMPTS.labels(name).inc()
+        metrics.FAILED_TOKENS.labels(name).observe(self.n_sampled)
+        self.used = self.used + 1 if may_pass(error) else self.max_attempts
+        if self.used >= self.max_attempts:
+            raise error
+
+    def refund(self) -> None:
+        """What failed belongs to the failure before: one outage is one attempt."""
+        self.used -= 1
 
 
 @dataclass(slots=True)
@@ -86,8 +100,8 @@ class Course:
 class Sampler:
     """Asks rollout servers for turns; one object serves all episodes."""
 
-    def __init__(self, balancer: Balancer, eos_id: int, bounds: Bounds) -> None:
-        self._balancer, self._eos_id, self._bounds = balancer, eos_id, bounds
+    def __init__(self, balancer: Balancer, board: Board, eos_id: int, bounds: Bounds) -> None:
+        self._balancer, self._board, self._eos_id, self._bounds = balancer, board, eos_id, bounds
 
     async def turn(self, course: Course) -> list[int]:
         """Records one assistant turn; returns its ids, which end with `eos_id` unless a bound cut it.
@@ -103,6 +117,8 @@ class Sampler:
                 return recorder.ids_since(start)
             generation = await self._part(course, left)
             recorder.add_sampled(generation)
+            course.budget.n_sampled += len(generation.output_ids)
+            self._board.moved()
             ids = recorder.ids_since(start)
             if generation.finish_reason != "abort" or ids[-1:] == [self._eos_id]:
                 return ids
@@ -114,9 +130,12 @@ class Sampler:
             try:
                 async with self._balancer.server(course.spec.need, course.deadline, course.server_url) as server:
                     course.server_url = server.url
-                    return await self._ask(server, course, max_new_tokens)
+                    with self._board.waits_on("rollout"):
+                        return await self._ask(server, course, max_new_tokens)
             except NoServer:
                 raise
+            except RateLimited as error:
+                await asyncio.sleep(error.retry_after_s)
             except VolleyError as error:
                 course.budget.spend(error)
             finally:
@@ -132,13 +151,24 @@ class Sampler:
         except asyncio.CancelledError:
             await _abort(server, rid)
             raise
+        except RateLimited:
+            raise
         except VolleyError as error:
             if may_pass(error):
                 self._balancer.fail(server, str(error))
             raise
         self._balancer.succeeded(server, generation.versions[-1].version if generation.versions else None)
-        _check_versions(generation, course.spec.need)
+        if course.spec.need.strict:
+            self._check_versions(generation, course.spec.need)
         return generation
+
+    def _check_versions(self, generation: Generation, need: Need) -> None:
+        """Raises WrongVersion if any token lies outside of the bounds, or was sampled by weights that were undone."""
+        for span in generation.versions:
+            version = WeightVersion.parse(span.version)
+            late = need.max_step is not None and version.step > need.max_step
+            if late or version.step < (need.min_step or 0) or self._balancer.is_undone(version):
+                raise WrongVersion(f"tokens of {span.version} where step {need.min_step} was asked for")
 
     def _params(self, spec: Spec, position: int, max_new_tokens: int) -> dict[str, Any]:
         return {
@@ -147,16 +177,6 @@ class Sampler:
             "stop_token_ids": [self._eos_id],
             "sampling_seed": draws.sampling_seed(spec.seed, spec.ticket, spec.sibling, position),
         }
-
-
-def _check_versions(generation: Generation, need: Need) -> None:
-    """Raises WrongVersion if an upper bound is set and any token lies outside of the bounds."""
-    if need.max_step is None:
-        return
-    for span in generation.versions:
-        step = WeightVersion.parse(span.version).step
-        if not (need.min_step or 0) <= step <= need.max_step:
-            raise WrongVersion(f"tokens of {span.version} where step {need.max_step} was asked for")
 
 
 async def _abort(server: Server, rid: str) -> None:

@@ -27,6 +27,7 @@ class OrchestratorSettings:
     redis_url: str
     redis_password_file: Path | None
     token_files: TokenFiles
+    ca_file: Path | None
     limits: Limits
     bounds: Bounds
     terms: Terms
@@ -56,11 +57,12 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         seed=config.run.seed,
         model_path=config.model.path,
         env=config.data.env,
-        env_url=services.env.base_url,
+        env_url=services.base_url("env"),
         rollout_urls=services.rollout_urls,
         redis_url=services.redis_url,
         redis_password_file=services.redis_password_file,
         token_files=services.token_files,
+        ca_file=services.tls.ca_file,
         limits=services.limits,
         bounds=_bounds(config),
         terms=Terms(

@@ -4,7 +4,8 @@ Invariants
 - A ticket is held by a lease while its group is worked on; whatever happens here, it is published, given back, or its lease
   runs out and another producer gets it. Nothing is lost when Redis, the trainer or this process goes away.
 - Only the queue slows generation down: no ticket, no group.
-- A group needs weights that are fresh enough for the step that will train it, so that it is not stale on arrival.
+- A group needs weights that are fresh enough for the step that will train it, so that it is not stale on arrival. What it needs
+  falls with the queue's version: after a rollback the trainer may wait for just this group.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from services.orchestrator import metrics
 from services.orchestrator.balancer import Need
-from services.orchestrator.board import Board
+from services.orchestrator.board import Board, Wait
 from services.orchestrator.gate import Gate
 from shared import telemetry
 from shared.errors import QueueUnavailable, VolleyError
@@ -32,9 +33,9 @@ _GIVE_BACK_S = 2.0
 _log = telemetry.Log("tickets")
 
 _WAITING = {
-    Refusal.NOT_READY: "the trainer has not opened the queue",
-    Refusal.FULL: "the trainer has enough groups and has not finished a step yet",
-    Refusal.EXHAUSTED: "all groups are generated, the trainer is finishing",
+    Refusal.NOT_READY: Wait("trainer", "the trainer has not opened the queue"),
+    Refusal.FULL: Wait("trainer", "the trainer has enough groups and has not finished a step yet"),
+    Refusal.EXHAUSTED: Wait("trainer", "all groups are generated, the trainer is finishing"),
 }
 
 
@@ -79,7 +80,7 @@ class TicketLoop:
         self._queue, self._gate, self._board = queue, gate, board
         self._terms, self._run_group = terms, run_group
         self._slots = asyncio.Semaphore(n_groups)
-        self._held: set[int] = set()
+        self._held: dict[int, Need] = {}
         self._failed_in_a_row = 0
         self._max_failed_in_a_row = max(8, 2 * terms.batch)
         self._void = 0
@@ -95,12 +96,19 @@ class TicketLoop:
             while True:
                 await self._slots.acquire()
                 reservation = await self._reserve()
-                self._held.add(reservation.ticket)
-                group.create_task(self._work(reservation))
+                self._held[reservation.ticket] = need = self._terms.need(reservation, self._void)
+                group.create_task(self._work(reservation, need))
 
-    def saw(self, state: QueueState) -> None:
-        """A newer snapshot of the queue."""
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The tickets in hand."""
+        return tuple(self._held)
+
+    def saw(self, state: QueueState, held: Iterable[int]) -> None:
+        """A newer snapshot of the queue. Args: held: tickets that were in hand before it was taken."""
         self._void = state.void
+        for need in (self._held[ticket] for ticket in held if ticket in self._held):
+            need.lower(state.version)
 
     async def _reserve(self) -> Reservation:
         terms, failures = self._terms, 0
@@ -109,29 +117,29 @@ class TicketLoop:
             try:
                 answer = await self._queue.reserve_wait(terms.lease_s, terms.batch, terms.eta, terms.total, _RESERVE_WAIT_S)
             except QueueUnavailable as error:
-                self._board.waiting_for, failures = str(error), failures + 1
+                self._board.waiting, failures = Wait("redis", str(error)), failures + 1
                 await _pause(failures)
                 continue
             failures = 0
             if isinstance(answer, Refusal):
-                self._board.waiting_for = _WAITING[answer]
+                self._board.waiting = _WAITING[answer]
             elif self._gate.is_open:
-                self._board.waiting_for = None
+                self._board.waiting = None
                 return answer
             else:
                 await self._give_back(answer.ticket)
 
-    async def _work(self, reservation: Reservation) -> None:
+    async def _work(self, reservation: Reservation, need: Need) -> None:
         ticket = reservation.ticket
         try:
-            group = await self._run_group(ticket, self._terms.need(reservation, self._void))
+            group = await self._run_group(ticket, need)
             self._judge(group)
             await self._publish(group, reservation)
         except asyncio.CancelledError:
             await self._give_back(ticket)
             raise
         finally:
-            self._held.discard(ticket)
+            self._held.pop(ticket, None)
             self._slots.release()
 
     async def _publish(self, group: Group, reservation: Reservation) -> None:

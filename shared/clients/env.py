@@ -1,6 +1,7 @@
 """Client of the environment service: tasks, demonstrations, episodes.
 
-Creating and stepping are idempotent by `request_id` at the service, so both are repeated here when the service does not answer.
+Creating and stepping are idempotent by `request_id` at the service: a caller may repeat them, and has its own bound for that, so
+nothing about episodes is repeated here.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from shared.clients.base import HttpClient
 from shared.errors import DecodeError
+from shared.outcomes import FAULTS, Fault
 from shared.types import Message
 
 _ATTEMPTS = 3
@@ -28,7 +30,10 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Gymnasium's five-tuple, with the observation as messages and the parts of `info` that training needs."""
+    """Gymnasium's five-tuple, with the observation as messages and the parts of `info` that training needs.
+
+    `fault` is what the model did wrong in this turn, if anything.
+    """
 
     messages: Sequence[Message]
     reward: float
@@ -36,6 +41,7 @@ class StepResult:
     truncated: bool
     success: bool = False
     reward_components: Mapping[str, float] = field(default_factory=dict)
+    fault: Fault | None = None
 
 
 class EnvClient(HttpClient):
@@ -61,7 +67,7 @@ class EnvClient(HttpClient):
     async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
         """A new episode. `seed` drives what is random in it after the task is chosen. Raises NotFound."""
         body = {"request_id": request_id, "env": env, "split": split, "index": index, "seed": seed}
-        answer = await self.post("/episodes", body, attempts=_ATTEMPTS)
+        answer = await self.post("/episodes", body)
         return _read(
             lambda: Opening(str(answer["episode_id"]), str(answer["task"]), list(answer["messages"]), list(answer.get("tools") or ()))
         )
@@ -69,7 +75,7 @@ class EnvClient(HttpClient):
     async def step(self, episode_id: str, request_id: str, content: str) -> StepResult:
         """Answers the assistant's message. Raises NotFound if the service no longer knows the episode."""
         body = {"request_id": request_id, "message": {"role": "assistant", "content": content}}
-        answer = await self.post(f"/episodes/{episode_id}/step", body, attempts=_ATTEMPTS)
+        answer = await self.post(f"/episodes/{episode_id}/step", body)
         return _read(lambda: _step(answer))
 
     async def delete_episode(self, episode_id: str) -> None:
@@ -86,6 +92,7 @@ def _step(answer: Mapping[str, Any]) -> StepResult:
         truncated=bool(answer["truncated"]),
         success=bool(info.get("success", False)),
         reward_components={str(k): float(v) for k, v in (info.get("reward_components") or {}).items()},
+        fault=next((fault for fault in FAULTS if fault == info.get("error")), None),
     )
 
 

@@ -155,6 +155,7 @@ class MemoryQueue:
     limit: int = 4
     void: int = 0
     version: int = 0
+    epoch: int = 1
     ready: bool = True
     away: int = 0
     answers: list[Published] = field(default_factory=list)
@@ -189,7 +190,7 @@ class MemoryQueue:
     async def state(self) -> QueueState:
         await self._reach()
         zeros = dict.fromkeys(("low", "depth", "leased", "done", "dead", "reissued", "duplicates", "strays"), 0)
-        return QueueState(issued=self.issued, version=self.version, epoch=1, ready=self.ready, void=self.void, **zeros)
+        return QueueState(issued=self.issued, version=self.version, epoch=self.epoch, ready=self.ready, void=self.void, **zeros)
 
     async def _reach(self) -> None:
         await asyncio.sleep(0)
@@ -207,13 +208,12 @@ def balancer_of(*engines: ScriptedEngine, eta: int = 1) -> Balancer:
 
 
 def runner_of(env: ScriptedEnv, balancer: Balancer, bounds: Bounds = BOUNDS) -> EpisodeRunner:
-    return EpisodeRunner(tiny_tokenizer(), env, balancer, bounds)
+    return EpisodeRunner(tiny_tokenizer(), env, balancer, Board(), bounds)
 
 
 def dispatcher_of(env: ScriptedEnv, balancer: Balancer, bounds: Bounds = BOUNDS, max_concurrent: int = 64) -> Dispatcher:
     return Dispatcher(
         runner_of(env, balancer, bounds),
-        env,
         balancer,
         Board(),
         max_concurrent=max_concurrent,

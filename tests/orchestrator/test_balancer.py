@@ -20,12 +20,12 @@ class Clock:
         return self.now
 
 
-def make(*versions, eta=1, target=(1, 5), clock=time.monotonic):
+def make(*versions, eta=1, target=(1, 5), lineage=((1, 0), (2, 5)), clock=time.monotonic):
     balancer = Balancer(eta, clock)
     servers = [Server(f"s{i}", ScriptedEngine(), version=WeightVersion(*v) if v else None) for i, v in enumerate(versions)]
     for server in servers:
         balancer.add(server)
-    balancer.set_target(*target)
+    balancer.set_target(WeightVersion(*target), lineage[: target[0]])
     return balancer, servers
 
 
@@ -54,6 +54,27 @@ def test_a_need_raises_the_floor_and_sets_a_ceiling():
 def test_after_a_rollback_the_higher_epoch_wins():
     balancer, _ = make((1, 9), (2, 5), (1, 5), target=(2, 5))
     assert routable(balancer) == {"s1", "s2"}
+
+
+def test_weights_that_were_undone_stay_out_when_their_step_is_made_again():
+    balancer, _ = make((1, 7), (2, 7), (1, 5), target=(2, 7), eta=3)
+    assert routable(balancer) == {"s1", "s2"}
+    assert "s0: has e000001-s000007, which was undone" in balancer.why_none(Need(min_step=8))
+
+
+async def test_a_floor_that_fell_with_the_trainer_wakes_who_waits_for_it():
+    balancer, (server,) = make((1, 3), target=(1, 6), lineage=((1, 0), (2, 3)))
+    need = Need(min_step=6)
+
+    async def go_back():
+        await balancer.hungry(5)
+        need.lower(3)
+        balancer.set_target(WeightVersion(2, 3), ((1, 0), (2, 3)))
+
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        group.create_task(go_back())
+        async with balancer.server(need, time.monotonic() + 60) as chosen:
+            assert chosen is server
 
 
 def test_the_least_loaded_server_is_taken_by_its_capacity():
@@ -136,5 +157,5 @@ async def test_waiting_in_vain_names_the_reason(versions, reason):
 async def test_a_newer_target_takes_a_lagging_server_away():
     balancer, (server,) = make((1, 5))
     assert balancer.pick(ANY) is server
-    balancer.set_target(1, 7)
+    balancer.set_target(WeightVersion(1, 7), ((1, 0),))
     assert "step 6 is needed" in balancer.why_none()

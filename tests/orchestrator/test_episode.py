@@ -13,8 +13,8 @@ from services.orchestrator.recorder import Recorder
 from services.orchestrator.sampling import Bounds, Budget
 from shared.clients.env import StepResult
 from shared.clients.rollout import Generation
-from shared.errors import Conflict, NotFound, ServiceUnreachable, Unavailable
-from shared.types import VersionSpan
+from shared.errors import Conflict, NotFound, RateLimited, ServiceUnreachable, Unavailable
+from shared.types import VersionSpan, WeightVersion
 from tests.orchestrator.fakes import BOUNDS, Say, ScriptedEngine, ScriptedEnv, balancer_of, runner_of, spec, unreachable
 from tests.support.tokenizer import tiny_tokenizer
 
@@ -190,10 +190,21 @@ async def test_cancellation_passes_and_leaves_nothing_open():
     assert not env.open
 
 
-def test_tokens_of_a_wrong_version_are_refused_where_one_is_asked_for():
-    engine = ScriptedEngine([Say([60, 61, EOS], versions=("e000001-s000000", "e000001-s000001"))])
+@pytest.mark.parametrize("other", ["e000001-s000001", "e000000-s000000"])
+def test_tokens_of_a_wrong_version_are_asked_for_again_where_one_is_asked_for(other):
+    """Weights that are too new, and weights that a later trainer undid."""
+    wrong, right = ScriptedEngine([Say([60, 61, EOS], versions=("e000001-s000000", other))]), ScriptedEngine()
+    balancer = balancer_of(wrong, right)
+    balancer.set_target(WeightVersion(1, 0), ((1, 0),))
+    budget = Budget(3)
+    trajectory = asyncio.run(runner_of(ScriptedEnv(n_turns=1), balancer).run(spec(need=Need(0, 0, strict=True)), budget))
+    assert budget.failures == trajectory.failures == {"WrongVersion": 1}
+    assert {span.version for span in trajectory.versions} == {"e000001-s000000"}
+    wrong.script.append(Say([60], versions=(other,)))
+    balancer.remove("http://engine1")
+    balancer.observe(balancer.servers[0], WeightVersion(1, 0))
     with pytest.raises(WrongVersion):
-        play(ScriptedEnv(), engine, need=Need(0, 0))
+        asyncio.run(runner_of(ScriptedEnv(), balancer).run(spec(need=Need(0, 0, strict=True)), Budget(1)))
 
 
 def test_the_same_spec_repeats_itself():
@@ -218,4 +229,28 @@ def test_a_long_environment_text_is_tokenized_off_the_loop():
 
 def test_failures_of_the_environment_are_raised_with_their_class():
     with pytest.raises(ServiceUnreachable):
-        play(ScriptedEnv(create_failures=unreachable()), ScriptedEngine())
+        play(ScriptedEnv(create_failures=unreachable(3)), ScriptedEngine())
+
+
+def test_a_step_that_was_not_answered_is_asked_again_and_counts_once():
+    env, budget = ScriptedEnv(n_turns=2, step_failures=unreachable(), not_ready=1), Budget(3)
+    trajectory = play(env, ScriptedEngine(), budget=budget)
+    assert (len(env.created), len(env.texts), budget.used) == (1, 2, 1)
+    assert trajectory.failures == {"ServiceUnreachable": 1}
+
+
+def test_an_environment_that_restarts_costs_one_attempt():
+    env, budget = ScriptedEnv(step_failures=[*unreachable(), NotFound("restarted")]), Budget(3)
+    with pytest.raises(EpisodeLost) as lost:
+        play(env, ScriptedEngine(), budget=budget)
+    budget.spend(lost.value)  # as the dispatcher does
+    assert budget.used == 1
+
+
+def test_being_told_to_wait_costs_no_attempt():
+    waits = [RateLimited("full", retry_after_s=0.001) for _ in range(9)]
+    env, engine, budget = ScriptedEnv(create_failures=waits[:3], step_failures=waits[3:6]), ScriptedEngine(failures=waits[6:]), Budget(3)
+    balancer = balancer_of(engine)
+    asyncio.run(runner_of(env, balancer).run(spec(), budget))
+    assert budget.used == 0
+    assert not balancer.servers[0].out

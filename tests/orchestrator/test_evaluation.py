@@ -1,11 +1,15 @@
 """Evaluation: greedy, exact at the ends, written once, failures are no zeros."""
 
 import asyncio
+import resource
+from contextlib import contextmanager
 
 import orjson
 import pytest
 
-from services.orchestrator.evaluation import EvalPlan, Evaluator, read_records
+from services.orchestrator.board import Board
+from services.orchestrator.evaluation import EvalPlan, Evaluator
+from services.orchestrator.records import read_records
 from shared.errors import Unavailable
 from shared.types import WeightVersion
 from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of
@@ -15,9 +19,9 @@ PLAN = EvalPlan("demo", 6, 7, every=5, last_step=20)
 EOS = tiny_tokenizer().eos_id
 
 
-def evaluator(folder, env=None, engine=None, plan=PLAN):
-    balancer = balancer_of(engine or ScriptedEngine())
-    return Evaluator(dispatcher_of(env or ScriptedEnv(), balancer), tiny_tokenizer(), plan, folder)
+def evaluator(folder, env=None, engine=None, plan=PLAN, other=None):
+    balancer = balancer_of(engine or ScriptedEngine(), *filter(None, [other]))
+    return Evaluator(dispatcher_of(env or ScriptedEnv(), balancer), Board(), tiny_tokenizer(), plan, folder)
 
 
 async def measured(found, step):
@@ -85,8 +89,8 @@ async def test_failed_tasks_are_counted_and_not_averaged(tmp_path):
 
 async def test_tokens_of_another_version_do_not_count_at_the_ends(tmp_path):
     engine = ScriptedEngine([Say([60, EOS], versions=("e000001-s000001",))])
-    record = await measured(evaluator(tmp_path, ScriptedEnv(n_turns=1), engine), 0)
-    assert (record.failed, record.version_max) == (1, "e000001-s000000")
+    record = await measured(evaluator(tmp_path, ScriptedEnv(n_turns=1), engine, other=ScriptedEngine()), 0)
+    assert (record.failed, record.version_max) == (0, "e000001-s000000")
 
 
 async def test_an_evaluation_in_between_may_meet_newer_weights(tmp_path):
@@ -102,6 +106,52 @@ async def test_two_orchestrators_measure_a_step_once(tmp_path):
             group.create_task(one.run(0))
     assert [r.step for r in read_records(tmp_path / "evals.jsonl")] == [0]
     assert both[0].records == both[1].records
+
+
+async def test_a_step_whose_weights_were_undone_is_measured_again_and_its_last_record_counts(tmp_path):
+    first = evaluator(tmp_path, engine=ScriptedEngine(version=WeightVersion(1, 5)))
+    await first.run(5)
+    again = evaluator(tmp_path, engine=ScriptedEngine(version=WeightVersion(2, 5)))
+    again.follow(((1, 0), (2, 5)))
+    assert not again.due(5)
+    again.follow(((1, 0), (2, 4)))
+    assert again.due(5)
+    await again.run(5)
+    assert [(r.step, r.version_min) for r in again.records] == [(5, "e000002-s000005")]
+    assert [r.version_min for r in read_records(tmp_path / "evals.jsonl")] == ["e000001-s000005", "e000002-s000005"]
+    again.follow(((1, 0), (3, 5)))
+    assert [r.version_min for r in again.records] == ["e000001-s000005"]
+
+
+async def test_a_full_disk_delays_the_record_and_loses_nothing(tmp_path):
+    found, board = evaluator(tmp_path), Board()
+    found._board = board
+    with full_disk():
+        task = asyncio.ensure_future(found.run(0))
+        async with asyncio.timeout(5):
+            while board.disk is None:
+                await asyncio.sleep(0.01)
+    await task
+    assert board.disk is None
+    assert [r.step for r in read_records(tmp_path / "evals.jsonl")] == [0]
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4
+
+
+@contextmanager
+def full_disk():
+    """Files cannot grow beyond 100 bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_records_of_before_there_were_ends_are_read(tmp_path):
+    old = '{"step":0,"version_min":"e000001-s000000","version_max":"e000001-s000000","n_tasks":6,"success":1.0,"reward_mean":1.0,'
+    (tmp_path / "evals.jsonl").write_text(old + '"turns_mean":1.0,"tokens":9,"elapsed_s":0.1,"failed":0}\n')
+    assert not evaluator(tmp_path).due(0)
 
 
 async def test_no_task_at_all_is_no_record(tmp_path):

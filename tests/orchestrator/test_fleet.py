@@ -7,6 +7,7 @@ from services.orchestrator.balancer import Balancer, Need
 from services.orchestrator.fleet import Fleet, Found
 from shared.clients.rollout import RolloutClient
 from shared.errors import QueueUnavailable
+from shared.types import WeightVersion
 from tests.support.asgi import served
 from tests.support.fake_rollout import FakeRollout
 
@@ -72,7 +73,7 @@ async def test_a_waiting_episode_is_served_soon_after_the_weights_arrive():
     balancer, rollout = Balancer(0), FakeRollout()
     async with served(rollout.app()) as url, fleet_of(balancer, [url]) as fleet, asyncio.TaskGroup() as group:
         watching = group.create_task(fleet.watch())
-        balancer.set_target(1, 1)
+        balancer.set_target(WeightVersion(1, 1), ((1, 0),))
         await asyncio.sleep(0.2)
         rollout.version = "e000001-s000001"
         started = time.monotonic()

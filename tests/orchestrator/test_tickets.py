@@ -51,7 +51,7 @@ async def test_every_ticket_is_published_once_with_its_own_task():
 async def test_a_full_queue_is_the_only_brake_and_is_named():
     queue = MemoryQueue(limit=3)
     loop, _, board = loop_of(queue)
-    await run_until(loop, lambda: len(queue.published) == 3 and board.running == 0 and board.waiting_for)
+    await run_until(loop, lambda: len(queue.published) == 3 and board.running == 0 and board.waiting)
     assert board.state(None) == ("waiting", "the trainer has enough groups and has not finished a step yet")
 
 

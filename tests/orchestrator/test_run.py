@@ -1,0 +1,140 @@
+"""The course of a run when the trainer goes back to an older checkpoint: nothing waits for weights that were undone."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+
+from services.orchestrator.board import Board
+from services.orchestrator.evaluation import EvalPlan, Evaluator
+from services.orchestrator.gate import Gate
+from services.orchestrator.groups import run_group
+from services.orchestrator.lineage import lineage_at
+from services.orchestrator.run import Course
+from services.orchestrator.sampling import Bounds
+from services.orchestrator.tickets import Terms, TicketLoop
+from shared.errors import VolleyError
+from shared.state import fresh
+from shared.types import Group, WeightVersion
+from shared.weights import MANIFEST
+from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan
+from tests.support.tokenizer import tiny_tokenizer
+
+HOURS = Bounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=7200.0, max_attempts=3)
+TERMS = Terms(batch=2, eta=0, total=100, lease_s=60, patience_s=7200.0)
+PLAN = EvalPlan("demo", 3, 7, every=5, last_step=20)
+
+
+class Run:
+    """A course over fakes; `serve` is a rollout server that has just been probed, with these weights."""
+
+    def __init__(self, folder, queue, max_steps=20):
+        self.queue, self.board, gate = queue, Board(), Gate()
+        self.balancer = balancer_of(ScriptedEngine(version=None), eta=0)
+        dispatcher = dispatcher_of(ScriptedEnv(n_turns=1), self.balancer, HOURS)
+        self.evaluator = Evaluator(dispatcher, self.board, tiny_tokenizer(), PLAN, folder)
+        loop = TicketLoop(
+            queue, gate, self.board, TERMS, n_groups=2, run_group=lambda ticket, need: run_group(dispatcher, plan(2), ticket, need)
+        )
+        parts = (queue, self.balancer, self.board, gate, loop, self.evaluator)
+        self.course = Course(*parts, max_steps=max_steps, checkpoints=folder / "checkpoints")
+
+    def serve(self, epoch, step):
+        (server,) = self.balancer.servers
+        server.engine.version = WeightVersion(epoch, step)
+        self.balancer.observe(server, server.engine.version)
+
+    def go_back(self, epoch, step):
+        self.queue.epoch, self.queue.version = epoch, step
+        self.serve(epoch, step)
+
+
+@asynccontextmanager
+async def following(run):
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        task = group.create_task(run.course.follow())
+        yield run
+        task.cancel()
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def test_a_ticket_stops_waiting_for_weights_that_were_undone(tmp_path):
+    run = Run(tmp_path, MemoryQueue(version=4, limit=1))
+    run.serve(1, 3)
+    async with following(run):
+        await until(lambda: run.queue.issued == 1 and "step 4 is needed" in (run.balancer.why_none() or ""))
+        run.go_back(2, 3)
+        await until(lambda: 1 in run.queue.published)
+    group = Group.decode(run.queue.published[1])
+    assert group.failure is None
+    assert group.oldest() == WeightVersion(2, 3)
+
+
+async def test_an_evaluation_of_undone_weights_ends_and_its_step_is_measured_when_it_is_made_again(tmp_path):
+    run = Run(tmp_path, MemoryQueue(version=5, limit=0))
+    run.serve(1, 4)
+    async with following(run):
+        await until(lambda: run.board.evaluating_step == 5)
+        run.go_back(2, 3)
+        await until(lambda: run.board.evaluating_step is None)
+        assert run.evaluator.records == []
+        run.go_back(2, 5)
+        await until(lambda: run.evaluator.records)
+    (record,) = run.evaluator.records
+    assert (record.step, record.version_min) == (5, "e000002-s000005")
+
+
+async def test_the_run_ends_only_when_the_last_step_of_the_present_lineage_is_measured(tmp_path):
+    run = Run(tmp_path, MemoryQueue(version=20, limit=0))
+    run.serve(1, 19)
+    async with following(run):
+        await until(lambda: run.board.evaluating_step == 20)
+        run.go_back(2, 18)
+        await until(lambda: run.board.evaluating_step != 20)
+        run.go_back(2, 20)
+        await until(lambda: run.evaluator.records)
+    assert run.evaluator.records[-1].version_min == "e000002-s000020"
+
+
+async def test_an_evaluation_without_a_single_episode_fails_the_run(tmp_path):
+    run = Run(tmp_path, MemoryQueue(version=0, limit=0))
+    (server,) = run.balancer.servers
+    server.engine.failures += [VolleyError("a defect")] * 99
+    run.serve(1, 0)
+    keep = asyncio.ensure_future(keep_well(run))
+    with pytest.raises(ExceptionGroup) as caught:
+        async with asyncio.timeout(10):
+            await run.course.follow()
+    keep.cancel()
+    assert caught.group_contains(VolleyError, match="all 3 held-out tasks failed", depth=2)
+
+
+async def keep_well(run):
+    while True:
+        run.serve(1, 0)
+        await asyncio.sleep(0.01)
+
+
+def checkpoint(root, epoch, step, lineage):
+    folder = root / str(WeightVersion(epoch, step))
+    folder.mkdir(parents=True)
+    state = fresh(0).under(1, keep_reference=False)
+    text = state.to_json(epoch=epoch, step=step, lineage=lineage, optimizer_files=[])
+    (folder / "state.json").write_bytes(text)
+    (folder / MANIFEST).write_text("{}")
+    return folder
+
+
+def test_the_lineage_is_that_of_the_newest_checkpoint(tmp_path):
+    assert lineage_at(tmp_path, WeightVersion(3, 7)) == ((3, 0),)
+    checkpoint(tmp_path, 1, 6, [(1, 0)])
+    assert lineage_at(tmp_path, WeightVersion(1, 6)) == ((1, 0),)
+    assert lineage_at(tmp_path, WeightVersion(2, 4)) == ((1, 0), (2, 4))
+    newest = checkpoint(tmp_path, 2, 5, [(1, 0), (2, 4)])
+    assert lineage_at(tmp_path, WeightVersion(2, 4)) == ((1, 0), (2, 4))
+    (newest / "state.json").write_text("{")
+    assert lineage_at(tmp_path, WeightVersion(2, 5)) == ((1, 0), (2, 5))
