@@ -10,6 +10,7 @@ Invariants of a trajectory, checked by `Trajectory.validate`:
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +20,15 @@ import numpy as np
 
 from shared import codec
 from shared.errors import DecodeError
+from shared.outcomes import ENDS, End
 
 SCHEMA = 1
 Status = Literal["completed", "truncated"]
 Message = Mapping[str, Any]
-_VERSION = re.compile(r"e(\d{6,})-s(\d{6,})\Z")
+MAX_MESSAGE = 2**20
+"""Characters of one message that the environment service takes."""
+_MAX_DETAIL = 300
+_VERSION = re.compile(r"e([0-9]{6,18})-s([0-9]{6,18})\Z")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -69,7 +74,9 @@ class Trajectory:
     """One episode, token by token.
 
     Shapes: `token_ids` int32 [T], `loss_mask` uint8 [T], `logprobs` float32 [T] (behaviour, natural log).
-    `timings` are seconds.
+    `timings` are seconds. `status` is `completed` if the environment ended the episode, and `end` says how it ended (None in
+    records that are older than it). `faults` counts turns by what the model did wrong in them, `failures` the failed attempts
+    that this episode took, by class of error (see shared.outcomes).
     """
 
     ticket: int
@@ -88,6 +95,9 @@ class Trajectory:
     status: Status
     reward_components: Mapping[str, float] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
+    end: End | None = None
+    faults: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def n_sampled(self) -> int:
@@ -111,13 +121,15 @@ class Trajectory:
         _require(bool((self.logprobs <= 1e-3).all()), "a log-probability is positive")
         covered = np.zeros(n, bool)
         for span in self.versions:
+            WeightVersion.parse(span.version)
             _require(0 <= span.start < span.end <= n, "a version span is empty or outside the sequence")
             _require(not covered[span.start : span.end].any(), "version spans overlap")
             covered[span.start : span.end] = True
         _require(bool((covered == sampled).all()), "version spans do not cover exactly the sampled tokens")
         _require(bool(sampled.any()), "no token was sampled")
         _require(all(0 <= turn.start <= turn.end <= n for turn in self.turns), "a turn lies outside the sequence")
-        _require(bool(np.isfinite(self.reward)), "the reward is not finite")
+        rewards = [self.reward, *self.reward_components.values(), *(turn.reward for turn in self.turns)]
+        _require(all(map(math.isfinite, rewards)), "a reward is not finite")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +163,17 @@ class Group:
     def decode(cls, data: bytes) -> Self:
         """Raises DecodeError if the bytes are not a valid group of this schema."""
         record = codec.unpack(data, "group")
-        _require(isinstance(record, dict) and record.get("schema") == SCHEMA, f"not a group of schema {SCHEMA}")
+        _require(isinstance(record, dict) and repr(record.get("schema")) == str(SCHEMA), f"not a group of schema {SCHEMA}")
         try:
             group = cls(
-                ticket=int(record["ticket"]),
-                env=str(record["env"]),
-                task=str(record["task"]),
+                ticket=_int(record["ticket"]),
+                env=_text(record["env"]),
+                task=_text(record["task"]),
                 trajectories=tuple(_trajectory(r) for r in record["trajectories"]),
-                failure=record["failure"],
+                failure=None if record["failure"] is None else _text(record["failure"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DecodeError(f"group lacks or mistypes a field: {error!r}") from error
+            raise DecodeError(f"group lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error
         group.validate()
         return group
 
@@ -170,34 +182,68 @@ def _trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     record = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(trajectory)}
     record["versions"] = [[s.version, s.start, s.end] for s in trajectory.versions]
     record["turns"] = [[t.start, t.end, t.role, t.reward] for t in trajectory.turns]
-    record["reward_components"], record["timings"] = dict(trajectory.reward_components), dict(trajectory.timings)
+    for name in ("reward_components", "timings", "faults", "failures"):
+        record[name] = dict(record[name])
     return record
 
 
-def _trajectory(record: Mapping[str, Any]) -> Trajectory:
+def _trajectory(record: Any) -> Trajectory:
+    if not isinstance(record, dict):
+        raise TypeError(f"expected a trajectory, got {type(record).__name__}")
     return Trajectory(
-        ticket=int(record["ticket"]),
-        sibling=int(record["sibling"]),
-        attempt=int(record["attempt"]),
-        env=str(record["env"]),
-        task=str(record["task"]),
-        prompt_len=int(record["prompt_len"]),
+        ticket=_int(record["ticket"]),
+        sibling=_int(record["sibling"]),
+        attempt=_int(record["attempt"]),
+        env=_text(record["env"]),
+        task=_text(record["task"]),
+        prompt_len=_int(record["prompt_len"]),
         token_ids=_array(record["token_ids"], "i4"),
         loss_mask=_array(record["loss_mask"], "u1"),
         logprobs=_array(record["logprobs"], "f4"),
-        versions=tuple(VersionSpan(str(v), int(a), int(b)) for v, a, b in record["versions"]),
-        turns=tuple(Turn(int(a), int(b), str(role), float(reward)) for a, b, role, reward in record["turns"]),
-        reward=float(record["reward"]),
+        versions=tuple(VersionSpan(_text(v), _int(a), _int(b)) for v, a, b in record["versions"]),
+        turns=tuple(Turn(_int(a), _int(b), _text(role), _float(reward)) for a, b, role, reward in record["turns"]),
+        reward=_float(record["reward"]),
         success=bool(record["success"]),
         status=_status(record["status"]),
-        reward_components={str(k): float(v) for k, v in record["reward_components"].items()},
-        timings={str(k): float(v) for k, v in record["timings"].items()},
+        reward_components={_text(k): _float(v) for k, v in record["reward_components"].items()},
+        timings={_text(k): _float(v) for k, v in record["timings"].items()},
+        end=_end(record.get("end")),
+        faults=_counts(record.get("faults", {})),
+        failures=_counts(record.get("failures", {})),
     )
 
 
 def _array(value: Any, dtype: str) -> np.ndarray:
     if not isinstance(value, np.ndarray) or value.dtype != np.dtype(dtype):
         raise TypeError(f"expected a {dtype} array, got {type(value).__name__}")
+    return value
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"expected an integer, got {type(value).__name__}")
+    return value
+
+
+def _float(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise TypeError(f"expected a number, got {type(value).__name__}")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {type(value).__name__}")
+    return value
+
+
+def _counts(value: Any) -> dict[str, int]:
+    return {_text(name): _int(n) for name, n in value.items()}
+
+
+def _end(value: Any) -> End | None:
+    if value is not None and _text(value) not in ENDS:
+        raise ValueError(f"unknown end {value!r}")
     return value
 
 
