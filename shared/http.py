@@ -14,13 +14,15 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared import codec, telemetry
 from shared.access import Role, RoleTable, Tokens
-from shared.errors import DecodeError, Forbidden, InputError, TooLarge, Unauthorized, Unavailable, VolleyError, problem
+from shared.errors import DecodeError, Forbidden, InputError, RateLimited, TooLarge, Unauthorized, Unavailable, VolleyError, problem
+from shared.limits import Buckets
+from shared.openapi import PROBLEMS
 from shared.schema import Limits
 
 COMMON_ROLES = {
@@ -46,7 +48,7 @@ def create_app(
         roles: the role each route asks for, {"POST /episodes/{id}/step": Role.SERVICE}; a route that is missing asks for admin.
         ready: returns None when requests may be routed here, else the reason why not.
     """
-    app = FastAPI(title=title, version="1", docs_url="/docs", redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+    app = FastAPI(title=title, version="1", docs_url="/docs", redoc_url=None, swagger_ui_oauth2_redirect_url=None, responses=PROBLEMS)
     app.add_exception_handler(VolleyError, _on_volley_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -64,7 +66,7 @@ def create_app(
             raise Unavailable(reason)
         return {"status": "ready"}
 
-    @app.get("/metrics", tags=["common"])
+    @app.get("/metrics", tags=["common"], response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(telemetry.exposition(), media_type="text/plain; version=0.0.4")
 
@@ -128,6 +130,7 @@ class _Edge:
 
     def __init__(self, app: ASGIApp, limits: Limits, tokens: Tokens | None, roles: RoleTable) -> None:
         self._app, self._limits, self._tokens, self._roles = app, limits, tokens, roles
+        self._admin_pace = Buckets(limits.admin_per_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -149,20 +152,25 @@ class _Edge:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._authorize(scope)
+            self._admit(scope)
             body = await self._read(scope, receive)
         except VolleyError as error:
             await problem_response(error)(scope, receive, send)
             return
         await self._app(scope, _replay(body, receive), send)
 
-    def _authorize(self, scope: Scope) -> None:
-        if self._tokens is None:
-            return
+    def _admit(self, scope: Scope) -> None:
+        """Raises Unauthorized, Forbidden or RateLimited."""
         needed = self._roles.role_for(scope["method"], scope["path"])
-        if needed is Role.ANYONE:
-            return
-        role = self._tokens.role_of(next((value for key, value in scope["headers"] if key == b"authorization"), b""))
+        if self._tokens is not None and needed is not Role.ANYONE:
+            self._authorize(scope, self._tokens, needed)
+        if needed is Role.ADMIN:
+            wait_s = self._admin_pace.wait_s(scope["client"][0] if scope.get("client") else "", time.monotonic())
+            if wait_s:
+                raise RateLimited("too many requests of this kind", "services.limits.admin_per_s sets the limit", wait_s)
+
+    def _authorize(self, scope: Scope, tokens: Tokens, needed: Role) -> None:
+        role = tokens.role_of(next((value for key, value in scope["headers"] if key == b"authorization"), b""))
         if role is None:
             raise Unauthorized("missing or wrong bearer token", "send Authorization: Bearer <token>")
         if role < needed:

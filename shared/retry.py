@@ -21,5 +21,5 @@ async def retry[T](call: Callable[[], Awaitable[T]], *, attempts: int, base_s: f
             if attempt + 1 == attempts:
                 raise
             backoff = min(cap_s, base_s * 2**attempt) * random.uniform(0.5, 1.0)
-            await asyncio.sleep(min(cap_s, max(backoff, error.retry_after_s if error.status == 503 else 0.0)))
+            await asyncio.sleep(min(cap_s, max(backoff, error.retry_after_s if error.status in (429, 503) else 0.0)))
     raise AssertionError("attempts must be positive")

@@ -153,21 +153,25 @@ class Orchestrator(Section):
 
 
 class Endpoint(Section):
-    """Where a service listens; `url` is how others reach it (default: from host and port)."""
+    """Where a service listens; `url` is how others reach it (default: from host and port, see `Services.base_url`)."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)]
     url: str | None = None
 
-    @property
-    def base_url(self) -> str:
-        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host  # noqa: S104 - compared, not bound
-        return (self.url or f"http://{host}:{self.port}").rstrip("/")
-
 
 class Limits(Section):
+    """What one client may cost a service. `body_timeout_s` bounds how long a body may take to arrive, and an answer to be read.
+
+    `admin_per_s` is how many requests that change something for others (role admin) one address may make, with bursts of ten
+    times as many. `grace_s` is what running requests have after SIGTERM.
+    """
+
     max_body_bytes: PositiveInt = 64 * 2**20
+    max_connections: PositiveInt = 4096
+    header_timeout_s: PositiveFloat = 10.0
     body_timeout_s: PositiveFloat = 30.0
+    admin_per_s: PositiveFloat = 20.0
     grace_s: PositiveFloat = 10.0
 
 
@@ -190,12 +194,27 @@ class TokenFiles(Section):
         return self
 
 
+class Tls(Section):
+    """PEM files: services show `cert_file` (with its chain), clients trust `ca_file` (default: the system's), also for rediss://."""
+
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    ca_file: Path | None = None
+
+    @model_validator(mode="after")
+    def _pair(self) -> Tls:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("tls needs cert_file and key_file together")
+        return self
+
+
 class Services(Section):
     """`redis_url: null` starts the embedded server. Rollout servers register themselves; `rollout_urls` adds fixed ones."""
 
     redis_url: str | None = None
     redis_password_file: Path | None = None
     token_files: TokenFiles = TokenFiles()
+    tls: Tls = Tls()
     env: Endpoint = Endpoint(port=8101)
     rollout: Endpoint = Endpoint(port=8102)
     orchestrator: Endpoint = Endpoint(port=8103)
@@ -203,6 +222,17 @@ class Services(Section):
     rollout_urls: tuple[str, ...] = ()
     rollout_replicas: PositiveInt = 1
     limits: Limits = Limits()
+
+    def base_url(self, name: str) -> str:
+        """How others reach the service `name`."""
+        endpoint: Endpoint = getattr(self, name)
+        return (endpoint.url or self.local_url(name, endpoint.port)).rstrip("/")
+
+    def local_url(self, name: str, port: int) -> str:
+        """How the service `name` is reached on this host when it listens on `port`."""
+        host: str = getattr(self, name).host
+        host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104 - compared, not bound
+        return f"{'https' if self.tls.cert_file else 'http'}://{host}:{port}"
 
 
 class RunConfig(Section):

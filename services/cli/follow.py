@@ -39,7 +39,7 @@ def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
 
 async def _watch(loaded: Loaded, folder: RunFolder) -> None:
     services = loaded.config.services
-    urls = {name: getattr(services, name).base_url for name in _NAMES}
+    urls = {name: services.base_url(name) for name in _NAMES}
     train.say(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
-    running = stack.Stack(urls, token_for(services.token_files, Role.VIEWER), [])
+    running = stack.Stack(urls, token_for(services.token_files, Role.VIEWER), services.tls.ca_file, [])
     await train.follow(running, folder, Progress(folder, loaded.config.trainer.max_steps, train.say))

@@ -50,6 +50,5 @@ def urls(services: Services, ports: Mapping[str, Sequence[int]]) -> dict[str, st
     found = {}
     for name, numbers in ports.items():
         for i, port in enumerate(numbers):
-            endpoint = getattr(services, name).model_copy(update={"port": port, "url": None})
-            found[f"rollout-{i}" if name == "rollout" else name] = endpoint.base_url
+            found[f"rollout-{i}" if name == "rollout" else name] = services.local_url(name, port)
     return found

@@ -15,6 +15,8 @@ from shared.clients.base import HttpClient
 from shared.errors import ConfigError, VolleyError
 from shared.schema import TokenFiles
 
+_TIMEOUT_S = 5.0
+
 type Row = tuple[str, str, str, str]
 
 
@@ -27,17 +29,18 @@ def main(targets: Sequence[str]) -> int:
     return 0 if all(row[2] == "ready" for row in rows) else 1
 
 
-def _services(targets: Sequence[str]) -> list[tuple[str, str, str | None]]:
-    """(name, address, token) of every service asked for."""
+def _services(targets: Sequence[str]) -> list[tuple[str, HttpClient]]:
+    """Every service asked for, by name."""
     if targets and all("://" in target for target in targets):
-        return [(target, target, None) for target in targets]
+        return [(target, HttpClient(target, timeout_s=_TIMEOUT_S)) for target in targets]
     if len(targets) > 1:
         raise ConfigError("give one run's folder, or addresses like http://127.0.0.1:8102")
     folder = RunFolder(Path(targets[0]).absolute() if targets else _newest())
     try:
         record = orjson.loads(folder.processes.read_bytes())
         token = token_for(TokenFiles.model_validate(record["token_files"]), Role.VIEWER)
-        return [(name, url, token) for name, url in record["urls"].items()]
+        ca_file = Path(record["ca_file"]) if record["ca_file"] else None
+        return [(name, HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=ca_file)) for name, url in record["urls"].items()]
     except (OSError, orjson.JSONDecodeError, KeyError) as error:
         raise ConfigError(f"{folder.path} is not the folder of a run started here", "give RUN_DIR or the services' addresses") from error
 
@@ -49,18 +52,18 @@ def _newest() -> Path:
     return found[-1].parent.absolute()
 
 
-async def _ask_all(services: Sequence[tuple[str, str, str | None]]) -> list[Row]:
+async def _ask_all(services: Sequence[tuple[str, HttpClient]]) -> list[Row]:
     return list(await asyncio.gather(*(_ask(*service) for service in services)))
 
 
-async def _ask(name: str, url: str, token: str | None) -> Row:
-    async with HttpClient(url, token=token, timeout_s=5.0) as client:
+async def _ask(name: str, client: HttpClient) -> Row:
+    async with client:
         try:
             await client.get("/ready", attempts=1)
             state = "ready"
         except VolleyError as error:
             state = f"not ready: {error.detail}"
-        return name, url, state, await _details(client, name)
+        return name, client.base_url, state, await _details(client, name)
 
 
 async def _details(client: HttpClient, name: str) -> str:

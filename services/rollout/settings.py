@@ -30,6 +30,7 @@ class RolloutSettings:
     redis_url: str | None
     redis_password_file: Path | None
     token_files: TokenFiles
+    ca_file: Path | None
     limits: Limits
 
 
@@ -55,9 +56,10 @@ def from_config(config: RunConfig) -> RolloutSettings:
         update_mode=config.rollout.update_mode,
         run=config.run.name,
         server_id=f"{socket.gethostname()}-{services.rollout.port}-{os.getpid()}",
-        url=services.rollout.base_url,
+        url=services.base_url("rollout"),
         redis_url=services.redis_url,
         redis_password_file=services.redis_password_file,
         token_files=services.token_files,
+        ca_file=services.tls.ca_file,
         limits=services.limits,
     )

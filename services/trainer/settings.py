@@ -29,6 +29,7 @@ class TrainerSettings:
     redis_url: str
     redis_password_file: Path | None
     token_files: TokenFiles
+    ca_file: Path | None
     env_url: str
     rollout_urls: tuple[str, ...]
     update_mode: str
@@ -49,7 +50,8 @@ def from_config(config: RunConfig) -> TrainerSettings:
         redis_url=services.redis_url,
         redis_password_file=services.redis_password_file,
         token_files=services.token_files,
-        env_url=services.env.base_url,
+        ca_file=services.tls.ca_file,
+        env_url=services.base_url("env"),
         rollout_urls=services.rollout_urls,
         update_mode=config.rollout.update_mode,
         limits=services.limits,

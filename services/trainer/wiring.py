@@ -61,13 +61,15 @@ async def open_trainer(config: RunConfig, learner: Callable[[Given], Learns]) ->
     model = await asyncio.to_thread(model_folder, config.model.path, weights=True)
     board = Board(settings.run, config.trainer.max_steps)
     async with AsyncExitStack() as stack:
-        redis = connect(settings.redis_url, settings.redis_password_file)
+        redis = connect(settings.redis_url, settings.redis_password_file, settings.ca_file)
         stack.push_async_callback(redis.aclose)
-        environments = await stack.enter_async_context(EnvClient(settings.env_url, token=token))
+        environments = await stack.enter_async_context(EnvClient(settings.env_url, token=token, ca_file=settings.ca_file))
         thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         stack.callback(thread.shutdown, wait=False, cancel_futures=True)
         learns, folder = learner(Given(config, settings, model, ChatTokenizer(model))), settings.run_folder
-        publisher = Publisher(_servers(redis, settings), lambda url: RolloutClient(url, token=admin), settings.update_mode)
+        publisher = Publisher(
+            _servers(redis, settings), lambda url: RolloutClient(url, token=admin, ca_file=settings.ca_file), settings.update_mode
+        )
         parts = Parts(
             backend=learns.backend,
             queue=TicketQueue(redis, settings.run),

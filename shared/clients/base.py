@@ -8,6 +8,7 @@ Retries: only what the caller marks as safe to repeat, only for `Unavailable`, i
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -18,6 +19,7 @@ import orjson
 from shared import codec
 from shared.errors import DecodeError, ServiceUnreachable, from_problem
 from shared.retry import retry
+from shared.tls import client_context
 
 _CONNECT_TIMEOUT_S = 5.0
 _KEEPALIVE_S = 4.0  # below uvicorn's default of 5 s, so that no request meets a connection that is being closed
@@ -40,20 +42,27 @@ class HttpClient:
 
     Args:
         timeout_s: of a whole call, unless the call says otherwise.
+        ca_file: who vouches for a service at https:// (default: the system's authorities).
         transport: replaces the network in tests (e.g. httpx.ASGITransport(app)).
     """
 
     def __init__(
-        self, base_url: str, *, token: str | None = None, timeout_s: float = 60.0, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        base_url: str,
+        *,
+        token: str | None = None,
+        timeout_s: float = 60.0,
+        ca_file: Path | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
-        self._timeout_s, self._transport = timeout_s, transport
+        self._timeout_s, self._ca_file, self._transport = timeout_s, ca_file, transport
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._wire: _Wire | None = None
 
     async def __aenter__(self) -> Self:
         if self._transport is None:
-            self._wire = _Network(self.base_url, self._headers)
+            self._wire = _Network(self.base_url, self._headers, self._ca_file)
         else:
             self._wire = _Direct(self.base_url, self._headers, self._transport)
         return self
@@ -81,6 +90,8 @@ class HttpClient:
             answer = await self._wire.send(method, path, body, params, timeout_s or self._timeout_s)
         except (TimeoutError, httpx.TimeoutException) as error:
             raise ServiceUnreachable(f"{what} did not answer in time") from error
+        except aiohttp.ClientSSLError as error:
+            raise ServiceUnreachable(f"{what}: {_tls_reason(error)}", "see services.tls; its ca_file must vouch for that name") from error
         except (aiohttp.ClientError, httpx.HTTPError, OSError) as error:
             raise ServiceUnreachable(f"{what}: {type(error).__name__}", "is the service running?") from error
         return _read(answer, path)
@@ -89,8 +100,9 @@ class HttpClient:
 class _Network:
     """One pool without a limit of its own: concurrency is bounded where episodes are started."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str]) -> None:
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+    def __init__(self, base_url: str, headers: Mapping[str, str], ca_file: Path | None) -> None:
+        trusted = client_context(ca_file) if base_url.startswith("https:") else True
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=trusted)
         skip = ("User-Agent", "Accept-Encoding")
         self._base_url = base_url
         self._session = aiohttp.ClientSession(connector=connector, headers=headers, skip_auto_headers=skip)
@@ -119,6 +131,11 @@ class _Direct:
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+def _tls_reason(error: aiohttp.ClientSSLError) -> str:
+    cause = error.certificate_error if isinstance(error, aiohttp.ClientConnectorCertificateError) else error.os_error
+    return f"{type(cause).__name__} {getattr(cause, 'verify_message', None) or getattr(cause, 'reason', None) or ''}".strip()
 
 
 def _content_type(body: bytes | None) -> dict[str, str]:

@@ -15,6 +15,7 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from shared.access import read_secret
 from shared.errors import ConfigError, Fenced, QueueUnavailable
 
 CONNECT_TIMEOUT_S = 3.0
@@ -23,18 +24,20 @@ MAX_BLOCK_MS = 2000  # the longest a command may block, far below the socket tim
 _TRANSIENT = ("OOM", "MISCONF", "READONLY", "LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS")
 
 
-def connect(url: str, password_file: Path | None = None) -> Redis:
+def connect(url: str, password_file: Path | None = None, ca_file: Path | None = None) -> Redis:
     """A client for `redis://[:password@]host:port/db` (or `rediss://`, `unix://`); it connects with the first command.
 
     Args:
         url: where the server is.
-        password_file: a file with the password alone; it replaces a password in the URL.
+        password_file: a file with the password alone, readable by its owner only; it replaces a password in the URL.
+        ca_file: who vouches for a server at `rediss://` (default: the system's authorities).
 
     Raises:
         ConfigError: the URL or the password file cannot be used.
     """
+    secret = {"password": read_secret(password_file, "services.redis_password_file")} if password_file else {}
+    trust = {"ssl_ca_certs": str(ca_file)} if ca_file and url.startswith("rediss:") else {}
     try:
-        password = {"password": password_file.read_text().strip()} if password_file else {}
         client = Redis.from_url(
             url,
             socket_timeout=SOCKET_TIMEOUT_S,
@@ -42,11 +45,9 @@ def connect(url: str, password_file: Path | None = None) -> Redis:
             retry=Retry(NoBackoff(), 0),
             protocol=2,
         )
-    except OSError as error:
-        raise ConfigError(f"cannot read the Redis password file {password_file}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError("the Redis URL is malformed", f"expected redis://host:port: {error}") from error
-    client.connection_pool.connection_kwargs.update(password)
+    client.connection_pool.connection_kwargs.update(secret | trust)
     return client
 
 

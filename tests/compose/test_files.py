@@ -92,7 +92,7 @@ def test_layer_of_the_containers_fits_every_configuration(path: Path) -> None:
     loaded = config.load([path, ROOT / "docker" / "stack.yaml"])
     services = loaded.config.services
     assert loaded.config.run.dir == Path("/runs")
-    assert services.env.base_url == "http://env:8101"
+    assert services.base_url("env") == "http://env:8101"
     assert {services.env.host, services.rollout.host, services.orchestrator.host, services.trainer.host} == {"0.0.0.0"}
 
 
@@ -100,7 +100,7 @@ def test_replica_takes_its_address_from_its_container(monkeypatch: pytest.Monkey
     monkeypatch.setenv("HOSTNAME", "0123456789ab")
     layers = [ROOT / "configs" / "quickstart.yaml", ROOT / "docker" / "stack.yaml"]
     loaded = config.load(layers, ["services.rollout.url=http://${oc.env:HOSTNAME}:8102"])
-    assert loaded.config.services.rollout.base_url == "http://0123456789ab:8102"
+    assert loaded.config.services.base_url("rollout") == "http://0123456789ab:8102"
 
 
 def prepare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

@@ -13,6 +13,7 @@ from shared.errors import ConfigError, QueueUnavailable
 from shared.queue import server
 from shared.queue.client import command, connect
 from shared.queue.server import ServerSpec, embedded_server, find_binary, folder_lock, prepare, running
+from tests.support.tokens import write_private
 
 
 async def test_data_survives_a_restart_at_the_same_address(tmp_path: Path):
@@ -32,9 +33,8 @@ def test_the_password_is_in_no_command_line_and_in_private_files(redis_server: S
 
 async def test_a_client_without_the_password_is_refused(redis_server: ServerSpec, tmp_path: Path):
     address = f"redis://127.0.0.1:{redis_server.port}/0"
-    password_file = tmp_path / "password"
     for password, accepted in ((None, False), ("wrong", False), (redis_server.password, True)):
-        password_file.write_text(f"{password}\n")
+        password_file = write_private(tmp_path / "password", str(password))
         async with connect(address, password_file if password else None) as client:
             if accepted:
                 assert await client.ping()

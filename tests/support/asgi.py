@@ -8,19 +8,22 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import uvicorn
+from shared.schema import Limits, Services
+from shared.serving import make_server
+
+_QUICK = Services(limits=Limits(grace_s=1))
 
 
 @asynccontextmanager
-async def served(app: Any) -> AsyncIterator[str]:
+async def served(app: Any, services: Services = _QUICK, port: int = 0) -> AsyncIterator[str]:
     """Yields the base URL; the server has stopped when the context ends."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1))
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        server = make_server(app, services)
         async with asyncio.TaskGroup() as group:
             group.create_task(server.serve(sockets=[listener]))
             while not server.started:
                 await asyncio.sleep(0.005)
             try:
-                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+                yield services.local_url("env", listener.getsockname()[1])
             finally:
                 server.should_exit = True

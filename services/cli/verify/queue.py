@@ -30,7 +30,7 @@ async def ask(folder: RunFolder, run: str) -> Seen | str:
     if services.redis_url is None:
         return "the run's folder names no Redis"
     try:
-        async with connect(services.redis_url, services.redis_password_file) as redis:
+        async with connect(services.redis_url, services.redis_password_file, services.tls.ca_file) as redis:
             queue = TicketQueue(redis, run)
             done = frozenset(int(ticket) for ticket in await command(redis, "SMEMBERS", queue.keys.done))
             state = await queue.state()

@@ -1,0 +1,167 @@
+"""One HTTP connection with bounds on what a client may cost: uvicorn's protocol over httptools, which has none of these.
+
+- The head of a request must be whole within `header_timeout_s` of its first byte (or of the connection), and small.
+- What the parser holds back and has not handed over (a value, a chunk extension, a trailer that never ends) is bounded.
+- A response that is answered before its request has arrived ends the connection: the rest is not read.
+- A client that does not read its response is cut off after `body_timeout_s`.
+- Only so many connections at once, and only so many requests sent ahead on one.
+
+Bodies are bounded where they are read (shared.http). Every cut is counted by its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from shared import telemetry
+from shared.schema import Limits
+
+MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 100
+MAX_AHEAD = 8
+_HELD_BACK = 64 * 1024
+_LINGER_S = 1.0
+_CUT = telemetry.Counter("volley_http_connections_cut", "Connections ended by a limit", ["reason"], registry=telemetry.REGISTRY)
+
+
+class _HeadTooLarge(Exception):
+    """Raised in a parser's callback; ends as the answer 431."""
+
+
+class Connection(HttpToolsProtocol):
+    """Args: limits: see the module; n_max: connections at once; the others as uvicorn's."""
+
+    def __init__(self, limits: Limits, n_max: int, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._limits, self._n_max = limits, n_max
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = self._held_back = 0
+        self._in_head = False  # the head of a request has begun
+        self._busy = False  # a request with a whole head has not been answered yet
+        self._body_open = False  # the body of the newest request is still to come
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's
+        super().connection_made(transport)
+        if len(self.connections) > self._n_max:
+            self._cut("full")
+        else:
+            self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._head_timer, self._write_timer, self.timeout_keep_alive_task):
+            if timer is not None:
+                timer.cancel()
+
+    # what arrives
+    def data_received(self, data: bytes) -> None:
+        self._held_back += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._held_back > _HELD_BACK:
+            self._refuse("held back", 431)
+        elif not self._busy and self._head_timer is None:
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes, self._in_head = 0, True
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count_head(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        if len(self.pipeline) >= MAX_AHEAD:
+            raise _HeadTooLarge
+        self._held_back, self._in_head, self._busy, self._body_open = 0, False, True, True
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._held_back = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._held_back, self._body_open = 0, False
+        super().on_message_complete()
+
+    def _count_head(self, n: int) -> None:
+        self._held_back = 0
+        self._head_bytes += n
+        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
+            raise _HeadTooLarge
+
+    def _expect_head(self) -> None:
+        self._head_timer = self.loop.call_later(self._limits.header_timeout_s, self._refuse, "slow head", 408)
+
+    # what leaves
+    def on_response_complete(self) -> None:
+        waiting, answered_early = bool(self.pipeline), self._body_open and self.cycle.response_complete
+        super().on_response_complete()
+        self._busy = waiting
+        if self.transport.is_closing():
+            self._expect_reader()
+        elif answered_early:
+            self._unset_keepalive_if_required()
+            self.flow.pause_reading()
+            self.loop.call_later(_LINGER_S, self.transport.close)
+        elif self._in_head and not waiting:
+            self._unset_keepalive_if_required()
+            self._expect_head()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self._cut("slow reader")
+        else:
+            super().timeout_keep_alive_handler()
+
+    def send_400_response(self, msg: str) -> None:
+        """Called by uvicorn for whatever the parser refuses."""
+        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_HEADERS or len(self.pipeline) >= MAX_AHEAD:
+            self._refuse("large head", 431)
+        else:
+            self._refuse("malformed", 400)
+
+    def _expect_reader(self) -> None:
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self._limits.body_timeout_s, self._cut_if_unread)
+
+    def _cut_if_unread(self) -> None:
+        self._write_timer = None
+        if self.transport.get_write_buffer_size():
+            self._cut("slow reader")
+
+    def _refuse(self, reason: str, status: int) -> None:
+        """A short answer, and the end."""
+        if self.transport.is_closing():
+            return
+        _CUT.labels(reason).inc()
+        self.transport.write(STATUS_LINE[status] + b"content-length: 0\r\nconnection: close\r\n\r\n")
+        self.transport.close()
+        self._expect_reader()
+
+    def _cut(self, reason: str) -> None:
+        _CUT.labels(reason).inc()
+        self.transport.abort()

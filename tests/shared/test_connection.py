@@ -1,0 +1,224 @@
+"""What one connection may cost: heads that drip or never end, bodies nobody reads, answers nobody reads, too many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from shared import serving, telemetry
+from shared.connection import MAX_HEAD_BYTES, MAX_HEADERS
+from shared.http import create_app
+from shared.limits import Buckets
+from shared.schema import Limits, Services
+from tests.support.asgi import served
+
+LIMITS = Limits(header_timeout_s=0.3, body_timeout_s=0.6, max_connections=8, max_body_bytes=2**20, grace_s=1)
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+
+def make_app() -> FastAPI:
+    app = create_app("demo", limits=LIMITS, tokens=None, ready=lambda: None)
+
+    @app.post("/size")
+    async def size(request: Request) -> int:
+        return len(await request.body())
+
+    @app.get("/large")
+    async def large() -> Response:
+        return Response(b"x" * 2**24)
+
+    return app
+
+
+class Client:
+    """A raw connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def drip(self, data: bytes, pause_s: float = 0.02) -> None:
+        """A byte at a time, until the server has had enough."""
+        for byte in data:
+            if self.writer.is_closing() or self.reader.at_eof():
+                return
+            self.writer.write(bytes([byte]))
+            await asyncio.sleep(pause_s)
+
+    async def push(self, chunk: bytes, total: int) -> int:
+        """Sends `chunk` again and again; returns how many bytes were taken, at most about `total`."""
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < total:
+                await self.send(chunk)
+                sent += len(chunk)
+        return sent
+
+    async def rest(self) -> bytes:
+        """All that comes until the server ends the connection."""
+        received = b""
+        try:
+            async with asyncio.timeout(10):
+                while data := await self.reader.read(2**16):
+                    received += data
+        except ConnectionError:
+            return received
+        return received
+
+
+type Connect = Callable[[], Awaitable[Client]]
+
+
+@asynccontextmanager
+async def serving_demo() -> AsyncIterator[Connect]:
+    async with served(make_app(), Services(limits=LIMITS)) as url:
+        port, opened = int(url.rpartition(":")[2]), []
+
+        async def connect() -> Client:
+            opened.append(Client(*await asyncio.open_connection("127.0.0.1", port)))
+            return opened[-1]
+
+        try:
+            yield connect
+        finally:
+            for client in opened:
+                client.writer.close()
+
+
+def cut(reason: str) -> float:
+    return telemetry.REGISTRY.get_sample_value("volley_http_connections_cut_total", {"reason": reason}) or 0.0
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HT", GET, GET + b"X-Part", b"\r\n", GET + b"\r\n" + GET])
+async def test_a_head_that_does_not_end_is_cut(sent: bytes):
+    async with serving_demo() as connect:
+        before, client = cut("slow head"), await connect()
+        await client.send(sent)
+        answer = await client.rest()
+        assert answer.endswith(b"408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        assert cut("slow head") == before + 1
+
+
+async def test_a_head_that_drips_is_cut_although_bytes_keep_coming():
+    async with serving_demo() as connect:
+        before, client = cut("slow head"), await connect()
+        await client.drip(GET + b"X: " + b"y" * 500)
+        assert cut("slow head") == before + 1
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        GET + b"X: " + b"y" * 2**20,
+        b"GET /" + b"y" * 2 * MAX_HEAD_BYTES,
+        GET + b"".join(b"X-%d: y\r\n" % i for i in range(MAX_HEADERS + 1)) + b"\r\n",
+        GET + b"".join(b"X-%d: %s\r\n" % (i, b"y" * 1000) for i in range(70)) + b"\r\n",
+    ],
+    ids=["one value", "address", "many", "long"],
+)
+async def test_a_large_head_is_refused(sent: bytes):
+    async with serving_demo() as connect:
+        client = await connect()
+        await client.send(sent)
+        assert b"431" in await client.rest()
+
+
+@pytest.mark.parametrize("endless", [b"1;" + b"x" * 2**18, b"0\r\nTrailer: " + b"x" * 2**18], ids=["extension", "trailer"])
+async def test_what_a_parser_would_hold_back_for_ever_is_bounded(endless: bytes):
+    async with serving_demo() as connect:
+        client = await connect()
+        await client.send(b"POST /size HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + endless)
+        assert b"431" in await client.rest()
+
+
+async def test_malformed_bytes_are_refused():
+    async with serving_demo() as connect:
+        client = await connect()
+        await client.send(b"\x16\x03\x01 no http\r\n\r\n")
+        assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
+
+
+async def test_many_requests_sent_ahead_are_refused_and_a_few_are_answered():
+    async with serving_demo() as connect:
+        few, many = await connect(), await connect()
+        await few.send((GET + b"\r\n") * 4 + GET + b"Connection: close\r\n\r\n")
+        await many.send((GET + b"\r\n") * 100)
+        assert (await few.rest()).count(b'{"status":"ok"') == 5
+        assert b"431" in await many.rest()
+
+
+@pytest.mark.parametrize("head", [b"Content-Length: 1000000000", b"Transfer-Encoding: chunked"], ids=["declared", "chunked"])
+async def test_the_rest_of_a_body_that_is_too_large_is_not_read(head: bytes):
+    async with serving_demo() as connect:
+        client = await connect()
+        await client.send(b"POST /size HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
+        assert await client.push(b"10000\r\n" + b"x" * 2**16 + b"\r\n", 10**9) < 2**26
+
+
+async def test_the_connection_stays_open_after_a_whole_body():
+    async with serving_demo() as connect:
+        client = await connect()
+        for _ in range(2):
+            await client.send(b"POST /size HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello")
+            assert b"200 OK" in await client.reader.readuntil(b"\r\n\r\n5")
+
+
+@pytest.mark.parametrize("last", [b"", b"Connection: close\r\n"])
+async def test_an_answer_nobody_reads_is_given_up(last: bytes):
+    async with serving_demo() as connect:
+        before, client = cut("slow reader"), await connect()
+        await client.send(b"GET /large HTTP/1.1\r\nHost: x\r\n" + last + b"\r\n")
+        while cut("slow reader") == before:
+            await asyncio.sleep(0.02)
+        assert len(await client.rest()) < 2**24
+
+
+async def test_an_answer_that_is_read_arrives_whole():
+    async with serving_demo() as connect:
+        client = await connect()
+        await client.send(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert len(await client.rest()) > 2**24
+
+
+async def test_more_connections_than_allowed_are_turned_away_and_the_others_live():
+    async with serving_demo() as connect:
+        clients = [await connect() for _ in range(LIMITS.max_connections)]
+        await clients[-1].send(GET + b"\r\n")
+        assert b"200 OK" in await clients[-1].reader.readline()
+        extra = await connect()
+        assert await extra.rest() == b""
+        await clients[0].send(GET + b"\r\n")
+        assert b"200 OK" in await clients[0].reader.readline()
+
+
+def test_connections_leave_file_descriptors_for_the_service():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert serving.connections_for(10) == 10
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+    assert serving.connections_for(hard) < hard
+
+
+def test_a_bucket_lets_bursts_through_and_then_its_pace():
+    buckets = Buckets(2.0)
+    assert [buckets.wait_s("a", 0.0) for _ in range(20)] == [0.0] * 20
+    assert buckets.wait_s("a", 0.0) == 0.5
+    assert buckets.wait_s("b", 0.0) == 0.0
+    assert [buckets.wait_s("a", 0.5), buckets.wait_s("a", 0.5)] == [0.0, 0.5]
+    assert [buckets.wait_s("a", 1000.0) for _ in range(21)] == [0.0] * 20 + [0.5]
+
+
+def test_the_number_of_buckets_is_bounded():
+    buckets = Buckets(1.0)
+    for n in range(10_000):
+        buckets.wait_s(str(n), 0.0)
+    assert len(buckets._filled) == 4096
