@@ -20,7 +20,7 @@ from services.env.catalogue import Entry
 from services.env.environments.base import Episode, Message, StepResult, fingerprint
 from services.env.runner import Runner
 from shared import telemetry
-from shared.errors import Conflict, NotFound, Unavailable, VolleyError
+from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
 
 _OPEN = telemetry.Gauge("volley_env_episodes", "Episodes in memory", registry=telemetry.REGISTRY)
 _EVENTS = telemetry.Counter(
@@ -79,7 +79,7 @@ class Episodes:
         return len(self._slots)
 
     async def create(self, request_id: str, request: Request) -> Slot:
-        """A running episode. Raises NotFound (task), Conflict (id reused), Unavailable (full, or the reset took too long)."""
+        """A running episode. Raises NotFound (task), Conflict (id reused), RateLimited (full), Unavailable (the reset took too long)."""
         slot = self._by_request.get(request_id) or self._admit(request_id, request)
         if slot.request != request:
             raise Conflict(f"request {request_id!r} was sent before with another body", "use a new request_id")
@@ -161,7 +161,7 @@ class Episodes:
     def _admit(self, request_id: str, request: Request) -> Slot:
         self.expire()
         if len(self._slots) >= self._max:
-            raise Unavailable(f"{self._max} episodes are open", "finish or delete some, or try again later", retry_after_s=2.0)
+            raise RateLimited(f"{self._max} episodes are open", "finish or delete some, or try again later", retry_after_s=2.0)
         seed = request.seed if request.seed is not None else _seed_from(request_id)
         slot = Slot(secrets.token_hex(8), request_id, request, seed, self._clock() + self.ttl_s)
         self._slots[slot.id] = self._by_request[request_id] = slot

@@ -10,7 +10,7 @@ from typing import Any
 
 from services.rollout import metrics
 from services.rollout.engine.protocol import Engine, FinishReason, GenerateRequest, GenerateResult
-from shared.errors import InputError, Unavailable
+from shared.errors import InputError, RateLimited, Unavailable
 
 CROWD = 16
 """So many times the requests that run at once may be in the service; those that do not run wait in the engine's queue."""
@@ -76,7 +76,7 @@ class Generation:
         if n > limit:
             raise InputError(f"{n} samples of one prompt are more than the {limit} requests this server takes at once")
         if self.n_requests + n > limit:
-            raise Unavailable(f"{self.n_requests} requests run or wait here, at most {limit} may", retry_after_s=_FULL_RETRY_S)
+            raise RateLimited(f"{self.n_requests} requests run or wait here, at most {limit} may", retry_after_s=_FULL_RETRY_S)
 
     async def _all(self, requests: Sequence[GenerateRequest]) -> list[GenerateResult]:
         """If one fails, the others are aborted."""

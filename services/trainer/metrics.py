@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from services.trainer.intake import Held
+from shared.types import Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +21,9 @@ class StepMetrics:
     `logprob_abs_diff_current` and `…_max` mean and largest over tokens sampled with the weights being trained (None without),
     `clip_fraction`, `entropy` (nats). Per episode: `reward_*`, `success`, `truncation_rate`. Per group: `staleness_*` in
     steps, of its oldest token. `tokens` are trained ones, `sequence_tokens` all. `version` is that of the weights made.
+    `ends` are shares of the episodes by how they ended and `end_tokens` their mean sampled tokens; `faults` are turns by what was
+    wrong in them, `failed_attempts` those these episodes took, by class of error; `retried_tokens` is the mean length of episodes
+    that took any (None without): compare it with that of all to see whether it is the long ones that fail.
     """
 
     step: int
@@ -41,6 +46,11 @@ class StepMetrics:
     episodes: int
     staleness_mean: float
     staleness_max: int
+    ends: Mapping[str, float]
+    end_tokens: Mapping[str, float]
+    faults: Mapping[str, int]
+    failed_attempts: Mapping[str, int]
+    retried_tokens: float | None
 
 
 def of_groups(held: Sequence[Held], step: int) -> dict[str, Any]:
@@ -58,6 +68,24 @@ def of_groups(held: Sequence[Held], step: int) -> dict[str, Any]:
         "episodes": len(trajectories),
         "staleness_mean": float(np.mean(staleness)),
         "staleness_max": int(max(staleness)),
+        **_outcomes(trajectories),
+    }
+
+
+def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    lengths: dict[str, list[int]] = {}
+    faults, failures = Counter[str](), Counter[str]()
+    for t in trajectories:
+        lengths.setdefault(t.end or t.status, []).append(t.n_sampled)
+        faults.update(t.faults)
+        failures.update(t.failures)
+    retried = [t.n_sampled for t in trajectories if t.failures]
+    return {
+        "ends": {end: len(n) / len(trajectories) for end, n in sorted(lengths.items())},
+        "end_tokens": {end: float(np.mean(n)) for end, n in sorted(lengths.items())},
+        "faults": dict(sorted(faults.items())),
+        "failed_attempts": dict(sorted(failures.items())),
+        "retried_tokens": float(np.mean(retried)) if retried else None,
     }
 
 

@@ -8,7 +8,7 @@ import pytest
 from services.env.environments.base import assistant
 from services.env.episodes import Episodes, Request
 from services.env.runner import Runner
-from shared.errors import Conflict, NotFound, Unavailable, VolleyError
+from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
 from tests.env.scripted import Scripted, entry, until
 
 type Open = Callable[..., Episodes]
@@ -117,7 +117,7 @@ async def test_episodes_are_bounded_until_some_expire(open_episodes: Open, clock
     episodes, env = open_episodes(max_episodes=2), Scripted()
     await episodes.create("a", task(env))
     second = await episodes.create("b", task(env))
-    with pytest.raises(Unavailable, match="2 episodes are open") as full:
+    with pytest.raises(RateLimited, match="2 episodes are open") as full:
         await episodes.create("c", task(env))
     assert full.value.retry_after_s > 0
     assert await episodes.create("b", task(env)) is second

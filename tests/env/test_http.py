@@ -152,7 +152,7 @@ async def test_a_full_service_says_when_to_come_back(open_client: OpenClient) ->
     async with open_client(max_episodes=1) as client:
         await client.post("/episodes", json={**LAKE, "request_id": "a"})
         full = await client.post("/episodes", json={**LAKE, "request_id": "b"})
-        assert full.status_code == 503
+        assert full.status_code == 429
         assert int(full.headers["retry-after"]) >= 1
 
 
