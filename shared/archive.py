@@ -5,7 +5,8 @@ groups as binary, in the order they were trained in; `zstd -d` opens it. Writer 
 
 Invariants: a file is whole or absent (written beside its place, fsynced, renamed, parent fsynced); a file alone claims
 nothing, because a crash may undo its step: what counts is the ledger's lines of the surviving lineage, and their digests.
-An undone step lies under the epoch that made it, so it never mixes with the step that replaced it.
+An undone step lies under the epoch that made it, so it never mixes with the step that replaced it. An epoch's folder is made by
+the one trainer that holds the epoch, before it writes anything: this is what keeps epochs apart when Redis has forgotten them.
 """
 
 from __future__ import annotations
@@ -22,46 +23,74 @@ import zstandard
 
 from shared import codec
 from shared.errors import DecodeError
+from shared.storage import fsync, storage
 from shared.types import WeightVersion
-from shared.weights import fsync
 
 SCHEMA = 1
 _LEVEL = 1
 _MAX_GROUP_BYTES = 2**31 - 1
 _NAME = re.compile(r"e(\d{6,})/s(\d{6,})\.zst\Z")
+_EPOCH = re.compile(r"e(\d{6,})\Z")
 
 
 class Archive:
     """Writes the archive of one run.
 
     Args:
-        root: the archive's folder, made with its first file; what a crash left half-written there is removed.
+        root: the archive's folder, made with its first epoch.
         run: name of the run, kept in every file.
     """
 
     def __init__(self, root: Path, run: str) -> None:
         self.root, self._run = root, run
-        for leftover in root.glob("e*/.*.tmp"):
-            leftover.unlink(missing_ok=True)
 
-    def write(self, version: WeightVersion, payloads: Sequence[bytes]) -> list[str]:
-        """Makes the groups that are trained to `version` durable, in this order; returns their digests. Raises OSError."""
-        path = path_of(self.root, version)
-        if not path.parent.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
+    def claim(self, epoch: int) -> bool:
+        """Makes the epoch's folder; False if it is there, so another trainer has the epoch. Raises StorageFull.
+
+        What a crash left half-written in older epochs is removed.
+        """
+        with storage(self.root.parent):
+            self.root.mkdir(parents=True, exist_ok=True)
+            try:
+                _folder(self.root, epoch).mkdir()
+            except FileExistsError:
+                return False
             fsync(self.root)
             fsync(self.root.parent)
+        for leftover in self.root.glob("e*/.*.tmp"):
+            leftover.unlink(missing_ok=True)
+        return True
+
+    def last_epoch(self) -> int:
+        """The highest that was ever claimed; 0 if none was."""
+        names = (_EPOCH.match(path.name) for path in self.root.glob("e*"))
+        return max((int(name[1]) for name in names if name), default=0)
+
+    def write(self, version: WeightVersion, payloads: Sequence[bytes]) -> list[str]:
+        """Makes the groups that are trained to `version` durable, in this order; returns their digests. The epoch is claimed.
+
+        Raises StorageFull; then there is no file, as if it had not been called.
+        """
+        path = path_of(self.root, version)
         temporary = path.with_name(f".{path.name}.tmp")
+        with storage(self.root.parent):
+            try:
+                self._compress(temporary, version, payloads)
+                temporary.rename(path)
+                fsync(path.parent)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+        return [digest(payload) for payload in payloads]
+
+    def _compress(self, path: Path, version: WeightVersion, payloads: Sequence[bytes]) -> None:
         compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
         header = {"schema": SCHEMA, "run": self._run, "version": str(version), "n": len(payloads)}
-        with temporary.open("wb") as file:
+        with path.open("wb") as file:
             for value in (header, *payloads):
                 file.write(compressor.compress(codec.pack(value)))
             file.flush()
             os.fsync(file.fileno())
-        temporary.rename(path)
-        fsync(path.parent)
-        return [digest(payload) for payload in payloads]
 
 
 def digest(payload: bytes) -> str:
@@ -70,7 +99,7 @@ def digest(payload: bytes) -> str:
 
 
 def path_of(root: Path, version: WeightVersion) -> Path:
-    return root / f"e{version.epoch:06d}" / f"s{version.step:06d}.zst"
+    return _folder(root, version.epoch) / f"s{version.step:06d}.zst"
 
 
 def versions(root: Path) -> list[WeightVersion]:
@@ -92,6 +121,10 @@ def read(root: Path, run: str, version: WeightVersion) -> Iterator[bytes]:
         raise DecodeError(f"archive {path}: {error.strerror}") from error
     except (zstandard.ZstdError, msgpack.UnpackException, ValueError) as error:
         raise DecodeError(f"archive {path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _folder(root: Path, epoch: int) -> Path:
+    return root / f"e{epoch:06d}"
 
 
 def _payloads(path: Path, file: Any, run: str, version: WeightVersion) -> Iterator[bytes]:

@@ -1,8 +1,8 @@
 """The ledger of a run, `ledger.jsonl`: what became of every ticket. Here is its meaning; the trainer alone writes it.
 
 Invariants: a line is durable before the queue is told of it; a `rollback` line undoes the `trained` lines before it that are
-of later steps, or with step -1 (the run begins anew) all lines; of several lines of a ticket the highest epoch's counts,
-because an older trainer that wakes up late may still write before the queue fences it.
+of later steps; of several lines of a ticket the highest epoch's counts, because an older trainer that wakes up late may still
+write before the queue fences it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from shared.types import WeightVersion
 
 TRAINED = "trained"
 DISPOSITIONS = (TRAINED, "stale", "filtered", "failed", "poison", "superseded")
-ANEW = -1
 _TYPES = {"ticket": int, "disposition": str, "step": int, "epoch": int, "version": str}
 
 type Line = dict[str, Any]
@@ -51,7 +50,7 @@ def line(
 
 
 def rollback(step: int, epoch: int) -> Line:
-    """Undoes what was trained after `step`; ANEW undoes everything."""
+    """Undoes what was trained after `step`."""
     return {"rollback": step, "epoch": epoch}
 
 
@@ -95,4 +94,4 @@ def same(found: Mapping[str, Any] | None, one: Mapping[str, Any]) -> bool:
 
 
 def _is_undone(one: Mapping[str, Any], step: int) -> bool:
-    return step == ANEW or (one["disposition"] == TRAINED and one["step"] > step)
+    return one["disposition"] == TRAINED and one["step"] > step

@@ -16,10 +16,14 @@ import blake3
 import orjson
 
 from shared.errors import DecodeError, Forbidden, WeightsError
+from shared.storage import fsync
 from shared.types import WeightVersion
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
+BAD = "bad"  # below the root: where damaged checkpoints are set aside, each in a folder with its name
+MAX_MANIFEST_BYTES = 16 * 2**20
+_BLOCK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +81,55 @@ class Manifest:
         try:
             raw = orjson.loads(data)
             if raw["schema"] != SCHEMA:
-                raise WeightsError(f"manifest has schema {raw['schema']}, expected {SCHEMA}")
-            probe = raw["probe"]
+                raise WeightsError(f"manifest has schema {raw['schema']!r:.50}, expected {SCHEMA}")
+            base, probe, state = raw["base_version"], raw["probe"], raw.get("state")
             return cls(
-                run=str(raw["run"]),
-                version=str(WeightVersion.parse(raw["version"])),
-                base_version=raw["base_version"],
-                step=int(raw["step"]),
-                kind=str(raw["kind"]),
-                path=str(raw["path"]),
-                files=tuple(File(str(f["name"]), int(f["size"]), str(f["blake3"])) for f in raw["files"]),
-                tree=tuple(Leaf(str(x["key"]), tuple(int(n) for n in x["shape"]), str(x["dtype"])) for x in raw["tree"]),
+                run=_text(raw, "run"),
+                version=str(WeightVersion.parse(_text(raw, "version"))),
+                base_version=None if base is None else str(WeightVersion.parse(_text(raw, "base_version"))),
+                step=_count(raw, "step"),
+                kind=_text(raw, "kind"),
+                path=_text(raw, "path"),
+                files=tuple(File(_text(f, "name"), _count(f, "size"), _text(f, "blake3")) for f in raw["files"]),
+                tree=tuple(_leaf(leaf) for leaf in raw["tree"]),
                 model=dict(raw["model"]),
-                probe=Probe(tuple(probe["input_ids"]), tuple(probe["logprobs"])) if probe else None,
+                probe=None if probe is None else _probe(probe),
                 created=float(raw["created"]),
-                state=raw.get("state"),
+                state=None if state is None else _text(raw, "state"),
             )
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except (orjson.JSONDecodeError, DecodeError, KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"manifest is malformed: {error!r}") from error
+
+
+def _text(raw: Mapping[str, Any], key: str) -> str:
+    value = raw[key]
+    if not isinstance(value, str) or "\0" in value:
+        raise TypeError(f"{key} is not text")
+    return value
+
+
+def _count(raw: Mapping[str, Any], key: str) -> int:
+    value = raw[key]
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{key} is not a count")
+    return value
+
+
+def _leaf(raw: Mapping[str, Any]) -> Leaf:
+    shape = tuple(raw["shape"])
+    if any(type(n) is not int or n < 0 for n in shape):
+        raise TypeError("a shape does not consist of sizes")
+    return Leaf(_text(raw, "key"), shape, _text(raw, "dtype"))
+
+
+def _probe(raw: Mapping[str, Any]) -> Probe:
+    """A log-probability that is no number is null in JSON: those weights compute nothing."""
+    ids, logprobs = tuple(raw["input_ids"]), tuple(raw["logprobs"])
+    if any(type(token) is not int or not 0 <= token < 1 << 31 for token in ids):
+        raise TypeError("the probe's input_ids are not token ids")
+    if len(ids) < 2 or len(logprobs) != len(ids) - 1 or any(type(p) is not float for p in logprobs):
+        raise TypeError("the probe's logprobs are not one number for each id but the first")
+    return Probe(ids, logprobs)
 
 
 def digest_files(folder: Path, subfolder: str) -> tuple[File, ...]:
@@ -120,16 +155,29 @@ def read_manifest(path: Path) -> Manifest:
     """`path` is a manifest or its folder. Raises WeightsError."""
     path = path / MANIFEST if path.is_dir() else path
     try:
-        return Manifest.from_json(path.read_bytes())
+        with path.open("rb") as file:
+            data = file.read(MAX_MANIFEST_BYTES + 1)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise WeightsError(f"manifest {path} has more than {MAX_MANIFEST_BYTES} bytes")
+        return Manifest.from_json(data)
     except OSError as error:
         raise WeightsError(f"manifest {path}: {error.strerror}") from error
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
     """Raises WeightsError naming the first file that is missing, extra, of another size, or of another digest."""
+    try:
+        _verify_files(folder, manifest)
+    except OSError as error:
+        raise WeightsError(
+            f"{manifest.version}: {error.filename}: {error.strerror}", "the checkpoint may just have been removed"
+        ) from error
+
+
+def _verify_files(folder: Path, manifest: Manifest) -> None:
     expected = {file.name: file for file in manifest.files}
     below = confined(folder, manifest.path)
-    present = {str(p.relative_to(folder.resolve())) for p in below.rglob("*") if p.is_file()}
+    present = {str(p.relative_to(folder.resolve())) for p in below.rglob("*") if p.is_symlink() or p.is_file()}
     for name in sorted(present ^ expected.keys()):
         raise WeightsError(f"{manifest.version}: file {name} is {'not in the manifest' if name in present else 'missing'}")
     for file in manifest.files:
@@ -141,8 +189,11 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
 
 def confined(root: Path, name: str | Path) -> Path:
-    """`name` resolved beneath `root`. Raises Forbidden if it leads outside, also through a link."""
-    path = (root / name).resolve()
+    """`name` resolved beneath `root`. Raises Forbidden if it leads outside, also through a link, or is no path at all."""
+    try:
+        path = (root / name).resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise Forbidden(f"path {str(name)[:100]!r} cannot be resolved: {type(error).__name__}") from error
     if not path.is_relative_to(root.resolve()):
         raise Forbidden(f"path {name} lies outside {root}")
     return path
@@ -160,20 +211,16 @@ def newest(root: Path) -> Path | None:
     return root / str(found[-1]) if found else None
 
 
-def fsync(path: Path) -> None:
-    """Makes a file's bytes, or a folder's entries, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def digest(path: Path, sync: bool = False) -> str:
     """blake3 of a file in hex; with `sync` its bytes are durable before."""
     if sync:
         fsync(path)
-    return blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).hexdigest()
+    found = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    block = memoryview(bytearray(min(_BLOCK_BYTES, path.stat().st_size + 1)))
+    with path.open("rb", buffering=0) as file:  # not mapped into memory: a file cut meanwhile would end the process
+        while n := file.readinto(block):
+            found.update(block[:n])
+    return found.hexdigest()
 
 
 def _parse_or_none(name: str) -> WeightVersion | None:

@@ -43,4 +43,4 @@ def _tunix(given: Given) -> Learns:
         log = StepLog(settings.run_folder / "sft.jsonl")
         await WarmStart(settings.env, settings.n_demonstrations, sft, environments, given.tokenizer, log)(backend, board, executor)
 
-    return Learns(backend, tokens, warm_start)
+    return Learns(backend, checkpoints, tokens, warm_start)

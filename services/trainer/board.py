@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ from services.trainer.metrics import StepMetrics
 from shared import telemetry
 
 Phase = Literal["loading", "warm start", "starting", "waiting", "training", "saving", "paused", "done", "stopped"]
+_LAST_S = 1.0
 _STARTING: frozenset[Phase] = frozenset({"loading", "warm start", "starting"})
 _STEP = telemetry.Gauge("volley_trainer_step", "Optimizer steps of RL", registry=telemetry.REGISTRY)
 _DURABLE = telemetry.Gauge("volley_trainer_durable_step", "Step of the newest checkpoint", registry=telemetry.REGISTRY)
@@ -33,7 +35,8 @@ class Board:
     version: str | None = None
     epoch: int = 0
     waiting_groups: int = 0
-    waiting_for: str | None = None
+    waits: dict[object, str] = field(default_factory=dict)
+    set_aside: Mapping[str, str] = field(default_factory=dict)
     last: StepMetrics | None = None
     last_handover: Mapping[str, Any] | None = None
     tickets: dict[str, int] = field(default_factory=dict)
@@ -41,6 +44,32 @@ class Board:
     stopping: bool = False
     checkpoint_wanted: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    limits: set[asyncio.Timeout] = field(default_factory=set)
+
+    @property
+    def waiting_for(self) -> str | None:
+        """All that is waited for just now, or None."""
+        return "; ".join(dict.fromkeys(self.waits.values())) or None
+
+    @contextmanager
+    def waiting(self, reason: str) -> Iterator[None]:
+        """Inside, /status tells the reason."""
+        key = object()
+        self.waits[key] = reason
+        try:
+            yield
+        finally:
+            del self.waits[key]
+
+    @asynccontextmanager
+    async def until_stop(self) -> AsyncIterator[None]:
+        """A stop leaves what is inside a last second, and then ends it with a TimeoutError."""
+        async with asyncio.timeout(_LAST_S if self.stopping else None) as limit:
+            self.limits.add(limit)
+            try:
+                yield
+            finally:
+                self.limits.discard(limit)
 
     def not_ready(self) -> str | None:
         """Why nobody should rely on the trainer now; None if they may."""
@@ -52,9 +81,9 @@ class Board:
 
     def status(self) -> dict[str, Any]:
         """The body of GET /status."""
-        hidden = {"changed", "last"}
+        hidden = {"changed", "last", "limits", "waits"}
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
-        return {**plain, "last": asdict(self.last) if self.last else None}
+        return {**plain, "waiting_for": self.waiting_for, "last": asdict(self.last) if self.last else None}
 
     def ask(self, *, pause: bool | None = None, checkpoint: bool = False) -> None:
         """A wish of an operator, met at the next boundary between steps."""
@@ -65,6 +94,8 @@ class Board:
     def stop(self) -> None:
         self.stopping = True
         self.changed.set()
+        for limit in self.limits:
+            limit.reschedule(asyncio.get_running_loop().time() + _LAST_S)
 
     def trained(self, metrics: StepMetrics) -> None:
         self.step, self.version, self.last = metrics.step, metrics.version, metrics

@@ -1,10 +1,11 @@
 """Checkpoints: `{root}/{version}/{params/, optimizer/, state.json, manifest.json}`. How arrays become files is behind a seam.
 
 Invariants:
-- a folder is valid if and only if it has a manifest; everything else in it was durable before the manifest was written;
+- a folder has its name if and only if it is whole: it is made under another name, its manifest last, and renamed when durable;
 - `params/` is what rollout servers load; `optimizer/` is what only a resume needs (and the float32 parameters, where the
   published ones are rounded), so a resume is bit-exact;
-- a folder whose digests differ is passed over, and the next older one is used.
+- a folder whose digests differ, or whose steps a later trainer undid, is never restored: the next older one is used, and once
+  all older trainers are fenced the damaged one is set aside as `{root}/bad/{version}`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,14 +22,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from shared import state as states
-from shared import telemetry, weights
-from shared.errors import WeightsError
+from shared import storage, telemetry, weights
+from shared.errors import ConfigError, WeightsError
 from shared.state import OPTIMIZER, TrainerState
 from shared.types import WeightVersion
-from shared.weights import Leaf, Manifest, Probe
+from shared.weights import BAD, Leaf, Manifest, Probe
 
 PARAMS = "params"
 _MASTER = "master"
+_DRAFT = ".tmp-"
 _log = telemetry.Log("checkpoint")
 
 
@@ -80,119 +83,181 @@ class Checkpoints:
 
     Args:
         root: where the version folders are; made if missing.
-        max_to_keep: how many versions stay; the reference version stays beside them.
+        max_to_keep: how many steps stay; the reference version stays beside them.
+
+    `bad` are the versions that `newest` found damaged, with the reason.
     """
 
     def __init__(self, root: Path, run: str, max_to_keep: int, arrays: ArrayFiles) -> None:
         self.root, self._run, self._max_to_keep, self._arrays = root.absolute(), run, max_to_keep, arrays
+        self.bad: dict[str, str] = {}
         self.root.mkdir(parents=True, exist_ok=True)
-        for leftover in self.root.glob(".tmp-*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-
-    def save(self, state: TrainerState, contents: Contents, base: WeightVersion | None) -> Path:
-        """Makes the version `state.version` durable, then removes old ones. Returns its folder."""
-        temporary = self.root / f".tmp-{state.version}-{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        self._arrays.write(temporary / PARAMS, contents.params)
-        training = {f"optimizer.{k}": v for k, v in contents.optimizer.items()}
-        training |= {f"{_MASTER}.{k}": v for k, v in (contents.master or {}).items()}
-        self._arrays.write(temporary / OPTIMIZER, training)
-        _write_state(temporary, state)
-        tree = tuple(Leaf(k, tuple(v.shape), str(v.dtype)) for k, v in sorted(contents.params.items()))
-        manifest = Manifest(
-            run=self._run,
-            version=str(state.version),
-            base_version=None if base is None else str(base),
-            step=state.step,
-            kind="full",
-            path=PARAMS,
-            files=weights.digest_files(temporary, PARAMS),
-            tree=tree,
-            model=contents.model,
-            probe=contents.probe,
-            created=time.time(),
-        )
-        return self._install(temporary, manifest, state)
-
-    def relabel(self, restored: Restored, state: TrainerState) -> Path:
-        """The restored checkpoint again, as the first version of a new epoch. Files are linked, not copied."""
-        temporary = self.root / f".tmp-{state.version}-{os.getpid()}"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        for name in (PARAMS, OPTIMIZER):
-            shutil.copytree(restored.folder / name, temporary / name, copy_function=_link_or_copy)
-        _write_state(temporary, state)
-        old = weights.read_manifest(restored.folder)
-        manifest = replace(old, version=str(state.version), base_version=old.version, created=time.time())
-        return self._install(temporary, manifest, state)
 
     def newest(self) -> Restored | None:
-        """The newest checkpoint that is whole, or None if there is none at all.
+        """The newest checkpoint that is whole and not undone, or None if there is none at all. Changes nothing.
 
-        Raises WeightsError if there are checkpoints, but not one of them is whole.
+        Raises WeightsError if there are checkpoints, but none to go on from, and ConfigError if one is of another run.
         """
-        found = weights.versions(self.root)
-        for version in reversed(found):
+        for version in reversed(self._candidates()):
             try:
-                return restore(self.root / str(version), self._arrays)
+                return self._restore(version)
             except (WeightsError, OSError) as error:
-                _log.error("checkpoint passed over", version=str(version), reason=str(error))
-        if found:
-            raise WeightsError(
-                f"none of the {len(found)} checkpoints in {self.root} is whole", "restore one, or start a run with another name"
-            )
+                if (self.root / str(version)).exists():  # else another trainer has removed it
+                    self.bad[str(version)] = str(error)
+                    _log.error("checkpoint passed over", version=str(version), reason=str(error))
+        if n := len(weights.versions(self.root)):
+            raise WeightsError(f"none of the {n} checkpoints in {self.root} is whole", "restore one, or start a run with another name")
         return None
+
+    def head(self) -> WeightVersion | None:
+        """The version of the newest checkpoint there is now, those left out that `newest` passed over."""
+        return next(reversed(self._candidates()), None)
+
+    def mend(self) -> None:
+        """Sets damaged checkpoints aside and removes what crashes left. Only once older trainers are fenced. Raises StorageFull."""
+        with storage.storage(self.root):
+            for version in self.bad:
+                (self.root / BAD).mkdir(exist_ok=True)
+                if (self.root / version).exists():
+                    shutil.rmtree(self.root / BAD / version, ignore_errors=True)
+                    (self.root / version).rename(self.root / BAD / version)
+        for leftover in self.root.glob(f"{_DRAFT}*"):
+            self._remove(leftover.name)
+
+    def save(self, state: TrainerState, contents: Contents, base: WeightVersion | None) -> Path:
+        """Makes the version `state.version` durable, then removes old ones. Returns its folder.
+
+        Raises StorageFull; then nothing of it is there.
+        """
+        with self._draft(state.version) as draft:
+            self._arrays.write(draft / PARAMS, contents.params)
+            training = {f"optimizer.{k}": v for k, v in contents.optimizer.items()}
+            training |= {f"{_MASTER}.{k}": v for k, v in (contents.master or {}).items()}
+            self._arrays.write(draft / OPTIMIZER, training)
+            tree = tuple(Leaf(k, tuple(v.shape), str(v.dtype)) for k, v in sorted(contents.params.items()))
+            manifest = Manifest(
+                run=self._run,
+                version=str(state.version),
+                base_version=None if base is None else str(base),
+                step=state.step,
+                kind="full",
+                path=PARAMS,
+                files=weights.digest_files(draft, PARAMS),
+                tree=tree,
+                model=contents.model,
+                probe=contents.probe,
+                created=time.time(),
+            )
+            return self._install(draft, manifest, state)
+
+    def relabel(self, restored: Restored, state: TrainerState) -> Path:
+        """The restored checkpoint again, as the first version of a new epoch. Files are linked, not copied. Raises StorageFull."""
+        with self._draft(state.version) as draft:
+            for name in (PARAMS, OPTIMIZER):
+                _link_tree(restored.folder / name, draft / name)
+            old = weights.read_manifest(restored.folder)
+            manifest = replace(old, version=str(state.version), base_version=old.version, created=time.time())
+            return self._install(draft, manifest, state)
 
     def params_of(self, version: str) -> Mapping[str, np.ndarray]:
         """The float32 parameters of a version, exact where the published ones are rounded. Raises WeightsError."""
         return restore(self.root / version, self._arrays).params
 
-    def _install(self, temporary: Path, manifest: Manifest, state: TrainerState) -> Path:
-        manifest = replace(manifest, state=weights.digest(temporary / states.STATE))
-        _sync_tree(temporary)
+    def _candidates(self) -> list[WeightVersion]:
+        """Oldest first."""
+        found = weights.versions(self.root)
+        return [v for v in found if str(v) not in self.bad and not _is_undone(v, found)]
+
+    def _restore(self, version: WeightVersion) -> Restored:
+        folder = self.root / str(version)
+        run = weights.read_manifest(folder).run
+        if run != self._run:
+            raise ConfigError(f"the checkpoint {folder} is of run {run}, not of {self._run}", "choose another run.name or run.dir")
+        return restore(folder, self._arrays)
+
+    @contextmanager
+    def _draft(self, version: WeightVersion) -> Iterator[Path]:
+        """A folder for a checkpoint in the making, which is gone at the end unless it was renamed."""
+        draft = self.root / f"{_DRAFT}{version}-{os.getpid()}"
+        shutil.rmtree(draft, ignore_errors=True)
+        with storage.storage(self.root):
+            try:
+                draft.mkdir()
+                yield draft
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+
+    def _install(self, draft: Path, manifest: Manifest, state: TrainerState) -> Path:
+        (draft / states.STATE).write_bytes(state.to_json(optimizer_files=weights.digest_files(draft, OPTIMIZER)))
+        manifest = replace(manifest, state=weights.digest(draft / states.STATE))
+        _sync_tree(draft)
+        weights.write_manifest(draft, manifest)
         folder = self.root / manifest.version
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-        weights.fsync(self.root)
-        weights.write_manifest(folder, manifest)
+        self._remove(folder.name)
+        draft.rename(folder)
+        storage.fsync(self.root)
         self._retain(state)
         return folder
 
     def _retain(self, state: TrainerState) -> None:
-        """The manifest goes first: a half-removed folder is not a checkpoint."""
-        for version in weights.versions(self.root)[: -self._max_to_keep]:
-            if str(version) != state.reference:
-                (self.root / str(version) / weights.MANIFEST).unlink(missing_ok=True)
-                shutil.rmtree(self.root / str(version), ignore_errors=True)
+        found = weights.versions(self.root)
+        kept = {str(version) for version in _retained(found, self._max_to_keep)} | {state.reference}
+        for version in found:
+            if str(version) not in kept:
+                self._remove(str(version))
+
+    def _remove(self, name: str) -> None:
+        """Renamed first: a half-removed folder is not a checkpoint."""
+        away = self.root / f"{_DRAFT}removed-{name}-{os.getpid()}"
+        with suppress(FileNotFoundError):
+            (self.root / name).rename(away)
+        shutil.rmtree(away, ignore_errors=True)
 
 
 def restore(folder: Path, arrays: ArrayFiles) -> Restored:
-    """Reads a checkpoint and changes nothing. Raises WeightsError if it is not whole."""
-    _, state = states.verify(folder)
+    """Reads a checkpoint and changes nothing. Raises WeightsError if it is not whole, or not what its folder's name says."""
+    manifest, state = states.verify(folder)
+    if not manifest.version == str(state.version) == folder.name:
+        raise WeightsError(f"{folder} holds the manifest of {manifest.version} and the state of {state.version}")
     training = arrays.read(folder / OPTIMIZER)
     master = _below(training, _MASTER)
     return Restored(folder, state, master or arrays.read(folder / PARAMS), _below(training, "optimizer"))
 
 
-def _write_state(folder: Path, state: TrainerState) -> None:
-    files = weights.digest_files(folder, OPTIMIZER)
-    (folder / states.STATE).write_bytes(state.to_json(optimizer_files=files))
+def _is_undone(version: WeightVersion, others: Collection[WeightVersion]) -> bool:
+    """Whether a later trainer went on from an earlier step: of an ancestor no later epoch has a checkpoint with a lower step."""
+    return any(other.epoch > version.epoch and other.step < version.step for other in others)
+
+
+def _retained(found: Sequence[WeightVersion], n: int) -> set[WeightVersion]:
+    """The `n` newest, and one of each of the `n` newest steps: restarts without progress do not use up what can be gone back to."""
+    alive = [version for version in found if not _is_undone(version, found)]
+    of_step = {version.step: version for version in alive}
+    return {*alive[-n:], *(of_step[step] for step in sorted(of_step)[-n:])}
 
 
 def _below(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     return {name.removeprefix(f"{prefix}."): value for name, value in arrays.items() if name.startswith(f"{prefix}.")}
 
 
-def _link_or_copy(source: str, target: str) -> str:
+def _link_tree(source: Path, target: Path) -> None:
+    target.mkdir()
+    for path in sorted(source.rglob("*")):
+        place = target / path.relative_to(source)
+        if path.is_dir():
+            place.mkdir()
+        else:
+            _link_or_copy(path, place)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
     try:
-        os.link(source, target)
+        target.hardlink_to(source)
     except OSError:
         shutil.copy2(source, target)
-    return target
 
 
 def _sync_tree(folder: Path) -> None:
     for path in folder.rglob("*"):
-        weights.fsync(path)
-    weights.fsync(folder)
+        storage.fsync(path)
+    storage.fsync(folder)

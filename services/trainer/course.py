@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from services.trainer.board import Board
 from services.trainer.intake import Held, Intake, Void
 from services.trainer.parts import Parts, Plan, Waiter
 from shared import ledger, telemetry
-from shared.errors import QueueUnavailable
+from shared.errors import Fenced, Unavailable
 from shared.ledger import TRAINED
 from shared.queue.records import Finished
 from shared.state import TrainerState
@@ -26,6 +27,7 @@ from shared.types import WeightVersion
 _CONSUMER = "trainer"
 _READ_COUNT = 32
 _READ_BLOCK_MS = 1000
+_ATTEND_S = 2.0
 _log = telemetry.Log("course")
 
 
@@ -42,15 +44,22 @@ class Course:
         self._waiter = Waiter(parts.executor, board)
         self._intake = Intake(state.progress(), state.lineage, plan.rules)
         self._books = asyncio.Lock()  # held while tickets end, so that a checkpoint never knows of one that the ledger does not
+        self._unrecorded = 0  # effects that are in memory and not yet in archive or ledger: there is no checkpoint of such a state
+        self._room = asyncio.Event()
         self._pending: list[tuple[Finished, dict[str, Any]]] = []
         self._base = state.version
 
     async def follow(self) -> None:
-        """Returns when the last step is durable, or a stop was asked for and met. Raises Fenced."""
+        """Returns when a stop was asked for and met. Raises Fenced.
+
+        After the last step the queue is still attended to: if it is wiped, those who wait for the last step must learn of it again.
+        """
         async with asyncio.TaskGroup() as group:
             reader = group.create_task(self._read())
             await self._train()
+            await self._linger()
             reader.cancel()
+        await self._leave()
 
     async def publish(self, folder: Path, timings: Mapping[str, float]) -> None:
         """Sends a durable checkpoint to the servers and records how long each part of the hand-over took."""
@@ -63,28 +72,65 @@ class Course:
         self._parts.handovers.append(self._board.last_handover)
 
     async def _read(self) -> None:
-        """Moves entries from the queue to the intake, for as long as the trainer trains."""
-        queue, epoch = self._parts.queue, self._start.epoch
+        """Moves entries from the queue to the intake while there is room, until a stop."""
         while not self._board.stopping:
-            try:
-                entries = await self._waiter.patiently(lambda: queue.read(epoch, _CONSUMER, _READ_COUNT, _READ_BLOCK_MS))
-                async with self._books:
-                    voids = [void for void in map(self._intake.offer, entries) if void is not None]
-                    await self._end(voids)
-            except QueueUnavailable:  # patience ends only with a stop
-                return
-            self._board.waiting_groups = self._intake.n_waiting
-            self._board.changed.set()
+            with suppress(Unavailable):  # patience ends only with a stop
+                await (self._attend() if self._has_enough() else self._receive())
+
+    def _has_enough(self) -> bool:
+        """What is held makes a step, and more of it would be of no use before that step. (A missing ticket is always waited for.)"""
+        plan = self._plan
+        return self._board.phase == "done" or (self._intake.n_waiting >= plan.enough and self._intake.has(plan.groups_per_step))
+
+    async def _receive(self) -> None:
+        queue, epoch = self._parts.queue, self._start.epoch
+        count = max(1, min(_READ_COUNT, self._plan.enough - self._intake.n_waiting))
+        entries = await self._waiter.answer(lambda: queue.read(epoch, _CONSUMER, count, _READ_BLOCK_MS))
+        async with self._books:
+            await self._end([void for void in map(self._intake.offer, entries) if void is not None])
+        self._board.waiting_groups = self._intake.n_waiting
+        self._board.changed.set()
+
+    async def _attend(self) -> None:
+        """Takes nothing in for a while, but learns whether the queue is still ours. Raises Fenced."""
+        self._room.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_ATTEND_S):
+                await self._room.wait()
+        async with self._books:
+            await self._commit([])
 
     async def _train(self) -> None:
-        """Steps, then the checkpoint of a stop, also when the stop came while the queue was away."""
+        """Steps, then the checkpoint of a stop, also when the stop came while queue or disk were away."""
         try:
             await self._steps()
-        except QueueUnavailable:
+        except* Unavailable as errors:
             if not self._board.stopping:
                 raise
+            _log.warning("stopped while waiting", step=self._board.step, reason=str(errors.exceptions[0]))
         if self._board.step > self._board.durable_step:
             await self._last_checkpoint()
+
+    async def _linger(self) -> None:
+        board = self._board
+        while not board.stopping:
+            board.phase = "done"
+            await board.changed.wait()
+            board.changed.clear()
+
+    async def _leave(self) -> None:
+        """Tells the queue that this is no crash: groups that we held did not cause it. Best effort."""
+        try:
+            await self._waiter.hurriedly(lambda: self._parts.queue.leave(self._start.epoch))
+        except (Unavailable, Fenced) as error:
+            _log.warning("left without a word", reason=str(error))
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Inside, what tickets have done to memory is written down. If that fails, there is no checkpoint of it any more."""
+        self._unrecorded += 1
+        yield
+        self._unrecorded -= 1
 
     async def _steps(self) -> None:
         board, plan = self._board, self._plan
@@ -106,32 +152,36 @@ class Course:
         """Of a stop. Once it is durable, a queue that is away learns of it at the next start."""
         try:
             await self._checkpoint()
-        except QueueUnavailable as error:
-            _log.warning("commit left to the next start", step=self._board.step, reason=str(error))
+        except Unavailable as error:
+            board = self._board
+            _log.warning("the rest is left to the next start", step=board.step, durable_step=board.durable_step, reason=str(error))
 
     async def _take(self) -> list[Held] | None:
         async with self._books:
             await self._end(self._intake.expire(self._board.step))
-            return self._intake.take(self._plan.groups_per_step)
+            taken = self._intake.take(self._plan.groups_per_step)
+        self._room.set()
+        return taken
 
     async def _wait(self) -> None:
         board = self._board
         board.phase = "paused" if board.paused else "waiting"
-        board.waiting_for = None if board.paused else f"groups: {self._intake.n_waiting} of {self._plan.groups_per_step} are here"
-        await board.changed.wait()
+        reason = "/resume" if board.paused else f"groups: {self._intake.n_waiting} of {self._plan.groups_per_step} are here"
+        with board.waiting(reason):
+            await board.changed.wait()
         board.changed.clear()
-        board.waiting_for = None
 
     async def _step(self, held: list[Held], wait_s: float) -> None:
         board, started = self._board, time.perf_counter()
         board.phase = "training"
         before, after = WeightVersion(board.epoch, board.step), WeightVersion(board.epoch, board.step + 1)
-        async with asyncio.TaskGroup() as group:
-            archived = group.create_task(self._archive(after, held))
-            metrics = await self._waiter.blocking(self._parts.backend.step, held, before)
-        step_s = time.perf_counter() - started
-        digests, archive_s = archived.result()
-        self._pending += [(h.finished, _trained(h, after, digest)) for h, digest in zip(held, digests, strict=True)]
+        with self._recorded():
+            async with asyncio.TaskGroup() as group:
+                archived = group.create_task(self._archive(after, held))
+                metrics = await self._waiter.blocking(self._parts.backend.step, held, before)
+            step_s = time.perf_counter() - started
+            digests, archive_s = archived.result()
+            self._pending += [(h.finished, _trained(h, after, digest)) for h, digest in zip(held, digests, strict=True)]
         board.trained(metrics)
         board.timed("step", step_s)
         board.timed("wait", wait_s)
@@ -144,7 +194,8 @@ class Course:
     async def _archive(self, version: WeightVersion, held: Sequence[Held]) -> tuple[list[str], float]:
         """Digests of the archived groups, and the seconds it took, beside the training of the same groups."""
         started = time.perf_counter()
-        digests = await asyncio.to_thread(self._parts.archive.write, version, [h.payload for h in held])
+        payloads = [h.payload for h in held]
+        digests = await self._waiter.patiently(lambda: asyncio.to_thread(self._parts.archive.write, version, payloads))
         return digests, time.perf_counter() - started
 
     async def _checkpoint(self) -> None:
@@ -152,11 +203,13 @@ class Course:
         board, parts, started = self._board, self._parts, time.perf_counter()
         board.phase = "saving"
         async with self._books:
+            if self._unrecorded:
+                raise Unavailable("what the last groups did is not written down")
             state = self._snapshot()
-        folder = await self._waiter.blocking(parts.backend.save, state, self._base)
+        folder = await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.save, state, self._base))
         saved = time.perf_counter()
         async with self._books:
-            await asyncio.to_thread(parts.ledger.append, state.recent)
+            await self._write(state.recent)
             finished = [one for one, _ in self._pending]
             board.durable(board.step)
             await self._commit(finished)
@@ -184,17 +237,21 @@ class Course:
         board = self._board
         at = WeightVersion(board.epoch, board.step)
         lines = [ledger.line(v.entry.ticket, v.reason, at, versions=v.versions, reason=v.detail) for v in voids]
-        await asyncio.to_thread(self._parts.ledger.append, lines)
+        with self._recorded():
+            await self._write(lines)
         for void in voids:
             board.ended(void.reason)
             _log.warning("ticket ended without training", ticket=void.entry.ticket, reason=void.reason, detail=void.detail)
             if void.reason == "poison":
-                await self._waiter.patiently(lambda v=void: self._parts.queue.dead_letter(board.epoch, v.entry, v.detail))
+                await self._waiter.answer(lambda v=void: self._parts.queue.dead_letter(board.epoch, v.entry, v.detail))
         await self._commit([void.finished for void in voids])
 
     async def _commit(self, finished: Sequence[Finished]) -> None:
         board, void = self._board, self._intake.progress.void
-        await self._waiter.patiently(lambda: self._parts.queue.commit(board.epoch, board.durable_step, finished, void))
+        await self._waiter.answer(lambda: self._parts.queue.commit(board.epoch, board.durable_step, finished, void))
+
+    async def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        await self._waiter.patiently(lambda: asyncio.to_thread(self._parts.ledger.append, lines))
 
 
 def _trained(held: Held, version: WeightVersion, digest: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ sequence of steps a pure function of the groups' content. No I/O here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -106,9 +107,13 @@ class Intake:
             del self._waiting[held.group.ticket]
         return [self._void(e, "stale", f"{step - h.oldest.step} steps old", (h.oldest, h.newest)) for h, e in old]
 
+    def has(self, n: int) -> bool:
+        """Whether the next `n` groups are here."""
+        return len(self._next(n)) == n
+
     def take(self, n: int) -> list[Held] | None:
         """The next `n` groups, or None if they are not all here yet."""
-        tickets = self._by_ticket(n) if self._rules.order == "ticket" else list(self._waiting)[:n]
+        tickets = self._next(n)
         if len(tickets) < n:
             return None
         taken = [self._waiting.pop(ticket)[0] for ticket in tickets]
@@ -116,8 +121,10 @@ class Intake:
             self.progress.finish(held.group.ticket)
         return taken
 
-    def _by_ticket(self, n: int) -> list[int]:
-        """Unfinished tickets in order, up to the first that is not here."""
+    def _next(self, n: int) -> list[int]:
+        """Up to `n` tickets; in order `ticket` up to the first that is not here."""
+        if self._rules.order == "arrival":
+            return list(itertools.islice(self._waiting, n))
         tickets: list[int] = []
         ticket = self.progress.low + 1
         while len(tickets) < n:

@@ -1,21 +1,22 @@
 """One incarnation of the trainer, from an empty process to its end.
 
-Open: restore the newest checkpoint (or warm start a new model), take over the queue under a new epoch, and make and publish
-the first checkpoint of that epoch. Then the course. A stop lets the running step end, saves what is not durable, and returns.
+Open: restore the newest checkpoint (or warm start a new model), take over the queue under a new epoch, mend what a crash left in
+the files, and make and publish the first checkpoint of that epoch. Then the course, until a stop: it lets the running step end
+and saves what is not durable.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 
 from services.trainer.board import Board
 from services.trainer.course import Course
 from services.trainer.parts import Parts, Plan, Waiter
 from shared import telemetry
-from shared.errors import Unavailable, VolleyError
+from shared.errors import Unavailable, first_error
 from shared.state import TrainerState, fresh
 
+_BEGINNINGS = 5
 _log = telemetry.Log("loop")
 
 
@@ -27,7 +28,7 @@ class Loop:
         self._waiter = Waiter(parts.executor, board)
 
     async def run(self) -> None:
-        """Returns when the last step is durable and published.
+        """Works until it is cancelled.
 
         Raises:
             Fenced: a newer trainer has taken over.
@@ -42,18 +43,14 @@ class Loop:
                     await self._wind_down(work)
                     raise
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            raise first_error(group) from None
 
     async def _wind_down(self, work: asyncio.Task[None]) -> None:
-        """Waits for the running step and its checkpoint. The grace alone ends it: cancellations that follow the first do not."""
+        """Waits for the running step and its checkpoint, but not beyond the grace."""
         self._board.stop()
-        loop = asyncio.get_running_loop()
-        end = loop.time() + self._plan.grace_s
-        while not work.done() and loop.time() < end:
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait({work}, timeout=end - loop.time())
+        await asyncio.wait({work}, timeout=self._plan.grace_s)
         if not work.done():
-            _log.warning("stopped without a checkpoint", step=self._board.step, durable_step=self._board.durable_step)
+            _log.warning("the grace is over", phase=self._board.phase, step=self._board.step, durable_step=self._board.durable_step)
 
     async def _work(self, group: asyncio.TaskGroup) -> None:
         try:
@@ -61,43 +58,64 @@ class Loop:
         except* Unavailable as errors:
             if not self._board.stopping:
                 raise
-            _log.warning("stopped while waiting", reason=str(_first(errors)))
+            _log.warning("stopped while waiting", phase=self._board.phase, reason=str(first_error(errors)))
 
     async def _life(self, group: asyncio.TaskGroup) -> None:
         board, parts = self._board, self._parts
-        found = await self._waiter.blocking(parts.backend.restore)
-        state = await asyncio.to_thread(parts.ledger.reconcile, found or fresh(self._plan.seed))
-        await self._waiter.blocking(parts.backend.build)
+        found = await self._restore()
         if found is None:
-            await self._warm_start()
+            board.phase = "warm start"
+            await parts.warm_start()
         if board.stopping:
             return
-        state = await self._take_over(state)
-        for log in (parts.metrics, parts.handovers):  # not before: until here an older trainer may still write to them
-            await asyncio.to_thread(log.truncate_beyond, state.step if found else -1)
-        folder = await self._waiter.blocking(parts.backend.start, state)
+        found, state = await self._take_over(found)
+        await self._waiter.patiently(lambda: asyncio.to_thread(self._mend, found))
+        folder = await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.start, state))
         board.step, board.epoch, board.version = state.step, state.epoch, str(state.version)
         board.durable(state.step)
         _log.info("started", run=board.run, version=board.version, resumed=found is not None)
         course = Course(self._plan, parts, board, state, group)
         group.create_task(course.publish(folder, {}))
         await course.follow()
-        board.phase = "stopped" if board.stopping else "done"
+        board.phase = "stopped"
 
-    async def _warm_start(self) -> None:
-        self._board.phase = "warm start"
-        await self._parts.warm_start()
+    async def _restore(self) -> TrainerState | None:
+        """The model of the newest checkpoint, or a new one."""
+        found = await self._waiter.blocking(self._parts.backend.restore)
+        self._board.set_aside = dict(self._parts.checkpoints.bad)
+        await self._waiter.blocking(self._parts.backend.build)
+        return found
 
-    async def _take_over(self, state: TrainerState) -> TrainerState:
+    async def _take_over(self, found: TrainerState | None) -> tuple[TrainerState | None, TrainerState]:
+        """Fences all older trainers; returns the newest checkpoint's state, whose model is restored, and that of our own epoch.
+
+        Until it is fenced, an older trainer may have made steps durable that we don't know of. Then we begin again, from these.
+        """
         self._board.phase = "starting"
-        queue = self._parts.queue
-        epoch = await self._waiter.patiently(lambda: queue.begin(state.low, state.step, state.issued, state.void, state.done, state.epoch))
-        return state.under(epoch, keep_reference=self._plan.keep_reference)
+        for _ in range(_BEGINNINGS):
+            known = await asyncio.to_thread(self._known, found)
+            epoch = await self._begin(known)
+            claimed = await self._waiter.patiently(lambda epoch=epoch: asyncio.to_thread(self._parts.archive.claim, epoch))
+            newest = self._parts.checkpoints.head()
+            if newest != (found.version if found else None):
+                _log.warning("another trainer has made a newer checkpoint", version=str(newest))
+                found = await self._restore()
+            elif claimed and await asyncio.to_thread(self._known, found) == known:
+                return found, known.under(epoch, keep_reference=self._plan.keep_reference)
+        raise Unavailable("other trainers of this run begin at the same time", "let one of them work")
 
+    async def _begin(self, known: TrainerState) -> int:
+        above = await asyncio.to_thread(self._parts.archive.last_epoch)
+        progress = (known.low, known.step, known.issued, known.void, known.done)
+        return await self._waiter.answer(lambda: self._parts.queue.begin(*progress, known.epoch, above))
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error to report: the first of the project's own if there is any."""
-    leaves: list[BaseException] = []
-    for error in group.exceptions:
-        leaves.append(_first(error) if isinstance(error, BaseExceptionGroup) else error)
-    return next((error for error in leaves if isinstance(error, VolleyError)), leaves[0])
+    def _known(self, found: TrainerState | None) -> TrainerState:
+        return self._parts.ledger.known(found or fresh(self._plan.seed))
+
+    def _mend(self, found: TrainerState | None) -> None:
+        """Files in line with the checkpoint that we go on from. Not before: until they are fenced, older trainers write to them."""
+        state = found or fresh(self._plan.seed)
+        self._parts.checkpoints.mend()
+        self._parts.ledger.mend(state)
+        for log in (self._parts.metrics, self._parts.handovers):
+            log.mend(state.lineage, state.step)

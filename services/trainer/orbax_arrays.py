@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ import orbax.checkpoint as ocp
 from services.trainer.checkpoint import Arrays
 from shared.errors import WeightsError
 
+_OS_ERROR = re.compile(r"\[os_error_code='(\d+)'")
+
 
 class OrbaxArrays:
     """The checkpoints' `ArrayFiles`, in the format that rollout servers load."""
@@ -20,8 +24,11 @@ class OrbaxArrays:
     def write(self, folder: Path, arrays: Arrays) -> None:
         """Not compressed: the files are written once, read soon, and removed."""
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
-        with ocp.Checkpointer(handler) as checkpointer:
-            checkpointer.save(folder, ocp.args.PyTreeSave(_nest(arrays)))
+        try:
+            with ocp.Checkpointer(handler) as checkpointer:
+                checkpointer.save(folder, ocp.args.PyTreeSave(_nest(arrays)))
+        except ValueError as error:
+            raise _from_tensorstore(error) from error
 
     def read(self, folder: Path) -> dict[str, np.ndarray]:
         """All leaves in host memory, whatever sharding and JAX wrote them."""
@@ -33,6 +40,12 @@ class OrbaxArrays:
                 return _flatten(checkpointer.restore(folder, ocp.args.PyTreeRestore(restore_args=as_numpy)))
         except (ValueError, KeyError, TypeError) as error:
             raise WeightsError(f"{folder} cannot be restored: {str(error).splitlines()[0]}") from error
+
+
+def _from_tensorstore(error: ValueError) -> Exception:
+    """It tells what the system said only in its text: `RESOURCE_EXHAUSTED: … No space left on device [os_error_code='28']`."""
+    code = _OS_ERROR.search(str(error))
+    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
 
 
 def _tree_of(metadata: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +17,7 @@ from services.trainer.publish import Delivery
 from services.trainer.records import Ledger, StepLog
 from shared import telemetry
 from shared.archive import Archive
-from shared.errors import Unavailable
+from shared.errors import QueueUnavailable, Unavailable
 from shared.queue.records import Entry, Finished
 from shared.state import TrainerState
 from shared.types import WeightVersion
@@ -28,13 +29,15 @@ _log = telemetry.Log("parts")
 class Queue(Protocol):
     """The trainer's part of `TicketQueue`."""
 
-    async def begin(self, low: int, version: int, issued: int, void: int, done: Iterable[int], epoch: int) -> int: ...
+    async def begin(self, low: int, version: int, issued: int, void: int, done: Iterable[int], epoch: int, above: int) -> int: ...
 
     async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[Entry]: ...
 
     async def commit(self, epoch: int, version: int, finished: Sequence[Finished], void: int) -> None: ...
 
     async def dead_letter(self, epoch: int, entry: Entry, reason: str) -> None: ...
+
+    async def leave(self, epoch: int) -> None: ...
 
 
 class Trains(Protocol):
@@ -51,6 +54,16 @@ class Trains(Protocol):
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path: ...
 
 
+class Shelf(Protocol):
+    """The part of `Checkpoints` that the loop needs to take over a run; every method blocks."""
+
+    bad: dict[str, str]
+
+    def head(self) -> WeightVersion | None: ...
+
+    def mend(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """`groups_per_step` tickets a step, a checkpoint every `save_interval_steps`; `grace_s` to end in; `keep_reference` for a KL term."""
@@ -63,12 +76,18 @@ class Plan:
     keep_reference: bool
     rules: Rules
 
+    @property
+    def enough(self) -> int:
+        """Groups to hold at most, while a step can be made of them: as many as may be under way at once."""
+        return (self.rules.eta + 1) * self.groups_per_step
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What the loop works with. `warm_start` ends early when a stop is asked for; `publish` sends a checkpoint folder to the servers."""
 
     backend: Trains
+    checkpoints: Shelf
     queue: Queue
     ledger: Ledger
     archive: Archive
@@ -90,22 +109,32 @@ class Waiter:
         return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
 
     async def patiently[T](self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeats what is safe to repeat while the other side is away; /status says so, and a stop ends the patience.
+        """Repeats what is safe to repeat while the other side is away or a disk is full; /status says so, and a stop ends the patience.
 
         Raises Unavailable after a stop, and any other error at once.
         """
-        pause = _PAUSE_S
+        pause, board = _PAUSE_S, self._board
         while True:
             try:
-                answer = await call()
+                return await call()
             except Unavailable as error:
-                if self._board.stopping:
+                if board.stopping:
                     raise
-                self._board.waiting_for = str(error)
-                _log.warning("waiting", reason=str(error), retry_s=pause)
-            else:
-                if pause > _PAUSE_S:
-                    self._board.waiting_for = None
-                return answer
-            await asyncio.sleep(pause)
+                reason = str(error)
+            _log.warning("waiting", reason=reason, retry_s=pause)
+            with board.waiting(reason), suppress(TimeoutError):
+                async with board.until_stop():
+                    await asyncio.sleep(pause)
             pause = min(_PAUSE_CAP_S, 2 * pause)
+
+    async def answer[T](self, call: Callable[[], Awaitable[T]]) -> T:
+        """`patiently` for the queue: one that does not answer delays a stop by no more than a second."""
+        return await self.patiently(lambda: self.hurriedly(call))
+
+    async def hurriedly[T](self, call: Callable[[], Awaitable[T]]) -> T:
+        """The queue's answer. Raises QueueUnavailable if a stop does not leave it the time."""
+        try:
+            async with self._board.until_stop():
+                return await call()
+        except TimeoutError as error:
+            raise QueueUnavailable("Redis did not answer before the stop") from error

@@ -1,23 +1,24 @@
 """The run's append-only files: the ledger of tickets (see shared.ledger), and the metrics of steps.
 
-Invariants: a ticket has exactly one disposition along the surviving lineage; `metrics.jsonl` has one line a step, none
-beyond the restored step.
+Invariants: a ticket has exactly one disposition along the surviving lineage; `metrics.jsonl` has one line a step, none of a step
+that was undone. Files are mended only by a trainer that has fenced all others: until then an older one may still write to them.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from shared import ledger, telemetry
-from shared.ledger import ANEW, TRAINED
-from shared.state import TrainerState
-from shared.weights import fsync
+from shared import ledger, storage, telemetry
+from shared.errors import StorageFull, WeightsError
+from shared.ledger import TRAINED
+from shared.state import TrainerState, in_lineage
+from shared.types import WeightVersion
 
+_MOST_UNWRITTEN = 10_000
 _log = telemetry.Log("records")
 
 
@@ -27,92 +28,93 @@ class Ledger:
     def __init__(self, path: Path) -> None:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(path)
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Durable when it returns."""
-        text = b"".join(orjson.dumps(line) + b"\n" for line in lines)
+        """Durable when it returns. Raises StorageFull; then none of the lines is there."""
+        text = _text(lines)
         if text:
-            _append(self._path, text, durable=True)
+            storage.append(self._path, text, durable=True)
 
     def read(self) -> list[dict[str, Any]]:
-        return _read_lines(self._path)
+        """The lines that are of a ledger; `volley verify` names others."""
+        return [line for line in map(ledger.parse, storage.whole_lines(self._path)) if line is not None]
 
-    def reconcile(self, state: TrainerState) -> TrainerState:
-        """Brings file and checkpoint together at the start of an incarnation; returns the state with what the file adds.
+    def settled(self) -> dict[int, dict[str, Any]]:
+        """The disposition of every ticket that has one: of the highest epoch, rollbacks applied."""
+        return ledger.settled(self.read())
 
-        Lines of the checkpoint that a crash kept from the file are appended, steps that the checkpoint does not contain are
-        rolled back, and tickets that ended without training after the checkpoint stay ended. Without a checkpoint (epoch 0)
-        the run begins anew, and so do all its tickets.
-        """
-        settled = self.settled()
-        if state.epoch == 0:
-            self.append([ledger.rollback(ANEW, 0)] if settled else [])
-            return state
-        if any(line["disposition"] == TRAINED and line["step"] > state.step for line in settled.values()):
-            self.append([ledger.rollback(state.step, state.epoch)])
-            settled = self.settled()
-        self.append(line for line in state.recent if not ledger.same(settled.get(line["ticket"]), line))
+    def known(self, state: TrainerState) -> TrainerState:
+        """The checkpoint's state and what the file adds: tickets that ended without training after it stay ended."""
+        settled = ledger.settled([*self.read(), *self._rollback(state)])
         progress = state.progress()
         for ticket, line in settled.items():
             if line["disposition"] != TRAINED:
                 progress.finish(ticket, void=True)
         return state.at(state.step, progress, issued=state.issued, done=state.phase == "done", recent=())
 
-    def settled(self) -> dict[int, dict[str, Any]]:
-        """The disposition of every ticket that has one: of the highest epoch, rollbacks applied."""
-        return ledger.settled(self.read())
+    def mend(self, state: TrainerState) -> None:
+        """Brings the file in line with the checkpoint: steps that it does not contain are rolled back, and lines of its own that
+        a crash kept from the file are added.
+
+        Raises WeightsError if tickets have ended, but there is no checkpoint (epoch 0), and StorageFull.
+        """
+        if storage.cut_torn_line(self._path):
+            _log.warning("torn line cut", file=self._path.name)
+        if state.epoch == 0 and (n := len(self.settled())):
+            raise WeightsError(
+                f"{self._path} tells how {n} tickets ended, but there is no checkpoint",
+                "restore one, or start a run with another name",
+            )
+        self.append(self._rollback(state))
+        settled = self.settled()
+        self.append(line for line in state.recent if not ledger.same(settled.get(line["ticket"]), line))
+
+    def _rollback(self, state: TrainerState) -> list[dict[str, Any]]:
+        beyond = any(line["disposition"] == TRAINED and line["step"] > state.step for line in self.settled().values())
+        return [ledger.rollback(state.step, state.epoch)] if beyond else []
 
 
 class StepLog:
-    """Lines that each have a `step`: metrics of RL, of the warm start, of hand-overs. Kept in step with the checkpoint."""
+    """Lines that each have a `step`, and of RL a `version`: metrics, hand-overs. Nothing waits for them.
+
+    Lines that cannot be written now are kept, and written before the next one.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._unwritten = path, list[bytes]()
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(path)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        _append(self._path, orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n", durable=False)
+        self._unwritten = [*self._unwritten, _text([line])][-_MOST_UNWRITTEN:]
+        try:
+            storage.append(self._path, b"".join(self._unwritten), durable=False)
+        except (StorageFull, OSError) as error:
+            _log.warning("line kept back", file=self._path.name, lines=len(self._unwritten), reason=str(error))
+        else:
+            self._unwritten = []
 
-    def truncate_beyond(self, step: int) -> None:
-        """Removes lines of steps that the restored checkpoint does not contain."""
-        lines = _read_lines(self._path)
-        kept = [line for line in lines if line["step"] <= step]
-        if len(kept) == len(lines):
-            return
-        temporary = self._path.with_name(f".{self._path.name}.tmp")
-        temporary.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in kept))
-        fsync(temporary)
-        temporary.rename(self._path)
-        fsync(self._path.parent)
-        _log.info("metrics truncated", step=step, removed=len(lines) - len(kept))
+    def clear(self) -> None:
+        """Starts the file anew. Raises StorageFull."""
+        self._keep([])
 
+    def mend(self, lineage: Sequence[tuple[int, int]], step: int) -> None:
+        """Removes lines of steps that the checkpoint of `step` does not contain, by whomever they were made. Raises StorageFull."""
+        lines = map(_parsed, storage.whole_lines(self._path))
+        self._keep([x for x in lines if x and x["step"] <= step and in_lineage(WeightVersion.parse(x["version"]), lineage)])
 
-def _append(path: Path, text: bytes, *, durable: bool) -> None:
-    created = not path.exists()
-    with path.open("ab") as file:
-        file.write(text)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-    if created and durable:
-        fsync(path.parent)
+    def _keep(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        text = _text(lines)
+        if self._path.exists() and self._path.read_bytes() != text:
+            storage.replace(self._path, text)
+            _log.info("undone lines removed", file=self._path.name, kept=len(lines))
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    return [orjson.loads(line) for line in path.read_bytes().splitlines() if line]
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None
 
 
-def _drop_torn_line(path: Path) -> None:
-    """A crash while appending leaves a line without its end; nothing durable was promised for it."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
-        _log.warning("torn line dropped", file=path.name)
+def _text(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" for line in lines)

@@ -18,7 +18,7 @@ from services.trainer.model.qwen3 import Qwen3
 from services.trainer.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.tunix_learner import Learner, Logger
 from shared.chat import ChatTokenizer, Messages
-from shared.errors import ConfigError
+from shared.errors import ConfigError, first_error
 from shared.types import Message
 
 _CONCURRENT = 32
@@ -66,8 +66,11 @@ async def fetch(client: Demonstrator, env: str, n: int, seed: int) -> list[list[
         async with limit:
             return await client.demonstration(env, _SPLIT, index)
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(int(index))) for index in chosen]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(int(index))) for index in chosen]
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
     return [task.result() for task in tasks]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
@@ -36,7 +37,7 @@ class WarmStart:
         if not self.options.max_steps:
             return
         waiter = Waiter(executor, board)
-        self.log.truncate_beyond(-1)
+        await waiter.patiently(lambda: asyncio.to_thread(self.log.clear))
         demonstrations = await waiter.patiently(self._fetch)
         steps = await waiter.blocking(backend.warm_start, self.tokenizer, demonstrations, self.options)
         while (metrics := await waiter.blocking(next, steps, None)) is not None:

@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 
 from services.trainer import settings as from_run
 from services.trainer.board import Board
+from services.trainer.checkpoint import Checkpoints
 from services.trainer.loop import Loop
 from services.trainer.parts import Parts, Trains
 from services.trainer.publish import Publisher
@@ -45,9 +46,10 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Learns:
-    """`backend` trains on groups whose ids obey `tokens`; `warm_start` readies a new model before step 0."""
+    """`backend` trains on groups whose ids obey `tokens`, and keeps its `checkpoints`; `warm_start` readies a new model before step 0."""
 
     backend: Trains
+    checkpoints: Checkpoints
     tokens: Tokens
     warm_start: Callable[[EnvClient, Board, Executor], Awaitable[None]]
 
@@ -72,6 +74,7 @@ async def open_trainer(config: RunConfig, learner: Callable[[Given], Learns]) ->
         )
         parts = Parts(
             backend=learns.backend,
+            checkpoints=learns.checkpoints,
             queue=TicketQueue(redis, settings.run),
             ledger=Ledger(folder / "ledger.jsonl"),
             archive=Archive(folder / "archive", settings.run),

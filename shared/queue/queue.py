@@ -125,7 +125,7 @@ class TicketQueue:
             return Published.UNKNOWN
         return Published((await self._scripts.call("publish", ticket, payload)).decode())
 
-    async def begin(self, low: int, version: int, issued: int, void: int, done: Iterable[int], epoch: int) -> int:
+    async def begin(self, low: int, version: int, issued: int, void: int, done: Iterable[int], epoch: int, above: int = 0) -> int:
         """A trainer takes over with the state of its checkpoint; all earlier trainers are fenced.
 
         Closes the queue, repairs it in bounded pieces, and opens it: finished tickets are removed, lost ones will be issued
@@ -136,16 +136,17 @@ class TicketQueue:
             version: durable step.
             issued: highest ticket known to be issued.
             epoch: the checkpoint's epoch; 0 without a checkpoint, which also forgets all groups of an earlier lineage.
+            above: the highest epoch that is known to have been begun, also of trainers that left no checkpoint.
 
         Returns:
-            The epoch of this incarnation: max(checkpoint's, server's) + 1.
+            The epoch of this incarnation: the highest that checkpoint, server and caller know of, plus 1.
 
         Raises:
             Fenced: yet another trainer has begun meanwhile.
         """
         self._lineage = None
         progress = Progress(low, done, void)
-        row = await self._scripts.call("begin", secrets.token_hex(4), epoch, progress.low, version, issued, void)
+        row = await self._scripts.call("begin", secrets.token_hex(4), epoch, progress.low, version, issued, void, above)
         fence = row[1].decode()
         for chunk in itertools.batched(sorted(progress.done), _CHUNK):
             await self._scripts.fenced("begin_done", fence, chunk)
@@ -243,6 +244,14 @@ class TicketQueue:
         """
         lineage = self._owned(epoch)
         await self._scripts.fenced("dead_letter", lineage.fence, [entry.entry_id, entry.ticket, reason, _DEAD_KEPT])
+
+    async def leave(self, epoch: int) -> None:
+        """The trainer stops in order: groups that it has taken and not committed are not counted as if it had crashed over them.
+
+        Raises:
+            Fenced: another trainer has begun.
+        """
+        await self._scripts.fenced("leave", self._owned(epoch).fence)
 
     async def state(self) -> QueueState:
         """A consistent snapshot; zeros and not ready on a server that knows nothing of the run."""

@@ -36,8 +36,8 @@ class Published(StrEnum):
 class Entry:
     """One queued group.
 
-    `deliveries` is 1 the first time. It grows by one with each trainer incarnation that took the entry and ended
-    without having committed a step, so it counts crashes that this entry may have caused.
+    `deliveries` is 1 the first time. It grows by one with each trainer incarnation that took the entry and ended, not in
+    order, without having committed a step, so it counts crashes that this entry may have caused.
     """
 
     entry_id: str

@@ -161,11 +161,11 @@ def lose_the_reference(run: RunFolder) -> None:
 
 
 def flip_a_parameter(run: RunFolder) -> None:
-    flip(run.path / "checkpoints" / str(E2[4]) / "params" / "d")
+    flip(run.path / "checkpoints" / str(E2[4]) / "params" / "w.npy")
 
 
 def flip_the_optimizer(run: RunFolder) -> None:
-    flip(run.path / HEAD / "optimizer" / "d")
+    flip(run.path / HEAD / "optimizer" / "optimizer.count.npy")
 
 
 def flip_the_state(run: RunFolder) -> None:
@@ -313,8 +313,25 @@ def test_what_a_late_trainer_wrote_does_not_count(run: RunFolder):
     assert result["undone"] == [{"ticket": 7, "step": 3, "epoch": 1}]
 
 
+def test_metrics_of_a_trainer_that_was_replaced_do_not_count(run: RunFolder):
+    late = orjson.loads(run.metrics.read_bytes().splitlines()[2]) | {"version": "e000001-s000003"}
+    run.metrics.write_bytes(run.metrics.read_bytes() + orjson.dumps(late) + b"\n")
+    assert verify(run)["ok"]
+
+
+def test_a_checkpoint_that_was_set_aside_is_told(run: RunFolder, capsys: pytest.CaptureFixture[str]):
+    aside = run.checkpoints / weights.BAD / "e000002-s000006"
+    shutil.copytree(run.path / HEAD, aside)
+    flip(aside / "params" / "w.npy")
+    result = verify(run)
+    assert result["ok"]
+    assert "digest of params/w.npy differs" in result["set_aside"]["e000002-s000006"]
+    assert command.main(run.path, as_json=False) == 0
+    assert "set aside: e000002-s000006: " in capsys.readouterr().out
+
+
 def test_a_rollback_undoes_what_was_trained_before_it(run: RunFolder):
-    lines = [ledger.line(1, "trained", WeightVersion(1, 1)), ledger.line(2, "failed", WeightVersion(1, 0)), ledger.rollback(-1, 0)]
+    lines = [ledger.line(1, "trained", WeightVersion(1, 1)), ledger.line(2, "trained", WeightVersion(1, 1)), ledger.rollback(0, 1)]
     edit_ledger(run, lambda old: old.__setitem__(slice(0, 0), lines))
     assert verify(run)["ok"]
 

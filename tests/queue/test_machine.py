@@ -234,7 +234,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     async def half_a_begin(self, checkpoint: Checkpoint) -> None:
         scripts = Scripts(self.redis, self.queue.keys)
-        at = (checkpoint.epoch, checkpoint.low, checkpoint.version, checkpoint.issued, checkpoint.void)
+        at = (checkpoint.epoch, checkpoint.low, checkpoint.version, checkpoint.issued, checkpoint.void, 0)
         _, fence = await scripts.call("begin", "half", *at)
         await scripts.fenced("begin_chunk", fence.decode(), [1])
 

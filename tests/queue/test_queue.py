@@ -188,7 +188,7 @@ async def test_a_trainer_without_checkpoint_forgets_an_earlier_lineage(queue: Ti
 async def test_begin_is_chunked_and_closed_while_it_works(queue: TicketQueue, redis: Redis):
     """A trainer dies while it recovers ten thousand tickets piece by piece; its successor completes the work."""
     dying = Scripts(redis, queue.keys)
-    _, fence = await dying.call("begin", "nonce", 1, 0, 5000, 10_000, 0)
+    _, fence = await dying.call("begin", "nonce", 1, 0, 5000, 10_000, 0, 0)
     for _ in range(5):
         assert await dying.fenced("begin_chunk", fence.decode(), [500]) == 0
     assert await take(queue) is Refusal.NOT_READY

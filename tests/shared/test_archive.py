@@ -18,12 +18,16 @@ GROUPS = [bytes([i]) * 1000 * i for i in (3, 1, 2)]
 
 
 def written(root: Path, groups: list[bytes] = GROUPS, version: WeightVersion = V1) -> Path:
-    Archive(root, "r").write(version, groups)
+    one = Archive(root, "r")
+    one.claim(version.epoch)
+    one.write(version, groups)
     return archive.path_of(root, version)
 
 
 def test_groups_come_back_in_their_order(tmp_path: Path):
-    digests = Archive(tmp_path / "a", "r").write(V1, GROUPS)
+    one = Archive(tmp_path / "a", "r")
+    assert one.claim(1)
+    digests = one.write(V1, GROUPS)
     assert list(archive.read(tmp_path / "a", "r", V1)) == GROUPS
     assert digests == [archive.digest(x) for x in GROUPS]
     assert archive.path_of(tmp_path / "a", V1).stat().st_size < 300
@@ -42,9 +46,16 @@ def test_steps_of_two_epochs_lie_apart_and_a_repeated_one_is_replaced(tmp_path: 
 def test_what_a_crash_left_half_written_is_removed(tmp_path: Path):
     leftover = written(tmp_path).with_name(".s000002.zst.tmp")
     leftover.write_bytes(b"half")
-    Archive(tmp_path, "r")
+    assert Archive(tmp_path, "r").claim(2)
     assert not leftover.exists()
     assert archive.versions(tmp_path) == [V1]
+
+
+def test_an_epoch_is_claimed_once(tmp_path: Path):
+    one, other = Archive(tmp_path / "a", "r"), Archive(tmp_path / "a", "r")
+    assert one.last_epoch() == 0
+    assert [one.claim(3), other.claim(3), other.claim(4)] == [True, False, True]
+    assert one.last_epoch() == 4
 
 
 def test_it_is_an_ordinary_zstandard_file(tmp_path: Path):

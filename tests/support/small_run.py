@@ -1,4 +1,4 @@
-"""A run's folder as the trainer's own loop leaves it, without a model: weights are a number of bytes, steps take no time.
+"""A run's folder as the trainer's own loop leaves it, without a model: the weights are one number, steps take no time.
 
 Two incarnations, five steps of two groups, one failed and one stale ticket; groups are a pure function of ticket and version.
 """
@@ -6,7 +6,6 @@ Two incarnations, five steps of two groups, one failed and one stale ticket; gro
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,18 +17,17 @@ import numpy as np
 import yaml
 
 from services.trainer.board import Board
+from services.trainer.checkpoint import Checkpoints, Contents, Restored
 from services.trainer.intake import Held, Rules
 from services.trainer.loop import Loop
 from services.trainer.metrics import StepMetrics, of_groups
 from services.trainer.parts import Parts, Plan
 from services.trainer.records import Ledger, StepLog
-from shared import state as states
-from shared import weights
+from services.trainer.simulated import NumpyArrays
 from shared.archive import Archive
 from shared.queue.records import Entry
-from shared.state import OPTIMIZER, TrainerState
+from shared.state import TrainerState
 from shared.types import Group, Trajectory, VersionSpan, WeightVersion
-from shared.weights import Leaf, Manifest
 
 RUN, BATCH, SIZE, ETA, STEPS = "r", 2, 2, 1, 5
 _NUMBERS = (
@@ -57,41 +55,31 @@ def _trajectory(ticket: int, sibling: int, version: WeightVersion, reward: float
     return Trajectory(ticket, sibling, 0, "toy", f"train/{ticket}", 3, ids, mask, logprobs, spans, (), reward, reward > 0, "completed")
 
 
-def write_checkpoint(root: Path, state: TrainerState, base: WeightVersion | None) -> Path:
-    folder = root / str(state.version)
-    for part in ("params", OPTIMIZER):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-        (folder / part / "d").write_bytes(f"{part} {state.step}".encode())
-    (folder / states.STATE).write_bytes(state.to_json(optimizer_files=weights.digest_files(folder, OPTIMIZER)))
-    files, tree = weights.digest_files(folder, "params"), (Leaf("w", (1,), "float32"),)
-    base_version = None if base is None else str(base)
-    digest = weights.digest(folder / states.STATE)
-    manifest = Manifest(RUN, str(state.version), base_version, state.step, "full", "params", files, tree, {}, None, time.time(), digest)
-    weights.write_manifest(folder, manifest)
-    return folder
-
-
-@dataclass
 class Weightless:
-    """The loop's backend."""
+    """The loop's backend: the one weight is the number of steps."""
 
-    root: Path
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints, self.weight = checkpoints, 0.0
+        self._restored: Restored | None = None
 
     def restore(self) -> TrainerState | None:
-        found = weights.newest(self.root)
-        return states.read(found)[0] if found else None
+        self._restored = self._checkpoints.newest()
+        return self._restored.state if self._restored else None
 
-    def build(self) -> None: ...
+    def build(self) -> None:
+        self.weight = float(self._restored.params["w"]) if self._restored else 0.0
 
     def start(self, state: TrainerState) -> Path:
-        return write_checkpoint(self.root, state, None)
+        return self._checkpoints.relabel(self._restored, state) if self._restored else self.save(state, None)
 
     def step(self, held: Sequence[Held], before: WeightVersion) -> StepMetrics:
-        after = WeightVersion(before.epoch, before.step + 1)
+        after, self.weight = WeightVersion(before.epoch, before.step + 1), self.weight + 1
         return StepMetrics(step=after.step, version=str(after), tokens=1, **of_groups(held, before.step), **dict.fromkeys(_NUMBERS, 0.0))
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
-        return write_checkpoint(self.root, state, base)
+        return self._checkpoints.save(
+            state, Contents({"w": np.float32(self.weight)}, {"count": np.float32(self.weight)}, None, {}, None), base
+        )
 
 
 @dataclass
@@ -100,8 +88,8 @@ class Given:
 
     entries: list[Group] = field(default_factory=list)
 
-    async def begin(self, low: int, version: int, issued: int, void: int, done: Any, epoch: int) -> int:
-        return epoch + 1
+    async def begin(self, low: int, version: int, issued: int, void: int, done: Any, epoch: int, above: int) -> int:
+        return max(epoch, above) + 1
 
     async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[Entry]:
         await asyncio.sleep(0.002)
@@ -112,18 +100,20 @@ class Given:
 
     async def dead_letter(self, epoch: int, entry: Entry, reason: str) -> None: ...
 
+    async def leave(self, epoch: int) -> None: ...
+
 
 class Incarnation:
     """One trainer on the folder."""
 
-    def __init__(self, folder: Path, executor: ThreadPoolExecutor, interval: int = 1) -> None:
+    def __init__(self, folder: Path, executor: ThreadPoolExecutor, *, max_to_keep: int = 3) -> None:
         self.queue, self.board = Given(), Board(RUN, STEPS)
         logs = [StepLog(folder / f"{name}.jsonl") for name in ("metrics", "handovers")]
-        backend = Weightless(folder / "checkpoints")
+        checkpoints = Checkpoints(folder / "checkpoints", RUN, max_to_keep, NumpyArrays())
         ledger, archive = Ledger(folder / "ledger.jsonl"), Archive(folder / "archive", RUN)
-        parts = Parts(backend, self.queue, ledger, archive, *logs, executor, _nothing, _published)
+        parts = Parts(Weightless(checkpoints), checkpoints, self.queue, ledger, archive, *logs, executor, _nothing, _published)
         rules = Rules("arrival", ETA, 32, 96, SIZE)
-        self._loop = Loop(Plan(STEPS, BATCH, interval, 5.0, 0, False, rules), parts, self.board)
+        self._loop = Loop(Plan(STEPS, BATCH, 1, 5.0, 0, False, rules), parts, self.board)
 
     def feed(self, *tickets: int, version: WeightVersion) -> None:
         self.queue.entries += [group(ticket, version) for ticket in tickets]
@@ -154,10 +144,8 @@ def make(folder: Path, *, max_to_keep: int = 3) -> Path:
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
     with ThreadPoolExecutor(1) as executor:
-        asyncio.run(Incarnation(folder, executor).run(_first))
-        asyncio.run(Incarnation(folder, executor).run(_second))
-    for version in weights.versions(folder / "checkpoints")[:-max_to_keep]:
-        (folder / "checkpoints" / str(version) / weights.MANIFEST).unlink()
+        asyncio.run(Incarnation(folder, executor, max_to_keep=max_to_keep).run(_first))
+        asyncio.run(Incarnation(folder, executor, max_to_keep=max_to_keep).run(_second))
     return folder
 
 

@@ -1,3 +1,4 @@
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from services.trainer.checkpoint import Checkpoints, Contents
 from services.trainer.orbax_arrays import OrbaxArrays
 from shared import weights
-from shared.errors import WeightsError
+from shared.errors import ConfigError, WeightsError
 from shared.state import TrainerState, fresh
 from shared.types import WeightVersion
 from shared.weights import Probe
@@ -80,6 +81,16 @@ def test_only_the_newest_and_the_reference_are_kept(checkpoints: Checkpoints):
     assert names(checkpoints) == ["e000001-s000000", "e000001-s000002", "e000001-s000003"]
 
 
+def test_restarts_without_progress_do_not_use_up_the_older_steps(checkpoints: Checkpoints):
+    checkpoints.save(state(1), CONTENTS, None)
+    checkpoints.save(state(2), CONTENTS, None)
+    for epoch in range(2, 6):
+        restored = checkpoints.newest()
+        assert restored is not None
+        checkpoints.relabel(restored, restored.state.under(epoch, keep_reference=False))
+    assert names(checkpoints) == ["e000001-s000001", "e000004-s000002", "e000005-s000002"]
+
+
 def test_a_folder_without_manifest_is_no_checkpoint(checkpoints: Checkpoints):
     checkpoints.save(state(1), CONTENTS, None)
     folder = checkpoints.save(state(2), CONTENTS, None)
@@ -90,7 +101,7 @@ def test_a_folder_without_manifest_is_no_checkpoint(checkpoints: Checkpoints):
 
 
 @pytest.mark.parametrize("part", ["params", "optimizer", "state.json"])
-def test_a_damaged_checkpoint_is_passed_over(checkpoints: Checkpoints, part: str):
+def test_a_damaged_checkpoint_is_passed_over_and_set_aside(checkpoints: Checkpoints, part: str):
     checkpoints.save(state(1), CONTENTS, None)
     folder = checkpoints.save(state(2), CONTENTS, None)
     victim = (
@@ -99,6 +110,38 @@ def test_a_damaged_checkpoint_is_passed_over(checkpoints: Checkpoints, part: str
         else max((p for p in (folder / part).rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     )
     victim.write_bytes(b"x" + victim.read_bytes()[1:-1])
+    assert checkpoints.head() == WeightVersion(1, 2)
+    restored = checkpoints.newest()
+    assert restored is not None
+    assert restored.state.step == 1
+    assert checkpoints.head() == WeightVersion(1, 1)
+    assert list(checkpoints.bad) == [folder.name]
+    assert folder.exists()
+    checkpoints.mend()
+    assert names(checkpoints) == ["bad", "e000001-s000001"]
+    assert (checkpoints.root / "bad" / folder.name / weights.MANIFEST).exists()
+
+
+def test_steps_that_a_later_trainer_undid_are_not_gone_back_to(checkpoints: Checkpoints):
+    """The later trainer's own checkpoint is damaged; the step before it counts, not the undone one after it."""
+    one = Checkpoints(checkpoints.root, "run", 9, OrbaxArrays())
+    for step in (1, 2, 3):
+        one.save(state(step), CONTENTS, None)
+    (one.save(state(2, epoch=2), CONTENTS, None) / "state.json").unlink()
+    restored = one.newest()
+    assert restored is not None
+    assert restored.state.version == WeightVersion(1, 2)
+
+
+def test_a_checkpoint_of_another_run_is_refused(checkpoints: Checkpoints):
+    checkpoints.save(state(1), CONTENTS, None)
+    with pytest.raises(ConfigError, match="is of run run, not of other"):
+        Checkpoints(checkpoints.root, "other", 2, OrbaxArrays()).newest()
+
+
+def test_a_checkpoint_under_another_name_is_damaged(checkpoints: Checkpoints):
+    checkpoints.save(state(1), CONTENTS, None)
+    shutil.copytree(checkpoints.root / "e000001-s000001", checkpoints.root / "e000001-s000002")
     restored = checkpoints.newest()
     assert restored is not None
     assert restored.state.step == 1
@@ -128,5 +171,5 @@ def test_a_new_epoch_relabels_without_copying(checkpoints: Checkpoints):
 
 def test_leftovers_of_a_crash_are_removed(checkpoints: Checkpoints):
     (checkpoints.root / ".tmp-e000001-s000009-1").mkdir()
-    Checkpoints(checkpoints.root, "run", 2, OrbaxArrays())
+    checkpoints.mend()
     assert names(checkpoints) == []

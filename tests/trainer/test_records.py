@@ -4,6 +4,7 @@ import orjson
 import pytest
 
 from services.trainer.records import Ledger, StepLog
+from shared.errors import WeightsError
 from shared.queue.progress import Progress
 from shared.state import fresh, in_lineage
 from shared.types import WeightVersion
@@ -35,28 +36,29 @@ def test_lines_lost_after_a_durable_checkpoint_are_added_once(ledger: Ledger):
     ledger.append([line(1)])
     checkpoint = state(2, 2, recent=(line(1), line(2, step=2)))
     for _ in range(2):
-        ledger.reconcile(checkpoint)
+        ledger.mend(checkpoint)
     assert [x["ticket"] for x in ledger.read()] == [1, 2]
 
 
 def test_tickets_that_ended_after_the_checkpoint_stay_ended(ledger: Ledger):
     ledger.append([line(3, "stale"), line(5, "failed")])
-    merged = ledger.reconcile(state(1, 2))
-    assert (merged.low, merged.done, merged.void, merged.issued) == (3, (5,), 2, 5)
+    known = ledger.known(state(1, 2))
+    assert (known.low, known.done, known.void, known.issued) == (3, (5,), 2, 5)
 
 
 def test_a_fallback_to_an_older_checkpoint_rolls_the_ledger_back(ledger: Ledger):
     ledger.append([line(1), line(2, step=2)])
-    ledger.reconcile(state(1, 1))
+    ledger.mend(state(1, 1))
     assert ledger.settled().keys() == {1}
     ledger.append([line(2, step=2, epoch=2)])
     assert ledger.settled()[2]["epoch"] == 2
 
 
-def test_a_run_without_a_checkpoint_begins_anew(ledger: Ledger):
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(ledger: Ledger):
+    ledger.mend(fresh(0))
     ledger.append([line(1), line(2, "stale")])
-    assert ledger.reconcile(fresh(0)) == fresh(0)
-    assert ledger.settled() == {}
+    with pytest.raises(WeightsError, match="how 2 tickets ended, but there is no checkpoint"):
+        ledger.mend(fresh(0))
 
 
 def test_a_fenced_trainer_that_writes_late_does_not_count(ledger: Ledger):
@@ -64,20 +66,27 @@ def test_a_fenced_trainer_that_writes_late_does_not_count(ledger: Ledger):
     assert ledger.settled()[1]["disposition"] == "trained"
 
 
-def test_a_torn_line_is_dropped(tmp_path: Path):
+def test_a_torn_line_is_not_read_and_cut_before_the_next(tmp_path: Path):
     path = tmp_path / "ledger.jsonl"
-    path.write_bytes(orjson.dumps(line(1)) + b'\n{"ticket": 2, "dispo')
-    assert [x["ticket"] for x in Ledger(path).read()] == [1]
+    torn = orjson.dumps(line(1)) + b'\n{"ticket": 2, "dispo'
+    path.write_bytes(torn)
+    ledger = Ledger(path)
+    assert [x["ticket"] for x in ledger.read()] == [1]
+    assert path.read_bytes() == torn
+    ledger.mend(state(1, 1))
+    ledger.append([line(2)])
+    assert [x["ticket"] for x in ledger.read()] == [1, 2]
 
 
-def test_metrics_beyond_the_restored_step_are_removed(tmp_path: Path):
+def test_metrics_of_undone_steps_and_of_replaced_trainers_are_removed(tmp_path: Path):
     log = StepLog(tmp_path / "metrics.jsonl")
-    for step in (1, 2, 3):
-        log.append({"step": step})
-    log.truncate_beyond(2)
-    log.append({"step": 3, "again": True})
-    lines = [orjson.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    versions = [str(WeightVersion(*v)) for v in ((1, 1), (1, 2), (2, 2), (1, 3), (2, 3))]
+    for version in versions:
+        log.append({"step": int(version[-1]), "version": version})
+    log.mend(((1, 0), (2, 1)), 2)
+    log.append({"step": 3, "version": "e000003-s000003"})
+    lines = [orjson.loads(x)["version"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [versions[0], versions[2], "e000003-s000003"]
 
 
 def test_lineage():

@@ -36,8 +36,9 @@ async def test_wishes_reach_the_loop(client: httpx.AsyncClient, board: Board):
 
 
 async def test_ready_tells_why_not(client: httpx.AsyncClient, board: Board):
-    board.phase, board.waiting_for = "warm start", "POST http://env did not answer"
-    answer = await client.get("/ready")
+    board.phase = "warm start"
+    with board.waiting("POST http://env did not answer"):
+        answer = await client.get("/ready")
     assert answer.status_code == 503
     assert answer.json()["detail"] == "warm start: POST http://env did not answer"
     board.phase = "waiting"

@@ -13,7 +13,7 @@ from shared import weights
 from shared.errors import DecodeError, VolleyError, WeightsError
 from shared.state import TrainerState
 from shared.types import WeightVersion
-from shared.weights import MANIFEST, Manifest
+from shared.weights import BAD, MANIFEST, Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,19 @@ def retained(root: Path, run: str) -> tuple[list[Retained], list[Violation]]:
                 detail = error.detail if isinstance(error, VolleyError) else str(error)
                 violations.append(Violation(Kind.CHECKPOINT, detail, step=version.step, file=f"{root.name}/{version}"))
     return found, violations
+
+
+def set_aside(root: Path) -> dict[str, str]:
+    """Damaged checkpoints that the trainer has gone back from, and what is wrong with them. No violations: nothing rests on them."""
+    return {str(version): _damage(root / BAD / str(version)) for version in weights.versions(root / BAD)}
+
+
+def _damage(folder: Path) -> str:
+    try:
+        states.verify(folder)
+    except (VolleyError, OSError) as error:
+        return str(error)
+    return "whole by now"
 
 
 def _checked(folder: Path, version: WeightVersion, run: str) -> Retained:

@@ -17,7 +17,9 @@ from services.cli.verify import checkpoints, groups, queue, tickets
 from services.cli.verify.groups import Bounds
 from services.cli.verify.violation import Kind, Violation
 from shared import config
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DecodeError
+from shared.state import TrainerState, maker
+from shared.types import WeightVersion
 
 type Result = dict[str, Any]
 
@@ -39,11 +41,13 @@ def verify(folder: RunFolder) -> Result:
     seen = asyncio.run(queue.ask(folder, name))
     found, violations = checkpoints.retained(folder.checkpoints, name)
     lines, unreadable = tickets.read(folder.ledger)
-    violations += unreadable + _metrics(folder.metrics)
+    violations += unreadable
+    aside = checkpoints.set_aside(folder.checkpoints)
     if not found:
         nothing = Violation(Kind.CHECKPOINT, "there is no whole checkpoint, so nothing is durable", file=folder.checkpoints.name)
-        return _result([*violations, nothing], None, {})
+        return _result([*violations, nothing], None, {"set_aside": aside})
     head = found[-1].state
+    violations += _metrics(folder.metrics, head)
     lines = tickets.with_pending(lines, head)
     fates = tickets.fates(lines, head)
     violations += checkpoints.check(found, folder.checkpoints, batch)
@@ -55,6 +59,7 @@ def verify(folder: RunFolder) -> Result:
         "head": str(head.version),
         "checkpoints": len(found),
         "undone": [{key: line[key] for key in ("ticket", "step", "epoch")} for line in fates.undone],
+        "set_aside": aside,
         "superseded_archives": [str(version) for version in groups.superseded(folder.archive, head)],
         "redis": seen if isinstance(seen, str) else "differs" if differing else "agrees",
     }
@@ -67,6 +72,7 @@ def told(result: Result) -> str:
     lines = [
         f"tickets: {result['tickets']} ({ends}); lost: {result['lost']}; doubly trained: {result['doubly_trained']}",
         *(f"{name.replace('_', ' ')}: {result[name]}" for name in ("head", "checkpoints", "redis") if name in result),
+        *(f"set aside: {version}: {reason}" for version, reason in result["set_aside"].items()),
         *(f"undone: ticket {x['ticket']}, step {x['step']} of epoch {x['epoch']}" for x in result.get("undone", ())),
         *(f"VIOLATION {Violation(**{**x, 'kind': Kind(x['kind'])})}" for x in result["violations"]),
     ]
@@ -86,9 +92,14 @@ def _result(violations: list[Violation], fates: tickets.Fates | None, about: Res
     }
 
 
-def _metrics(path: Path) -> list[Violation]:
-    steps = [row.get("step") for row in jsonl.read(path)]
-    ascending = all(isinstance(a, int) and isinstance(b, int) and a < b for a, b in pairwise(steps))
+def _metrics(path: Path, head: TrainerState) -> list[Violation]:
+    """Lines of versions that no ancestor made are of steps that were undone, or of a trainer that woke up after it was replaced."""
+    try:
+        versions = [WeightVersion.parse(str(row.get("version"))) for row in jsonl.read(path)]
+    except DecodeError as error:
+        return [Violation(Kind.METRICS, error.detail, file=path.name)]
+    steps = [version.step for version in versions if maker(version.step, head.lineage) == version.epoch]
+    ascending = all(a < b for a, b in pairwise(steps))
     return [] if ascending else [Violation(Kind.METRICS, "the steps of its lines do not ascend", file=path.name)]
 
 

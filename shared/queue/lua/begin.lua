@@ -1,5 +1,5 @@
--- ARGV: nonce, epoch, low, version, issued, void. Returns {epoch, fence}. Closes the queue until begin_chunk opens it.
-local epoch = math.max(num('epoch'), tonumber(ARGV[2])) + 1
+-- ARGV: nonce, epoch, low, version, issued, void, above. Returns {epoch, fence}. Closes the queue until begin_chunk opens it.
+local epoch = math.max(num('epoch'), tonumber(ARGV[2]), tonumber(ARGV[7])) + 1
 local fence, low = epoch .. '-' .. ARGV[1], tonumber(ARGV[3])
 local issued = math.max(tonumber(ARGV[5]), low)
 if tonumber(ARGV[2]) == 0 then

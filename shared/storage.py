@@ -1,0 +1,94 @@
+"""Writing to a disk that may be full: what the system says is translated here, and nothing half-written is left behind.
+
+Invariant of `append`: a file of lines ends with a whole line, except while a line is being written; a crash then leaves a torn
+one, which `whole_lines` does not return and `cut_torn_line` removes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shared.errors import StorageFull
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextmanager
+def storage(root: Path) -> Iterator[None]:
+    """Inside, files below `root` are written. Raises StorageFull if there is no room for them, and any other OSError as it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise StorageFull(f"waiting for disk space under {root}: {_free_mb(root)} MB free", error.strerror or "") from error
+
+
+def append(path: Path, text: bytes, *, durable: bool) -> None:
+    """Adds whole lines to a file, all of them or none; with `durable` they and the file's entry survive a crash. Raises StorageFull."""
+    with storage(path.parent):
+        created = not path.exists()
+        with path.open("ab", buffering=0) as file:
+            start, written = file.tell(), 0
+            try:
+                while written < len(text):
+                    written += file.write(text[written:])
+                if durable:
+                    os.fsync(file.fileno())
+            except OSError:
+                if os.fstat(file.fileno()).st_size == start + written:  # else another process has written behind us
+                    os.ftruncate(file.fileno(), start)
+                raise
+        if created and durable:
+            fsync(path.parent)
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """Of a file of lines, those that have an end; none if there is no file."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    return data[: data.rfind(b"\n") + 1].splitlines()
+
+
+def cut_torn_line(path: Path) -> bool:
+    """Removes what a crash left of a line without its end; nothing durable was promised for it. Whether there was one."""
+    if not path.exists():
+        return False
+    with path.open("r+b") as file:
+        data = file.read()
+        whole = data.rfind(b"\n") + 1
+        file.truncate(whole)
+    return whole < len(data)
+
+
+def replace(path: Path, text: bytes) -> None:
+    """The file with another content: whole or as it was, also after a crash. Raises StorageFull."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with storage(path.parent):
+        try:
+            temporary.write_bytes(text)
+            fsync(temporary)
+            temporary.rename(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        fsync(path.parent)
+
+
+def fsync(path: Path) -> None:
+    """Makes a file's bytes, or a folder's entries, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_mb(root: Path) -> int:
+    return shutil.disk_usage(root).free // 2**20
