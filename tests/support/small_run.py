@@ -108,10 +108,10 @@ class Incarnation:
 
     def __init__(self, folder: Path, executor: ThreadPoolExecutor, *, max_to_keep: int = 3) -> None:
         self.queue, self.board = Given(), Board(RUN, STEPS)
-        logs = [StepLog(folder / f"{name}.jsonl") for name in ("metrics", "handovers")]
+        metrics, handovers = (StepLog(folder / f"{name}.jsonl") for name in ("metrics", "handovers"))
         checkpoints = Checkpoints(folder / "checkpoints", RUN, max_to_keep, NumpyArrays())
         ledger, archive = Ledger(folder / "ledger.jsonl"), Archive(folder / "archive", RUN)
-        parts = Parts(Weightless(checkpoints), checkpoints, self.queue, ledger, archive, *logs, executor, _nothing, _published)
+        parts = Parts(Weightless(checkpoints), checkpoints, self.queue, ledger, archive, metrics, handovers, executor, _nothing, _published)
         rules = Rules("arrival", ETA, 32, 96, SIZE)
         self._loop = Loop(Plan(STEPS, BATCH, 1, 5.0, 0, False, rules), parts, self.board)
 
