@@ -17,9 +17,13 @@ from services.rollout.engine.protocol import EngineInfo, GenerateRequest, Sampli
 from shared.errors import InputError
 
 DEFAULT_NEW_TOKENS = 128
+MAX_NEW_TOKENS = MAX_TOP_K = 1 << 30
+MAX_TEMPERATURE, MIN_TOP_P = 1e3, 1e-6
+MAX_SEED = (1 << 64) - 1
+MAX_RID = 200
 GREEDY_BELOW = 1e-4
 _FIELDS = frozenset({"input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "stream", "text"})
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "min_p": (0, None),
     "frequency_penalty": (0, None),
     "presence_penalty": (0, None),
@@ -42,16 +46,17 @@ def generate_request(body: Mapping[str, Any], info: EngineInfo) -> GenerateReque
     """Raises InputError naming the field and the value that is wrong."""
     unknown = body.keys() - _FIELDS
     if unknown:
-        raise InputError(f"unknown field {min(unknown)}", f"known: {', '.join(sorted(_FIELDS))}")
-    if body.get("stream"):
+        raise InputError(f"unknown field {min(map(str, unknown))}", f"known: {', '.join(sorted(_FIELDS))}")
+    if body.get("stream") not in (False, None):
         raise InputError("stream is not supported", "leave it out: the answer comes whole")
-    if body.get("top_logprobs_num"):
+    if not _is_one_of(body.get("top_logprobs_num"), (0, None)):
         raise InputError("top_logprobs_num is not supported", "the log-probability of each sampled token is always returned")
     ids = _ids(body.get("input_ids"), info.vocab_size)
     rid = body.get("rid")
-    if rid is not None and not isinstance(rid, str):
-        raise InputError(f"rid must be a string, not {type(rid).__name__}")
-    return build(ids, sampling_params(body.get("sampling_params") or {}, info, len(ids)), rid, info)
+    if rid is not None and not (isinstance(rid, str) and len(rid) <= MAX_RID):
+        raise InputError(f"rid must be a string of up to {MAX_RID} characters, not {rid!r}")
+    sampling = body.get("sampling_params")
+    return build(ids, sampling_params({} if sampling is None else sampling, info, len(ids)), rid, info)
 
 
 def build(ids: np.ndarray, sampling: SamplingParams, rid: str | None, info: EngineInfo) -> GenerateRequest:
@@ -87,21 +92,21 @@ def sampling_params(raw: Any, info: EngineInfo, n_prompt: int) -> SamplingParams
     if not isinstance(raw, Mapping):
         raise InputError(f"sampling_params must be an object, not {type(raw).__name__}")
     for name in raw.keys() - _SAMPLING:
-        if name not in _NEUTRAL:
+        if name not in NEUTRAL:
             raise InputError(f"unknown sampling parameter {name}", f"known: {', '.join(sorted(_SAMPLING))}")
-        if raw[name] not in _NEUTRAL[name]:
+        if not _is_one_of(raw[name], NEUTRAL[name]):
             raise InputError(f"sampling parameter {name}={raw[name]!r} is not supported", "leave it out")
     seed = raw.get("sampling_seed")
-    temperature = _number("temperature", raw.get("temperature"), 1.0, 0.0, 1e3)
+    temperature = _number("temperature", raw.get("temperature"), 1.0, 0.0, MAX_TEMPERATURE)
     default_new = max(1, min(DEFAULT_NEW_TOKENS, room(info) - n_prompt))
     return SamplingParams(
-        max_new_tokens=_integer("max_new_tokens", raw.get("max_new_tokens"), default_new, 1, 1 << 30),
+        max_new_tokens=_integer("max_new_tokens", raw.get("max_new_tokens"), default_new, 1, MAX_NEW_TOKENS),
         temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
-        top_p=_number("top_p", raw.get("top_p"), 1.0, 1e-6, 1.0),
+        top_p=_number("top_p", raw.get("top_p"), 1.0, MIN_TOP_P, 1.0),
         top_k=_top_k(raw.get("top_k")),
         stop_token_ids=_stops(raw.get("stop_token_ids"), info.vocab_size),
         ignore_eos=_boolean("ignore_eos", raw.get("ignore_eos")),
-        sampling_seed=None if seed is None else _integer("sampling_seed", seed, 0, 0, (1 << 64) - 1),
+        sampling_seed=None if seed is None else _integer("sampling_seed", seed, 0, 0, MAX_SEED),
     )
 
 
@@ -120,6 +125,11 @@ def _ids(value: Any, vocab_size: int) -> np.ndarray:
     return check_ids(value, vocab_size)
 
 
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """As JSON compares: false is not 0. An array is none of them."""
+    return any(type(value) in (type(one), float) and value == one for one in allowed)
+
+
 def _stops(value: Any, vocab_size: int) -> tuple[int, ...]:
     if value is None:
         return ()
@@ -130,7 +140,7 @@ def _stops(value: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def _top_k(value: Any) -> int:
-    top_k = _integer("top_k", value, -1, -1, 1 << 30)
+    top_k = _integer("top_k", value, -1, -1, MAX_TOP_K)
     if top_k == 0:
         raise InputError("top_k=0 keeps no token", "use -1 for all")
     return top_k
