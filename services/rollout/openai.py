@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.rollout import intake
+from services.rollout import declared, intake
 from services.rollout.engine.protocol import GenerateResult, SamplingParams
 from services.rollout.generation import ClientGone
 from services.rollout.routes import Rollout, State
@@ -19,6 +19,7 @@ from shared.access import Role
 from shared.chat import ChatTokenizer
 from shared.errors import InputError
 from shared.http import respond
+from shared.openapi import declares
 
 router = APIRouter(prefix="/v1", tags=["openai"])
 ROLES = {
@@ -26,6 +27,9 @@ ROLES = {
     "POST /v1/completions": Role.SERVICE,
     "POST /v1/chat/completions": Role.SERVICE,
 }
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Sampling(BaseModel):
@@ -47,7 +51,7 @@ class Sampling(BaseModel):
 
 
 class Completion(Sampling):
-    prompt: str | list[int]
+    prompt: str | list[TokenId]
 
 
 class ChatMessage(BaseModel):
@@ -62,13 +66,13 @@ class ChatCompletion(Sampling):
     tools: list[dict[str, Any]] = []
 
 
-@router.get("/models")
+@router.get("/models", openapi_extra=declares(answer=declared.MODELS))
 async def models(request: Request, state: Rollout) -> Response:
     model = {"id": _model_name(state), "object": "model", "owned_by": "volley", "max_model_len": state.info.context_length}
     return respond(request, {"object": "list", "data": [model]})
 
 
-@router.post("/completions")
+@router.post("/completions", openapi_extra=declares(answer=declared.ANSWER))
 async def completions(request: Request, state: Rollout, body: Completion) -> Response:
     tokenizer = _tokenizer(state)
     prompt = tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
@@ -79,7 +83,7 @@ async def completions(request: Request, state: Rollout, body: Completion) -> Res
     return respond(request, _envelope("text_completion", "cmpl", state, choices, prompt, results))
 
 
-@router.post("/chat/completions")
+@router.post("/chat/completions", openapi_extra=declares(answer=declared.ANSWER))
 async def chat_completions(request: Request, state: Rollout, body: ChatCompletion) -> Response:
     tokenizer = _tokenizer(state)
     messages = [{**m.model_dump(exclude_none=True), "content": m.content or ""} for m in body.messages]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
-from services.rollout import intake
+from services.rollout import declared, intake
 from services.rollout.engine.protocol import CommitMode, CommitResult, Engine, EngineInfo, EngineSpec
 from services.rollout.generation import ClientGone, Generation, answer
 from services.rollout.updates import Staged, Updates
@@ -18,6 +18,7 @@ from shared.access import Role
 from shared.chat import ChatTokenizer
 from shared.errors import InputError
 from shared.http import read_body, respond
+from shared.openapi import declares
 
 router = APIRouter()
 ROLES = {
@@ -59,7 +60,7 @@ async def rollout_state(request: Request) -> State:  # async: a plain function w
 Rollout = Annotated[State, Depends(rollout_state)]
 
 
-@router.post("/generate", tags=["generate"])
+@router.post("/generate", tags=["generate"], openapi_extra=declares(body=declared.GENERATE, answer=declared.GENERATED))
 async def generate(request: Request, state: Rollout) -> Response:
     """Token ids in, sampled ids with log-probabilities and weight versions out."""
     body = await read_body(request)
@@ -73,14 +74,14 @@ async def generate(request: Request, state: Rollout) -> Response:
     return respond(request, answer(result, arrays=_wants_arrays(request)))
 
 
-@router.post("/weights/stage", tags=["weights"])
+@router.post("/weights/stage", tags=["weights"], openapi_extra=declares(body=declared.STAGE, answer=declared.STAGED))
 async def stage(request: Request, state: Rollout) -> Response:
     """Loads `manifest` (path of a checkpoint) beside the serving weights, while decoding goes on."""
     body = await read_body(request)
     return respond(request, _staged(await state.updates.stage(_text(body, "manifest"))))
 
 
-@router.post("/weights/commit", tags=["weights"])
+@router.post("/weights/commit", tags=["weights"], openapi_extra=declares(body=declared.COMMIT, answer=declared.COMMITTED))
 async def commit(request: Request, state: Rollout) -> Response:
     """Makes the staged `version` serve, between two steps; `base_version` guards against a wrong current one."""
     body = await read_body(request)
@@ -88,7 +89,7 @@ async def commit(request: Request, state: Rollout) -> Response:
     return respond(request, _committed(await state.updates.commit(_text(body, "version"), base, _mode(body))))
 
 
-@router.get("/weights", tags=["weights"])
+@router.get("/weights", tags=["weights"], openapi_extra=declares(answer=declared.WEIGHTS))
 async def weights(request: Request, state: Rollout) -> Response:
     """What serves, what waits."""
     updates = state.updates
@@ -96,14 +97,14 @@ async def weights(request: Request, state: Rollout) -> Response:
     return respond(request, {"current": updates.current, "staged": staged, "digest": updates.digest})
 
 
-@router.post("/update_weights", tags=["weights"])
+@router.post("/update_weights", tags=["weights"], openapi_extra=declares(body=declared.UPDATE, answer=declared.COMMITTED))
 async def update_weights(request: Request, state: Rollout) -> Response:
     """Stage and commit in one."""
     body = await read_body(request)
     return respond(request, await _update(state, _text(body, "manifest"), _mode(body)))
 
 
-@router.post("/update_weights_from_disk", tags=["weights"])
+@router.post("/update_weights_from_disk", tags=["weights"], openapi_extra=declares(body=declared.UPDATE_FROM_DISK, answer=declared.UPDATED_FROM_DISK))
 async def update_weights_from_disk(request: Request, state: Rollout) -> Response:
     """SGLang's name: `model_path` is a checkpoint or a Hugging Face folder below the run's weights root."""
     body = await read_body(request)
@@ -111,7 +112,7 @@ async def update_weights_from_disk(request: Request, state: Rollout) -> Response
     return respond(request, {"success": True, "message": f"serving {done['version']}", "num_paused_requests": 0, **done})
 
 
-@router.post("/abort_request", tags=["control"])
+@router.post("/abort_request", tags=["control"], openapi_extra=declares(body=declared.ABORT, answer=declared.ABORTED))
 async def abort_request(request: Request, state: Rollout) -> Response:
     """Ends the request `rid`, or all with `abort_all`; each answers with what it has produced."""
     body = await read_body(request)
@@ -119,7 +120,7 @@ async def abort_request(request: Request, state: Rollout) -> Response:
     return respond(request, {"aborted": await state.engine.abort(None if everything else _text(body, "rid"))})
 
 
-@router.post("/pause_generation", tags=["control"])
+@router.post("/pause_generation", tags=["control"], openapi_extra=declares(body=declared.PAUSE, answer=declared.STATE))
 async def pause_generation(request: Request, state: Rollout) -> Response:
     """Stops decoding. `mode`: in_place keeps state, retract frees the cache, abort ends what runs."""
     body = await read_body(request)
@@ -132,20 +133,20 @@ async def pause_generation(request: Request, state: Rollout) -> Response:
     return respond(request, {"status": "paused"})
 
 
-@router.post("/continue_generation", tags=["control"])
+@router.post("/continue_generation", tags=["control"], openapi_extra=declares(answer=declared.STATE))
 async def continue_generation(request: Request, state: Rollout) -> Response:
     await state.engine.resume()
     return respond(request, {"status": "running"})
 
 
-@router.post("/flush_cache", tags=["control"])
+@router.post("/flush_cache", tags=["control"], openapi_extra=declares(answer=declared.STATE))
 async def flush_cache(request: Request, state: Rollout) -> Response:
     """Forgets cached prefixes; what runs goes on with its tokens and recomputes."""
     await state.engine.flush_cache()
     return respond(request, {"status": "flushed"})
 
 
-@router.get("/get_model_info", tags=["info"])
+@router.get("/get_model_info", tags=["info"], openapi_extra=declares(answer=declared.MODEL))
 async def get_model_info(request: Request, state: Rollout) -> Response:
     info = state.info
     return respond(
@@ -161,7 +162,7 @@ async def get_model_info(request: Request, state: Rollout) -> Response:
     )
 
 
-@router.get("/get_server_info", tags=["info"])
+@router.get("/get_server_info", tags=["info"], openapi_extra=declares(answer=declared.SERVER))
 async def get_server_info(request: Request, state: Rollout) -> Response:
     """How the engine was started and what it is doing."""
     status = dataclasses.asdict(await state.engine.status())
@@ -203,6 +204,6 @@ def _text(body: dict[str, Any], name: str) -> str:
 
 def _mode(body: dict[str, Any]) -> CommitMode | None:
     mode = body.get("mode")
-    if mode is not None and mode not in get_args(CommitMode):
+    if mode is not None and not (isinstance(mode, str) and mode in get_args(CommitMode)):
         raise InputError(f"mode {mode!r} is unknown", f"one of {', '.join(get_args(CommitMode))}")
     return mode
