@@ -13,16 +13,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shared.errors import StorageFull
+from shared.errors import Fenced, StorageFull
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
 def storage(root: Path) -> Iterator[None]:
-    """Inside, files below `root` are written. Raises StorageFull if there is no room for them, and any other OSError as it is."""
+    """Inside, files below `root` are written.
+
+    Raises StorageFull if there is no room for them, Fenced if someone has removed what was being written, and any other OSError
+    as it is.
+    """
     try:
         yield
+    except FileNotFoundError as error:
+        raise Fenced(f"{error.filename} was removed while it was written", "has another trainer of the run begun?") from error
     except OSError as error:
         if error.errno not in _FULL:
             raise

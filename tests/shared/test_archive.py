@@ -10,7 +10,7 @@ import zstandard
 
 from shared import archive
 from shared.archive import Archive
-from shared.errors import DecodeError
+from shared.errors import DecodeError, Fenced
 from shared.types import WeightVersion
 
 V1 = WeightVersion(1, 1)
@@ -80,3 +80,15 @@ def test_another_run_and_a_missing_step_are_named(tmp_path: Path, run: str, vers
     written(tmp_path)
     with pytest.raises(DecodeError, match=named):
         list(archive.read(tmp_path, run, version))
+
+
+def test_a_writer_whose_file_a_successor_has_cleared_away_is_fenced(tmp_path: Path):
+    class Overtaken(list[bytes]):
+        def __iter__(self):
+            yield from super().__iter__()
+            assert Archive(tmp_path / "a", "r").claim(2)
+
+    one = Archive(tmp_path / "a", "r")
+    one.claim(1)
+    with pytest.raises(Fenced, match=r"s000001\.zst\.tmp was removed"):
+        one.write(V1, Overtaken(GROUPS))
