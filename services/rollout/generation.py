@@ -15,7 +15,7 @@ from shared.errors import InputError, RateLimited, Unavailable
 CROWD = 16
 """So many times the requests that run at once may be in the service; those that do not run wait in the engine's queue."""
 SILENT_S = 5.0
-_ABORT_S = 2.0
+_ABORT_S = 1.0
 _FULL_RETRY_S = 2.0
 
 type Receive = Callable[[], Awaitable[Any]]

@@ -134,6 +134,7 @@ def write_checkpoint(
     probe: Probe | None = None,
     base: str | None = None,
     model: Mapping[str, Any] | None = None,
+    run: str = "test",
 ) -> Path:
     """Writes `{root}/{version}/` as the trainer does: params, then the manifest. Returns the folder.
 
@@ -144,7 +145,7 @@ def write_checkpoint(
     flat = to_tunix(weights, config)
     save_params(folder / "params", flat)
     manifest = Manifest(
-        run="test",
+        run=run,
         version=version,
         base_version=base,
         step=WeightVersion.parse(version).step,

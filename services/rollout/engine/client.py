@@ -40,7 +40,8 @@ from services.rollout.engine.protocol import (
 from shared.errors import Conflict, EngineDied, Unavailable, from_problem
 from shared.types import VersionSpan
 
-CLOSE_GRACE_S = 5.0
+WORKER = "services.rollout.engine.worker"
+CLOSE_GRACE_S = 3.0
 BOOT_S = 1800.0
 SILENCE_S = 30.0
 _PYTHON_START_BEATS = 60
@@ -242,14 +243,14 @@ class SglangEngine(asyncio.Protocol):
 
 
 @contextlib.asynccontextmanager
-async def open_engine(spec: EngineSpec) -> AsyncIterator[SglangEngine]:
-    """A running engine; its process has ended when the block is left.
+async def open_engine(spec: EngineSpec, module: str = WORKER) -> AsyncIterator[SglangEngine]:
+    """A running engine; its process, which runs `module`, has ended when the block is left.
 
     Raises EngineDied if it cannot start, with the engine's own reason.
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        process = _spawn(spec, theirs)
+        process = _spawn(spec, theirs, module)
     _, engine = await asyncio.get_running_loop().create_connection(lambda: SglangEngine(process), sock=ours)
     try:
         await engine.start(spec)
@@ -258,11 +259,11 @@ async def open_engine(spec: EngineSpec) -> AsyncIterator[SglangEngine]:
         await asyncio.shield(engine.close())
 
 
-def _spawn(spec: EngineSpec, sock: socket.socket) -> subprocess.Popen[bytes]:
+def _spawn(spec: EngineSpec, sock: socket.socket, module: str) -> subprocess.Popen[bytes]:
     env = {**(_CPU if spec.device == "cpu" else {}), **os.environ, "JAX_PLATFORMS": spec.device}
     if spec.device == "cpu" and _is_small(spec.model_path):
         env.setdefault("NPROC", "1")
-    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", "services.rollout.engine.worker", str(sock.fileno())]
+    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module, str(sock.fileno())]
     return subprocess.Popen(command, env=env, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL)
 
 

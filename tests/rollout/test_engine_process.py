@@ -1,0 +1,138 @@
+"""The engine's process is killed or stopped at every moment: the service ends or waits, and never hangs. Real processes, no model."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.rollout.server import wait_until
+from tests.support import models
+from tests.support.net import free_port, wait_http
+
+CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
+VERSION = "e000001-s000001"
+
+
+@dataclass
+class Scripted:
+    """`folder` is the model's; a file `hang-OP` in it makes the engine's process never answer OP."""
+
+    folder: Path
+    root: Path
+    url: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def engine(self) -> int:
+        wait_until(lambda: (self.folder / "pid").is_file() and (self.folder / "pid").read_text() != "")
+        return int((self.folder / "pid").read_text())
+
+    def ready(self) -> tuple[int, str]:
+        answer = httpx.get(f"{self.url}/ready", timeout=5, trust_env=False)
+        return answer.status_code, answer.text
+
+    def post(self, path: str, body: dict) -> int:
+        """The status; 0 if the connection was cut."""
+        with contextlib.suppress(httpx.TransportError):
+            return httpx.post(f"{self.url}{path}", json=body, timeout=30, trust_env=False).status_code
+        return 0
+
+    def reach(self, op: str) -> None:
+        """Starts what makes the engine hang in OP, and returns when it does."""
+        checkpoint = str(self.root / VERSION)
+        calls = {
+            "generate": ("/generate", {"input_ids": [5]}),
+            "stage": ("/weights/stage", {"manifest": checkpoint}),
+            "commit": ("/update_weights", {"manifest": checkpoint}),
+        }
+        if op in calls:
+            pool = ThreadPoolExecutor(1)
+            pool.submit(self.post, *calls[op])
+            pool.shutdown(wait=False)
+            wait_until(lambda: (self.folder / f"reached-{op}").exists())
+
+
+@contextlib.contextmanager
+def scripted(tmp_path: Path, op: str) -> Iterator[Scripted]:
+    """A service whose engine hangs in `op`; with weights, unless it hangs while it gets them."""
+    port, folder, root = free_port(), tmp_path / "model", tmp_path / "run" / "checkpoints"
+    models.write_hf(folder, CONFIG)
+    (folder / f"hang-{op}").touch()
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"run: {{name: run, dir: {tmp_path}}}\nmodel: {{path: {folder}}}\ndata: {{env: none}}\n"
+        f"services: {{rollout: {{port: {port}}}, limits: {{grace_s: 2}}}}\n"
+    )
+    if op not in ("stage", "commit"):
+        models.write_checkpoint(root, VERSION, CONFIG, models.random_weights(CONFIG, 0), run="run")
+    command = [sys.executable, "-m", "tests.rollout.scripted", "--config", str(config)]
+    with subprocess.Popen(command) as process:
+        try:
+            server = Scripted(folder, root, f"http://127.0.0.1:{port}", process)
+            if op != "boot":
+                wait_http(f"{server.url}/health")
+            if op not in ("boot", "stage", "commit"):
+                wait_http(f"{server.url}/ready")
+            elif op != "boot":
+                models.write_checkpoint(root, VERSION, CONFIG, models.random_weights(CONFIG, 0), run="run")
+            yield server
+        finally:
+            process.kill()
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+
+
+def lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("op", ["boot", "generate", "stage", "commit"])
+def test_the_service_ends_when_its_engine_is_killed(tmp_path: Path, op: str) -> None:
+    with scripted(tmp_path, op) as server:
+        engine = server.engine
+        server.reach(op)
+        os.kill(engine, signal.SIGKILL)
+        assert server.process.wait(20) == 1
+
+
+def test_a_stopped_engine_is_not_routed_to_and_then_replaced(tmp_path: Path) -> None:
+    """Stopped for a moment it is waited for, and time in which the service itself stood still does not count."""
+    with scripted(tmp_path, "generate") as server:
+        os.kill(server.engine, signal.SIGSTOP)
+        wait_until(lambda: server.ready()[0] == 503)
+        assert "silent" in server.ready()[1]
+        assert server.post("/generate", {"input_ids": [5]}) == 503
+        os.kill(server.engine, signal.SIGCONT)
+        wait_until(lambda: server.ready()[0] == 200)
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(6)
+        server.process.send_signal(signal.SIGCONT)
+        assert server.ready()[0] == 200
+        server.reach("generate")
+        engine = server.engine
+        os.kill(engine, signal.SIGSTOP)
+        assert server.process.wait(30) == 1
+        assert not lives(engine)
+
+
+def test_sigterm_ends_the_service_of_a_stopped_engine(tmp_path: Path) -> None:
+    with scripted(tmp_path, "generate") as server:
+        server.reach("generate")
+        engine = server.engine
+        os.kill(engine, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        assert not lives(engine)

@@ -1,0 +1,57 @@
+"""Weights that are wrong by a single bit, on the real engine, which itself claims that all is well."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.rollout.engine.client import open_engine
+from services.rollout.engine.protocol import EngineSpec
+from services.rollout.generation import Generation
+from services.rollout.intake import generate_request
+from services.rollout.updates import Updates
+from shared.errors import Unavailable, WeightsError
+from shared.weights import Probe
+from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING
+from tests.support import models, qwen3_ref
+
+CONFIG = models.tiny_config()
+PROMPT = list(range(5, 21))
+
+
+def publish(root: Path, version: str, weights: models.Weights) -> str:
+    logprobs = qwen3_ref.score(weights, CONFIG, PROMPT[:1], PROMPT[1:])
+    probe = Probe(tuple(PROMPT), tuple(logprobs.tolist()))
+    return str(models.write_checkpoint(root, version, CONFIG, weights, probe=probe))
+
+
+async def test_a_server_that_computes_with_other_weights_than_it_says_answers_nothing(tmp_path: Path) -> None:
+    """The next version differs in the lowest bit of one weight: no log-probability could tell. Later memory loses a bit."""
+    spec = EngineSpec(
+        str(models.write_hf(tmp_path / "model", CONFIG)),
+        load_weights=False,
+        max_running_requests=MAX_RUNNING,
+        context_length=CONTEXT,
+        max_prefill_tokens=MAX_PREFILL,
+    )
+    weights = models.random_weights(CONFIG, 0)
+    nudged = weights | {"model.norm.weight": weights["model.norm.weight"].copy()}
+    nudged["model.norm.weight"][3] = np.nextafter(nudged["model.norm.weight"][3], np.float32(2))
+    async with open_engine(spec, "tests.rollout.stubborn_worker") as engine:
+        updates = Updates(engine, tmp_path, CONFIG, "test")
+        generation = Generation(engine, 1.0, updates.why_not_ready)
+        wanted = generate_request({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}}, engine.info)
+        await updates.update(publish(tmp_path, "e000001-s000000", weights), None)
+        await updates.audit()
+        await generation.run([wanted])
+        with pytest.raises(WeightsError, match="computes with other arrays"):
+            await updates.update(publish(tmp_path, "e000001-s000001", nudged), None)
+        with pytest.raises(Unavailable, match="does not serve as it was loaded"):
+            await generation.run([wanted])
+        await updates.update(publish(tmp_path, "e000001-s000002", weights), None)  # by chance what it has
+        await generation.run([wanted])
+        await engine.flush_cache()
+        await updates.audit()
+        assert updates.current is None
+        with pytest.raises(Unavailable, match="computes with other arrays"):
+            await generation.run([wanted])
