@@ -1,0 +1,211 @@
+"""The taxonomy: every class of error is in it, none of them ever becomes a reward, and whatever a model does is data."""
+
+import ast
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from services.orchestrator import failures, metrics
+from services.orchestrator.groups import run_group
+from services.orchestrator.sampling import Bounds, Budget
+from shared import codec, errors
+from shared.clients.env import StepResult
+from shared.errors import DecodeError, VolleyError
+from shared.outcomes import ENDS, FAILURES, FAULTS, judged
+from shared.types import MAX_MESSAGE, Group
+from tests.orchestrator.fakes import BOUNDS, Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, runner_of, spec
+from tests.support.tokenizer import tiny_tokenizer
+
+PROJECT = Path(__file__).parents[2]
+TOKENIZER = tiny_tokenizer()
+EOS = TOKENIZER.eos_id
+TWO_ATTEMPTS = Bounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=5.0, max_attempts=2)
+
+
+def error_classes():
+    """Names of all classes in the sources that descend from VolleyError. Those of the command line end a command, never an episode."""
+    bases = {
+        node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+        for file in [*PROJECT.glob("services/**/*.py"), *PROJECT.glob("shared/**/*.py")]
+        if file.relative_to(PROJECT).parts[:2] != ("services", "cli")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"VolleyError"}
+    while more := {name for name, parents in bases.items() if parents & found} - found:
+        found |= more
+    return found
+
+
+def test_every_class_of_error_is_judged():
+    assert error_classes() == set(FAILURES)
+
+
+def test_a_class_from_elsewhere_is_judged_like_its_ancestor():
+    class Overheated(errors.Unavailable):
+        pass
+
+    assert judged(Overheated("hot")) == FAILURES["Unavailable"]
+
+
+def error(name):
+    return (getattr(errors, name, None) or getattr(failures, name))("planted")
+
+
+async def group_with(name, place, n_failures):
+    """The group of a ticket whose siblings meet an error `n_failures` times at one place."""
+    planted = [error(name) for _ in range(n_failures)]
+    env = ScriptedEnv(n_turns=2, **{f"{place}_failures": planted} if place != "generate" else {})
+    balancer = balancer_of(*(ScriptedEngine(failures=planted if place == "generate" else []) for _ in range(2)))
+    probing = asyncio.ensure_future(keep_well(balancer))
+    try:
+        return await run_group(dispatcher_of(env, balancer, TWO_ATTEMPTS), plan(2), 1, spec().need)
+    finally:
+        probing.cancel()
+
+
+async def keep_well(balancer):
+    with suppress(asyncio.CancelledError):
+        while True:
+            for server in balancer.servers:
+                balancer.observe(server, server.version)
+            await asyncio.sleep(0.005)
+
+
+async def groups_with(place, n_failures):
+    names = [name for name in FAILURES if name != "RateLimited"]  # which is waited for, see test_episode
+    async with asyncio.TaskGroup() as tasks:
+        found = {name: tasks.create_task(group_with(name, place, n_failures)) for name in names}
+    return {name: task.result() for name, task in found.items()}
+
+
+@pytest.mark.parametrize("place", ["create", "step", "generate"])
+async def test_an_error_that_stays_fails_the_group_and_is_never_a_reward(place):
+    for name, group in (await groups_with(place, 1000)).items():
+        lost = place == "step" and name in ("NotFound", "Conflict")
+        assert group.trajectories == ()
+        assert group.failure == ("EpisodeLost" if lost else name)
+
+
+@pytest.mark.parametrize("place", ["create", "step", "generate"])
+async def test_an_error_that_passes_costs_an_attempt_if_it_may_pass_and_the_group_otherwise(place):
+    for name, group in (await groups_with(place, 1)).items():
+        lost = place == "step" and name in ("NotFound", "Conflict")
+        if FAILURES[name].action == "again" or lost:
+            expected = "EpisodeLost" if lost else name
+            assert group.failure is None, name
+            assert sorted(t.attempt for t in group.trajectories) == [0, 1]
+            assert [dict(t.failures) for t in group.trajectories if t.failures] == [{expected: 1}]
+            assert all(t.reward == 2.0 for t in group.trajectories)
+        else:
+            assert (group.failure, group.trajectories) == (name, ())
+
+
+def ending(fault=None, terminated=True):
+    return ScriptedEnv(respond=lambda _: StepResult([], 0.5, terminated, not terminated, fault=fault))
+
+
+MODELS = {
+    "answered": (ending(), []),
+    "format": (ending("format"), []),
+    "invalid_action": (ending("invalid_action"), []),
+    "tool": (ending("tool"), []),
+    "length": (ending(), [Say([50] * 99)]),
+    "context": (ScriptedEnv(n_turns=9, reply="long " * 60), []),
+    "turns": (ScriptedEnv(n_turns=99), []),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+async def test_whatever_ends_an_episode_on_the_models_side_is_data(end):
+    env, script = MODELS[end]
+    trajectory = await runner_of(env, balancer_of(ScriptedEngine(script))).run(spec(), Budget(1))
+    trajectory.validate()
+    assert trajectory.end == end
+    assert trajectory.reward > 0
+    assert trajectory.status == ("truncated" if end in ("context", "turns") else "completed")
+    assert trajectory.faults == ({end: 1} if end in FAULTS else {})
+
+
+async def test_a_turn_that_fills_the_context_ends_with_the_context():
+    bounds = Bounds(context_length=60, max_response_length=64, max_turns=4, timeout_s=5.0, max_attempts=1)
+    trajectory = await runner_of(ending("format"), balancer_of(ScriptedEngine([Say([50] * 99)])), bounds).run(spec(), Budget(1))
+    assert (trajectory.end, trajectory.faults) == ("context", {"format": 1})
+
+
+async def test_faults_of_all_turns_are_counted():
+    faults = iter(["format", None, "tool", "format"])
+    env = ScriptedEnv(respond=lambda _: StepResult([], 0.0, False, False, fault=next(faults)))
+    trajectory = await runner_of(env, balancer_of(ScriptedEngine([Say([50] * 99)]))).run(spec(), Budget(1))
+    assert (trajectory.end, trajectory.faults) == ("turns", {"format": 2, "tool": 1, "length": 1})
+
+
+async def test_text_beyond_what_the_environment_takes_is_cut_and_no_failure():
+    env = ScriptedEnv(n_turns=1)
+    ids = TOKENIZER.encode("word " * 230_000)
+    bounds = Bounds(context_length=10**6, max_response_length=10**6, max_turns=1, timeout_s=60.0, max_attempts=1)
+    trajectory = await runner_of(env, balancer_of(ScriptedEngine([Say([*ids, EOS])])), bounds).run(spec(), Budget(1))
+    assert len(env.texts[0]) == MAX_MESSAGE
+    assert trajectory.n_sampled == len(ids) + 1
+
+
+async def test_the_wire_carries_the_outcome_and_old_records_are_read():
+    group = await group_with("ServiceUnreachable", "step", 1)
+    again = Group.decode(group.encode())
+    assert [(t.end, t.faults, t.failures) for t in again.trajectories] == [(t.end, t.faults, t.failures) for t in group.trajectories]
+    record = codec.unpack(group.encode())
+    for trajectory in record["trajectories"]:
+        for name in ("end", "faults", "failures"):
+            del trajectory[name]
+    assert {(t.end, len(t.faults), len(t.failures)) for t in Group.decode(codec.pack(record)).trajectories} == {(None, 0, 0)}
+    for wrong in ("bored", 7, ["answered"]):
+        record["trajectories"][0]["end"] = wrong
+        with pytest.raises(DecodeError):
+            Group.decode(codec.pack(record))
+
+
+def value(metric, **labels):
+    return (
+        metric.labels(*labels.values())._sum.get()
+        if hasattr(metric.labels(*labels.values()), "_sum")
+        else metric.labels(**labels)._value.get()
+    )
+
+
+async def test_prometheus_tells_classes_and_lengths():
+    before = {name: value(getattr(metrics, name), **labels) for name, labels in WATCHED.items()}
+    engine = ScriptedEngine([Say([60, 61, 62, EOS]), Say([63, EOS])])
+    env = ScriptedEnv(n_turns=2, step_failures=[VolleyError("a defect")])
+    dispatcher = dispatcher_of(env, balancer_of(engine), BOUNDS)
+    await dispatcher.episode(spec(), "train")
+    after = {name: value(getattr(metrics, name), **labels) for name, labels in WATCHED.items()}
+    assert {name: after[name] - before[name] for name in WATCHED} == {
+        "EPISODES": 1,
+        "FAILED_ATTEMPTS": 1,
+        "FAILED_TOKENS": 4,
+        "EPISODE_TOKENS": ANY,
+    }
+
+
+WATCHED = {
+    "EPISODES": {"purpose": "train", "end": "answered"},
+    "FAILED_ATTEMPTS": {"error": "VolleyError"},
+    "FAILED_TOKENS": {"error": "VolleyError"},
+    "EPISODE_TOKENS": {"end": "answered"},
+}
+
+
+class Positive:
+    def __eq__(self, other):
+        return other > 0
+
+
+ANY = Positive()
+
+
+def test_the_page_lists_every_class():
+    page = (PROJECT / "docs" / "failures.md").read_text()
+    for name in [*FAILURES, *ENDS, *FAULTS]:
+        assert f"`{name}`" in page, name
