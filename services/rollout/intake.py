@@ -47,7 +47,7 @@ def generate_request(body: Mapping[str, Any], info: EngineInfo) -> GenerateReque
     unknown = body.keys() - _FIELDS
     if unknown:
         raise InputError(f"unknown field {min(map(str, unknown))}", f"known: {', '.join(sorted(_FIELDS))}")
-    if body.get("stream") not in (False, None):
+    if not _is_one_of(body.get("stream"), (False, None)):
         raise InputError("stream is not supported", "leave it out: the answer comes whole")
     if not _is_one_of(body.get("top_logprobs_num"), (0, None)):
         raise InputError("top_logprobs_num is not supported", "the log-probability of each sampled token is always returned")
@@ -127,7 +127,7 @@ def _ids(value: Any, vocab_size: int) -> np.ndarray:
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     """As JSON compares: false is not 0. An array is none of them."""
-    return any(type(value) in (type(one), float) and value == one for one in allowed)
+    return any(type(value) in ((int, float) if type(one) is int else (type(one),)) and value == one for one in allowed)
 
 
 def _stops(value: Any, vocab_size: int) -> tuple[int, ...]:

@@ -104,7 +104,9 @@ async def update_weights(request: Request, state: Rollout) -> Response:
     return respond(request, await _update(state, _text(body, "manifest"), _mode(body)))
 
 
-@router.post("/update_weights_from_disk", tags=["weights"], openapi_extra=declares(body=declared.UPDATE_FROM_DISK, answer=declared.UPDATED_FROM_DISK))
+@router.post(
+    "/update_weights_from_disk", tags=["weights"], openapi_extra=declares(body=declared.UPDATE_FROM_DISK, answer=declared.UPDATED_FROM_DISK)
+)
 async def update_weights_from_disk(request: Request, state: Rollout) -> Response:
     """SGLang's name: `model_path` is a checkpoint or a Hugging Face folder below the run's weights root."""
     body = await read_body(request)
