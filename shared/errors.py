@@ -171,7 +171,16 @@ def from_problem(status: int, body: dict[str, Any]) -> VolleyError:
 
 
 def _by_status(status: int) -> type[VolleyError]:
-    exact = {400: DecodeError, 401: Unauthorized, 403: Forbidden, 404: NotFound, 409: Conflict, 413: TooLarge, 429: RateLimited, 507: OutOfMemory}
+    exact = {
+        400: DecodeError,
+        401: Unauthorized,
+        403: Forbidden,
+        404: NotFound,
+        409: Conflict,
+        413: TooLarge,
+        429: RateLimited,
+        507: OutOfMemory,
+    }
     if status in exact:
         return exact[status]
     if status in (408, 502, 503, 504):

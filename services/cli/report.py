@@ -1,6 +1,7 @@
 """What a run has achieved: summary.json for programs, a table and a plot for people. Reads only the run's folder.
 
-A step that was undone by a crash and replayed counts once: its last line is the one of the surviving lineage.
+A step that was undone by a crash and replayed counts once: its last line is the one of the surviving lineage. An evaluation
+counts if the weights it measured are ancestors of the newest checkpoint's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from services.cli.layout import RunFolder
 from services.cli.runs import Record, read_record, write_json
 from shared import ledger
 from shared.errors import ConfigError
+from shared.state import in_lineage, newest_lineage
+from shared.types import WeightVersion
 
 type Rows = Sequence[Mapping[str, Any]]
 
@@ -32,9 +35,11 @@ def main(run_dir: Path) -> int:
 
 def make(folder: RunFolder) -> dict[str, Any]:
     """Writes summary.json and the plot; returns the summary."""
-    steps, evals = by_step(jsonl.read(folder.metrics)), by_step(jsonl.read(folder.evals))
+    lineage = newest_lineage(folder.checkpoints)
+    steps, evals = by_step(jsonl.read(folder.metrics)), by_step(row for row in jsonl.read(folder.evals) if _counts(row, lineage))
+    lines = jsonl.read(folder.ledger)
     summary = summarize(steps, evals, read_record(folder))
-    summary["tickets"] = dispositions(jsonl.read(folder.ledger))
+    summary |= {"tickets": dispositions(lines), "episodes": outcomes(steps, lines)}
     write_json(folder.summary, summary)
     from services.cli import plot
 
@@ -42,7 +47,7 @@ def make(folder: RunFolder) -> dict[str, Any]:
     return summary
 
 
-def by_step(rows: Rows) -> list[Mapping[str, Any]]:
+def by_step(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """One row a step, the last written, in the order of steps."""
     last = {int(row["step"]): row for row in rows if isinstance(row.get("step"), int)}
     return [last[step] for step in sorted(last)]
@@ -75,6 +80,27 @@ def dispositions(lines: Iterable[ledger.Line]) -> dict[str, int]:
     return dict(Counter(str(line["disposition"]) for line in ledger.settled(lines).values()))
 
 
+def outcomes(steps: Rows, lines: Iterable[ledger.Line]) -> dict[str, Any]:
+    """How the trained episodes ended, and what failed: shares and mean sampled tokens by end, counts of faults and failures."""
+    episodes, tokens = Counter[str](), Counter[str]()
+    faults, attempts = Counter[str](), Counter[str]()
+    for row in steps:
+        for end, share in (row.get("ends") or {}).items():
+            episodes[end] += (n := round(share * row["episodes"]))
+            tokens[end] += n * row["end_tokens"][end]
+        faults.update(row.get("faults") or {})
+        attempts.update(row.get("failed_attempts") or {})
+    failed = Counter(str(line.get("reason")) for line in ledger.settled(lines).values() if line["disposition"] == "failed")
+    return {
+        "ends": {end: n / episodes.total() for end, n in episodes.most_common()},
+        "end_tokens": {end: tokens[end] / n for end, n in episodes.items() if n},
+        "retried_tokens": _mean(steps, "retried_tokens"),
+        "faults": dict(faults.most_common()),
+        "failed_attempts": dict(attempts.most_common()),
+        "failed_groups": dict(failed.most_common()),
+    }
+
+
 def table(summary: Mapping[str, Any], folder: RunFolder) -> str:
     before, after = summary["held_out_success_before_rl"], summary["held_out_success_after_rl"]
     gain = f"  ({(after - before) * 100:+.1f} points)" if before is not None and after is not None else ""
@@ -91,7 +117,8 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> str:
         ("largest staleness (steps)", _or_dash(summary["staleness_max"], ".0f")),
         ("tokens/s during RL", _or_dash(summary["tokens_per_sec"], ",.0f")),
         ("final weights", str(summary["final_weight_version"] or "–")),
-        ("groups", ", ".join(f"{n} {end}" for end, n in sorted(summary["tickets"].items())) or "–"),
+        ("groups", _counted(summary["tickets"])),
+        *_outcome_rows(summary["episodes"]),
         ("elapsed", f"{summary['elapsed_sec']:.1f} s"),
         ("plot", str(folder.plot)),
         ("summary", str(folder.summary)),
@@ -99,6 +126,26 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> str:
     width = max(len(label) for label, _ in rows)
     rule = "─" * (width + 40)
     return "\n".join([rule, f"run {folder.name}", rule, *(f"{label:<{width}}  {value}" for label, value in rows), rule])
+
+
+def _outcome_rows(episodes: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Only what there is to tell."""
+    lengths = episodes["end_tokens"]
+    ends = ", ".join(f"{share:.1%} {end} ({lengths[end]:.0f} tokens)" for end, share in episodes["ends"].items() if share)
+    rows = [("episodes by end (mean length)", ends)]
+    names = {"faults": "turns with a fault", "failed_attempts": "failed attempts", "failed_groups": "failed groups"}
+    rows += [(label, _counted(episodes[key])) for key, label in names.items() if episodes[key]]
+    return [(label, text) for label, text in rows if text]
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "–"
+
+
+def _counts(evaluation: Mapping[str, Any], lineage: Sequence[tuple[int, int]]) -> bool:
+    """Without a lineage, and without versions, every evaluation counts."""
+    versions = [evaluation[key] for key in ("version_min", "version_max") if key in evaluation]
+    return not lineage or all(in_lineage(WeightVersion.parse(version), lineage) for version in versions)
 
 
 def _tokens_per_sec(steps: Rows) -> float | None:

@@ -15,6 +15,7 @@ from services.cli.jsonl import Tail
 from services.cli.layout import RunFolder
 from services.cli.progress import Progress, eval_line, step_line
 from shared.errors import ConfigError
+from shared.state import fresh
 
 
 def step(n: int, **fields: Any) -> dict[str, Any]:
@@ -31,13 +32,19 @@ def step(n: int, **fields: Any) -> dict[str, Any]:
         "tokens_per_sec": 812.3,
         "staleness_mean": 0.5,
         "staleness_max": 1,
+        "episodes": 8,
+        "ends": {"answered": 0.75, "length": 0.25},
+        "end_tokens": {"answered": 20.0, "length": 64.0 + n},
+        "faults": {"format": 3},
+        "failed_attempts": {"ServiceUnreachable": 1} if n == 2 else {},
+        "retried_tokens": 50.0 if n == 2 else None,
         "step_s": 2.0,
         "time": 100.0 + 4.0 * n,
     } | fields
 
 
-def evaluation(n: int, success: float) -> dict[str, Any]:
-    version = f"e000001-s{n:06d}"
+def evaluation(n: int, success: float, epoch: int = 1) -> dict[str, Any]:
+    version = f"e{epoch:06d}-s{n:06d}"
     return {
         "step": n,
         "version_min": version,
@@ -128,6 +135,34 @@ def test_a_ticket_counts_by_its_end_along_the_surviving_lineage() -> None:
         {"ticket": 3, "disposition": "stale", "step": 1, "epoch": 2},
     ]
     assert report.dispositions(ledger) == {"trained": 1, "stale": 1}
+
+
+def test_ends_lengths_and_failures_are_summed_up(folder: RunFolder) -> None:
+    write(
+        folder.ledger, [{"ticket": 9, "disposition": "failed", "reason": "NoServer", "step": 1, "epoch": 1, "version": "e000001-s000001"}]
+    )
+    summary = report.make(folder)
+    assert summary["episodes"] == {
+        "ends": {"answered": 0.75, "length": 0.25},
+        "end_tokens": {"answered": 20.0, "length": 66.0},
+        "retried_tokens": 50.0,
+        "faults": {"format": 9},
+        "failed_attempts": {"ServiceUnreachable": 1},
+        "failed_groups": {"NoServer": 1},
+    }
+    table = report.table(summary, folder)
+    for part in ("75.0% answered (20 tokens), 25.0% length (66 tokens)", "9 format", "1 ServiceUnreachable", "1 NoServer"):
+        assert part in table
+
+
+def test_an_evaluation_of_undone_weights_does_not_count(folder: RunFolder) -> None:
+    write(folder.evals, [evaluation(3, 0.9, epoch=2), evaluation(4, 0.1)])
+    checkpoint = folder.checkpoints / "e000002-s000003"
+    checkpoint.mkdir(parents=True)
+    state = fresh(0).under(1, keep_reference=False).under(2, keep_reference=False)
+    (checkpoint / "state.json").write_bytes(state.to_json(lineage=[(1, 0), (2, 2)], optimizer_files=[]))
+    (checkpoint / "manifest.json").write_text("{}")
+    assert report.make(folder)["held_out_success_after_rl"] == 0.9
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

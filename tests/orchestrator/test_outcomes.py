@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from services.orchestrator import failures, metrics
+from services.orchestrator import failures
 from services.orchestrator.groups import run_group
 from services.orchestrator.sampling import Bounds, Budget
 from shared import codec, errors
 from shared.clients.env import StepResult
 from shared.errors import DecodeError, VolleyError
 from shared.outcomes import ENDS, FAILURES, FAULTS, judged
+from shared.telemetry import REGISTRY
 from shared.types import MAX_MESSAGE, Group
-from tests.orchestrator.fakes import BOUNDS, Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, runner_of, spec
+from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, runner_of, spec
 from tests.support.tokenizer import tiny_tokenizer
 
 PROJECT = Path(__file__).parents[2]
@@ -166,43 +167,23 @@ async def test_the_wire_carries_the_outcome_and_old_records_are_read():
             Group.decode(codec.pack(record))
 
 
-def value(metric, **labels):
-    return (
-        metric.labels(*labels.values())._sum.get()
-        if hasattr(metric.labels(*labels.values()), "_sum")
-        else metric.labels(**labels)._value.get()
-    )
-
-
-async def test_prometheus_tells_classes_and_lengths():
-    before = {name: value(getattr(metrics, name), **labels) for name, labels in WATCHED.items()}
-    engine = ScriptedEngine([Say([60, 61, 62, EOS]), Say([63, EOS])])
-    env = ScriptedEnv(n_turns=2, step_failures=[VolleyError("a defect")])
-    dispatcher = dispatcher_of(env, balancer_of(engine), BOUNDS)
-    await dispatcher.episode(spec(), "train")
-    after = {name: value(getattr(metrics, name), **labels) for name, labels in WATCHED.items()}
-    assert {name: after[name] - before[name] for name in WATCHED} == {
-        "EPISODES": 1,
-        "FAILED_ATTEMPTS": 1,
-        "FAILED_TOKENS": 4,
-        "EPISODE_TOKENS": ANY,
-    }
-
-
 WATCHED = {
-    "EPISODES": {"purpose": "train", "end": "answered"},
-    "FAILED_ATTEMPTS": {"error": "VolleyError"},
-    "FAILED_TOKENS": {"error": "VolleyError"},
-    "EPISODE_TOKENS": {"end": "answered"},
+    "volley_episodes_total": {"purpose": "train", "end": "answered"},
+    "volley_failed_attempts_total": {"error": "VolleyError"},
+    "volley_failed_attempt_tokens_sum": {"error": "VolleyError"},
+    "volley_episode_tokens_count": {"end": "answered"},
 }
 
 
-class Positive:
-    def __eq__(self, other):
-        return other > 0
+async def test_prometheus_tells_classes_and_lengths():
+    def read():
+        return {name: REGISTRY.get_sample_value(name, labels) or 0 for name, labels in WATCHED.items()}
 
-
-ANY = Positive()
+    engine, env = ScriptedEngine([Say([60, 61, 62, EOS])]), ScriptedEnv(n_turns=2, step_failures=[VolleyError("a defect")])
+    before = read()
+    await dispatcher_of(env, balancer_of(engine)).episode(spec(), "train")
+    after = read()
+    assert [after[name] - before[name] for name in WATCHED] == [1, 1, 4, 1]
 
 
 def test_the_page_lists_every_class():
