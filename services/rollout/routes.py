@@ -206,6 +206,9 @@ def _text(body: dict[str, Any], name: str) -> str:
 
 def _mode(body: dict[str, Any]) -> CommitMode | None:
     mode = body.get("mode")
-    if mode is not None and not (isinstance(mode, str) and mode in get_args(CommitMode)):
-        raise InputError(f"mode {mode!r} is unknown", f"one of {', '.join(get_args(CommitMode))}")
-    return mode
+    if mode is None:
+        return None
+    for known in get_args(CommitMode):
+        if isinstance(mode, str) and mode == known:
+            return known
+    raise InputError(f"mode {mode!r} is unknown", f"one of {', '.join(get_args(CommitMode))}")
