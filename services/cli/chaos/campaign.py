@@ -33,7 +33,6 @@ from shared.errors import VolleyError
 
 _SIMULATED, _REAL = PROJECT / "configs/chaos.yaml", PROJECT / "configs/chaos_real.yaml"
 _DEADLINE_S, _REAL_DEADLINE_S = 90.0, 300.0
-_STEPS_A_ROUND, _STEPS_AROUND = 12, 20
 _POLL_S = 0.3
 type Say = Callable[[str], None]
 type Result = dict[str, Any]
@@ -59,17 +58,21 @@ class Outcome:
     stuck: str | None = None
     unfinished: str | None = None
 
+    @property
+    def trouble(self) -> str | None:
+        return self.stuck or self.unfinished or ("; ".join(v["detail"] for v in self.proof["violations"]) or None)
+
 
 def simulated(wanted: Wanted, say: Say) -> Result:
-    """A run with the planned faults and the same without, compared bit by bit. Raises VolleyError if it cannot be started."""
+    """A run with the planned faults, then one without to the same step, compared bit by bit. Raises VolleyError if none can be started."""
     started, rounds, name = time.monotonic(), plans.plan(wanted.seed, wanted.amounts), _name(wanted)
-    steps, planned = _STEPS_AROUND + _STEPS_A_ROUND * len(rounds), sum(map(len, rounds))
-    say(f"{planned} faults in {len(rounds)} rounds, {steps} steps; run {name} in {wanted.folder}")
-    besieged = _run(_load(_SIMULATED, wanted, name, steps), iter(rounds), say, simulated=True, to_the_end=True)
-    say("the same run without faults")
-    calm = _run(_load(_SIMULATED, wanted, f"{name}-calm", steps), iter(()), say, simulated=True, to_the_end=True)
-    unlike = calm.stuck or calm.unfinished
-    unlike = f"the run without faults: {unlike}" if unlike else lineage.difference(besieged.folder, calm.folder)
+    planned = sum(map(len, rounds))
+    say(f"{planned} faults in {len(rounds)} rounds; run {name} in {wanted.folder}")
+    besieged = _run(_load(_SIMULATED, wanted, name), iter(rounds), say, simulated=True)
+    steps = lineage.head(besieged.folder).step
+    say(f"the same {steps} steps without faults")
+    calm = _run(_load(_SIMULATED, wanted, f"{name}-calm", f"trainer.max_steps={steps}"), None, say, simulated=True)
+    unlike = f"the run without faults: {calm.trouble}" if calm.trouble else lineage.difference(besieged.folder, calm.folder)
     return _result(wanted, besieged, unlike, planned, time.monotonic() - started)
 
 
@@ -78,37 +81,44 @@ def real(wanted: Wanted, say: Say) -> Result:
     started, name = time.monotonic(), _name(wanted)
     loaded = _load(_REAL, wanted, name)
     say(f"run {name} in {wanted.folder}, {wanted.minutes:g} minutes of faults")
-    besieged = _run(loaded, _on_the_clock(wanted), say, simulated=False, to_the_end=False)
+    besieged = _run(loaded, _on_the_clock(wanted), say, simulated=False)
     say("replaying its last steps")
     return _result(wanted, besieged, _replayed(besieged.folder), len(besieged.log.injected), time.monotonic() - started)
 
 
-def _run(loaded: Loaded, rounds: Iterator[Round], say: Say, *, simulated: bool, to_the_end: bool) -> Outcome:
-    """One run. What ends it early is noted; only a run that cannot be started raises."""
+def _run(loaded: Loaded, rounds: Iterator[Round] | None, say: Say, *, simulated: bool) -> Outcome:
+    """One run: as long as there are rounds of faults, then stopped in order; without rounds, to its last step.
+
+    What ends it early is noted; only a run whose services cannot be started raises.
+    """
     with claimed(loaded) as claim:
-        outcome = Outcome(claim[0])
+        outcome = Outcome(claim.folder)
         try:
-            asyncio.run(_besiege(loaded, outcome, rounds, say, simulated=simulated, to_the_end=to_the_end))
+            asyncio.run(_besiege(loaded, outcome, rounds, say, simulated=simulated))
         except BaseExceptionGroup as group:
             error = first_error(group)
-            if not isinstance(error, VolleyError):
-                raise
-            outcome.unfinished = f"{error}"
+            if not isinstance(error, VolleyError) or not outcome.log.durable:
+                raise error from None
+            outcome.unfinished = str(error)
         offline = verify(outcome.folder)
         outcome.proof = offline if outcome.proof.get("ok", True) else outcome.proof
     return outcome
 
 
-async def _besiege(loaded: Loaded, outcome: Outcome, rounds: Iterator[Round], say: Say, *, simulated: bool, to_the_end: bool) -> None:
+async def _besiege(loaded: Loaded, outcome: Outcome, rounds: Iterator[Round] | None, say: Say, *, simulated: bool) -> None:
     deadline_s = _DEADLINE_S if simulated else _REAL_DEADLINE_S
     async with open_arena(loaded, outcome.folder, simulated=simulated, deadline_s=deadline_s, say=_quietly) as arena:
+        outcome.log.durable = arena.durable
         try:
-            await lay(arena, rounds, outcome.log, say)
-            if to_the_end:
+            if rounds is None:
                 outcome.unfinished = await _finished(arena)
+            else:
+                await lay(arena, rounds, outcome.log, say)
         except TooLong as error:
             outcome.stuck = error.detail
         outcome.proof = await asyncio.to_thread(verify, outcome.folder)
+    disorder = {name: code for name in arena.services if (code := arena.child(name).exit_code)}
+    outcome.unfinished = outcome.unfinished or (f"stopped in order, some ended with another code than 0: {disorder}" if disorder else None)
 
 
 async def _finished(arena: Arena) -> str | None:
@@ -147,14 +157,13 @@ def _replayed(folder: RunFolder) -> str | None:
     return None if result["ok"] else replay.told(result)
 
 
-def _load(path: Path, wanted: Wanted, name: str, max_steps: int | None = None) -> Loaded:
+def _load(path: Path, wanted: Wanted, name: str, *more: str) -> Loaded:
     """Fixed ports, so that a service that is dead for a moment finds its own again."""
     replicas = config.load([path]).config.services.rollout_replicas
     ports = {"env": free_port(), "orchestrator": free_port(), "trainer": free_port(), "rollout": free_port(replicas)}
     overrides = [f"services.{service}.port={port}" for service, port in ports.items()]
     overrides += [f"run.name={name}", f"run.dir={wanted.folder}", f"run.seed={wanted.seed}"]
-    overrides += [] if max_steps is None else [f"trainer.max_steps={max_steps}"]
-    return config.load([path], overrides)
+    return config.load([path], [*overrides, *more])
 
 
 def _name(wanted: Wanted) -> str:
