@@ -8,7 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -152,12 +162,23 @@ class Orchestrator(Section):
     eval_every_n_steps: PositiveInt | None = None
 
 
+def _without_password(url: str) -> str:
+    """Addresses are written to logs, to the run's folder and to other services; secrets are not."""
+    user, at, _ = url.partition("://")[2].rpartition("@")
+    if (at and ":" in user) or "password=" in url:
+        raise ValueError("holds a password; put that into a file of its own (for Redis: services.redis_password_file)")
+    return url
+
+
+Url = Annotated[str, AfterValidator(_without_password)]
+
+
 class Endpoint(Section):
     """Where a service listens; `url` is how others reach it (default: from host and port, see `Services.base_url`)."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535)]
-    url: str | None = None
+    url: Url | None = None
 
 
 class Limits(Section):
@@ -211,7 +232,7 @@ class Tls(Section):
 class Services(Section):
     """`redis_url: null` starts the embedded server. Rollout servers register themselves; `rollout_urls` adds fixed ones."""
 
-    redis_url: str | None = None
+    redis_url: Url | None = None
     redis_password_file: Path | None = None
     token_files: TokenFiles = TokenFiles()
     tls: Tls = Tls()
@@ -219,7 +240,7 @@ class Services(Section):
     rollout: Endpoint = Endpoint(port=8102)
     orchestrator: Endpoint = Endpoint(port=8103)
     trainer: Endpoint = Endpoint(port=8104)
-    rollout_urls: tuple[str, ...] = ()
+    rollout_urls: tuple[Url, ...] = ()
     rollout_replicas: PositiveInt = 1
     limits: Limits = Limits()
 

@@ -46,7 +46,7 @@ def connect(url: str, password_file: Path | None = None, ca_file: Path | None = 
             protocol=2,
         )
     except ValueError as error:
-        raise ConfigError("the Redis URL is malformed", f"expected redis://host:port: {error}") from error
+        raise ConfigError("the Redis URL is malformed", "expected redis://host:port/db") from error
     client.connection_pool.connection_kwargs.update(secret | trust)
     return client
 

@@ -24,6 +24,7 @@ from shared.queue.queue import TicketQueue
 from shared.queue.server import embedded_server
 from shared.types import Group, WeightVersion
 from tests.support import small_run
+from tests.support.redis import configured
 from tests.support.small_run import RUN, group
 
 E2 = [WeightVersion(2, step) for step in range(6)]
@@ -349,7 +350,7 @@ def test_a_missing_ledger_has_no_lines(tmp_path: Path):
 def redis(run: RunFolder, tmp_path: Path) -> Iterator[str]:
     """The run's Redis, in which a trainer has begun with the newest checkpoint."""
     with embedded_server(tmp_path / "redis") as spec:
-        run.services.write_text(yaml.safe_dump({"services": {"redis_url": spec.url}}))
+        run.services.write_text(yaml.safe_dump({"services": configured(spec.url, tmp_path)}))
         asyncio.run(begin(spec.url))
         yield spec.url
 

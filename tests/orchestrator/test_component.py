@@ -17,6 +17,7 @@ from shared.queue.queue import Finished, TicketQueue
 from shared.types import Group
 from tests.support.asgi import served
 from tests.support.fake_rollout import FakeRollout
+from tests.support.redis import configured
 from tests.support.tokenizer import FOLDER
 
 
@@ -63,7 +64,7 @@ async def system(folder, redis_url, rollouts, **sections):
         env = await stack.enter_async_context(env_app.open_env(env_settings.from_config(settings)))
         env_url = await stack.enter_async_context(served(env.app))
         urls = [await stack.enter_async_context(served(rollout.app())) for rollout in rollouts]
-        services = {"redis_url": redis_url, "env": {"port": 1, "url": env_url}, "rollout_urls": urls}
+        services = {**configured(redis_url, folder), "env": {"port": 1, "url": env_url}, "rollout_urls": urls}
         service = await stack.enter_async_context(open_orchestrator(from_config(run_config(folder, services=services, **sections))))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         workers = [tasks.create_task(worker()) for worker in service.workers]
@@ -167,7 +168,8 @@ async def test_an_unknown_environment_fails_the_run_with_its_name(tmp_path, redi
     async with AsyncExitStack() as stack:
         env = await stack.enter_async_context(env_app.open_env(env_settings.from_config(run_config(tmp_path))))
         env_url = await stack.enter_async_context(served(env.app))
-        settings = run_config(tmp_path, data={"env": "chess"}, services={"redis_url": redis_url, "env": {"port": 1, "url": env_url}})
+        services = {**configured(redis_url, tmp_path), "env": {"port": 1, "url": env_url}}
+        settings = run_config(tmp_path, data={"env": "chess"}, services=services)
         service = await stack.enter_async_context(open_orchestrator(from_config(settings)))
         await service.workers[1]()
         run = service.app.state.conductor.describe()

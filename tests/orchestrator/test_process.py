@@ -15,6 +15,7 @@ from tests.orchestrator.test_component import run_config
 from tests.support.asgi import served
 from tests.support.fake_rollout import FakeRollout
 from tests.support.net import free_port
+from tests.support.redis import configured
 
 
 async def leased_by_clock(redis):
@@ -29,7 +30,7 @@ async def test_sigterm_gives_back_tickets_and_deletes_episodes(tmp_path, redis, 
         env_url = await stack.enter_async_context(served(env.app))
         rollout_url = await stack.enter_async_context(served(slow.app()))
         services = {
-            "redis_url": redis_url,
+            **configured(redis_url, tmp_path),
             "env": {"port": 1, "url": env_url},
             "rollout_urls": [rollout_url],
             "orchestrator": {"port": free_port()},

@@ -67,3 +67,18 @@ def test_a_bad_file_is_named(tmp_path, text):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="No such file"):
         config.load([tmp_path / "none.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("key", "url"),
+    [
+        ("redis_url", "redis://:hunter2hunter2@host:1/0"),
+        ("redis_url", "rediss://user:hunter2/hunter2@host:1"),
+        ("redis_url", "redis://host:1/0?password=hunter2hunter2"),
+        ("env.url", "http://user:hunter2hunter2@host"),
+    ],
+)
+def test_an_address_with_a_password_is_refused_and_not_shown(tmp_path, key, url):
+    with pytest.raises(ConfigError, match=rf"services\.{key}: holds a password.*redis_password_file") as caught:
+        config.load([write(tmp_path, MINIMAL)], ["services.env.port=1", f"services.{key}={url}"])
+    assert "hunter2" not in str(caught.value)

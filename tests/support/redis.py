@@ -6,12 +6,15 @@ Import the fixtures in a `conftest.py`: `from tests.support.redis import redis, 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from redis.asyncio import Redis
 
 from shared.queue.client import connect
 from shared.queue.server import ServerSpec, embedded_server
+from tests.support.tokens import write_private
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +29,14 @@ async def redis(redis_server: ServerSpec) -> AsyncIterator[Redis]:
     async with connect(redis_server.url) as client:
         await client.flushall()
         yield client
+
+
+def configured(url: str, folder: Path) -> dict[str, str]:
+    """The keys of the section `services` for that address: the password in a file of its own."""
+    parts = urlsplit(url)
+    folder.mkdir(parents=True, exist_ok=True)
+    password_file = write_private(folder / "redis_password", parts.password or "")
+    return {"redis_url": f"redis://{parts.hostname}:{parts.port}/0", "redis_password_file": str(password_file)}
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from shared.queue.queue import TicketQueue
 from shared.queue.records import Reservation
 from shared.types import Group, WeightVersion
 from tests.support.net import free_port
+from tests.support.redis import configured
 from tests.trainer.support import group
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,7 @@ def config(folder: Path, redis_url: str, port: int, **overrides: Any) -> dict[st
         "grpo_config": {"num_generations": SIZE, "off_policy_steps": ETA, "beta": 0.05},
         "trainer": {"max_steps": 5, "groups_per_step": BATCH, "order": "ticket", "length_buckets": [16], "train_micro_batch_size": 2},
         "rollout": {"engine": {"context_length": 16}},
-        "services": {"redis_url": redis_url, "trainer": {"port": port}},
+        "services": {**configured(redis_url, folder), "trainer": {"port": port}},
     }
     for dotted, value in overrides.items():
         *parents, leaf = dotted.split("__")
