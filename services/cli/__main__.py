@@ -89,6 +89,13 @@ def _parser() -> argparse.ArgumentParser:
     chaos.add_argument("--json", action="store_true", help="for programs")
     chaos.set_defaults(command=_chaos)
 
+    soak = commands.add_parser("soak", help="run the whole stack for some minutes and see that nothing grows")
+    soak.add_argument("--minutes", type=float, default=30.0, metavar="M", help="how long (default: 30)")
+    soak.add_argument("--config", action="append", metavar="FILE.yaml", help="of the run (default: configs/soak.yaml)")
+    soak.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
+    soak.add_argument("--json", action="store_true", help="for programs")
+    soak.set_defaults(command=_soak)
+
     bench = commands.add_parser("bench", help="measure; prints a table")
     bench.add_argument("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
@@ -152,6 +159,12 @@ def _chaos(arguments: argparse.Namespace) -> int:
     amounts = Amounts(arguments.kills, arguments.wipes, arguments.zombies)
     wanted = Wanted(arguments.seed, amounts, arguments.minutes, arguments.dir)
     return command.main(wanted, real=arguments.real, as_json=arguments.json)
+
+
+def _soak(arguments: argparse.Namespace) -> int:
+    from services.cli.soak import command
+
+    return command.main(arguments.minutes, arguments.config or [], arguments.overrides, as_json=arguments.json)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

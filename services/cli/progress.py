@@ -19,13 +19,13 @@ class Progress:
             (Tail(folder.metrics, from_end=True), lambda record: step_line(record, max_steps)),
             (Tail(folder.evals, from_end=True), eval_line),
         )
-        self._say = say
+        self.say = say
 
     def show(self) -> bool:
         """Whether there was anything new."""
         lines = [line(record) for tail, line in self._tails for record in tail.new()]
         for line in filter(None, lines):
-            self._say(line)
+            self.say(line)
         return bool(lines)
 
 

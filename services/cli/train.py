@@ -10,7 +10,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from services.cli.layout import RunFolder
 from services.cli.processes import Reaper
 from services.cli.progress import Progress
 from services.cli.runs import Claim, Record, claimed, read_record, stored, write_record
-from services.cli.supervisor import Patience, ServiceFailed
+from services.cli.supervisor import Patience, Say, ServiceFailed
 from shared import config
 from shared.clients.base import HttpClient
 from shared.config import Loaded
@@ -29,6 +29,9 @@ from shared.hub import model_folder
 _POLL_S = 0.3
 _QUIET_S = 30.0
 """After so long without news the line of progress says what the run waits for, in seconds."""
+
+
+type Work = Callable[[stack.Stack], Awaitable[None]]
 
 
 class Stopped(Exception):
@@ -61,19 +64,31 @@ def resume(run_dir: Path, overrides: Sequence[str]) -> int:
 def _train(loaded: Loaded) -> int:
     check_inputs(loaded)
     with claimed(loaded) as claim:
-        folder, record = claim.folder, claim.record
-        started = time.monotonic()
+        folder = claim.folder
+        progress = Progress(folder, loaded.config.trainer.max_steps, say)
         try:
-            asyncio.run(_supervised(loaded, claim))
+            record = supervise(loaded, claim, lambda running: follow(running, folder, progress), say)
         except Stopped as stopped:
             say(f"stopped by {stopped}; everything it started has ended. `volley up {folder.path}` continues run {folder.name}.")
             return stopped.exit_code
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
-        finally:
-            record = dataclasses.replace(record, elapsed_s=record.elapsed_s + time.monotonic() - started)
-            write_record(folder, record)
         return finish(folder, record)
+
+
+def supervise(loaded: Loaded, claim: Claim, work: Work, say: Say) -> Record:
+    """Runs all services for as long as `work` takes. Returns the record, with the time it took.
+
+    Raises Stopped when a signal ends it, or VolleyError; whatever it started has ended then.
+    """
+    started = time.monotonic()
+    record = claim.record
+    try:
+        asyncio.run(_supervised(loaded, claim, work, say))
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+    finally:
+        record = dataclasses.replace(record, elapsed_s=record.elapsed_s + time.monotonic() - started)
+        write_record(claim.folder, record)
+    return record
 
 
 def check_inputs(loaded: Loaded) -> None:
@@ -126,15 +141,14 @@ def finish(folder: RunFolder, record: Record) -> int:
     return 0
 
 
-async def _supervised(loaded: Loaded, claim: Claim) -> None:
-    """Returns when the run is finished. Raises Stopped, VolleyError, or a group of them."""
+async def _supervised(loaded: Loaded, claim: Claim, work: Work, say: Say) -> None:
+    """Raises Stopped, VolleyError, or a group of them."""
     started, folder = time.monotonic(), claim.folder
     say(f"run {folder.name} in {folder.path}: starting services (logs in {folder.logs})")
-    progress = Progress(folder, loaded.config.trainer.max_steps, say)
     with Reaper.running(holds=[claim.lock]) as reaper:
-        async with _stopping_on_signal(reaper.kill_all), stack.running(loaded, folder, reaper, say, Patience()) as running:
+        async with _stopping_on_signal(reaper.kill_all, say), stack.running(loaded, folder, reaper, say, Patience()) as running:
             say(f"all services answer after {time.monotonic() - started:.1f} s")
-            await follow(running, folder, progress)
+            await work(running)
 
 
 async def follow(running: stack.Stack, folder: RunFolder, progress: Progress) -> None:
@@ -150,7 +164,9 @@ async def follow(running: stack.Stack, folder: RunFolder, progress: Progress) ->
             if state == "failed":
                 raise ServiceFailed(f"run {folder.name} failed: {reason}", f"logs: {folder.logs}")
             if time.monotonic() - news > _QUIET_S:
-                say(f"no news for {_QUIET_S:g} s; the run is {': '.join(filter(None, (state, reason)))}; {await _waiting_for(running)}")
+                progress.say(
+                    f"no news for {_QUIET_S:g} s; the run is {': '.join(filter(None, (state, reason)))}; {await _waiting_for(running)}"
+                )
                 news = time.monotonic()
             await asyncio.sleep(_POLL_S)
 
@@ -176,7 +192,7 @@ async def _waiting_for(running: stack.Stack) -> str:
 
 
 @asynccontextmanager
-async def _stopping_on_signal(kill_all: Callable[[], None]) -> AsyncIterator[None]:
+async def _stopping_on_signal(kill_all: Callable[[], None], say: Say) -> AsyncIterator[None]:
     """Inside, the first signal cancels the body, which then stops its services; a second one kills them without grace.
 
     Raises Stopped.

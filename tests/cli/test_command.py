@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import ports
+from services.cli import ports, runs
 from services.cli.layout import PROJECT
+from shared.config import load
 from shared.errors import ConfigError
 from shared.schema import Services
 
@@ -31,6 +33,12 @@ def volley(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["train", "--config", CONFIG, "trainer.max_steps"], "key.path=value"),
         (["train", "--config", CONFIG, "data.train=/missing/train.jsonl"], "data.train=/missing/train.jsonl"),
         (["train", "--config", CONFIG, "model.path=./missing"], "model.path missing"),
+        (["train"], "neither a run's folder nor --config"),
+        (["up", "trainer.max_steps=3"], "neither a run's folder nor --config"),
+        (["up", "/missing"], "/missing: no such folder"),
+        (["up", "configs"], "its run.json is missing"),
+        (["up", "--config", CONFIG, "configs"], "key.path=value"),
+        (["soak", "--minutes", "0"], "too short"),
         (["report", "/missing"], "/missing"),
         (["status", "/missing"], "/missing"),
         (["verify", "/missing"], "/missing"),
@@ -50,7 +58,22 @@ def test_a_mistake_is_one_line(arguments: list[str], named: str) -> None:
 def test_help_lists_the_commands() -> None:
     done = volley("--help")
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("train", "quickstart", "report", "status", "verify", "replay", "bench"))
+    assert all(command in done.stdout for command in ("train", "up", "quickstart", "report", "status", "verify", "replay", "soak"))
+
+
+def test_going_on_with_a_finished_run_shows_its_report(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(f"run: {{name: r, dir: {tmp_path}}}\nmodel: {{path: configs/models/tiny}}\ndata: {{env: e}}\n")
+    with runs.claimed(load([config])) as (folder, record, _):
+        runs.write_record(folder, dataclasses.replace(record, finished=True))
+        folder.metrics.write_text('{"step": 1, "time": 5.0, "version": "e000001-s000001"}\n')
+    done = volley("up", str(folder.path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("run r is finished\n")
+    assert "e000001-s000001" in done.stdout
+    refused = volley("up", str(folder.path), "trainer.max_steps=11")
+    assert refused.returncode == 2
+    assert "max_steps (was 10, now 11)" in refused.stderr
 
 
 def test_status_of_a_service_that_is_not_there(tmp_path: Path) -> None:

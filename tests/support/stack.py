@@ -1,4 +1,4 @@
-"""`volley train` as a process, for tests of the whole stack: what it prints, its services' processes, and what is left of it."""
+"""`volley train` and `volley up` as processes, for tests of the whole stack: output, services, and what is left of them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from pathlib import Path
 from services.cli.layout import PROJECT, RunFolder
 
 SMALL = "tests/system/small.yaml"
+_NAME = "system"
 _MARK = "VOLLEY_TEST_RUN"
 
 
 @dataclass(frozen=True)
 class Training:
-    """One `volley train`. Its processes carry `mark` in their environment, wherever they end up in the process tree."""
+    """One `volley train` or `volley up`. Its processes carry `mark` in their environment, wherever they end up in the process tree."""
 
     process: subprocess.Popen[bytes]
     folder: RunFolder
@@ -49,8 +50,8 @@ class Training:
         return self.process.wait(timeout_s)
 
     def service(self, name: str) -> int:
-        """The process id of a service, or of redis: a child of the supervisor."""
-        wanted = "-server" if name == "redis" else f"services.{name}"
+        """The process id of a service, of redis, or of the reaper: a child of the supervisor."""
+        wanted = {"redis": "-server", "reaper": "reaper.py"}.get(name, f"services.{name}")
         for pid in self._processes():
             if _parent(pid) == self.process.pid and wanted in _command(pid):
                 return pid
@@ -90,15 +91,28 @@ class Training:
 
 @contextlib.contextmanager
 def training(folder: Path, *overrides: str, config: str = SMALL) -> Iterator[Training]:
-    """Starts it in `folder` (its runs/ and what it prints lie there); at the end, whatever is left is killed."""
+    """`volley train` of a run in `folder` (its runs/ and what it prints lie there); at the end, whatever is left is killed."""
+    places = [f"run.dir={folder / 'runs'}", f"run.name={_NAME}"]
+    with _volley(folder, "train", "--config", config, *places, *overrides) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def continued(folder: Path) -> Iterator[Training]:
+    """`volley up` on the run that `training` has begun in `folder`."""
+    with _volley(folder, "up", str(folder / "runs" / _NAME)) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def _volley(folder: Path, *arguments: str) -> Iterator[Training]:
     folder.mkdir(parents=True, exist_ok=True)
-    name, mark = "system", uuid.uuid4().hex
-    command = [sys.executable, "-m", "services.cli", "train", "--config", config, f"run.dir={folder / 'runs'}", f"run.name={name}"]
+    mark, output, errors = uuid.uuid4().hex, folder / "output", folder / "errors"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {_MARK: mark}
-    output, errors = folder / "output", folder / "errors"
     with output.open("wb") as out, errors.open("wb") as err:
-        process = subprocess.Popen([*command, *overrides], cwd=PROJECT, env=environment, stdout=out, stderr=err)
-    running = Training(process, RunFolder(folder / "runs" / name), output, errors, mark)
+        command = [sys.executable, "-m", "services.cli", *arguments]
+        process = subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=out, stderr=err)
+    running = Training(process, RunFolder(folder / "runs" / _NAME), output, errors, mark)
     try:
         yield running
     finally:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import socket
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import orjson
 import pytest
 
-from tests.support.stack import training
+from services.cli import jsonl
+from services.cli.verify.command import verify
+from tests.support.stack import continued, training
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -24,11 +30,55 @@ def test_ctrl_c_stops_everything_and_the_run_can_go_on(tmp_path: Path) -> None:
         assert second.wait() == 0, second.text()
 
 
-def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+def test_sigterm_between_steps_with_open_connections_and_the_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    with training(tmp_path, "trainer.max_steps=4") as first, contextlib.ExitStack() as links:
+        first.wait_for(r"^step +1/4", 300)
+        for url in orjson.loads(first.folder.processes.read_bytes())["urls"].values():
+            address = urlsplit(url)
+            link = links.enter_context(socket.create_connection((address.hostname, address.port)))
+            link.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc")
+        first.process.send_signal(signal.SIGTERM)
+        assert first.wait(120) == 143
+        assert first.leftovers() == []
+    with continued(tmp_path) as second:
+        assert second.wait(400) == 0, second.text()
+        assert "DONE: steps=4" in second.text()
+    for log, wanted in (("sft", [1, 2]), ("metrics", [1, 2, 3, 4]), ("evals", [0, 4])):
+        assert [row["step"] for row in jsonl.read(first.folder.path / f"{log}.jsonl")] == wanted
+    assert first.folder.plot.stat().st_size > 0
+    result = verify(first.folder)
+    assert result["ok"], result["violations"]
+
+
+def test_nothing_outlives_a_killed_supervisor_and_the_next_one_waits_for_that(tmp_path: Path) -> None:
     with training(tmp_path) as run:
         run.wait_for(r"^all services answer")
+        left = [run.service(name) for name in ("redis", "env", "trainer", "rollout", "orchestrator")]
         run.process.kill()
+        run.process.wait()
+        with continued(tmp_path) as second:
+            second.wait_for(r"^run system in .*: starting services")
+            assert not any(map(exists, left))
+            assert "waiting for what process" in second.text()
+            second.wait_for(r"^all services answer")
         assert run.leftovers(30) == []
+
+
+def test_two_servers_never_write_one_queue_even_if_nobody_is_left_to_end_the_first(tmp_path: Path) -> None:
+    with training(tmp_path) as run:
+        run.wait_for(r"^all services answer")
+        orphan = run.service("redis")
+        os.kill(run.service("reaper"), signal.SIGKILL)
+        run.process.kill()
+        run.process.wait()
+        with continued(tmp_path) as second:
+            assert second.wait(120) == 2, second.text()
+            assert f"another server is using {run.folder.redis}" in second.text()
+        assert exists(orphan)
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 def test_a_taken_port(tmp_path: Path) -> None:
