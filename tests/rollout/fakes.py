@@ -12,6 +12,7 @@ from services.rollout.engine.protocol import (
     CommitMode,
     CommitResult,
     EngineInfo,
+    EngineSpec,
     EngineStatus,
     FinishReason,
     GenerateRequest,
@@ -20,8 +21,13 @@ from services.rollout.engine.protocol import (
     Loaded,
     StagedWeights,
 )
-from shared.errors import WeightsError
+from services.rollout.settings import RolloutSettings
+from shared.errors import Conflict, WeightsError
+from shared.schema import Limits, TokenFiles
 from shared.types import VersionSpan
+from tests.support.tokenizer import FOLDER
+
+SETTINGS = RolloutSettings(EngineSpec(str(FOLDER)), None, "retract", "test", "s", "http://x", None, None, TokenFiles(), None, Limits())
 
 
 @dataclass
@@ -30,7 +36,7 @@ class FakeEngine:
     hold: while set, requests wait.
     broken: versions that fail to load.
     stubborn: acknowledges commits, labels tokens as told, and keeps computing with the arrays it has.
-    on_stage: called while weights load.
+    on_stage: called while weights load, which waits for `stages`.
     """
 
     version: str | None = None
@@ -38,7 +44,9 @@ class FakeEngine:
     broken: set[str] = field(default_factory=set[str])
     stubborn: bool = False
     on_stage: Callable[[], None] = lambda: None
+    stages: asyncio.Event | None = None
     silent_s: float = 0.0
+    logprobs: np.ndarray = field(default_factory=lambda: np.array([-0.5, -1.5], np.float32))
     staged: str = ""
     arrays: str = "none"
     loaded: list[str] = field(default_factory=list[str])
@@ -47,6 +55,8 @@ class FakeEngine:
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         n, finish = request.sampling.max_new_tokens, FinishReason("length", length=request.sampling.max_new_tokens)
+        if request.rid in self.waiting:
+            raise Conflict(f"a request {request.rid!r} is running")
         event = self.waiting[request.rid] = asyncio.Event()
         try:
             if self.hold:
@@ -60,6 +70,8 @@ class FakeEngine:
 
     async def stage(self, weights: StagedWeights) -> Loaded:
         self.on_stage()
+        if self.stages is not None:
+            await self.stages.wait()
         if weights.version in self.broken:
             raise WeightsError(f"{weights.version} is broken")
         self.loaded.append(weights.version)
@@ -73,7 +85,7 @@ class FakeEngine:
         return CommitResult(version, previous, 0, 0, 0.001, await self.audit())
 
     async def audit(self) -> Live:
-        return Live(self.version, self.arrays)
+        return Live(self.version, self.arrays, self.logprobs)
 
     async def status(self) -> EngineStatus:
         return EngineStatus(current=self.version, running=len(self.waiting))

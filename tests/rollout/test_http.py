@@ -11,22 +11,19 @@ import numpy as np
 import pytest
 
 from services.rollout.app import build_app
-from services.rollout.engine.protocol import EngineSpec
-from services.rollout.generation import ClientGone, Generation
+from services.rollout.generation import CROWD, ClientGone, Generation
 from services.rollout.intake import generate_request
-from services.rollout.settings import RolloutSettings, from_config
+from services.rollout.settings import from_config
 from services.rollout.updates import Updates
 from shared import codec
 from shared.clients.rollout import RolloutClient
 from shared.config import validate
-from shared.errors import Unavailable
-from shared.schema import Limits, TokenFiles
-from tests.rollout.fakes import FakeEngine
+from shared.errors import Conflict, InputError, Unavailable
+from tests.rollout.fakes import SETTINGS, FakeEngine
 from tests.support import models
-from tests.support.tokenizer import FOLDER
 
 VERSION = "e000001-s000000"
-SETTINGS = RolloutSettings(EngineSpec(str(FOLDER)), None, "retract", "test", "s", "http://x", None, None, TokenFiles(), None, Limits())
+CONFIG = models.tiny_config()
 
 
 @pytest.fixture
@@ -36,7 +33,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def updates(engine: FakeEngine, tmp_path: Path) -> Updates:
-    return Updates(engine, tmp_path, models.tiny_config(), "test", current=VERSION)
+    return Updates(engine, tmp_path, CONFIG, "test", current=VERSION)
 
 
 @pytest.fixture
@@ -155,6 +152,77 @@ async def test_a_stopping_server_refuses_work_and_returns_what_it_has(engine: Fa
             await generation.run([replace(wanted, rid="late")])
     (result,) = running.result()
     assert (result.finish.type, len(result.output_ids)) == ("abort", 1)
+
+
+async def test_a_crowd_beyond_the_bound_is_sent_away_and_forgotten(
+    http: httpx.AsyncClient, engine: FakeEngine, generation: Generation
+) -> None:
+    engine.hold = True
+    bound = CROWD * engine.info.max_running_requests
+    async with asyncio.TaskGroup() as group:
+        held = [group.create_task(http.post("/generate", json={"input_ids": [5]})) for _ in range(bound)]
+        while len(engine.waiting) < bound:
+            await asyncio.sleep(0.01)
+        refused = await http.post("/generate", json={"input_ids": [5]})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "2")
+        assert f"{bound} requests run or wait here" in refused.json()["detail"]
+        for task in held[::2]:
+            task.cancel()
+        await engine.abort(None)
+    assert (generation.n_requests, len(engine.waiting)) == (0, 0)
+    engine.hold = False
+    assert (await http.post("/generate", json={"input_ids": [5]})).status_code == 200
+
+
+async def test_a_client_of_several_samples_that_goes_away_cancels_them_all(engine: FakeEngine, generation: Generation) -> None:
+    engine.hold = True
+
+    async def receive() -> dict[str, str]:
+        while len(engine.waiting) < 5:
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientGone):
+        await generation.run([generate_request({"input_ids": [5]}, engine.info) for _ in range(5)], receive)
+    assert (generation.n_requests, len(engine.waiting)) == (0, 0)
+
+
+async def test_one_failing_sample_ends_the_others(engine: FakeEngine, generation: Generation) -> None:
+    engine.hold = True
+    wanted = [generate_request({"input_ids": [5], "rid": rid}, engine.info) for rid in "ab"]
+    with pytest.raises(Conflict, match="a request 'a' is running"):
+        await generation.run([*wanted, wanted[0]])
+    assert (generation.n_requests, len(engine.waiting)) == (0, 0)
+    with pytest.raises(InputError, match="more than the 256 requests"):
+        await generation.run(wanted * 129)
+
+
+async def test_a_body_longer_than_any_prompt_is_not_read(http: httpx.AsyncClient) -> None:
+    assert (await http.post("/generate", content=b" " * 300_000)).status_code == 413
+
+
+async def test_a_silent_engine_gets_no_requests(http: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.silent_s = 7
+    for answer in (await http.get("/ready"), await http.post("/generate", json={"input_ids": [5]})):
+        assert answer.status_code == 503
+        assert "the engine has been silent for 7 s" in answer.json()["detail"]
+
+
+async def test_no_answer_leaves_that_wrong_weights_may_have_made(http: httpx.AsyncClient, engine: FakeEngine, updates: Updates) -> None:
+    """It began under good weights and ends after a commit that the engine did not carry out."""
+    assert updates.root is not None
+    engine.hold = engine.stubborn = True
+    checkpoint = models.write_checkpoint(updates.root, "e000001-s000001", CONFIG, models.random_weights(CONFIG, 0))
+    async with asyncio.TaskGroup() as group:
+        held = group.create_task(http.post("/generate", json={"input_ids": [5]}))
+        while not engine.waiting:
+            await asyncio.sleep(0.01)
+        update = await http.post("/update_weights", json={"manifest": str(checkpoint)})
+        await engine.abort(None)
+    assert (update.status_code, held.result().status_code) == (422, 503)
+    assert "does not serve as it was loaded" in held.result().json()["detail"]
+    assert (await http.get("/weights")).json()["current"] is None
+    assert (await http.get("/ready")).status_code == 503
 
 
 def test_settings_come_from_the_runs_configuration(tmp_path: Path) -> None:

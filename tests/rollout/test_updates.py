@@ -1,19 +1,24 @@
 """From disk to the engine, over a fake engine: order, idempotence, what failed versions do."""
 
+import asyncio
+import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from services.rollout.updates import Updates
-from shared.errors import Conflict, Forbidden, WeightsError
+from services.rollout.updates import MAX_WAITING, Updates
+from shared.errors import Conflict, Forbidden, Unavailable, WeightsError
+from shared.weights import Probe
 from tests.rollout.fakes import FakeEngine
 from tests.support import models
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
 
 
-def publish(root: Path, version: str) -> Path:
-    return models.write_checkpoint(root, version, CONFIG, models.random_weights(CONFIG, 0))
+def publish(root: Path, version: str, seed: int = 0) -> Path:
+    return models.write_checkpoint(root, version, CONFIG, models.random_weights(CONFIG, seed))
 
 
 @pytest.fixture
@@ -88,3 +93,87 @@ async def test_weights_loaded_by_hand_stay_until_the_run_goes_on(updates: Update
     publish(tmp_path, "e000001-s000002")
     await updates.catch_up()
     assert updates.current == "e000001-s000002"
+
+
+@pytest.mark.parametrize(("serving", "late"), [("e000001-s000005", "e000001-s000004"), ("e000002-s000003", "e000001-s000009")])
+async def test_a_server_never_goes_back(updates: Updates, tmp_path: Path, serving: str, late: str) -> None:
+    """An older push overtaken by a newer one, and a trainer that was replaced after a rollback and wakes up."""
+    await updates.update(str(publish(tmp_path / "apart", serving)), None)
+    for folder in (publish(tmp_path / "apart", late), publish(tmp_path, late)):
+        with pytest.raises(Conflict, match=f"{late} is older than {serving}"):
+            await updates.update(str(folder), None)
+    await updates.catch_up()
+    assert updates.current == serving
+
+
+async def test_a_replaced_trainer_is_refused_before_the_server_has_followed(updates: Updates, tmp_path: Path) -> None:
+    await updates.update(str(publish(tmp_path, "e000001-s000004")), None)
+    publish(tmp_path, "e000002-s000003")
+    with pytest.raises(Conflict, match="earlier epoch than e000002-s000003"):
+        await updates.update(str(publish(tmp_path, "e000001-s000005")), None)
+
+
+async def test_a_version_has_one_content(updates: Updates, tmp_path: Path) -> None:
+    await updates.update(str(publish(tmp_path / "a", "e000001-s000001")), None)
+    with pytest.raises(Conflict, match="another digest"):
+        await updates.update(str(publish(tmp_path / "b", "e000001-s000001", seed=1)), None)
+
+
+async def test_a_run_that_was_begun_anew_is_followed(updates: Updates, tmp_path: Path) -> None:
+    """Its folder was emptied while this server lived on."""
+    await updates.update(str(publish(tmp_path, "e000002-s000009")), None)
+    shutil.rmtree(tmp_path / "e000002-s000009")
+    await updates.catch_up()
+    assert updates.current == "e000002-s000009"
+    publish(tmp_path, "e000001-s000000")
+    await updates.catch_up()
+    assert updates.current == "e000001-s000000"
+
+
+async def test_an_engine_that_keeps_old_weights_serves_nothing(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+    """It acknowledges the commit and labels tokens with the new version."""
+    await updates.update(str(publish(tmp_path, "e000001-s000001")), None)
+    engine.stubborn = True
+    with pytest.raises(WeightsError, match="computes with other arrays"):
+        await updates.update(str(publish(tmp_path, "e000001-s000002", seed=1)), None)
+    assert updates.current is None
+    assert "e000001-s000002 does not serve as it was loaded" in (updates.why_not_ready() or "")
+    engine.stubborn = False
+    await updates.catch_up()
+    assert (updates.current, updates.why_not_ready()) == ("e000001-s000002", None)
+
+
+@pytest.mark.parametrize(
+    ("fault", "value"), [("arrays", "others"), ("version", "e000001-s000000"), ("logprobs", np.array([-0.5, -1.51], np.float32))]
+)
+async def test_weights_that_change_while_they_serve_are_found_and_loaded_again(
+    updates: Updates, engine: FakeEngine, tmp_path: Path, fault: str, value: Any
+) -> None:
+    probe = Probe((1, 2, 3), (-0.5, -1.5))
+    models.write_checkpoint(tmp_path, "e000001-s000001", CONFIG, models.random_weights(CONFIG, 0), probe=probe)
+    await updates.catch_up()
+    await updates.audit()
+    assert updates.current == "e000001-s000001"
+    good = getattr(engine, fault)
+    setattr(engine, fault, value)
+    await updates.audit()
+    assert updates.current is None
+    assert "does not serve as it was loaded" in (updates.why_not_ready() or "")
+    setattr(engine, fault, good)
+    await updates.catch_up()
+    assert (updates.current, updates.why_not_ready()) == ("e000001-s000001", None)
+
+
+async def test_updates_that_wait_are_few(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+    folders = [publish(tmp_path, f"e000001-s{i:06d}") for i in range(MAX_WAITING + 3)]
+    engine.stages = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(updates.update(str(folder), None)) for folder in folders[:MAX_WAITING]]
+        await asyncio.sleep(0.05)
+        for folder in folders[MAX_WAITING:]:
+            with pytest.raises(Unavailable, match="wait already"):
+                await updates.stage(str(folder))
+        engine.stages.set()
+    assert [task.result()[0].version for task in tasks] == engine.loaded
+    await updates.update(str(folders[-1]), None)
+    assert updates.current == folders[-1].name
