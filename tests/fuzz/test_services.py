@@ -1,0 +1,71 @@
+"""Every service under generated requests: no server error, every error a problem body, answers as declared.
+
+`VOLLEY_FUZZ_CASES` sets the number of cases a service, `VOLLEY_FUZZ_SEED` which ones; `make fuzz` runs 5,000.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shared.queue.server import embedded_server
+from tests.fuzz.driver import Fuzzer, in_a_thread
+from tests.fuzz.stack import OPENERS, RUN, TOKEN, open_stack, run_config
+
+CASES = int(os.environ.get("VOLLEY_FUZZ_CASES", "400"))
+SEED = int(os.environ.get("VOLLEY_FUZZ_SEED", "1"))
+FIRST = "e000001-s000000"
+CALL = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "40+2"}'}}
+TAGGED = '<tool_call>{"name":"calculator","arguments":{"expression":"1/0"}}</tool_call>'
+SAYS = ("<answer>Right || Down</answer>", "#### 42", TAGGED, "")
+
+KNOWN: dict[str, dict[str, list[Any]]] = {
+    "env": {
+        "env": ["frozen_lake", "sokoban", "gsm8k", "v1"],
+        "base": ["frozen_lake", "sokoban", "gsm8k", "v1"],
+        "name": ["v1", "v2", "v3"],
+        "config": [{}, {"size": 5}, {"max_turns": 1}, {"dim_room": [5, 5]}, {"tool": "none"}, {"train": "/etc/passwd"}, {"max_turns": -1}],
+        "split": ["train", "eval"],
+        "index": [0, 0, 0, 1, 2, 3, 255, 10**6, -1],
+        "request_id": [str(n) for n in range(40)],
+        "message": [{"role": "assistant", "content": text} for text in SAYS] + [{"content": None, "tool_calls": [CALL]}],
+        "episode_id": [],
+    },
+    "rollout": {
+        "input_ids": [[5], [5, 6, 7], list(range(3, 90)), [10**6], []],
+        "sampling_params": [{}, {"max_new_tokens": 3}, {"temperature": 0, "top_k": 1}, {"stop_token_ids": [5]}, {"top_p": 2}],
+        "rid": ["a", "b", "c"],
+        "manifest": [FIRST, f"{FIRST}/manifest.json", "../secrets", "/etc", "e000009-s000009", ""],
+        "model_path": [FIRST, "..", "nothing"],
+        "version": [FIRST, "e000001-s000001", "x"],
+        "base_version": [FIRST, None],
+        "mode": ["in_place", "retract", "abort"],
+        "prompt": ["hello", [5, 6]],
+        "max_tokens": [1, 3, 10**6],
+        "n": [1, 2],
+        "stream": [False],
+    },
+    "orchestrator": {"name": [RUN]},
+    "trainer": {},
+}
+
+
+@pytest.fixture(scope="module")
+def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("fuzz")
+    with embedded_server(folder / "redis") as redis, in_a_thread(lambda: open_stack(run_config(folder, redis.url))) as urls:
+        yield urls
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", OPENERS)
+def test_no_request_is_a_server_error(urls: dict[str, str], name: str) -> None:
+    findings = Fuzzer(urls[name], KNOWN[name], TOKEN).run(CASES, SEED)
+    print(json.dumps({"service": name, "cases": findings.cases, "seed": SEED, "statuses": findings.statuses()}))
+    assert not findings.failures, "\n\n".join(findings.failures.values())
+    assert findings.cases >= CASES
+    assert not findings.never_succeeded()
