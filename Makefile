@@ -4,7 +4,7 @@ BIN := .venvs/base/bin
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check format bench chaos clean
+.PHONY: help install quickstart test check format fuzz bench chaos clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -25,6 +25,9 @@ check: install  ## formatting, lint, types, import contracts
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyright --warnings
 	@$(BIN)/lint-imports --cache-dir .cache/import-linter
+
+fuzz: install  ## 5,000 generated requests to every service; ARGS go to pytest
+	@VOLLEY_FUZZ_CASES=$${VOLLEY_FUZZ_CASES:-5000} $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 format: install  ## format, and mend what ruff can mend
 	@$(BIN)/ruff format .
