@@ -303,6 +303,32 @@ async def test_deliveries_count_incarnations_without_progress(queue: TicketQueue
     assert second.deliveries == 1
 
 
+async def test_orderly_stops_are_not_counted_as_deliveries(queue: TicketQueue):
+    epoch = await start(queue)
+    await fill(queue, 1)
+    for _ in range(4):
+        [entry] = await read(queue, epoch)
+        assert entry.deliveries == 1
+        await queue.leave(epoch)
+        epoch = await queue.begin(low=0, version=0, issued=1, void=0, done=(), epoch=epoch)
+    await read(queue, epoch)
+    epoch = await queue.begin(low=0, version=0, issued=1, void=0, done=(), epoch=epoch)
+    [entry] = await read(queue, epoch)
+    assert entry.deliveries == 2
+
+
+async def test_a_replaced_trainer_cannot_leave_for_its_successor(queue: TicketQueue, redis: Redis):
+    old = await start(queue)
+    await TicketQueue(redis, "run").begin(low=0, version=0, issued=0, void=0, done=(), epoch=old)
+    with pytest.raises(Fenced):
+        await queue.leave(old)
+
+
+async def test_an_epoch_is_above_all_that_the_caller_knows_of(queue: TicketQueue):
+    assert await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0, above=7) == 8
+    assert await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0, above=3) == 9
+
+
 async def test_a_poisoned_entry_is_kept_for_inspection(queue: TicketQueue, redis: Redis):
     epoch = await start(queue)
     await fill(queue, 1)

@@ -6,6 +6,7 @@ Two incarnations, five steps of two groups, one failed and one stale ticket; gro
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -21,7 +22,7 @@ from services.trainer.checkpoint import Checkpoints, Contents, Restored
 from services.trainer.intake import Held, Rules
 from services.trainer.loop import Loop
 from services.trainer.metrics import StepMetrics, of_groups
-from services.trainer.parts import Parts, Plan
+from services.trainer.parts import Parts, Plan, Queue
 from services.trainer.records import Ledger, StepLog
 from services.trainer.simulated import NumpyArrays
 from shared.archive import Archive
@@ -61,15 +62,21 @@ class Weightless:
     def __init__(self, checkpoints: Checkpoints) -> None:
         self._checkpoints, self.weight = checkpoints, 0.0
         self._restored: Restored | None = None
+        self.restored, self.may_build, self.may_start = (threading.Event() for _ in range(3))
+        self.may_build.set()
+        self.may_start.set()
 
     def restore(self) -> TrainerState | None:
         self._restored = self._checkpoints.newest()
+        self.restored.set()
         return self._restored.state if self._restored else None
 
     def build(self) -> None:
+        assert self.may_build.wait(10)
         self.weight = float(self._restored.params["w"]) if self._restored else 0.0
 
     def start(self, state: TrainerState) -> Path:
+        assert self.may_start.wait(10)
         return self._checkpoints.relabel(self._restored, state) if self._restored else self.save(state, None)
 
     def step(self, held: Sequence[Held], before: WeightVersion) -> StepMetrics:
@@ -106,25 +113,29 @@ class Given:
 class Incarnation:
     """One trainer on the folder."""
 
-    def __init__(self, folder: Path, executor: ThreadPoolExecutor, *, max_to_keep: int = 3) -> None:
+    def __init__(self, folder: Path, executor: ThreadPoolExecutor, *, max_to_keep: int = 3, queue: Queue | None = None) -> None:
         self.queue, self.board = Given(), Board(RUN, STEPS)
         metrics, handovers = (StepLog(folder / f"{name}.jsonl") for name in ("metrics", "handovers"))
         checkpoints = Checkpoints(folder / "checkpoints", RUN, max_to_keep, NumpyArrays())
         ledger, archive = Ledger(folder / "ledger.jsonl"), Archive(folder / "archive", RUN)
-        parts = Parts(Weightless(checkpoints), checkpoints, self.queue, ledger, archive, metrics, handovers, executor, _nothing, _published)
+        self.backend = Weightless(checkpoints)
+        parts = Parts(self.backend, checkpoints, queue or self.queue, ledger, archive, metrics, handovers, executor, _nothing, _published)
         rules = Rules("arrival", ETA, 32, 96, SIZE)
-        self._loop = Loop(Plan(STEPS, BATCH, 1, 5.0, 0, False, rules), parts, self.board)
+        self.loop = Loop(Plan(STEPS, BATCH, 1, 5.0, 0, False, rules), parts, self.board)
 
     def feed(self, *tickets: int, version: WeightVersion) -> None:
         self.queue.entries += [group(ticket, version) for ticket in tickets]
 
     async def run(self, script: Callable[[Incarnation], Awaitable[None]]) -> None:
         """Runs `script` beside the loop, then stops it."""
-        running = asyncio.ensure_future(self._loop.run())
+        running = asyncio.ensure_future(self.loop.run())
         await script(self)
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
+
+    async def run_until(self, what: Callable[[Board], object]) -> None:
+        await self.run(lambda one: one.until(what))
 
     async def until(self, what: Callable[[Board], object]) -> None:
         async with asyncio.timeout(10):
@@ -134,6 +145,15 @@ class Incarnation:
 
 def make(folder: Path, *, max_to_keep: int = 3) -> Path:
     """Makes the run of this module; returns its folder."""
+    write_config(folder)
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.run(Incarnation(folder, executor, max_to_keep=max_to_keep).run(_first))
+        asyncio.run(Incarnation(folder, executor, max_to_keep=max_to_keep).run(_second))
+    return folder
+
+
+def write_config(folder: Path) -> Path:
+    """Makes the folder with the run's configuration."""
     folder.mkdir(parents=True)
     tree = {
         "run": {"name": RUN, "dir": str(folder.parent)},
@@ -143,9 +163,6 @@ def make(folder: Path, *, max_to_keep: int = 3) -> Path:
         "trainer": {"max_steps": STEPS, "groups_per_step": BATCH},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    with ThreadPoolExecutor(1) as executor:
-        asyncio.run(Incarnation(folder, executor, max_to_keep=max_to_keep).run(_first))
-        asyncio.run(Incarnation(folder, executor, max_to_keep=max_to_keep).run(_second))
     return folder
 
 

@@ -8,4 +8,10 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 
-collect_ignore_glob = [] if importlib.util.find_spec("tunix") else ["test_*.py"]
+if importlib.util.find_spec("tunix"):
+    from tests.support.redis import redis, redis_server, redis_url  # noqa: F401
+    from tests.trainer.fakes import bench  # noqa: F401
+
+    collect_ignore_glob = []
+else:
+    collect_ignore_glob = ["test_*.py"]

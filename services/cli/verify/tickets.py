@@ -58,8 +58,10 @@ def with_pending(lines: Sequence[Line], head: TrainerState) -> list[Line]:
 def fates(lines: Sequence[Line], head: TrainerState) -> Fates:
     steps: dict[int, list[Line]] = defaultdict(list)
     voids: dict[int, Line] = {}
-    undone: list[Line] = []
-    for line in ledger.surviving(lines):
+    surviving = ledger.surviving(lines)
+    kept = {id(line) for line in surviving}
+    undone = [line for line in lines if line.get("disposition") == TRAINED and id(line) not in kept]
+    for line in surviving:
         if line["disposition"] != TRAINED:
             if line["epoch"] >= voids.get(line["ticket"], line)["epoch"]:
                 voids[line["ticket"]] = line

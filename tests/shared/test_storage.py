@@ -1,0 +1,81 @@
+"""Files of lines on a disk that fills up, with the kernel's own errors: a limit on the size of files stands for the disk."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shared import storage
+from shared.archive import Archive
+from shared.errors import StorageFull, from_problem, problem
+from shared.types import WeightVersion
+
+LIMIT = 64 * 2**20  # far above what pytest itself writes
+
+
+@contextmanager
+def limit() -> Iterator[None]:
+    """No file may grow beyond LIMIT bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.fixture
+def nearly_full(tmp_path: Path) -> Path:
+    """A sparse file of lines with room for ten bytes."""
+    path = tmp_path / "lines"
+    with path.open("wb") as file:
+        file.seek(LIMIT - 11)
+        file.write(b"\n")
+    return path
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_lines_are_added_all_or_not_at_all(nearly_full: Path, durable: bool):
+    with limit(), pytest.raises(StorageFull, match=r"waiting for disk space under .*: \d+ MB free"):
+        storage.append(nearly_full, b"12345\n67890\n", durable=durable)
+    assert nearly_full.stat().st_size == LIMIT - 10
+    storage.append(nearly_full, b"12345\n67890\n", durable=durable)
+    assert nearly_full.stat().st_size == LIMIT + 2
+
+
+def test_a_replaced_file_is_whole_or_as_it_was(tmp_path: Path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"old\n")
+    with limit(), pytest.raises(StorageFull):
+        storage.replace(path, bytes(LIMIT + 1))
+    assert path.read_bytes() == b"old\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["lines"]
+    storage.replace(path, b"new\n")
+    assert path.read_bytes() == b"new\n"
+
+
+def test_an_archived_step_is_whole_or_absent(tmp_path: Path):
+    archive = Archive(tmp_path / "a", "r")
+    archive.claim(1)
+    groups = [os.urandom(LIMIT + 2**20)]
+    with limit(), pytest.raises(StorageFull):
+        archive.write(WeightVersion(1, 1), groups)
+    assert [p.name for p in (tmp_path / "a" / "e000001").iterdir()] == []
+
+
+def test_other_errors_are_not_a_full_disk(tmp_path: Path):
+    with pytest.raises(IsADirectoryError):
+        storage.append(tmp_path, b"line\n", durable=False)
+
+
+def test_it_travels_as_a_problem():
+    back = from_problem(507, problem(StorageFull("waiting for disk space under /r: 3 MB free")))
+    assert isinstance(back, StorageFull)

@@ -1,0 +1,233 @@
+"""The loop on a model and a queue that only keep books."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.trainer.board import Board
+from services.trainer.intake import Order, Rules
+from services.trainer.loop import Loop
+from services.trainer.metrics import StepMetrics, of_groups
+from services.trainer.parts import Parts, Plan
+from services.trainer.records import Ledger, StepLog
+from shared.archive import Archive
+from shared.errors import Fenced, QueueUnavailable, StorageFull, WeightsError
+from shared.queue.records import Entry
+from shared.state import TrainerState
+from shared.types import Group, WeightVersion
+from tests.trainer.support import group
+
+
+@dataclass
+class FakeBackend:
+    """Weights are a number: how many steps were trained. Checkpoints are folders without content."""
+
+    folder: Path
+    events: list[str]
+    checkpoint: TrainerState | None = None
+    broken: bool = False
+    save_s: float = 0.0
+    step_s: float = 0.0
+    bad: dict[str, str] = field(default_factory=dict)
+    full: int = 0
+
+    def head(self) -> WeightVersion | None:
+        return self.checkpoint.version if self.checkpoint else None
+
+    def mend(self) -> None: ...
+
+    def restore(self) -> TrainerState | None:
+        if self.broken:
+            raise WeightsError("none of the 2 checkpoints is whole")
+        return self.checkpoint
+
+    def build(self) -> None:
+        self.events.append("build")
+
+    def start(self, state: TrainerState) -> Path:
+        return self.save(state, None)
+
+    def step(self, held: Any, before: WeightVersion) -> StepMetrics:
+        time.sleep(self.step_s)
+        self.events.append(f"step {[h.group.ticket for h in held]}")
+        after = WeightVersion(before.epoch, before.step + 1)
+        names = (
+            "loss",
+            "grad_norm",
+            "kl",
+            "logprob_abs_diff",
+            "logprob_abs_diff_current",
+            "logprob_abs_diff_current_max",
+            "clip_fraction",
+            "entropy",
+        )
+        numbers = dict.fromkeys(names, 0.0)
+        return StepMetrics(step=after.step, version=str(after), tokens=1, **of_groups(held, before.step), **numbers)
+
+    def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
+        time.sleep(self.save_s)
+        if self.full:
+            self.full -= 1
+            raise StorageFull("waiting for disk space under /r: 0 MB free")
+        self.events.append(f"save {state.version}")
+        self.checkpoint = state
+        return self.folder / str(state.version)
+
+
+@dataclass
+class FakeQueue:
+    """Entries are given out once; `away` answers fail first."""
+
+    events: list[str]
+    ledger: Path
+    entries: list[Entry] = field(default_factory=list)
+    away: int = 0
+    hangs: bool = False
+    hangs_at_commit: bool = False
+    fenced_after: int = 10**6
+    attended: int = 0
+
+    def publish(self, made: Group) -> None:
+        self.entries.append(Entry(f"{made.ticket}-0", made.ticket, made.encode(), 1))
+
+    async def _answer(self) -> None:
+        if self.hangs:
+            await asyncio.sleep(3600)
+        if self.away:
+            self.away -= 1
+            raise QueueUnavailable("Redis did not answer")
+
+    async def begin(self, low: int, version: int, issued: int, void: int, done: Any, epoch: int, above: int) -> int:
+        await self._answer()
+        self.events.append(f"begin low={low} version={version} issued={issued} void={void} done={list(done)}")
+        return max(epoch, above) + 1
+
+    async def leave(self, epoch: int) -> None:
+        await self._answer()
+        self.events.append("leave")
+
+    async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[Entry]:
+        await self._answer()
+        await asyncio.sleep(0.01)
+        found, self.entries = self.entries[:count], self.entries[count:]
+        return found
+
+    async def commit(self, epoch: int, version: int, finished: Any, void: int) -> None:
+        await self._answer()
+        if version >= self.fenced_after:
+            raise Fenced("epoch 1 was replaced")
+        if self.hangs_at_commit:
+            await asyncio.sleep(3600)
+        self.attended += 1
+        if not finished:
+            return
+        durable = len(self.ledger.read_text().splitlines())
+        self.events.append(f"commit version={version} tickets={[f.ticket for f in finished]} void={void} ledger={durable}")
+
+    async def dead_letter(self, epoch: int, entry: Entry, reason: str) -> None:
+        self.events.append(f"dead {entry.ticket}")
+
+
+class FullLedger(Ledger):
+    """As long as `full` is above 0, there is no room."""
+
+    full = 0
+
+    def append(self, lines: Any) -> None:
+        if self.full:
+            self.full -= 1
+            raise StorageFull("waiting for disk space under /r: 0 MB free")
+        super().append(lines)
+
+
+class FullArchive(Archive):
+    full = 0
+
+    def write(self, version: WeightVersion, payloads: Any) -> list[str]:
+        if self.full:
+            self.full -= 1
+            raise StorageFull("waiting for disk space under /r: 0 MB free")
+        return super().write(version, payloads)
+
+
+@dataclass
+class Bench:
+    """A loop on fakes, and what happened in it."""
+
+    folder: Path
+    executor: ThreadPoolExecutor
+    max_steps: int = 2
+    interval: int = 1
+    eta: int = 1
+    warm: bool = True
+    grace_s: float = 5.0
+    order: Order = "arrival"
+
+    def __post_init__(self) -> None:
+        self.events: list[str] = []
+        self.backend = FakeBackend(self.folder, self.events)
+        self.queue = FakeQueue(self.events, self.folder / "ledger.jsonl")
+        self.board = Board("r", self.max_steps)
+        self.published: list[str] = []
+        self.ledger, self.archive = FullLedger(self.folder / "ledger.jsonl"), FullArchive(self.folder / "archive", "r")
+
+    def loop(self) -> Loop:
+        async def warm_start() -> None:
+            self.events.append("warm start")
+            if not self.warm:
+                self.board.stop()
+
+        async def publish(folder: Path) -> list:
+            self.events.append(f"publish {folder.name}")
+            return []
+
+        parts = Parts(
+            self.backend,
+            self.backend,
+            self.queue,
+            self.ledger,
+            self.archive,
+            StepLog(self.folder / "metrics.jsonl"),
+            StepLog(self.folder / "handovers.jsonl"),
+            self.executor,
+            warm_start,
+            publish,
+        )
+        rules = Rules(self.order, self.eta, 32, 96, 2)
+        return Loop(Plan(self.max_steps, 2, self.interval, self.grace_s, 0, False, rules), parts, self.board)
+
+    async def run_to_the_end(self) -> None:
+        """Until the last step is durable; then it is stopped."""
+        running = asyncio.ensure_future(self.loop().run())
+        await self.until(lambda: self.board.phase == "done" or running.done())
+        await stopped(running)
+
+    def feed(self, *tickets: int, version: str = "e000001-s000000") -> None:
+        for ticket in tickets:
+            self.queue.publish(group(ticket, version))
+
+    async def until(self, what: Any) -> None:
+        async with asyncio.timeout(10):
+            while not what():
+                await asyncio.sleep(0.005)
+
+
+async def stopped(running: asyncio.Future[None]) -> None:
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with ThreadPoolExecutor(1) as executor:
+        yield Bench(tmp_path, executor)

@@ -1,0 +1,102 @@
+"""The newest checkpoint is damaged: it is noticed, set aside, told, and the run goes on from the one before."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import orjson
+import pytest
+
+from services.cli.layout import RunFolder
+from services.cli.verify import command
+from services.trainer.checkpoint import Checkpoints
+from services.trainer.records import Ledger
+from services.trainer.simulated import NumpyArrays
+from shared import weights
+from shared.errors import WeightsError
+from shared.types import WeightVersion
+from tests.support.small_run import RUN, STEPS, Incarnation, write_config
+
+
+@pytest.fixture
+def executor() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as one:
+        yield one
+
+
+@pytest.fixture
+def stopped_at_3(tmp_path: Path, executor: ThreadPoolExecutor) -> Path:
+    """A run's folder after three steps on tickets 1 to 6."""
+    folder = write_config(tmp_path / RUN)
+    trainer = Incarnation(folder, executor)
+    asyncio.run(trainer.run(lambda one: steps(one, range(3), epoch=1)))
+    return folder
+
+
+async def steps(trainer: Incarnation, before: range, epoch: int) -> None:
+    """One step on fresh tokens after another."""
+    for step in before:
+        trainer.feed(2 * step + 1, 2 * step + 2, version=WeightVersion(epoch, step))
+        await trainer.until(lambda board, step=step: board.durable_step == step + 1)
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def remove(file: Path) -> None:
+    file.unlink()
+
+
+DAMAGES = [
+    (damage, file) for damage in (flip, truncate, remove) for file in ("params/w.npy", "optimizer/optimizer.count.npy", "state.json")
+]
+DAMAGES += [(truncate, "manifest.json"), (flip, "manifest.json")]
+
+
+@pytest.mark.parametrize(("damage", "file"), DAMAGES)
+def test_the_run_goes_on_from_the_checkpoint_before(
+    stopped_at_3: Path, executor: ThreadPoolExecutor, damage: Callable[[Path], None], file: str
+):
+    damage(stopped_at_3 / "checkpoints" / "e000001-s000003" / file)
+    trainer = Incarnation(stopped_at_3, executor)
+    asyncio.run(trainer.run(lambda one: steps(one, range(2, STEPS), epoch=2)))
+    assert trainer.backend.weight == STEPS
+    assert list(trainer.board.status()["set_aside"]) == ["e000001-s000003"]
+    result = command.verify(RunFolder(stopped_at_3))
+    assert result["ok"], result["violations"]
+    assert list(result["set_aside"]) == ["e000001-s000003"]
+    assert {line["ticket"] for line in result["undone"]} == {5, 6}
+    assert result["superseded_archives"] == ["e000001-s000003"]
+    metrics = [orjson.loads(line) for line in (stopped_at_3 / "metrics.jsonl").read_bytes().splitlines()]
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
+
+
+def test_without_a_whole_checkpoint_the_trainer_ends_and_nothing_begins_anew(stopped_at_3: Path, executor: ThreadPoolExecutor):
+    root = stopped_at_3 / "checkpoints"
+    for version in weights.versions(root):
+        flip(root / str(version) / "state.json")
+    before = sorted(path.name for path in root.iterdir())
+    with pytest.raises(WeightsError, match=r"none of the 3 checkpoints .* is whole"):
+        asyncio.run(Incarnation(stopped_at_3, executor).loop.run())
+    assert sorted(path.name for path in root.iterdir()) == before
+    assert len(Ledger(stopped_at_3 / "ledger.jsonl").settled()) == 6
+
+
+def test_checkpoints_that_are_gone_end_the_trainer(stopped_at_3: Path, executor: ThreadPoolExecutor):
+    root = stopped_at_3 / "checkpoints"
+    for version in weights.versions(root):
+        (root / str(version) / weights.MANIFEST).unlink()
+    with pytest.raises(WeightsError, match="but there is no checkpoint"):
+        asyncio.run(Incarnation(stopped_at_3, executor).loop.run())
+    assert Checkpoints(root, RUN, 3, NumpyArrays()).newest() is None
