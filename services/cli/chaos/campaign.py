@@ -138,14 +138,13 @@ async def _finished(arena: Arena) -> str | None:
 
 def _on_the_clock(wanted: Wanted) -> Iterator[Round]:
     """Rounds until the time is up, which begins with the first."""
-    services = [name for name in plans.SERVICES if name != "rollout-1"]
     end: list[float] = []
 
     def in_time(_: Round) -> bool:
         end[:] = end or [time.monotonic() + 60 * wanted.minutes]
         return time.monotonic() < end[0]
 
-    return itertools.takewhile(in_time, plans.endless(wanted.seed, services))
+    return itertools.takewhile(in_time, plans.endless(wanted.seed))
 
 
 def _replayed(folder: RunFolder) -> str | None:
@@ -180,8 +179,8 @@ def _result(wanted: Wanted, run: Outcome, unlike: str | None, planned: int, elap
         "seed": wanted.seed,
         "steps": lineage.head(run.folder).step,
         "elapsed_sec": round(elapsed_s, 1),
-        "faults": dict(sorted(log.counts().items())),
-        "kills": dict(sorted(log.kills().items())),
+        "faults": dict(sorted(plans.counts(log.faults).items())),
+        "kills": dict(sorted(plans.kills(log.faults).items())),
         "recovered": log.recovered,
         "lost": run.proof["lost"],
         "doubly_trained": run.proof["doubly_trained"],

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,39 +74,32 @@ def plan(seed: int, amounts: Amounts) -> list[Round]:
     return [_in_order(faults) for faults in rounds]
 
 
-def endless(seed: int, services: Sequence[str]) -> Iterator[Round]:
-    """Small rounds, one after the other, in which every kind and every service gets its turn; for a run on a clock.
-
-    Args: services: those there are; links and faults of others are left out.
-    """
+def endless(seed: int) -> Iterator[Round]:
+    """Small rounds, one after the other, in which every kind and every service gets its turn; for a run on a clock."""
     dice = random.Random(f"chaos {seed}")
     while True:
-        heavy = [
-            _fault(dice, "kill", "trainer"),
-            _zombie(dice),
-            _fault(dice, "flush", "redis"),
-            _fault(dice, "lose", "redis"),
-            *_disk_full(dice),
-        ]
-        light = [_fault(dice, "kill", name) for name in services if name not in ("trainer",)]
-        light += [_pause(dice, services)] + [_fault(dice, kind, dice.choice([x for x in LINKS if x in services])) for kind in _LINK_FAULTS]
+        heavy = [_zombie(dice), _fault(dice, "kill", "trainer"), *(_fault(dice, kind, "redis") for kind in WIPES), *_disk_full(dice)]
+        light = [_fault(dice, "kill", name) for name in SERVICES if name != "trainer"]
+        light += [_pause(dice), *(_fault(dice, kind, dice.choice(LINKS)) for kind in _LINK_FAULTS)]
         dice.shuffle(heavy)
         dice.shuffle(light)
         for i, first in enumerate(heavy):
-            beside = [
-                fault for fault in light[i :: len(heavy)] if not (first.kind == "zombie" and fault.at == "redis" and fault.kind == "kill")
-            ]
-            yield _in_order([first, *beside])
+            yield _in_order([first, *(one for one in light[i :: len(heavy)] if not _fences(first, one))])
 
 
-def counts(rounds: Iterable[Round]) -> Counter[str]:
-    """How many faults of each kind; both ways to wipe Redis are `wipe`."""
-    return Counter("wipe" if fault.kind in WIPES else str(fault.kind) for faults in rounds for fault in faults)
+def _fences(first: Fault, other: Fault) -> bool:
+    """Whether the second fault would fence the successor of the first's zombie."""
+    return first.kind == "zombie" and other.kind == "kill" and other.at == "redis"
 
 
-def kills(rounds: Iterable[Round]) -> Counter[str]:
+def counts(faults: Iterable[Fault]) -> Counter[str]:
+    """How many of each kind; both ways to wipe Redis are `wipe`."""
+    return Counter("wipe" if fault.kind in WIPES else str(fault.kind) for fault in faults)
+
+
+def kills(faults: Iterable[Fault]) -> Counter[str]:
     """How many SIGKILLs each service gets."""
-    return Counter(fault.at for faults in rounds for fault in faults if fault.kind in ("kill", "lose"))
+    return Counter(fault.at for fault in faults if fault.kind in ("kill", "lose"))
 
 
 def _in_order(faults: Iterable[Fault]) -> Round:
@@ -122,8 +115,8 @@ def _light(dice: random.Random) -> str:
     return dice.choice(("env", "orchestrator", "rollout-0", "rollout-1"))
 
 
-def _pause(dice: random.Random, services: Sequence[str] = SERVICES) -> Fault:
-    return Fault("pause", dice.choice(services), round(dice.uniform(0.0, _SPREAD_S), 3), round(dice.uniform(0.1, 3.0), 3))
+def _pause(dice: random.Random) -> Fault:
+    return Fault("pause", dice.choice(SERVICES), round(dice.uniform(0.0, _SPREAD_S), 3), round(dice.uniform(0.1, 3.0), 3))
 
 
 def _zombie(dice: random.Random) -> Fault:

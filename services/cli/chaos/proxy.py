@@ -77,7 +77,7 @@ class Proxy:
                 one.close()
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Ends with its direction; a reset travels on as a reset."""
+        """Ends with its direction: an end travels on as an end, a reset as a reset."""
         try:
             while data := await reader.read(_CHUNK):
                 await self._flowing.wait()
@@ -89,7 +89,7 @@ class Proxy:
             _reset(writer)
         else:
             with contextlib.suppress(OSError):
-                writer.close()
+                writer.write_eof()
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

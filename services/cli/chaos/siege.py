@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from services.cli.chaos.arena import Arena, Seen, TooLong
 from services.cli.chaos.faults import INJECT, Zombie
-from services.cli.chaos.plan import WIPES, Fault, Round
+from services.cli.chaos.plan import Fault, Round
 
 _STEPS_BETWEEN = 2
 """Durable steps between two rounds: a group that is delivered is trained within so many."""
@@ -36,11 +36,9 @@ class Log:
     rounds: int = 0
     recovered: int = 0
 
-    def counts(self) -> Counter[str]:
-        return Counter("wipe" if one.fault.kind in WIPES else str(one.fault.kind) for one in self.injected)
-
-    def kills(self) -> Counter[str]:
-        return Counter(one.fault.at for one in self.injected if one.fault.kind in ("kill", "lose"))
+    @property
+    def faults(self) -> list[Fault]:
+        return [one.fault for one in self.injected]
 
     def recoveries(self) -> dict[str, list[float]]:
         """Seconds by service, and for `run` until the next durable step."""

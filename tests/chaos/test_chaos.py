@@ -1,0 +1,48 @@
+"""`volley chaos` as a command: whole runs under faults, in which nothing may be lost, doubled, or different."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from services.cli.layout import PROJECT
+
+KINDS = {"kill", "pause", "wipe", "zombie", "disk_full", "delay", "stall", "cut"}
+
+
+def chaos(folder: Path, *arguments: str) -> dict[str, Any]:
+    """The result of a run that broke no requirement."""
+    command = [sys.executable, "-m", "services.cli", "chaos", "--json", "--dir", str(folder), *arguments]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-5000:]}"
+    return orjson.loads(done.stdout)
+
+
+def proven(result: dict[str, Any]) -> None:
+    assert result["violations"] == []
+    assert (result["lost"], result["doubly_trained"], result["bit_identical"]) == (0, 0, True)
+    assert result["recovered"] == sum(result["faults"].values())
+    assert result["recovery_sec"]["run"]["median"] <= result["recovery_sec"]["run"]["max"]
+
+
+@pytest.mark.timeout(2400)
+def test_three_hundred_kills_leave_the_weights_as_they_would_be(tmp_path: Path):
+    result = chaos(tmp_path, "--seed", "1", "--kills", "300", "--wipes", "10", "--zombies", "20")
+    proven(result)
+    assert sum(result["kills"].values()) >= 300
+    assert result["kills"].keys() == {"redis", "env", "trainer", "orchestrator", "rollout-0", "rollout-1"}
+    assert (result["faults"]["wipe"], result["faults"]["zombie"]) == (10, 20)
+    assert result["faults"].keys() == KINDS
+
+
+@pytest.mark.timeout(1200)
+def test_the_real_stack_for_three_minutes(tmp_path: Path):
+    result = chaos(tmp_path, "--seed", "1", "--real", "--minutes", "3")
+    proven(result)
+    assert result["elapsed_sec"] >= 180
+    assert result["steps"] > 10
