@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.cli.chaos.arena import Seen
-from services.cli.chaos.faults import Zombie
+from services.cli.chaos.arena import Seen, Zombie
 from services.cli.chaos.plan import Fault
 from services.cli.chaos.siege import Injected, Log
 from services.cli.chaos.verdict import Evidence, judge, spread

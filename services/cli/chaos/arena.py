@@ -43,13 +43,24 @@ class Seen:
     version: WeightVersion
 
 
+@dataclass(frozen=True, slots=True)
+class Zombie:
+    """A trainer that woke up, or went on, after it was replaced. `at` was durable then; `fenced` if it ended itself for that reason."""
+
+    at: WeightVersion
+    fenced: bool
+    last_words: str
+
+
 class Arena:
-    """A running stack. `durable` are the newest checkpoints, in the order in which they appeared; `deadline_s` bounds every recovery."""
+    """A running stack. `durable` are the newest checkpoints, in the order in which they appeared, `zombies` the trainers that were
+    replaced alive; `deadline_s` bounds every recovery."""
 
     def __init__(self, folder: RunFolder, running: Stack, links: dict[str, Proxy], reaper: Reaper, deadline_s: float) -> None:
         self.folder, self.links, self.reaper, self.deadline_s = folder, links, reaper, deadline_s
         self._running, self._clients = running, dict[str, HttpClient]()
         self.durable: list[Seen] = []
+        self.zombies: list[Zombie] = []
 
     @property
     def services(self) -> Sequence[str]:

@@ -108,7 +108,7 @@ def _run(loaded: Loaded, rounds: Iterator[Round] | None, say: Say, *, simulated:
 async def _besiege(loaded: Loaded, outcome: Outcome, rounds: Iterator[Round] | None, say: Say, *, simulated: bool) -> None:
     deadline_s = _DEADLINE_S if simulated else _REAL_DEADLINE_S
     async with open_arena(loaded, outcome.folder, simulated=simulated, deadline_s=deadline_s, say=_quietly) as arena:
-        outcome.log.durable = arena.durable
+        outcome.log.durable, outcome.log.zombies = arena.durable, arena.zombies
         try:
             if rounds is None:
                 outcome.unfinished = await _finished(arena)

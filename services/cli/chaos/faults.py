@@ -15,9 +15,8 @@ import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 
-from services.cli.chaos.arena import Arena, TooLong
+from services.cli.chaos.arena import Arena, TooLong, Zombie
 from services.cli.chaos.plan import Fault, Kind
 from services.cli.chaos.ports import free_port
 from services.cli.processes import Child, last_error
@@ -28,28 +27,19 @@ _AHEAD = 2
 _DELAY_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Zombie:
-    """A trainer that woke up, or went on, after it was replaced. `at` was durable then; `fenced` if it ended itself for that reason."""
-
-    at: WeightVersion
-    fenced: bool
-    last_words: str
+type Inject = Callable[[Arena, Fault], Awaitable[float]]
 
 
-type Inject = Callable[[Arena, Fault, list[Zombie]], Awaitable[float]]
-
-
-async def kill(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+async def kill(arena: Arena, fault: Fault) -> float:
     """SIGKILL to the one process, not to what it has started."""
-    child, began = _alive(arena, fault.at), time.monotonic()
+    child, began = await _victim(arena, fault.at), time.monotonic()
     os.kill(child.pid, signal.SIGKILL)
     await _ended(arena, child, fault.at)
     return began
 
 
-async def pause(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
-    child = _alive(arena, fault.at)
+async def pause(arena: Arena, fault: Fault) -> float:
+    child = await _victim(arena, fault.at)
     os.kill(child.pid, signal.SIGSTOP)
     try:
         await asyncio.sleep(fault.for_s)
@@ -58,16 +48,16 @@ async def pause(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
     return time.monotonic()
 
 
-async def flush(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+async def flush(arena: Arena, fault: Fault) -> float:
     """Redis forgets everything and goes on."""
     began = time.monotonic()
     await arena.redis("FLUSHALL")
     return began
 
 
-async def lose(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+async def lose(arena: Arena, fault: Fault) -> float:
     """Redis dies, and its append-only file is gone when it starts again."""
-    child, began = _alive(arena, "redis"), time.monotonic()
+    child, began = await _victim(arena, "redis"), time.monotonic()
     os.kill(child.pid, signal.SIGSTOP)
     await asyncio.to_thread(shutil.rmtree, arena.folder.redis / "appendonlydir", ignore_errors=True)
     os.kill(child.pid, signal.SIGKILL)
@@ -75,9 +65,9 @@ async def lose(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
     return began
 
 
-async def disk_full(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+async def disk_full(arena: Arena, fault: Fault) -> float:
     """No file of the trainer may grow, as on a full disk; what it has written stays."""
-    child = _alive(arena, fault.at)
+    child = await _victim(arena, fault.at)
     _, hard = resource.prlimit(child.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (0, hard))
     try:
@@ -88,7 +78,7 @@ async def disk_full(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
     return time.monotonic()
 
 
-async def delay(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+async def delay(arena: Arena, fault: Fault) -> float:
     link = arena.links[fault.at]
     link.delay_s = _DELAY_S
     try:
@@ -98,7 +88,7 @@ async def delay(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
     return time.monotonic()
 
 
-async def stall(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+async def stall(arena: Arena, fault: Fault) -> float:
     """Nothing passes for a while; then the connections are reset, as by a machine in between that has forgotten them."""
     link = arena.links[fault.at]
     link.stall()
@@ -110,15 +100,15 @@ async def stall(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
     return time.monotonic()
 
 
-async def cut(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+async def cut(arena: Arena, fault: Fault) -> float:
     arena.links[fault.at].cut()
     return time.monotonic()
 
 
-async def zombie(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
+async def zombie(arena: Arena, fault: Fault) -> float:
     """A trainer is replaced while it is stopped, and wakes up beside its successor. Both must end themselves in the end: the
     zombie because of the successor, the successor because of the trainer that the supervisor starts in the zombie's place."""
-    first, before, began = _alive(arena, "trainer"), arena.newest, time.monotonic()
+    first, before, began = await _victim(arena, "trainer"), arena.newest, time.monotonic()
     os.kill(first.pid, signal.SIGSTOP)
     second: Child | None = None
     try:
@@ -129,8 +119,8 @@ async def zombie(arena: Arena, fault: Fault, zombies: list[Zombie]) -> float:
         )
         await arena.until(lambda: _replaced(arena, before), "a second trainer did not take over")
         _wake(first)
-        zombies.append(await _fenced(arena, first, before))
-        zombies.append(await _fenced(arena, second, arena.newest))
+        arena.zombies.append(await _fenced(arena, first, before))
+        arena.zombies.append(await _fenced(arena, second, arena.newest))
     finally:
         _wake(first)
         if second is not None:
@@ -152,8 +142,13 @@ INJECT: Mapping[Kind, Inject] = {
 }
 
 
-def _alive(arena: Arena, name: str) -> Child:
-    return arena.child(name)
+async def _victim(arena: Arena, name: str) -> Child:
+    """The process of a service that is ready. It exists until the caller awaits something: only the event loop reaps it."""
+    while True:
+        await arena.until_ready(name)
+        child = arena.child(name)
+        if child.exit_code is None:
+            return child
 
 
 def _wake(child: Child) -> None:

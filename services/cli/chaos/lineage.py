@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from services.cli.chaos.faults import Zombie
+from services.cli.chaos.arena import Zombie
 from services.cli.layout import RunFolder
 from services.cli.verify import tickets
 from shared import state as states

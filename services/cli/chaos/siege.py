@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from services.cli.chaos.arena import Arena, Seen, TooLong
-from services.cli.chaos.faults import INJECT, Zombie
+from services.cli.chaos.arena import Arena, Seen, TooLong, Zombie
+from services.cli.chaos.faults import INJECT
 from services.cli.chaos.plan import Fault, Round
 
 _STEPS_BETWEEN = 2
@@ -82,12 +82,12 @@ async def _round(arena: Arena, faults: Round, log: Log) -> None:
 
 
 async def _one(arena: Arena, fault: Fault, turn: asyncio.Lock, log: Log) -> None:
-    """A fault at a service that is ready, and its recovery."""
+    """A fault at a service that is ready, or the link to it, and its recovery."""
     await asyncio.sleep(fault.after_s)
     async with turn:
         await arena.until_ready(fault.at)
         began = time.monotonic()
-        over = await INJECT[fault.kind](arena, fault, log.zombies)
+        over = await INJECT[fault.kind](arena, fault)
         await arena.until_ready(fault.at)
         log.injected.append(Injected(fault, began, over, time.monotonic() - over))
 

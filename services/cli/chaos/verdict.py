@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from services.cli.chaos.faults import Zombie
+from services.cli.chaos.arena import Zombie
 
 type Requirement = Literal["finished", "progress", "plan", "verify", "lost", "doubly_trained", "staleness", "zombie", "bit_identical"]
 
