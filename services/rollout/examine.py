@@ -85,5 +85,7 @@ def _hugging_face(folder: Path) -> StagedWeights:
     files = sorted(folder.glob("*.safetensors"))
     if not files or parse(folder.name) is not None:
         raise WeightsError(f"{folder} holds no {weights.MANIFEST}, nor .safetensors files under a name that is not the trainer's")
+    for file in files:
+        weights.confined(folder, file.name)
     stamp = "".join(f"{f.name}{f.stat().st_size}{f.stat().st_mtime_ns}" for f in files)
     return StagedWeights(str(folder), folder.name, hashlib.sha256(stamp.encode()).hexdigest(), "hf")
