@@ -2,18 +2,20 @@
 
 The first third is warm-up: there JAX fills its compilation cache, allocators and connection pools find their size.
 
-- *Memory* grows if the slope is above `LIMIT_MB_PER_HOUR` with all of its 99 % interval. That much is 3.4 GB in a week, for
-  which a service is left alone; less drowns in what allocators keep for themselves in half an hour.
+- *Memory* is judged by its peaks, one in each twentieth of the time: between them it falls and rises with every step. It grows
+  if the slope is above `LIMIT_MB_PER_HOUR` with all of its 99 % interval. That much is 3.4 GB in a week, for which a service
+  is left alone; less drowns in what allocators keep for themselves in half an hour.
 - *File descriptors* grow if the interval is above 0 and says two or more over the time measured.
 - *Redis* is bounded by what its data needs: (cap + K·B) groups, where cap = (η + 1)·B is how many may be on their way and
-  K·B how many are trained and not yet durable, each as large as the largest entry measured; beside that what it used with
-  an empty stream, connections and their buffers not counted.
+  K·B how many are trained and not yet durable, each as large as the largest entry measured; beside that what it used
+  without the stream after the warm-up; connections and their buffers are not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import batched
 from typing import Any
 
 from services.cli.soak.samples import QueueUsage, Usage
@@ -24,6 +26,7 @@ LIMIT_MB_PER_HOUR = 20.0
 WARM_UP = 1 / 3
 _MB = 1e6
 _GROWN_FDS = 2.0
+_PARTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,8 @@ def judged(samples: Sequence[Sample], config: RunConfig) -> dict[str, Any]:
 def _service(name: str, samples: Sequence[Sample]) -> dict[str, Any]:
     rows = [(sample.time / 3600, sample.services[name]) for sample in samples if name in sample.services]
     hours, usages = [hour for hour, _ in rows], [one for _, one in rows]
-    memory = trend(hours, [one.memory / _MB for one in usages])
+    peaks = _peaks([(hour, one.memory / _MB) for hour, one in rows])
+    memory = trend([hour for hour, _ in peaks], [mb for _, mb in peaks])
     fds = trend(hours, [one.fds for one in usages])
     grown = fds.low * (hours[-1] - hours[0])
     n_starts = len({one.pid for one in usages})
@@ -73,9 +77,9 @@ def _service(name: str, samples: Sequence[Sample]) -> dict[str, Any]:
     if n_starts > 1:
         problems.append(f"{name}: restarted {n_starts - 1} times")
     return {
-        "mb_start": round(usages[0].memory / _MB, 1),
-        "mb_end": round(usages[-1].memory / _MB, 1),
-        "mb_max": round(max(one.memory for one in usages) / _MB, 1),
+        "mb_start": round(peaks[0][1], 1),
+        "mb_end": round(peaks[-1][1], 1),
+        "mb_max": round(max(mb for _, mb in peaks), 1),
         "mb_per_hour": {key: round(value, 2) for key, value in asdict(memory).items()},
         "fds_min": min(one.fds for one in usages),
         "fds_max": max(one.fds for one in usages),
@@ -85,13 +89,19 @@ def _service(name: str, samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
+def _peaks(rows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The largest value, with its time, in each of `_PARTS` equal parts of the samples, or fewer parts of one sample."""
+    size = max(1, len(rows) // _PARTS)
+    return [max(part, key=lambda row: row[1]) for part in batched(rows, size) if len(part) == size]
+
+
 def _redis(samples: Sequence[Sample], config: RunConfig) -> dict[str, Any]:
     """All in bytes but the counts."""
     queues = [sample.queue for sample in samples]
     batch, interval = config.trainer.groups_per_step, config.trainer.checkpointing_options.save_interval_steps
     n_entries = (config.grpo_config.off_policy_steps + 1 + interval) * batch
     entry = max((q.stream / q.n_entries for q in queues if q.n_entries), default=0.0)
-    base = min(q.used - q.clients - q.stream for q in queues)
+    base = queues[0].used - queues[0].clients - queues[0].stream
     bound, largest = base + n_entries * entry, max(q.used - q.clients for q in queues)
     problems = []
     if largest > bound:

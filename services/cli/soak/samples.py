@@ -1,6 +1,7 @@
 """What the processes of a run hold, read from /proc and from Redis while they work. Nothing is asked of the services.
 
-Memory is the proportional set size (PSS): a page that several processes share counts in parts, so that sums mean something.
+Memory is what a process has to itself, swapped out or not: the proportional set size (PSS) of pages that no file backs. Those of
+programs and libraries are left out: they come and go with what else runs on the machine, and can't leak.
 """
 
 from __future__ import annotations
@@ -86,9 +87,10 @@ def _of_process(pid: int) -> Usage | None:
     """None if it has ended."""
     folder = _PROC / str(pid)
     try:
-        memory = _field((folder / "smaps_rollup").read_text(), "Pss:") * 1024
+        memory = (folder / "smaps_rollup").read_text()
+        size = sum(_field(memory, kind) for kind in ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")) * 1024
         threads = _field((folder / "status").read_text(), "Threads:")
-        return Usage(pid, memory, len(list((folder / "fd").iterdir())), threads)
+        return Usage(pid, size, len(list((folder / "fd").iterdir())), threads)
     except (OSError, StopIteration):
         return None
 
