@@ -62,8 +62,11 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report.set_defaults(command=_report)
 
-    status = commands.add_parser("status", help="show the services of a run: readiness and weight versions")
+    status = commands.add_parser("status", help="show the services of a run: readiness, weight versions, who waits for whom")
     status.add_argument("targets", nargs="*", metavar="RUN_DIR|URL", help="a run's folder or addresses (default: the newest of runs/)")
+    status.add_argument("--json", action="store_true", help="for programs")
+    status.add_argument("--token-file", type=Path, metavar="FILE", help="a viewer's token, for services given by address")
+    status.add_argument("--ca-file", type=Path, metavar="FILE", help="who vouches for services given by address")
     status.set_defaults(command=_status)
 
     verify = commands.add_parser("verify", help="prove that no ticket of a run was lost or trained twice, from its folder")
@@ -136,7 +139,7 @@ def _report(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     from services.cli import status
 
-    return status.main(arguments.targets)
+    return status.main(arguments.targets, as_json=arguments.json, token_file=arguments.token_file, ca_file=arguments.ca_file)
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -1,46 +1,82 @@
-"""`volley status`: each service of a run, whether it is ready, and the weights it has."""
+"""`volley status`: each service of a run, whether it is ready, the weights it has; and who waits for whom."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from services.cli.layout import RunFolder
-from shared.access import Role, token_for
+from shared import wedge
+from shared.access import Role, read_secret, token_for
 from shared.clients.base import HttpClient
-from shared.errors import ConfigError, VolleyError
+from shared.errors import ConfigError, ServiceUnreachable, VolleyError
 from shared.schema import TokenFiles
+from shared.wedge import Seen, Verdict
 
 _TIMEOUT_S = 5.0
-
-type Row = tuple[str, str, str, str]
-
-
-def main(targets: Sequence[str]) -> int:
-    """Prints a line a service; the exit code is 0 if all are ready, else 1. Raises ConfigError."""
-    rows = asyncio.run(_ask_all(_services(targets)))
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    for row in rows:
-        print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip())
-    return 0 if all(row[2] == "ready" for row in rows) else 1
+_BETWEEN_S = 1.0  # two looks at the tokens a server has made
+_DETAILS = {"rollout": ("/weights", "/get_server_info"), "trainer": ("/status",), "orchestrator": ("/runs",)}
+_KEYS = ("current", "staged", "state", "step", "version", "epoch", "phase")
 
 
-def _services(targets: Sequence[str]) -> list[tuple[str, HttpClient]]:
-    """Every service asked for, by name."""
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One to ask; `kind` is None for an address alone, which then says itself what it is."""
+
+    name: str
+    kind: str | None
+    client: HttpClient
+
+
+def main(targets: Sequence[str], *, as_json: bool = False, token_file: Path | None = None, ca_file: Path | None = None) -> int:
+    """Prints a line a service and the chain of waits; the exit code is 0 if all are ready and the run is not wedged, else 1.
+
+    Args:
+        token_file, ca_file: of a viewer, for services given by address; a run's folder names its own.
+
+    Raises:
+        ConfigError: the target is no run's folder and no address.
+    """
+    seen, verdict = asyncio.run(observe(_services(targets, token_file, ca_file)))
+    print(_json(seen, verdict) if as_json else _text(seen, verdict))
+    return 0 if all(s.error is None and s.not_ready is None for s in seen) and verdict.state != "wedged" else 1
+
+
+async def observe(services: Sequence[Service]) -> tuple[list[Seen], Verdict]:
+    """Asks all; where nothing advanced for a while, rollout servers twice, to see whether they produce tokens."""
+    seen = await _ask_all(services)
+    verdict = wedge.judge(seen)
+    if (verdict.quiet_s or 0.0) >= wedge.FRESH_S and any(map(_made, seen)):
+        await asyncio.sleep(_BETWEEN_S)
+        later = await _ask_all(services)
+        seen = [replace(now, tokens_per_s=(_made(now) - _made(then)) / _BETWEEN_S) for then, now in zip(seen, later, strict=True)]
+        verdict = wedge.judge(seen)
+    return seen, verdict
+
+
+def _services(targets: Sequence[str], token_file: Path | None, ca_file: Path | None) -> list[Service]:
+    """Every service asked for."""
     if targets and all("://" in target for target in targets):
-        return [(target, HttpClient(target, timeout_s=_TIMEOUT_S)) for target in targets]
+        token = read_secret(token_file, "--token-file") if token_file else None
+        return [Service(t, None, HttpClient(t, token=token, timeout_s=_TIMEOUT_S, ca_file=ca_file)) for t in targets]
     if len(targets) > 1:
         raise ConfigError("give one run's folder, or addresses like http://127.0.0.1:8102")
     folder = RunFolder(Path(targets[0]).absolute() if targets else _newest())
     try:
         record = orjson.loads(folder.processes.read_bytes())
         token = token_for(TokenFiles.model_validate(record["token_files"]), Role.VIEWER)
-        ca_file = Path(record["ca_file"]) if record["ca_file"] else None
-        return [(name, HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=ca_file)) for name, url in record["urls"].items()]
+        trusted = Path(record["ca_file"]) if record["ca_file"] else None
+        return [
+            Service(name, name.partition("-")[0], HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=trusted))
+            for name, url in record["urls"].items()
+        ]
     except (OSError, orjson.JSONDecodeError, KeyError) as error:
         raise ConfigError(f"{folder.path} is not the folder of a run started here", "give RUN_DIR or the services' addresses") from error
 
@@ -52,29 +88,64 @@ def _newest() -> Path:
     return found[-1].parent.absolute()
 
 
-async def _ask_all(services: Sequence[tuple[str, HttpClient]]) -> list[Row]:
-    return list(await asyncio.gather(*(_ask(*service) for service in services)))
+async def _ask_all(services: Sequence[Service]) -> list[Seen]:
+    return list(await asyncio.gather(*map(_ask, services)))
 
 
-async def _ask(name: str, client: HttpClient) -> Row:
-    async with client:
+async def _ask(service: Service) -> Seen:
+    async with service.client as client:
+        seen = Seen(service.name, service.kind or "", client.base_url)
         try:
+            kind = service.kind or str((await client.get("/health", attempts=1)).get("service"))
+            seen = replace(seen, kind=kind, name=service.name if service.kind or kind == "rollout" else kind)
             await client.get("/ready", attempts=1)
-            state = "ready"
+        except ServiceUnreachable as error:
+            return replace(seen, error=error.detail)
         except VolleyError as error:
-            state = f"not ready: {error.detail}"
-        return name, client.base_url, state, await _details(client, name)
+            seen = replace(seen, not_ready=error.detail)
+        return replace(seen, said=await _details(client, seen.kind))
 
 
-async def _details(client: HttpClient, name: str) -> str:
-    """What the service tells of itself: weights for rollout, the run's state for the others; empty if it does not answer."""
-    path = {"rollout": "/weights", "trainer": "/status", "orchestrator": "/runs"}.get(name.partition("-")[0])
-    if path is None:
-        return ""
-    try:
-        answer: Any = await client.get(path, attempts=1)
-    except VolleyError:
-        return ""
-    first = answer[0] if isinstance(answer, list) and answer else answer
-    keys = ("current", "staged", "state", "reason", "step", "version", "epoch")
-    return ", ".join(f"{key} {first[key]}" for key in keys if isinstance(first, dict) and first.get(key) not in (None, ""))
+async def _details(client: HttpClient, kind: str) -> dict[str, Any]:
+    """What the service tells of itself; of several runs the first. Empty where it does not answer, `refused` where it says why."""
+    said: dict[str, Any] = {}
+    for path in _DETAILS.get(kind, ()):
+        with suppress(ServiceUnreachable):
+            try:
+                answer: Any = await client.get(path, attempts=1)
+            except VolleyError as error:
+                answer = {"refused": error.detail}
+            said |= answer[0] if isinstance(answer, list) and answer else answer
+    return said
+
+
+def _made(seen: Seen) -> int:
+    """Tokens a rollout server has sampled since its start; 0 if none are asked of it now."""
+    engine = seen.said.get("internal_state") or {}
+    return int(engine.get("output_tokens", 0)) if engine.get("running") else 0
+
+
+def _text(seen: Sequence[Seen], verdict: Verdict) -> str:
+    rows = [(s.name, s.url, _state(s), _details_of(s)) for s in seen]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows]
+    quiet = f", nothing has advanced for {verdict.quiet_s:.0f} s" if verdict.quiet_s and verdict.quiet_s >= wedge.FRESH_S else ""
+    circle = ", they wait in a circle" if verdict.cycle else ""
+    return "\n".join([*lines, f"the run is {verdict.state}{quiet}{circle}", *(f"  ← {sentence}" for sentence in verdict.chain)])
+
+
+def _state(seen: Seen) -> str:
+    if seen.error is not None:
+        return f"not ready: {seen.error}"
+    return "ready" if seen.not_ready is None else f"not ready: {seen.not_ready}"
+
+
+def _details_of(seen: Seen) -> str:
+    if refused := seen.said.get("refused"):
+        return f"tells nothing: {refused}"
+    return ", ".join(f"{key} {seen.said[key]}" for key in _KEYS if seen.said.get(key) not in (None, ""))
+
+
+def _json(seen: Sequence[Seen], verdict: Verdict) -> str:
+    services = [dataclasses.asdict(s) | {"ready": _state(s) == "ready"} for s in seen]
+    return orjson.dumps({**dataclasses.asdict(verdict), "services": services}, option=orjson.OPT_INDENT_2).decode()

@@ -94,7 +94,7 @@ class Balancer:
         self._lineage: Lineage = ()
         self._servers: dict[str, Server] = {}
         self._changed = asyncio.Event()
-        self._n_waiting = 0
+        self._waiting: dict[object, Need] = {}
         self._hungry = asyncio.Event()
 
     @property
@@ -185,6 +185,29 @@ class Balancer:
             return sticky
         return min(routable, key=lambda s: s.load)
 
+    @property
+    def n_waiting(self) -> int:
+        """Requests that wait for a server."""
+        return len(self._waiting)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Every server: `obstacle` is what keeps it from those who wait (from anyone, if none does), `lacks_step` the step it lacks."""
+        need = next(iter(self._waiting.values()), Need())
+        return [
+            {
+                "url": s.url,
+                "version": str(s.version) if s.version else None,
+                "inflight": s.inflight,
+                "out": s.out or None,
+                "obstacle": self._obstacle(s, need),
+                "lacks_step": floor if s.version and not s.out and s.version.step < (floor := self._floor(need)) else None,
+            }
+            for s in self._servers.values()
+        ]
+
+    def _floor(self, need: Need) -> int:
+        return need.min_step if need.min_step is not None else self._target.step - self._eta
+
     def _obstacle(self, server: Server, need: Need) -> str | None:
         if server.leaving:
             return "is leaving"
@@ -195,31 +218,31 @@ class Balancer:
         if self.is_undone(server.version):
             return f"has {server.version}, which was undone: the trainer is at {self._target}"
         step = server.version.step
-        floor = need.min_step if need.min_step is not None else self._target.step - self._eta
-        if step < floor:
+        if step < (floor := self._floor(need)):
             return f"has {server.version}, step {floor} is needed"
         if need.max_step is not None and step > need.max_step:
             return f"has {server.version}, not newer than step {need.max_step} is needed"
         return None
 
     async def _wait(self, need: Need, deadline: float, preferred: str | None) -> Server:
+        key = object()
         while (chosen := self.pick(need, preferred)) is None:
             left = deadline - self._clock()
             if left <= 0:
                 raise NoServer(self.why_none(need) or "no rollout server became free", "is a rollout server running?")
-            self._n_waiting += 1
+            self._waiting[key] = need
             self._hungry.set()
             try:
                 await asyncio.wait_for(self._changed.wait(), left)
             except TimeoutError:
                 continue
             finally:
-                self._n_waiting -= 1
+                del self._waiting[key]
         return chosen
 
     async def hungry(self, timeout_s: float) -> None:
         """Returns when an episode waits for a server, at the latest after `timeout_s`."""
-        if self._n_waiting == 0:
+        if not self._waiting:
             self._hungry.clear()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._hungry.wait(), timeout_s)

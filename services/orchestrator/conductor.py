@@ -13,14 +13,16 @@ from services.orchestrator.draws import TaskOrder
 from services.orchestrator.evaluation import EvalPlan, Evaluator
 from services.orchestrator.gate import Gate
 from services.orchestrator.groups import GroupPlan, first, run_group
+from services.orchestrator.records import as_rows
 from services.orchestrator.run import Course, Sizes, wait_for_tasks
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.tickets import TicketLoop
-from shared import telemetry
+from shared import telemetry, wedge
 from shared.chat import ChatTokenizer
 from shared.clients.env import EnvClient
 from shared.errors import VolleyError
 from shared.queue.queue import TicketQueue
+from shared.wedge import Seen
 
 _PAUSED = "paused"
 _log = telemetry.Log("run")
@@ -65,10 +67,17 @@ class Conductor:
         self.gate.release(_PAUSED)
 
     def describe(self) -> dict[str, Any]:
-        """What GET /runs/{name} answers."""
-        state, reason = self.board.state(self.balancer.why_none())
+        """What GET /runs/{name} answers. `chain` says who waits for whom, as far as it can be seen from here."""
+        known = self._known()
+        verdict = wedge.judge([Seen("orchestrator", "orchestrator", said=known)])
+        if verdict.state == "wedged":
+            known |= {"state": "wedged", "reason": str(verdict)}
+        return {**known, "chain": verdict.chain}
+
+    def _known(self) -> dict[str, Any]:
+        board, no_server = self.board, self.balancer.why_none()
+        state, reason = board.state(no_server)
         queue = self.course.state if self.course else None
-        servers = self.balancer.servers
         return {
             "name": self.settings.run,
             "state": state,
@@ -76,19 +85,26 @@ class Conductor:
             "step": queue.version if queue else None,
             "epoch": queue.epoch if queue else None,
             "max_steps": self.settings.max_steps,
+            "groups_per_step": self.settings.terms.batch,
             "queue": dataclasses.asdict(queue) if queue else None,
-            "episodes_running": self.board.running,
-            "groups_published": self.board.published,
-            "groups_failed": self.board.failed_groups,
-            "last_failure": self.board.last_failure,
-            "tokens_per_s": round(self.board.tokens_per_s(), 1),
-            "staleness": self.board.staleness,
-            "mean_episode_s": self.board.mean_episode_s(),
-            "servers": [
-                {"url": s.url, "version": str(s.version) if s.version else None, "inflight": s.inflight, "out": s.out or None}
-                for s in servers
-            ],
-            "evaluations": [dataclasses.asdict(record) for record in self.evaluator.records] if self.evaluator else [],
+            "held": self.course.n_held if self.course else 0,
+            "episodes_running": board.running,
+            "evaluating_step": board.evaluating_step,
+            "waiting": dataclasses.asdict(board.waiting)
+            if board.waiting and board.running == 0 and board.evaluating_step is None
+            else None,
+            "waits": {**board.waits, **({"server": n} if (n := self.balancer.n_waiting) else {})},
+            "disk": board.disk,
+            "quiet_s": round(board.quiet_s(), 1),
+            "groups_published": board.published,
+            "groups_failed": board.failed_groups,
+            "last_failure": board.last_failure,
+            "tokens_per_s": round(board.tokens_per_s(), 1),
+            "staleness": board.staleness,
+            "mean_episode_s": board.mean_episode_s(),
+            "no_server": no_server,
+            "servers": self.balancer.describe(),
+            "evaluations": as_rows(self.evaluator.records) if self.evaluator else [],
         }
 
     async def _follow(self) -> None:

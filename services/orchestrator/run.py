@@ -80,6 +80,11 @@ class Course:
             for task in tasks:
                 task.cancel()
 
+    @property
+    def n_held(self) -> int:
+        """Tickets in hand."""
+        return len(self._loop.held)
+
     async def _steps(self) -> None:
         while True:
             at = await self._next_version()

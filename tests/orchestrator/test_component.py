@@ -161,6 +161,9 @@ async def test_what_is_missing_is_named(tmp_path, redis, redis_url):
         async with asyncio.timeout(5):
             while (await client.get("/runs/demo")).json()["reason"] != "no rollout server is known":
                 await asyncio.sleep(0.05)
+        run = (await client.get("/runs/demo")).json()
+        assert run["chain"] == ["orchestrator waits for a rollout server it can use (12 requests, none is known), to evaluate step 0"]
+        assert run["quiet_s"] >= 0
 
 
 async def test_an_unknown_environment_fails_the_run_with_its_name(tmp_path, redis, redis_url):

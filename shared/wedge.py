@@ -1,0 +1,220 @@
+"""Who waits for whom, and whether anything still moves: judged from what the services say of themselves.
+
+A service that waits names another one, and so on, until one is found that is at work, that will not go on by itself (paused,
+away, broken), or that has been met before: a cycle. Nothing is asked here and nothing is decided upon; these are values in
+and sentences out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+QUIET_S, CYCLE_S, BUSY_S = 60.0, 15.0, 1800.0
+"""So long may nothing advance, in seconds: usually, where services wait in a circle, and while one of them is at work."""
+FRESH_S = 5.0
+"""What advanced within so many seconds moves."""
+_AT_WORK = ("loading", "warm start", "starting", "training", "saving")
+
+State = Literal["running", "waiting", "wedged", "finished", "failed"]
+Kind = Literal["trainer", "orchestrator", "rollout", "env"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One service as it was met.
+
+    `error` is why it does not answer at all, `not_ready` what its /ready says, `said` its own description: /status of the
+    trainer, /runs of the orchestrator, `internal_state` and `weights` of a rollout server. `tokens_per_s` is measured there
+    by asking twice, None if it was not.
+    """
+
+    name: str
+    kind: str
+    url: str = ""
+    error: str | None = None
+    not_ready: str | None = None
+    said: Mapping[str, Any] = field(default_factory=dict)
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`on`: the name, kind or address of whom it waits for; it may be nobody who was met (redis, a disk). `what` it waits for."""
+
+    on: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What keeps one service: others, itself (`halted`: it will not go on by itself), or its work."""
+
+    name: str
+    kind: str
+    url: str = ""
+    waits: tuple[Link, ...] = ()
+    halted: str = ""
+    busy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`chain` are sentences, from the one who waits to the one who keeps all waiting; `quiet_s` is None if nobody could tell it."""
+
+    state: State
+    chain: tuple[str, ...] = ()
+    cycle: bool = False
+    quiet_s: float | None = None
+
+    def __str__(self) -> str:
+        return " ← ".join(self.chain)
+
+
+def judge(seen: Sequence[Seen]) -> Verdict:
+    """The state of a run from the services that were asked: some of them, or all."""
+    run = next((s.said for s in seen if s.kind == "orchestrator" and s.said), {})
+    quiet_s = run.get("quiet_s")
+    if run.get("state") in ("finished", "failed"):
+        return Verdict(run["state"], (f"the run has {run['state']}: {run['reason']}",) if run.get("reason") else (), quiet_s=quiet_s)
+    walk = _Walk(nodes(seen))
+    busy = any(node.busy for node in walk.nodes)
+    limit = BUSY_S if busy else CYCLE_S if walk.cycle else QUIET_S
+    if quiet_s is not None and quiet_s >= limit:
+        state: State = "wedged"
+    elif walk.chain and not busy and (quiet_s is None or quiet_s >= FRESH_S):
+        state = "waiting"
+    else:
+        state = "running"
+    return Verdict(state, tuple(walk.chain), walk.cycle, quiet_s)
+
+
+def nodes(seen: Sequence[Seen]) -> list[Node]:
+    """What keeps each service; rollout servers that only the orchestrator knows are among them."""
+    trainer = next((s.said for s in seen if s.kind == "trainer"), {})
+    run = next((s.said for s in seen if s.kind == "orchestrator"), {})
+    servers = {server["url"]: server for server in run.get("servers", ())}
+    met = [s for s in seen if s.kind != "rollout"]
+    met += [s for s in seen if s.kind == "rollout"]
+    met += [Seen(url, "rollout", url) for url in servers if url not in {s.url for s in met}]
+    return [_node(s, trainer, servers.get(s.url, {})) for s in met]
+
+
+class _Walk:
+    """Follows who waits for whom, the trainer's first: everything in a run ends with it."""
+
+    def __init__(self, found: Sequence[Node]) -> None:
+        order = {"trainer": 0, "orchestrator": 1, "rollout": 2}
+        self.nodes = sorted(found, key=lambda node: order.get(node.kind, 3))
+        self.chain: list[str] = []
+        self.cycle = False
+        self._told: set[str] = set()
+        for node in self.nodes:
+            if node.waits or node.halted:
+                self._follow(node, ())
+
+    def _follow(self, node: Node, path: tuple[str, ...]) -> None:
+        if node.name in path:
+            self.cycle = True
+            return
+        if node.name in self._told:
+            return
+        self._told.add(node.name)
+        if node.halted:
+            self.chain.append(f"{node.name} {node.halted}")
+        elif node.busy and not node.waits:
+            self.chain.append(f"{node.name} is {node.busy}")
+        for link in node.waits:
+            self.chain.append(f"{node.name} waits for {link.what}")
+            for target in self._targets(link.on):
+                self._follow(target, (*path, node.name))
+
+    def _targets(self, on: str) -> Iterator[Node]:
+        return (node for node in self.nodes if on in (node.name, node.kind, node.url))
+
+
+def _node(seen: Seen, trainer: Mapping[str, Any], server: Mapping[str, Any]) -> Node:
+    who = (seen.name, seen.kind, seen.url)
+    if seen.error is not None:
+        return Node(*who, halted=f"does not answer: {seen.error}")
+    if seen.kind == "trainer":
+        return _trainer(who, seen.said)
+    if seen.kind == "orchestrator":
+        return _orchestrator(who, seen.said)
+    if seen.kind == "rollout":
+        return _rollout(who, seen, trainer, server)
+    return Node(*who, halted=f"is not ready: {seen.not_ready}" if seen.not_ready else "")
+
+
+type _Who = tuple[str, str, str]
+
+
+def _trainer(who: _Who, said: Mapping[str, Any]) -> Node:
+    phase, waiting = said.get("phase", ""), said.get("waiting_for")
+    if phase in ("done", "stopped"):
+        return Node(*who)
+    if said.get("paused") and phase in ("paused", "waiting"):
+        return Node(*who, halted="is paused on request; POST /resume lets it go on")
+    busy = f"at work ({phase}, {said.get('step')} of {said.get('max_steps')} steps done)" if phase in _AT_WORK else ""
+    if not waiting:
+        return Node(*who, busy=busy)
+    party = _party(waiting, "env" if phase == "warm start" else "orchestrator")
+    link = Link(party, waiting if party == "orchestrator" else f"{party}: {waiting}")
+    return Node(*who, waits=(link,), busy=busy if phase in ("training", "saving") else "")
+
+
+def _orchestrator(who: _Who, said: Mapping[str, Any]) -> Node:
+    if said.get("state") == "paused":
+        return Node(*who, halted="is paused on request; POST /runs/NAME/resume lets it go on")
+    waits: list[Link] = []
+    episodes = said.get("waits", {})
+    if said.get("disk"):
+        waits.append(Link("disk", f"disk: {said['disk']}"))
+    if n := episodes.get("server"):
+        waits.append(Link("rollout", f"a rollout server it can use ({n} requests{'' if said.get('servers') else ', none is known'})"))
+    if n := episodes.get("rollout"):
+        waits.append(Link("rollout", f"answers of rollout servers ({n} requests)"))
+    if n := episodes.get("env"):
+        waits.append(Link("env", f"the environment service ({n} episodes)"))
+    if not waits and (waiting := said.get("waiting")):
+        waits.append(_held_elsewhere(said) or Link(waiting["on"], f"{waiting['on']}: {waiting['why']}"))
+    if (step := said.get("evaluating_step")) is not None:
+        waits = [Link(link.on, f"{link.what}, to evaluate step {step}") for link in waits]
+    return Node(*who, waits=tuple(waits))
+
+
+def _held_elsewhere(said: Mapping[str, Any]) -> Link | None:
+    """Tickets of another orchestrator, dead or alive, if the trainer lacks just their groups."""
+    queue = said.get("queue") or {}
+    n = queue.get("leased", 0) - said.get("held", 0)
+    if not queue.get("ready") or n <= 0 or queue["depth"] >= said.get("groups_per_step", 0):
+        return None
+    return Link("leases", f"{n} tickets that another orchestrator holds; one that died loses them when its leases run out")
+
+
+def _rollout(who: _Who, seen: Seen, trainer: Mapping[str, Any], server: Mapping[str, Any]) -> Node:
+    engine, reason = seen.said.get("internal_state") or {}, seen.not_ready or server.get("out")
+    if engine.get("paused"):
+        return Node(*who, halted="is paused on request; POST /continue_generation lets it go on")
+    if reason and "no weights are published" in reason:
+        if trainer.get("phase") in ("waiting", "training", "saving", "paused", "done"):
+            return Node(*who, halted=f"finds no weights, though the trainer has published step {trainer.get('durable_step')}: {reason}")
+        return Node(*who, waits=(Link("trainer", f"the first weights ({reason})"),))
+    if reason:
+        return Node(*who, halted=f"is not ready: {reason}")
+    if (step := server.get("lacks_step")) is not None:
+        if trainer and int(trainer.get("durable_step") or 0) >= step:
+            return Node(*who, halted=f"has {server.get('version')} and has not loaded step {step}, which is durable")
+        return Node(*who, waits=(Link("trainer", f"weights of step {step} (has {server.get('version')})"),))
+    if server.get("obstacle"):
+        return Node(*who, halted=str(server["obstacle"]))
+    n = engine.get("running", 0) + engine.get("queued", 0) or server.get("inflight", 0)
+    if n and seen.tokens_per_s == 0:
+        return Node(*who, halted=f"has {n} requests and produces no tokens")
+    return Node(*who, busy=f"answering {n} requests" if n else "")
+
+
+def _party(text: str, otherwise: str) -> str:
+    """Whom the trainer waits for, by its own words."""
+    return "redis" if "Redis" in text else "disk" if "disk space" in text else otherwise

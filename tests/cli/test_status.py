@@ -1,0 +1,104 @@
+"""`volley status` over services that answer HTTP: from a run's folder with a viewer's token, from addresses, as text and as JSON."""
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import orjson
+import pytest
+
+from services.cli import status
+from shared.access import Role, read_tokens
+from shared.errors import ConfigError
+from shared.http import create_app
+from shared.schema import Limits, TokenFiles
+from shared.wedge import QUIET_S
+from tests.support.asgi import served
+
+TRAINER = {"phase": "waiting", "waiting_for": "groups: 1 of 8 are here", "step": 12, "max_steps": 99, "durable_step": 12}
+RUN = {"state": "running", "waits": {"rollout": 4}, "quiet_s": QUIET_S, "servers": [], "queue": {}}
+ROUTES = {
+    "trainer": {"/status": TRAINER},
+    "orchestrator": {"/runs": [RUN]},
+    "rollout-0": {"/weights": {}, "/get_server_info": {}},
+    "env": {},
+}
+
+
+def app_of(name, answers, tokens=None, ready=None):
+    app = create_app(
+        name.partition("-")[0],
+        limits=Limits(),
+        tokens=tokens,
+        ready=lambda: ready,
+        roles=dict.fromkeys((f"GET {path}" for path in answers), Role.VIEWER),
+    )
+    for path, answer in answers.items():
+        app.get(path)(lambda answer=answer: answer() if callable(answer) else answer)
+    return app
+
+
+@asynccontextmanager
+async def stack(tokens=None, **changed):
+    async with AsyncExitStack() as entered:
+        routes = ROUTES | changed
+        yield {name: await entered.enter_async_context(served(app_of(name, answers, tokens))) for name, answers in routes.items()}
+
+
+def folder_with(tmp_path, urls):
+    files = {}
+    for role in ("viewer", "service", "admin"):
+        files[role] = tmp_path / role
+        files[role].write_text(f"{role}-0123456789abcdef")
+        files[role].chmod(0o600)
+    record = {"urls": urls, "token_files": {role: str(path) for role, path in files.items()}, "ca_file": None}
+    (tmp_path / "processes.json").write_bytes(orjson.dumps(record))
+    return TokenFiles(**files)
+
+
+async def show(*targets, **options):
+    return await asyncio.to_thread(status.main, [str(target) for target in targets], **options)
+
+
+async def test_a_wedge_is_shown_from_the_runs_folder_with_a_viewers_token(tmp_path, capsys):
+    tokens = read_tokens(folder_with(tmp_path, {}))
+    async with stack(tokens) as urls:
+        folder_with(tmp_path, urls)
+        assert await show(tmp_path) == 1
+    shown = capsys.readouterr().out
+    assert "the run is wedged, nothing has advanced for 60 s" in shown
+    assert "← trainer waits for groups: 1 of 8 are here\n  ← orchestrator waits for answers of rollout servers (4 requests)" in shown
+
+
+async def test_addresses_say_what_they_are_and_json_is_for_programs(capsys):
+    async with stack() as urls:
+        assert await show(*urls.values(), as_json=True) == 1
+    told = orjson.loads(capsys.readouterr().out)
+    assert (told["state"], told["quiet_s"], told["chain"][0]) == ("wedged", QUIET_S, "trainer waits for groups: 1 of 8 are here")
+    assert [s["name"] for s in told["services"]] == ["trainer", "orchestrator", urls["rollout-0"], "env"]
+    assert all(s["ready"] for s in told["services"])
+
+
+async def test_a_server_that_makes_tokens_keeps_a_quiet_run_from_being_wedged(capsys):
+    made = iter(range(100, 10_000, 50))
+    engine = {"/weights": {}, "/get_server_info": lambda: {"internal_state": {"running": 4, "output_tokens": next(made)}}}
+    async with stack(**{"rollout-0": engine}) as urls:
+        assert await show(*urls.values()) == 0
+    assert "the run is running" in capsys.readouterr().out
+    hung = {"/weights": {}, "/get_server_info": {"internal_state": {"running": 4, "output_tokens": 100}}}
+    async with stack(**{"rollout-0": hung}) as urls:
+        assert await show(*urls.values()) == 1
+    assert "has 4 requests and produces no tokens" in capsys.readouterr().out
+
+
+async def test_a_missing_token_is_said(tmp_path, capsys):
+    tokens = read_tokens(folder_with(tmp_path, {}))
+    async with stack(tokens) as urls:
+        await show(urls["trainer"])
+        assert "tells nothing: missing or wrong bearer token" in capsys.readouterr().out
+        await show(urls["trainer"], token_file=tmp_path / "viewer")
+        assert "phase waiting" in capsys.readouterr().out
+
+
+def test_a_folder_without_processes_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        status.main([str(tmp_path)])

@@ -1,0 +1,184 @@
+"""The wedge detector: each planted wedge is named with the one who keeps all waiting, and what moves is not called wedged."""
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shared.errors import QueueUnavailable, StorageFull
+from shared.queue.client import connect
+from shared.queue.queue import TicketQueue
+from shared.storage import storage
+from shared.wedge import BUSY_S, CYCLE_S, FRESH_S, QUIET_S, Seen, judge, nodes
+from tests.support.net import free_port
+
+QUEUE = {"ready": True, "leased": 0, "depth": 0, "version": 12}
+SERVER = {"url": "http://r0", "version": "e000003-s000012", "inflight": 0, "out": None, "obstacle": None, "lacks_step": None}
+FULL = {"on": "trainer", "why": "the trainer has enough groups and has not finished a step yet"}
+GROUPS = "groups: 1 of 8 are here"
+
+
+def trainer(**said):
+    return Seen(
+        "trainer", "trainer", said={"phase": "waiting", "waiting_for": GROUPS, "step": 12, "max_steps": 99, "durable_step": 12} | said
+    )
+
+
+def orchestrator(server=None, quiet_s=QUIET_S, **said):
+    known = {"state": "running", "waits": {}, "waiting": None, "held": 0, "groups_per_step": 8, "quiet_s": quiet_s, "queue": QUEUE}
+    return Seen("orchestrator", "orchestrator", said=known | {"servers": [SERVER | (server or {})]} | said)
+
+
+ROLLOUT = Seen("rollout-0", "rollout", "http://r0")
+ENV = Seen("env", "env")
+NEEDS_SERVER = {"waits": {"server": 6}}
+BEHIND = {"version": "e000003-s000010", "lacks_step": 12, "obstacle": "has e000003-s000010, step 12 is needed"}
+
+WEDGES = {
+    "the trainer is paused": (
+        [trainer(phase="paused", paused=True, waiting_for=None), orchestrator(waiting=FULL), ROLLOUT, ENV],
+        ["trainer is paused on request; POST /resume lets it go on", f"orchestrator waits for trainer: {FULL['why']}"],
+    ),
+    "the run is paused": (
+        [trainer(), orchestrator(state="paused"), ROLLOUT, ENV],
+        [f"trainer waits for {GROUPS}", "orchestrator is paused on request; POST /runs/NAME/resume lets it go on"],
+    ),
+    "no rollout server": (
+        [trainer(), orchestrator(servers=[], **NEEDS_SERVER), ENV],
+        [f"trainer waits for {GROUPS}", "orchestrator waits for a rollout server it can use (6 requests, none is known)"],
+    ),
+    "a rollout server that died": (
+        [trainer(), orchestrator({"obstacle": "failed"}, **NEEDS_SERVER), replace(ROLLOUT, error="Connection refused"), ENV],
+        [f"trainer waits for {GROUPS}", "orchestrator waits for a rollout server", "rollout-0 does not answer: Connection refused"],
+    ),
+    "a server without weights": (
+        [trainer(), orchestrator(**NEEDS_SERVER), replace(ROLLOUT, not_ready="no weights are published under w yet"), ENV],
+        ["trainer waits", "orchestrator waits", "rollout-0 finds no weights, though the trainer has published step 12: no weights"],
+    ),
+    "a server that cannot load": (
+        [trainer(), orchestrator(**NEEDS_SERVER), replace(ROLLOUT, not_ready="weights e000003-s000012 cannot be loaded: digest"), ENV],
+        ["trainer waits", "orchestrator waits", "rollout-0 is not ready: weights e000003-s000012 cannot be loaded: digest"],
+    ),
+    "a server that missed an update": (
+        [trainer(), orchestrator(BEHIND, **NEEDS_SERVER), ROLLOUT, ENV],
+        ["trainer waits", "orchestrator waits", "rollout-0 has e000003-s000010 and has not loaded step 12, which is durable"],
+    ),
+    "the environment is away": (
+        [trainer(), orchestrator(waits={"env": 9}), ROLLOUT, replace(ENV, error="Connection refused")],
+        ["trainer waits", "orchestrator waits for the environment service (9 episodes)", "env does not answer: Connection refused"],
+    ),
+    "Redis is away": (
+        [trainer(waiting_for="Redis did not answer: gone"), orchestrator(waiting={"on": "redis", "why": "Redis did not answer"}), ROLLOUT],
+        ["trainer waits for redis: Redis did not answer: gone", "orchestrator waits for redis: Redis did not answer"],
+    ),
+    "leases of an orchestrator that died": (
+        [trainer(), orchestrator(waiting=FULL, held=1, queue=QUEUE | {"leased": 9}), ROLLOUT, ENV],
+        ["trainer waits", "orchestrator waits for 8 tickets that another orchestrator holds"],
+    ),
+    "a disk is full": (
+        [trainer(phase="saving", waiting_for="waiting for disk space under /runs: 0 MB free"), orchestrator(quiet_s=BUSY_S), ROLLOUT],
+        ["trainer waits for disk: waiting for disk space under /runs: 0 MB free"],
+    ),
+    "an engine that hangs": (
+        [
+            trainer(),
+            orchestrator(waits={"rollout": 4}),
+            replace(ROLLOUT, said={"internal_state": {"running": 4, "output_tokens": 7}}, tokens_per_s=0.0),
+        ],
+        [
+            "trainer waits",
+            "orchestrator waits for answers of rollout servers (4 requests)",
+            "rollout-0 has 4 requests and produces no tokens",
+        ],
+    ),
+    "an engine that was paused": (
+        [trainer(), orchestrator(waits={"rollout": 4}), replace(ROLLOUT, said={"internal_state": {"paused": True}})],
+        ["trainer waits", "orchestrator waits", "rollout-0 is paused on request; POST /continue_generation lets it go on"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEDGES)
+def test_a_planted_wedge_is_named_with_its_cause(name):
+    seen, chain = WEDGES[name]
+    verdict = judge(seen)
+    assert verdict.state == "wedged", verdict
+    assert len(verdict.chain) == len(chain), verdict.chain
+    for sentence, expected in zip(verdict.chain, chain, strict=True):
+        assert sentence.startswith(expected)
+    assert not verdict.cycle
+
+
+def test_an_evaluation_that_waits_for_weights_nobody_makes_is_a_cycle():
+    behind = {"version": "e000003-s000003", "lacks_step": 5}
+    seen = [
+        trainer(durable_step=3),
+        orchestrator(behind, quiet_s=CYCLE_S, evaluating_step=5, waits={"server": 3}),
+        ROLLOUT,
+    ]
+    verdict = judge(seen)
+    assert (verdict.state, verdict.cycle) == ("wedged", True)
+    assert str(verdict) == (
+        "trainer waits for groups: 1 of 8 are here ← "
+        "orchestrator waits for a rollout server it can use (3 requests), to evaluate step 5 ← "
+        "rollout-0 waits for weights of step 5 (has e000003-s000003)"
+    )
+
+
+def test_a_queue_that_is_full_because_the_trainer_is_slow_is_no_wedge_until_it_lasts_very_long():
+    seen = [trainer(phase="training", waiting_for=None), orchestrator(waiting=FULL, quiet_s=QUIET_S * 2), ROLLOUT, ENV]
+    verdict = judge(seen)
+    assert verdict.state == "running"
+    assert verdict.chain == (f"orchestrator waits for trainer: {FULL['why']}", "trainer is at work (training, 12 of 99 steps done)")
+    assert judge([seen[0], orchestrator(waiting=FULL, quiet_s=BUSY_S)]).state == "wedged"
+
+
+@pytest.mark.parametrize(
+    ("said", "tokens_per_s"), [({"running": 4}, 50.0), ({"running": 4}, None)], ids=["tokens are made", "nobody has looked twice"]
+)
+def test_a_long_answer_is_no_wedge(said, tokens_per_s):
+    answering = replace(ROLLOUT, said={"internal_state": said}, tokens_per_s=tokens_per_s)
+    assert judge([trainer(), orchestrator(waits={"rollout": 4}), answering]).state == "running"
+
+
+def test_servers_wait_for_the_first_weights_while_the_trainer_warms_up():
+    empty = replace(ROLLOUT, not_ready="no weights are published under w yet")
+    verdict = judge([trainer(phase="warm start", waiting_for=None, step=0), orchestrator(waiting=FULL, quiet_s=QUIET_S), empty])
+    assert verdict.state == "running"
+    assert verdict.chain[1:] == (
+        "trainer is at work (warm start, 0 of 99 steps done)",
+        "rollout-0 waits for the first weights (no weights are published under w yet)",
+    )
+
+
+@pytest.mark.parametrize(("quiet_s", "state"), [(0.0, "running"), (FRESH_S, "waiting"), (QUIET_S - 1, "waiting"), (QUIET_S, "wedged")])
+def test_how_long_nothing_advanced_decides(quiet_s, state):
+    assert judge([trainer(), orchestrator(servers=[], quiet_s=quiet_s, **NEEDS_SERVER)]).state == state
+
+
+@pytest.mark.parametrize("state", ["finished", "failed"])
+def test_a_run_that_is_over_is_not_wedged(state):
+    verdict = judge([trainer(phase="done", waiting_for=None), orchestrator(state=state, reason="8 groups in a row failed", quiet_s=9e9)])
+    assert verdict.state == state
+
+
+def test_without_the_orchestrator_the_chain_still_names_it():
+    verdict = judge([trainer(), Seen("orchestrator", "orchestrator", error="Connection refused"), ROLLOUT])
+    assert verdict.state == "waiting"
+    assert verdict.chain == (f"trainer waits for {GROUPS}", "orchestrator does not answer: Connection refused")
+
+
+def test_servers_that_only_the_orchestrator_knows_are_in_the_chain():
+    assert [node.name for node in nodes([orchestrator(), ENV])] == ["orchestrator", "env", "http://r0"]
+    verdict = judge([orchestrator({"out": "refused", "obstacle": "failed (refused)"}, **NEEDS_SERVER)])
+    assert verdict.chain[-1] == "http://r0 is not ready: refused"
+
+
+async def test_the_trainers_words_for_redis_and_disk_are_understood(tmp_path: Path):
+    with pytest.raises(QueueUnavailable) as away:
+        await TicketQueue(connect(f"redis://127.0.0.1:{free_port()}"), "demo").state()
+    with pytest.raises(StorageFull) as full, storage(tmp_path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    words = [str(away.value), str(full.value), GROUPS]
+    assert [nodes([trainer(waiting_for=text)])[0].waits[0].on for text in words] == ["redis", "disk", "orchestrator"]

@@ -1,0 +1,34 @@
+"""What a step's metrics tell of how its episodes ended."""
+
+from dataclasses import replace
+
+import pytest
+
+from services.trainer.intake import held_of
+from services.trainer.metrics import of_groups
+from shared.types import Group
+from tests.trainer.support import group
+
+
+def held(*changes):
+    whole = group(1, "e000001-s000000", n=len(changes))
+    trajectories = tuple(replace(t, **change) for t, change in zip(whole.trajectories, changes, strict=True))
+    return [held_of(Group(1, "toy", "t", trajectories), b"", "0-1")]
+
+
+def test_shares_lengths_faults_and_failures_by_class():
+    changed = (
+        {"end": "answered", "failures": {"EpisodeLost": 2, "NoServer": 1}},
+        {"end": "length", "faults": {"length": 1, "format": 2}},
+        {"end": "length", "faults": {"length": 1}},
+        {},
+    )
+    groups = held(*changed)
+    lengths = [t.n_sampled for t in groups[0].group.trajectories]
+    metrics = of_groups(groups, 0)
+    assert metrics["ends"] == {"answered": 0.25, "completed": 0.25, "length": 0.5}
+    assert metrics["end_tokens"]["length"] == pytest.approx((lengths[1] + lengths[2]) / 2)
+    assert metrics["faults"] == {"format": 2, "length": 2}
+    assert metrics["failed_attempts"] == {"EpisodeLost": 2, "NoServer": 1}
+    assert metrics["retried_tokens"] == lengths[0]
+    assert of_groups(held({}), 0)["retried_tokens"] is None
