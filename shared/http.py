@@ -32,6 +32,8 @@ COMMON_ROLES = {
     "GET /docs": Role.VIEWER,
     "GET /openapi.json": Role.VIEWER,
 }
+_SMALL_BODY = 256 * 1024  # bytes that every request may send, however many there are
+_LARGE_BODIES = 16  # so many of the largest size may be arriving at once
 _REQUESTS = telemetry.Histogram(
     "volley_http_request_seconds", "Duration of a request", ["method", "route", "status"], registry=telemetry.REGISTRY
 )
@@ -131,6 +133,7 @@ class _Edge:
     def __init__(self, app: ASGIApp, limits: Limits, tokens: Tokens | None, roles: RoleTable) -> None:
         self._app, self._limits, self._tokens, self._roles = app, limits, tokens, roles
         self._admin_pace = Buckets(limits.admin_per_s)
+        self._arriving = 0  # bytes of bodies that are not whole yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -191,12 +194,17 @@ class _Edge:
                         raise DecodeError("the client went away before the body was complete")
                     chunks.append(message.get("body", b""))
                     size += len(chunks[-1])
+                    self._arriving += len(chunks[-1])
                     if size > limit:
                         raise too_large
+                    if size > _SMALL_BODY and self._arriving > _LARGE_BODIES * limit:
+                        raise Unavailable("too many large bodies are arriving at once")
                     if not message.get("more_body", False):
                         return b"".join(chunks)
         except TimeoutError:
             raise DecodeError(f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
+        finally:
+            self._arriving -= size
 
 
 def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:

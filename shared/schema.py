@@ -188,7 +188,7 @@ class Limits(Section):
     times as many. `grace_s` is what running requests have after SIGTERM.
     """
 
-    max_body_bytes: PositiveInt = 64 * 2**20
+    max_body_bytes: PositiveInt = 8 * 2**20
     max_connections: PositiveInt = 4096
     header_timeout_s: PositiveFloat = 10.0
     body_timeout_s: PositiveFloat = 30.0

@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 from fastapi import Request
 
-from shared import codec, errors
+from shared import codec, errors, http
 from shared.access import Role, Tokens
 from shared.clients.base import HttpClient
 from shared.http import create_app, read_body, respond
@@ -97,6 +97,41 @@ async def test_a_chunked_body_over_the_limit_is_cut_off():
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app()), base_url="http://x") as c:
         assert (await c.post("/echo", content=chunks())).status_code == 413
+
+
+async def test_large_bodies_together_are_bounded_and_small_ones_pass(monkeypatch):
+    monkeypatch.setattr(http, "_SMALL_BODY", 10)
+    monkeypatch.setattr(http, "_LARGE_BODIES", 1)
+    held = asyncio.Event()
+
+    async def slowly():
+        yield b"[" * 900
+        await held.wait()
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app()), base_url="http://x") as c, asyncio.TaskGroup() as group:
+        first = group.create_task(c.post("/echo", content=slowly()))
+        await asyncio.sleep(0.01)
+        assert (await c.post("/echo", content=b"x" * 200)).status_code == 503
+        assert (await c.post("/echo", content=b"{}")).status_code == 200
+        held.set()
+        assert (await first).status_code == 400
+        assert (await c.post("/echo", content=b"x" * 200)).status_code == 400
+
+
+async def test_admin_requests_have_a_pace_for_each_address():
+    app = create_app("demo", limits=Limits(admin_per_s=0.2), tokens=None, ready=lambda: None, roles={"GET /free": Role.SERVICE})
+    app.post("/admin")(lambda: 1)
+    app.get("/free")(lambda: 1)
+    answers = {}
+    for address in ("10.0.0.1", "10.0.0.2"):
+        transport = httpx.ASGITransport(app, client=(address, 1))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as c:
+            answers[address] = [await c.post("/admin") for _ in range(3)]
+            assert (await c.get("/free")).status_code == 200
+    for one in answers.values():
+        assert [answer.status_code for answer in one] == [200, 200, 429]
+        assert 1 <= int(one[2].headers["retry-after"]) <= 5
+    assert errors.from_problem(429, answers["10.0.0.1"][2].json()).status == 429
 
 
 async def test_token():

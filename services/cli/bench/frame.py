@@ -36,6 +36,7 @@ BENCHMARKS = {
     "queue": Benchmark("services.cli.bench.queue", "base", "the ticket queue against a raw Redis client"),
     "rollout": Benchmark("services.rollout.bench", "rollout", "tokens/s through HTTP against the engine called in process (aim ≥ 0.95)"),
     "trainer": Benchmark("services.trainer.bench", "trainer", "a trainer step against the bare jitted step (aim ≤ 1.10)"),
+    "abuse": Benchmark("services.cli.bench.abuse", "base", "latency of a route while 27 rude clients are at work, against without them"),
     "handover": Benchmark("services.cli.bench.handover", "base", "weights from the optimizer step to the last server serving them"),
 }
 
