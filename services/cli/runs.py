@@ -22,6 +22,7 @@ from services.cli.layout import PROJECT, RunFolder
 from shared import config
 from shared.config import Loaded
 from shared.errors import ConfigError
+from shared.storage import replace
 
 _ORPHANS_S = reaper.GRACE_S + 10.0
 """How long the processes of a supervisor that was killed may take to end, in seconds."""
@@ -67,7 +68,7 @@ def claimed(loaded: Loaded, say: Callable[[str], None] = print) -> Iterator[Clai
         raise ConfigError(f"run folder {folder.path}: {error.strerror}", "choose another with run.dir=…") from error
     with _locked(folder, say) as lock:
         record = _continued(folder, loaded) or _new(loaded)
-        _replace(folder.config, loaded.to_yaml().encode())
+        replace(folder.config, loaded.to_yaml().encode())
         write_record(folder, record)
         yield Claim(folder, record, lock)
 
@@ -100,14 +101,8 @@ def write_record(folder: RunFolder, record: Record) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces the file in one step, so that a reader sees all or nothing."""
-    _replace(path, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE, default=str))
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    """Replaces the file in one step, so that a reader sees all or nothing. Raises StorageFull."""
+    replace(path, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE, default=str))
 
 
 def secret(folder: RunFolder, name: str) -> Path:

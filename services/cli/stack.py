@@ -29,6 +29,7 @@ from shared.errors import ConfigError, QueueUnavailable, VolleyError
 from shared.queue import client as redis_client
 from shared.queue import server as redis_server
 from shared.schema import Services, TokenFiles
+from shared.storage import replace
 
 _ENVIRONMENT_OF = {"env": "base", "orchestrator": "base", "rollout": "rollout", "trainer": "trainer"}
 _START_S = {"redis": 30.0, "env": 120.0, "orchestrator": 120.0, "rollout": 900.0, "trainer": 900.0}
@@ -169,7 +170,7 @@ class _Builder:
 
     def _write_services(self) -> None:
         tree = {"services": self._services.model_dump(mode="json")}
-        self._folder.services.write_text(yaml.safe_dump(tree, sort_keys=True))
+        replace(self._folder.services, yaml.safe_dump(tree, sort_keys=True).encode())
         token_files = self._services.token_files.model_dump(mode="json")
         write_json(self._folder.processes, {"urls": self.urls, "token_files": token_files, "ca_file": self.ca_file})
 
