@@ -4,7 +4,6 @@ missing files end the service with one line instead of failing its first episode
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 from services.env.catalogue import Catalogue
@@ -33,17 +32,17 @@ async def open_service(config: RunConfig) -> AsyncIterator[Service]:
 async def open_env(settings: EnvSettings) -> AsyncIterator[Service]:
     """The service from plain settings. Raises ConfigError."""
     catalogue = open_catalogue(settings)
-    app = create_app("env", limits=settings.limits, tokens=read_tokens(settings.token_files), ready=lambda: None, roles=ROLES)
-    pool = ThreadPoolExecutor(settings.n_threads, thread_name_prefix="env")
+    runner = Runner(settings.n_threads, settings.deadline_s, settings.max_episodes)
+    tokens = read_tokens(settings.token_files)
+    app = create_app("env", limits=settings.limits, tokens=tokens, ready=lambda: runner.why_stuck(settings.env), roles=ROLES)
     try:
-        runner = Runner(pool, settings.deadline_s)
         episodes = Episodes(runner, max_episodes=settings.max_episodes, ttl_s=settings.ttl_s)
         app.state.env = State(catalogue, episodes, runner)
         app.include_router(router)
         _log.info("environments ready", env=settings.env, available=[entry.name for entry in catalogue.entries()])
-        yield Service(app, [episodes.sweep])
+        yield Service(app, [episodes.sweep, runner.watch])
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        runner.close()
 
 
 def open_catalogue(settings: EnvSettings) -> Catalogue:

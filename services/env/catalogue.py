@@ -19,7 +19,7 @@ from services.env.environments.gsm8k import Gsm8k, Gsm8kConfig
 from services.env.environments.sokoban import SokobanConfig, sokoban
 from shared.errors import Conflict, Forbidden, InputError, NotFound, Unavailable
 
-MAX_VARIANTS = 256
+MAX_VARIANTS = 64
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

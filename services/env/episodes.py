@@ -3,7 +3,7 @@
 Invariants
 - `request_id` makes create and step idempotent: the same request again gets the same answer, another one under the same id a 409.
 - An episode is stepped by one request at a time, never after its end, and never after a call into it failed.
-- At most `max_episodes` exist; one that is not touched for `ttl_s` is forgotten.
+- At most `max_episodes` exist, each answers at most MAX_STEPS messages; one that is not touched for `ttl_s` is forgotten.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import hashlib
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from services.env.catalogue import Entry
 from services.env.environments.base import Episode, Message, StepResult, fingerprint
-from services.env.runner import Runner
+from services.env.runner import Busy, Runner
 from shared import telemetry
 from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
+
+MAX_STEPS = 1000
 
 _OPEN = telemetry.Gauge("volley_env_episodes", "Episodes in memory", registry=telemetry.REGISTRY)
 _EVENTS = telemetry.Counter(
@@ -84,7 +87,7 @@ class Episodes:
         if slot.request != request:
             raise Conflict(f"request {request_id!r} was sent before with another body", "use a new request_id")
         self._touch(slot)
-        async with slot.lock:
+        async with self._alone(slot):
             if slot.failure is not None:
                 raise slot.failure
             if slot.episode is None:
@@ -92,9 +95,9 @@ class Episodes:
         return slot
 
     async def step(self, episode_id: str, request_id: str, message: Message) -> StepResult:
-        """Raises NotFound (unknown or expired), Conflict (over, failed, or id reused), Unavailable (took too long)."""
+        """Raises NotFound (unknown or expired), Conflict (over, failed, or id reused), Unavailable (did not end in time)."""
         slot = self._find(episode_id)
-        async with slot.lock:
+        async with self._alone(slot):
             digest = fingerprint(message)
             if (answered := slot.answers.get(request_id)) is not None:
                 if answered[0] != digest:
@@ -103,6 +106,8 @@ class Episodes:
             episode = slot.live
             if slot.over:
                 raise Conflict(f"episode {episode_id} is over", "create another one")
+            if len(slot.answers) >= MAX_STEPS:
+                raise Conflict(f"episode {episode_id} has answered {MAX_STEPS} messages", "create another one")
             result = await self._step(slot, episode, message)
             slot.answers[request_id] = (digest, result)
             return result
@@ -127,6 +132,19 @@ class Episodes:
             await asyncio.sleep(min(30.0, self.ttl_s / 4))
             self.expire()
 
+    @asynccontextmanager
+    async def _alone(self, slot: Slot) -> AsyncIterator[None]:
+        """Raises Busy if the requests before this one take too long."""
+        try:
+            async with asyncio.timeout(self._runner.deadline_s):
+                await slot.lock.acquire()
+        except TimeoutError:
+            raise Busy(f"episode {slot.id} is busy with another request", "send one request at a time") from None
+        try:
+            yield
+        finally:
+            slot.lock.release()
+
     async def _reset(self, slot: Slot) -> None:
         entry, split, index = slot.request.entry, slot.request.split, slot.request.index
 
@@ -135,7 +153,7 @@ class Episodes:
             return entry.environment.task(split, index), episode.opening, episode
 
         try:
-            slot.task, slot.opening, slot.episode = await self._runner.run(entry.name, entry.environment, "reset", reset)
+            slot.task, slot.opening, slot.episode = await self._runner.run(entry, "reset", reset)
         except VolleyError as error:
             slot.failure = error
             raise
@@ -148,9 +166,11 @@ class Episodes:
     async def _step(self, slot: Slot, episode: Episode, message: Message) -> StepResult:
         entry = slot.request.entry
         try:
-            result = await self._runner.run(entry.name, entry.environment, "step", lambda: episode.step(message))
-        except VolleyError as error:
-            slot.failure = error
+            result = await self._runner.run(entry, "step", lambda: episode.step(message))
+        except Busy:
+            raise
+        except BaseException as error:
+            slot.failure = error if isinstance(error, VolleyError) else Unavailable(f"a step of episode {slot.id} was given up")
             raise
         slot.over = result.over
         if result.over:

@@ -30,7 +30,7 @@ from services.env.catalogue import Catalogue
 from services.env.environments.base import Environment
 from services.env.episodes import Episodes
 from services.env.episodes import Request as EpisodeRequest
-from services.env.runner import Runner
+from services.env.runner import Call, Runner
 from shared.access import Role
 from shared.http import respond
 from shared.openapi import declares
@@ -110,26 +110,27 @@ async def delete_episode(request: Request, episode_id: str) -> Response:
 
 @router.get("/{env}/splits", tags=["tasks"], openapi_extra=declares(answer={"type": "array", "items": {"type": "string"}}))
 async def list_splits(request: Request, env: str) -> Response:
-    return respond(request, list(_state(request).catalogue.get(env).environment.splits))
+    """The names of the task sets."""
+    return respond(request, list(await _run(request, env, "list", lambda e: e.splits)))
 
 
 async def count_tasks(request: Request, env: str) -> Response:
     """How many tasks a split has."""
     body = await read(request, SplitBody)
-    return respond(request, {"num_tasks": _state(request).catalogue.get(env).environment.num_tasks(body.split)})
+    return respond(request, {"num_tasks": await _run(request, env, "list", lambda e: e.num_tasks(body.split))})
 
 
 async def show_task(request: Request, env: str) -> Response:
     """The id of a task: split, index, and a digest of what the task is."""
     body = await read(request, TaskBody)
-    return respond(request, {"task": await _slow(request, env, lambda e: e.task(body.split, body.index))})
+    return respond(request, {"task": await _run(request, env, "reset", lambda e: e.task(body.split, body.index))})
 
 
 @router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=declares(body=TaskBody, answer=Shown))
 async def demonstrate(request: Request, env: str) -> Response:
     """A solved conversation of one task, ending with the assistant's last message."""
     body = await read(request, TaskBody)
-    return respond(request, {"messages": list(await _slow(request, env, lambda e: e.demonstration(body.split, body.index)))})
+    return respond(request, {"messages": list(await _run(request, env, "demonstrate", lambda e: e.demonstration(body.split, body.index)))})
 
 
 for _path, _handler, _body, _answer in (("num_tasks", count_tasks, SplitBody, Counted), ("task", show_task, TaskBody, Named)):
@@ -138,8 +139,7 @@ for _path, _handler, _body, _answer in (("num_tasks", count_tasks, SplitBody, Co
         router.add_api_route(f"/{{env}}/{_path}", _handler, methods=[_method], tags=["tasks"], operation_id=_id, openapi_extra=_extra)
 
 
-async def _slow(request: Request, env: str, call: Callable[[Environment], Any]) -> Any:
-    """Runs a call that may make a task, where the environment's resets run."""
+async def _run(request: Request, env: str, what: Call, call: Callable[[Environment], Any]) -> Any:
     state = _state(request)
     entry = state.catalogue.get(env)
-    return await state.runner.run(entry.name, entry.environment, "reset", lambda: call(entry.environment))
+    return await state.runner.run(entry, what, lambda: call(entry.environment))

@@ -11,12 +11,16 @@ from shared.schema import Limits, RunConfig, TokenFiles
 DATASETS = frozenset({"gsm8k"})
 """Environments that read data.train and data.eval."""
 
+MAX_BODY = 8 * 2**20
+"""Bytes: room for a message of the greatest length, however it is escaped."""
+
 
 @dataclass(frozen=True, slots=True)
 class EnvSettings:
     """`env` is the environment of the run, checked at start; `configs` holds the settings of each built-in that has some.
 
-    ttl_s is the idle life of an episode, in seconds; deadline_s bounds one call into environment code that runs in a thread.
+    ttl_s is the idle life of an episode, in seconds; deadline_s bounds one call into environment code; n_threads is
+    how many calls into one kind of environment run at once.
     """
 
     env: str
@@ -31,7 +35,7 @@ class EnvSettings:
 
 def from_config(config: RunConfig) -> EnvSettings:
     """An episode outlives the orchestrator's own deadline, and four times its concurrency fits."""
-    data, orchestrator = config.data, config.orchestrator
+    data, orchestrator, limits = config.data, config.orchestrator, config.services.limits
     files = {"train": data.train, "eval": data.eval}
     configs: dict[str, dict[str, Any]] = {name: {k: v for k, v in files.items() if v is not None} for name in DATASETS}
     configs[data.env] = {**configs.get(data.env, {}), **data.env_config}
@@ -42,6 +46,6 @@ def from_config(config: RunConfig) -> EnvSettings:
         ttl_s=orchestrator.episode_timeout_s + 60.0,
         deadline_s=30.0,
         n_threads=4,
-        limits=config.services.limits,
+        limits=limits.model_copy(update={"max_body_bytes": min(limits.max_body_bytes, MAX_BODY)}),
         token_files=config.services.token_files,
     )

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from services.env.catalogue import Entry
-from services.env.environments.base import Info, Message, Step, StepResult, assistant, check_task, user
+from services.env.environments.base import Info, Message, StepResult, assistant, check_task, user
 
 
 @dataclass
@@ -32,7 +32,6 @@ class ScriptedEpisode:
 
 @dataclass
 class Scripted:
-    slow: frozenset[Step] = frozenset()
     on_reset: Callable[[], object] = lambda: None
     on_step: Callable[[], object] = lambda: None
     calls: list[str] = field(default_factory=list[str])

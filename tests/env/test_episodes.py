@@ -1,13 +1,15 @@
 import asyncio
+import contextlib
+import sys
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from services.env.environments.base import assistant
-from services.env.episodes import Episodes, Request
-from services.env.runner import Runner
+from services.env.episodes import MAX_STEPS, Episodes, Request
+from services.env.runner import Busy, GivenUp, Runner
 from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
 from tests.env.scripted import Scripted, entry, until
 
@@ -28,8 +30,15 @@ def clock() -> Clock:
 
 @pytest.fixture
 def open_episodes(clock: Clock) -> Iterator[Open]:
-    with ThreadPoolExecutor(2) as pool:
-        yield lambda max_episodes=8, deadline_s=5.0: Episodes(Runner(pool, deadline_s), max_episodes=max_episodes, ttl_s=10, clock=clock)
+    runners: list[Runner] = []
+
+    def make(max_episodes: int = 8, deadline_s: float = 5.0, n_threads: int = 2) -> Episodes:
+        runners.append(Runner(n_threads, deadline_s, max_waiting=8))
+        return Episodes(runners[-1], max_episodes=max_episodes, ttl_s=10, clock=clock)
+
+    yield make
+    for runner in runners:
+        runner.close()
 
 
 def task(env: Scripted, index: int = 0, seed: int | None = None) -> Request:
@@ -77,7 +86,7 @@ async def test_a_step_after_the_end_conflicts(open_episodes: Open) -> None:
 
 async def test_the_same_request_twice_at_once_has_one_effect(open_episodes: Open) -> None:
     episodes, gate = open_episodes(), threading.Event()
-    env = Scripted(slow=frozenset({"reset", "step"}), on_reset=until(gate), on_step=until(gate))
+    env = Scripted(on_reset=until(gate), on_step=until(gate))
     request = task(env, seed=1)
     asyncio.get_running_loop().call_later(0.05, gate.set)
     one, two = await asyncio.gather(episodes.create("r", request), episodes.create("r", request))
@@ -166,13 +175,13 @@ def stuck() -> Iterator[Callable[[], object]]:
 async def test_a_reset_that_takes_too_long_leaves_nothing(open_episodes: Open, stuck: Callable[[], object]) -> None:
     episodes = open_episodes(deadline_s=0.1)
     with pytest.raises(Unavailable, match="reset took longer than"):
-        await episodes.create("r", task(Scripted(slow=frozenset({"reset"}), on_reset=stuck)))
+        await episodes.create("r", task(Scripted(on_reset=stuck)))
     assert len(episodes) == 0
 
 
 async def test_a_step_that_takes_too_long_ends_the_episode(open_episodes: Open, stuck: Callable[[], object]) -> None:
     episodes = open_episodes(deadline_s=0.1)
-    slot = await episodes.create("r", task(Scripted(slow=frozenset({"step"}), on_step=stuck)))
+    slot = await episodes.create("r", task(Scripted(on_step=stuck)))
     with pytest.raises(Unavailable, match="step took longer than"):
         await episodes.step(slot.id, "1", assistant("a"))
     with pytest.raises(Conflict, match="took longer"):
@@ -181,7 +190,7 @@ async def test_a_step_that_takes_too_long_ends_the_episode(open_episodes: Open, 
 
 async def test_a_slow_call_does_not_hold_up_the_others(open_episodes: Open) -> None:
     episodes, gate = open_episodes(), threading.Event()
-    slow = Scripted(slow=frozenset({"reset"}), on_reset=until(gate))
+    slow = Scripted(on_reset=until(gate))
     async with asyncio.TaskGroup() as group:
         blocked = group.create_task(episodes.create("slow", task(slow)))
         await asyncio.sleep(0)
@@ -189,3 +198,115 @@ async def test_a_slow_call_does_not_hold_up_the_others(open_episodes: Open) -> N
         await episodes.step(quick.id, "1", assistant("a"))
         assert not blocked.done()
         gate.set()
+
+
+async def test_a_hung_environment_starves_only_itself(open_episodes: Open, stuck: Callable[[], object]) -> None:
+    """All threads of its kind hang: its calls are refused at once, other kinds go on, and it is back when the calls return."""
+    gate = threading.Event()
+    episodes = open_episodes(deadline_s=0.1)
+    hung, other = Scripted(on_step=until(gate)), Scripted()
+    slots = [await episodes.create(str(i), task(hung)) for i in range(3)]
+    for slot in slots[:2]:
+        with pytest.raises(GivenUp, match="step took longer than"):
+            await episodes.step(slot.id, "1", assistant("a"))
+    with pytest.raises(Busy, match="all 2 threads hang"):
+        await episodes.step(slots[2].id, "1", assistant("a"))
+    quick = await episodes.create("other", Request(replace(entry(other), kind="other"), "train", 0, None))
+    await episodes.step(quick.id, "1", assistant("a"))
+    gate.set()
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                await episodes.step(slots[2].id, "1", assistant("a"))
+                return
+            except Busy:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_call_that_never_began_may_be_repeated(open_episodes: Open) -> None:
+    """The only thread is taken: the step waits in vain, its episode goes on afterwards."""
+    gate = threading.Event()
+    episodes = open_episodes(deadline_s=0.1, n_threads=1)
+    waiting = await episodes.create("a", task(Scripted()))
+    hung = await episodes.create("b", task(Scripted(on_step=until(gate))))
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(_ignoring(GivenUp, episodes.step(hung.id, "1", assistant("a"))))
+        await asyncio.sleep(0)
+        with pytest.raises(Busy, match="no thread was free"):
+            await episodes.step(waiting.id, "1", assistant("a"))
+        await first
+    gate.set()
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                assert (await episodes.step(waiting.id, "1", assistant("a"))).reward == 1
+                return
+            except Busy:
+                await asyncio.sleep(0.01)
+
+
+async def _ignoring(error: type[Exception], call: Awaitable[object]) -> None:
+    with contextlib.suppress(error):
+        await call
+
+
+async def test_waiting_calls_are_bounded(open_episodes: Open) -> None:
+    gate = threading.Event()
+    episodes = open_episodes(max_episodes=100, n_threads=1)
+    slots = [await episodes.create(str(i), task(Scripted(on_step=until(gate)))) for i in range(9)]
+    async with asyncio.TaskGroup() as group:
+        for slot in slots[:8]:
+            group.create_task(episodes.step(slot.id, "1", assistant("a")))
+        await asyncio.sleep(0)
+        with pytest.raises(Busy, match="8 calls are waiting"):
+            await episodes.step(slots[8].id, "1", assistant("a"))
+        gate.set()
+
+
+async def test_a_request_behind_another_has_a_deadline(open_episodes: Open) -> None:
+    episodes = open_episodes(deadline_s=0.05)
+    slot = await episodes.create("r", task(Scripted()))
+    async with slot.lock:
+        with pytest.raises(Busy, match="busy with another request"):
+            await episodes.step(slot.id, "1", assistant("a"))
+    await episodes.step(slot.id, "1", assistant("a"))
+
+
+async def test_a_step_whose_client_is_cancelled_is_never_taken_twice(open_episodes: Open) -> None:
+    episodes, gate = open_episodes(), threading.Event()
+    env = Scripted(on_step=until(gate))
+    slot = await episodes.create("r", task(env))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await episodes.step(slot.id, "1", assistant("a"))
+    gate.set()
+    with pytest.raises(Conflict, match="given up"):
+        await episodes.step(slot.id, "1", assistant("a"))
+    assert env.calls.count("a") == 1
+
+
+async def test_an_environment_that_exits_is_one_failed_episode(open_episodes: Open) -> None:
+    episodes = open_episodes()
+    slot = await episodes.create("r", task(Scripted(on_step=lambda: sys.exit(3))))
+    with pytest.raises(VolleyError, match="SystemExit"):
+        await episodes.step(slot.id, "1", assistant("a"))
+
+
+async def test_an_episode_answers_a_bounded_number_of_messages(open_episodes: Open) -> None:
+    episodes = open_episodes()
+    slot = await episodes.create("r", task(Scripted()))
+    for n in range(MAX_STEPS):
+        await episodes.step(slot.id, str(n), assistant("a"))
+    with pytest.raises(Conflict, match=f"has answered {MAX_STEPS} messages"):
+        await episodes.step(slot.id, "more", assistant("a"))
+
+
+async def test_a_service_whose_environment_never_recovers_ends(stuck: Callable[[], object]) -> None:
+    runner = Runner(1, 0.05, max_waiting=8)
+    with pytest.raises(GivenUp):
+        await runner.run(entry(Scripted()), "step", stuck)
+    assert runner.why_stuck("scripted") == "scripted: all 1 threads hang in calls that were given up"
+    assert runner.why_stuck("other") is None
+    async with asyncio.timeout(5):
+        with pytest.raises(VolleyError, match="all 1 threads hang"):
+            await runner.watch()

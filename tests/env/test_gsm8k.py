@@ -153,3 +153,7 @@ def test_a_split_without_a_file_does_not_exist(gsm8k_files: dict[str, Path]) -> 
         env.reset("eval", 0, 0)
     with pytest.raises(NotFound, match="indices run from 0 to 1"):
         env.reset("train", 2, 0)
+
+
+def test_an_endless_number_is_not_kept(gsm8k_files: dict[str, Path]) -> None:
+    assert len(grade(gsm8k_files, f"#### {'9' * 100_000}").info.extra["answer"]) == 64

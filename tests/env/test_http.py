@@ -1,6 +1,8 @@
+import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from shared import codec
@@ -117,6 +119,10 @@ async def test_bad_requests_get_a_problem_body(
         ({"role": "assistant", "content": 5}, "message.content"),
         ({"role": "user", "content": "Up"}, "message.role"),
         ({"content": "Up", "tool_calls": "x"}, "message.tool_calls"),
+        ({"content": "Up", "tool_calls": [b"x"]}, "message.tool_calls"),
+        ({"content": "Up", "tool_calls": [np.zeros(2, np.int32)]}, "message.tool_calls"),
+        ({"content": "Up", "tool_calls": [{"a": {b"b": 1}}]}, "message.tool_calls"),
+        ({"content": "Up", "tool_calls": [functools.reduce(lambda inner, _: [inner], range(400), [])]}, "message.tool_calls"),
         ("Up", "message"),
         (None, "message"),
     ],
@@ -124,7 +130,8 @@ async def test_bad_requests_get_a_problem_body(
 async def test_bad_messages_are_refused_and_cost_nothing(open_client: OpenClient, message: Any, detail: str) -> None:
     async with open_client() as client:
         path = f"/episodes/{(await client.post('/episodes', json={**LAKE, 'request_id': 'r'})).json()['episode_id']}/step"
-        refused = await client.post(path, json={"request_id": "1", "message": message})
+        packed = codec.pack({"request_id": "1", "message": message})
+        refused = await client.post(path, content=packed, headers={"Content-Type": codec.MEDIA_TYPE})
         assert refused.status_code == 422
         assert detail in refused.json()["detail"]
         fine = await client.post(path, json={"request_id": "1", "message": {"content": ""}})

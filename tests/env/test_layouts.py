@@ -1,5 +1,10 @@
+import contextlib
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,7 +14,7 @@ from services.env.environments.frozen_lake import FrozenLakeConfig, frozen_lake
 from services.env.environments.layouts import Layouts, canonical, seed_of, split_of
 from services.env.environments.sokoban import SokobanConfig, sokoban
 from services.env.environments.sokoban_level import draw
-from shared.errors import InputError, NotFound
+from shared.errors import InputError, NotFound, Unavailable
 
 square = st.integers(1, 5).flatmap(lambda n: st.lists(st.text("ab#", min_size=n, max_size=n), min_size=n, max_size=n)).map(tuple)
 
@@ -71,3 +76,61 @@ def test_unknown_tasks_are_refused(split: str, index: int) -> None:
     for call in (env.task, env.demonstration, lambda s, i: env.reset(s, i, 0)):
         with pytest.raises(NotFound):
             call(split, index)
+
+
+def test_a_call_draws_for_a_bounded_time_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call has time for a few layouts only; asking again gets there, with the layouts it would have had at once."""
+    made: list[int] = []
+
+    def make(seed: int) -> tuple[str, ...]:
+        made.append(seed)
+        time.sleep(0.002)
+        return (f"{seed}",)
+
+    def layouts() -> Layouts[tuple[str, ...]]:
+        return Layouts("slow", make, lambda rows: rows, {"train": 50, "eval": 50}, distinct_train=True)
+
+    at_once = layouts().get("train", 20)
+    monkeypatch.setattr("services.env.environments.layouts.BUDGET_S", 0.01)
+    slow, refusals = layouts(), 0
+    while refusals < 1000:
+        try:
+            assert slow.get("train", 20) == at_once
+            break
+        except Unavailable:
+            refusals += 1
+    assert refusals > 0
+    assert len(made) < 2 * 21 * 8
+
+
+def test_nobody_waits_long_for_another_who_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, gate = threading.Event(), threading.Event()
+
+    def make(seed: int) -> tuple[str, ...]:
+        begun.set()
+        gate.wait(10)
+        return (f"{seed}",)
+
+    layouts = Layouts("held", make, lambda rows: rows, {"train": 5, "eval": 5})
+    monkeypatch.setattr("services.env.environments.layouts.BUDGET_S", 0.05)
+
+    def draw_one() -> None:
+        with contextlib.suppress(Unavailable):
+            layouts.get("eval", 0)
+
+    drawing = threading.Thread(target=draw_one)
+    drawing.start()
+    begun.wait(10)
+    with pytest.raises(Unavailable, match="eval task 0"):
+        layouts.get("eval", 0)
+    gate.set()
+    drawing.join()
+
+
+@pytest.mark.parametrize("make", [frozen_lake, sokoban])
+def test_a_configuration_without_bounds_is_refused(make: Callable[[Any], Any]) -> None:
+    config = FrozenLakeConfig if make is frozen_lake else SokobanConfig
+    assert config(distinct_train=True, train_tasks=10_000)
+    for wrong in ({"distinct_train": True, "train_tasks": 10_001}, {"format_penalty": float("-inf")}, {"format_penalty": -1e300}):
+        with pytest.raises(ValueError, match=next(reversed(wrong))):
+            config.model_validate(wrong)

@@ -3,7 +3,7 @@
 Invariants
 - An `Environment` is immutable once built and shared by all its episodes; an `Episode` belongs to one client.
 - `(split, index)` names the same task in every process; `(split, index, seed)` gives the same episode for the same messages.
-- All of it is synchronous, CPU-only code that knows nothing of HTTP.
+- All of it is synchronous, CPU-only code that knows nothing of HTTP. It runs in threads: two episodes at once, one episode never.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from shared.errors import NotFound
 
 TRAIN, EVAL = "train", "eval"
 
-type Step = Literal["reset", "step"]
+MAX_REWARD = 1e6
+"""Largest size of a configured reward: sums of them stay far from infinity."""
 
 type Fault = Literal["format", "invalid_action", "tool"]
 """What a model can do wrong in a turn: its answer holds nothing to read, names an unknown action, or calls a tool in vain."""
@@ -84,11 +85,6 @@ class Environment(Protocol):
 
     @property
     def splits(self) -> tuple[str, ...]: ...
-
-    @property
-    def slow(self) -> frozenset[Step]:
-        """The calls that may take longer than about a millisecond; they run in a thread, with a deadline."""
-        ...
 
     def num_tasks(self, split: str) -> int:
         """Raises NotFound on an unknown split."""

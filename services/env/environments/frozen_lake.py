@@ -15,7 +15,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_m
 from pydantic import Field, model_validator
 
 from services.env.environments.actions import ActionProtocol
-from services.env.environments.base import EVAL, TRAIN, Message, Step
+from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Message
 from services.env.environments.layouts import Drawn, Layouts, Rows
 from services.env.environments.text_game import GameConfig, GameEpisode, Outcome, demonstrate, instructions, play
 from shared.errors import InputError
@@ -46,9 +46,9 @@ class FrozenLakeConfig(GameConfig):
     frozen_probability: float = Field(default=0.8, ge=0.65, le=1)
     is_slippery: bool = False
     render: Render = "grid"
-    success_reward: float = Field(default=1.0, gt=0)
-    hole_reward: float = Field(default=0.0, le=0)
-    step_reward: float = Field(default=0.0, le=0)
+    success_reward: float = Field(default=1.0, gt=0, le=MAX_REWARD)
+    hole_reward: float = Field(default=0.0, ge=-MAX_REWARD, le=0)
+    step_reward: float = Field(default=0.0, ge=-MAX_REWARD, le=0)
     demo_blind: float = Field(default=0.0, ge=0, le=1)
 
     @model_validator(mode="after")
@@ -95,7 +95,6 @@ class FrozenLake:
     layouts: Layouts[Rows]
     protocol: ActionProtocol
     splits: tuple[str, ...] = (TRAIN, EVAL)
-    slow: frozenset[Step] = frozenset({"reset"})
 
     def num_tasks(self, split: str) -> int:
         return self.layouts.count(split)

@@ -16,9 +16,17 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.environments.base import EVAL, TRAIN, Info, Message, Step, StepResult, check_task, user
+from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Info, Message, StepResult, check_task, user
 from services.env.environments.calculator import CalculatorError, calculate
-from services.env.environments.gsm8k_data import Problem, read_number, read_problems, same_number, solution_messages, solution_text
+from services.env.environments.gsm8k_data import (
+    MAX_NUMBER,
+    Problem,
+    read_number,
+    read_problems,
+    same_number,
+    solution_messages,
+    solution_text,
+)
 from services.env.environments.tools import ToolCall, tool_calls, write_call
 from shared.errors import ConfigError
 
@@ -39,15 +47,15 @@ _TOOL = f"You can use a calculator: write {write_call('calculator', {'expression
 class Gsm8kConfig(BaseModel):
     """`train` and `eval` are JSONL files with `question` and `answer`; a split without a file does not exist."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     train: Path | None = None
     eval: Path | None = None
     tool: Literal["none", "calculator"] = "none"
     extraction: Literal["strict", "flexible"] = "strict"
     max_turns: int = Field(default=8, ge=1, le=64)
-    correct_reward: float = Field(default=1.0, gt=0)
-    format_reward: float = Field(default=0.0, ge=0)
+    correct_reward: float = Field(default=1.0, gt=0, le=MAX_REWARD)
+    format_reward: float = Field(default=0.0, ge=0, le=MAX_REWARD)
 
 
 @dataclass(slots=True)
@@ -85,14 +93,17 @@ class Gsm8kEpisode:
         if self.config.format_reward:
             marked = read_number(text, "strict") is not None
             rewards["format"] = self.config.format_reward if marked else 0.0
-        info = Info(rewards, right, "format" if number is None else None, {"answer": number, "expected": self.problem.answer})
+        info = Info(
+            rewards,
+            right,
+            "format" if number is None else None,
+            {"answer": number and number[:MAX_NUMBER], "expected": self.problem.answer},
+        )
         return StepResult((), sum(rewards.values()), True, False, info)
 
 
 class Gsm8k:
     """The environment. Files are read at the first use of a split; raises ConfigError if one is missing or malformed."""
-
-    slow: frozenset[Step] = frozenset()
 
     def __init__(self, config: Gsm8kConfig) -> None:
         self._config = config

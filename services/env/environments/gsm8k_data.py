@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ _NUMBER = r"(?:(?<!\d)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 _STRICT = re.compile(rf"#### ({_NUMBER})")
 _FLEXIBLE = re.compile(_NUMBER)
 _ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
-_MAX_NUMBER = 64
+MAX_NUMBER = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,9 @@ class Problem:
     answer: str
 
 
+@lru_cache(maxsize=8)
 def read_problems(path: Path) -> tuple[Problem, ...]:
-    """All problems of a JSONL file. Raises ConfigError naming the file, and the line if one is malformed."""
+    """All problems of a JSONL file, read once in a process. Raises ConfigError naming the file, and the line if one is malformed."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -65,7 +67,7 @@ def read_number(text: str, mode: Literal["strict", "flexible"]) -> str | None:
 
 def same_number(given: str, expected: str) -> bool:
     """Whether two texts from `read_number` are the same value: 72 and 72.0 are. Numbers of absurd length are never equal."""
-    if len(given) > _MAX_NUMBER:
+    if len(given) > MAX_NUMBER:
         return False
     try:
         return Decimal(given) == Decimal(expected)

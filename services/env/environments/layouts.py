@@ -4,26 +4,36 @@ Two independent guarantees:
 - seeds: the lowest bit of a task's seed is its split, so no seed serves both;
 - layouts: a layout belongs to the split its own hash says, whatever seed, size or variant made it. The hash is that of the
   layout's smallest rotation or reflection, so an evaluation layout is not even a mirrored training layout.
-Evaluation layouts, and on request training layouts, are also pairwise different. Nothing depends on process, time or Python's hash seed.
+Evaluation layouts, and on request training layouts, are also pairwise different. Nothing depends on process, time or Python's hash
+seed; only whether an answer comes does depend on time, since a call stops drawing after BUDGET_S. Memory is bounded: of a
+layout that was drawn its seed is kept, and a few are kept whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from services.env.environments.base import EVAL, TRAIN, check_task
-from shared.errors import InputError
+from shared.errors import InputError, Unavailable
 
 type Rows = tuple[str, ...]
 
 EVAL_SHARE = 4
 """One hash in so many is an evaluation layout."""
 
+MAX_DISTINCT = 10_000
+"""Tasks of a split whose layouts are pairwise different."""
+
+BUDGET_S = 20.0
+"""How long one call may draw; what it has found by then is kept for the next. Below the deadline of a call."""
+
 _MAX_DRAWS = 4096
+_KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +86,11 @@ class Layouts[L]:
     ) -> None:
         self.counts = counts
         self._env, self._make, self._rows = env, make, rows
-        self._distinct: dict[str, list[Drawn[L]]] = {EVAL: [], TRAIN: []} if distinct_train else {EVAL: []}
-        self._seen: set[Rows] = set()
+        self._distinct: dict[str, list[int]] = {EVAL: [], TRAIN: []} if distinct_train else {EVAL: []}
+        self._seen: set[bytes] = set()
         self._lock = threading.Lock()
-        self._train = lru_cache(maxsize=4096)(self._draw_train)
+        self._train = lru_cache(maxsize=_KEPT)(lambda index: self._draw(TRAIN, index, time.monotonic() + BUDGET_S))
+        self._made = lru_cache(maxsize=_KEPT)(self._make_again)
 
     def count(self, split: str) -> int:
         """Tasks of a split. Raises NotFound."""
@@ -87,32 +98,51 @@ class Layouts[L]:
         return self.counts[split]
 
     def get(self, split: str, index: int) -> Drawn[L]:
-        """Raises NotFound, or InputError when the configuration has too few layouts."""
+        """Raises NotFound, InputError when the configuration has too few layouts, Unavailable when drawing takes too long."""
         check_task(self._env, self.counts, split, index)
-        return self._get_distinct(split, index) if split in self._distinct else self._train(index)
+        return self._made(self._distinct_seed(split, index)) if split in self._distinct else self._train(index)
 
-    def _draw_train(self, index: int) -> Drawn[L]:
-        return self._draw(TRAIN, index)
+    def _make_again(self, seed: int) -> Drawn[L]:
+        layout = self._make(seed)
+        assert layout is not None, "this seed has given a layout before"
+        return Drawn(layout, seed, digest_of(self._rows(layout)))
 
-    def _get_distinct(self, split: str, index: int) -> Drawn[L]:
-        known = self._distinct[split]
-        with self._lock:
+    def _distinct_seed(self, split: str, index: int) -> int:
+        """The seed of a layout that differs from all before it; they are drawn in order."""
+        known, until = self._distinct[split], time.monotonic() + BUDGET_S
+        if not self._lock.acquire(timeout=BUDGET_S):
+            raise self._too_slow(split, index)
+        try:
             while len(known) <= index:
-                drawn = self._draw(split, len(known))
-                self._seen.add(self._rows(drawn.layout))
-                known.append(drawn)
+                drawn = self._draw(split, len(known), until)
+                self._seen.add(_identity(self._rows(drawn.layout)))
+                known.append(drawn.seed)
             return known[index]
+        finally:
+            self._lock.release()
 
-    def _draw(self, split: str, index: int) -> Drawn[L]:
+    def _draw(self, split: str, index: int, until: float) -> Drawn[L]:
         for draw in range(_MAX_DRAWS):
+            if time.monotonic() > until:
+                raise self._too_slow(split, index)
             seed = seed_of(self._env, split, index, draw)
             layout = self._make(seed)
             if layout is None:
                 continue
             rows = self._rows(layout)
-            if split_of(rows) == split and rows not in self._seen:
+            if split_of(rows) == split and _identity(rows) not in self._seen:
                 return Drawn(layout, seed, digest_of(rows))
         raise InputError(
             f"{self._env} found no {'new ' if split in self._distinct else ''}layout for {split} task {index} in {_MAX_DRAWS} draws",
             f"its configuration allows too few: make the board larger, or lower {split}_tasks",
         )
+
+    def _too_slow(self, split: str, index: int) -> Unavailable:
+        return Unavailable(
+            f"{self._env}: {split} task {index} was not found within {BUDGET_S:g} s",
+            "ask again, or change its configuration so that more layouts qualify",
+        )
+
+
+def _identity(rows: Rows) -> bytes:
+    return hashlib.blake2b("\n".join(rows).encode(), digest_size=16).digest()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pydantic import Field, model_validator
 
 from services.env.environments.actions import ActionProtocol
-from services.env.environments.base import EVAL, TRAIN, Message, Step
+from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Message
 from services.env.environments.layouts import Layouts
 from services.env.environments.sokoban_level import MOVES, Level, Position, draw, generate, move, solve, solved
 from services.env.environments.text_game import GameConfig, GameEpisode, Outcome, demonstrate, instructions
@@ -31,11 +31,11 @@ class SokobanConfig(GameConfig):
     num_boxes: int = Field(default=1, ge=1, le=4)
     min_solution: int = Field(default=2, ge=1, le=100)
     spaced: bool = False
-    reward_scale: float = Field(default=1.0, gt=0)
-    action_reward: float = Field(default=-0.1, le=0)
-    box_on_reward: float = Field(default=1.0, ge=0)
-    box_off_reward: float = Field(default=-1.0, le=0)
-    finish_reward: float = Field(default=10.0, ge=0)
+    reward_scale: float = Field(default=1.0, gt=0, le=MAX_REWARD)
+    action_reward: float = Field(default=-0.1, ge=-MAX_REWARD, le=0)
+    box_on_reward: float = Field(default=1.0, ge=0, le=MAX_REWARD)
+    box_off_reward: float = Field(default=-1.0, ge=-MAX_REWARD, le=0)
+    finish_reward: float = Field(default=10.0, ge=0, le=MAX_REWARD)
 
     @model_validator(mode="after")
     def _playable(self) -> SokobanConfig:
@@ -86,7 +86,6 @@ class Sokoban:
     layouts: Layouts[Level]
     protocol: ActionProtocol
     splits: tuple[str, ...] = (TRAIN, EVAL)
-    slow: frozenset[Step] = frozenset({"reset"})
 
     def num_tasks(self, split: str) -> int:
         return self.layouts.count(split)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.env.environments.actions import ActionProtocol, Style
-from services.env.environments.base import Info, Message, StepResult, assistant, user
+from services.env.environments.base import MAX_REWARD, Info, Message, StepResult, assistant, user
+from services.env.environments.layouts import MAX_DISTINCT
 
 type Talk = Literal["chat", "bare"]
 
@@ -23,11 +24,10 @@ class GameConfig(BaseModel):
     """The settings all games share.
 
     `talk: bare` sends the board alone, for models too small to read instructions. `distinct_train` draws every training
-    layout once (evaluation layouts always are), which evens out easy and hard ones; layouts are then drawn in order, so
-    keep `train_tasks` in the thousands.
+    layout once (evaluation layouts always are), which evens out easy and hard ones; layouts are then drawn in order.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     talk: Talk = "chat"
     protocol: Style = "answer"
@@ -35,10 +35,16 @@ class GameConfig(BaseModel):
     max_actions_per_turn: int = Field(default=5, ge=1, le=100)
     max_actions: int = Field(default=10, ge=1, le=1000)
     demo_actions_per_turn: int = Field(default=5, ge=1, le=100)
-    format_penalty: float = Field(default=-0.1, le=0)
+    format_penalty: float = Field(default=-0.1, ge=-MAX_REWARD, le=0)
     train_tasks: int = Field(default=100_000, ge=1, le=2**31)
-    eval_tasks: int = Field(default=256, ge=1, le=10_000)
+    eval_tasks: int = Field(default=256, ge=1, le=MAX_DISTINCT)
     distinct_train: bool = False
+
+    @model_validator(mode="after")
+    def _drawable(self) -> GameConfig:
+        if self.distinct_train and self.train_tasks > MAX_DISTINCT:
+            raise ValueError(f"distinct_train allows at most train_tasks={MAX_DISTINCT}, not {self.train_tasks}")
+        return self
 
     @property
     def budget(self) -> int:
