@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from time import time
@@ -38,7 +37,8 @@ class WarmStart:
             return
         waiter = Waiter(executor, board)
         await waiter.patiently(lambda: asyncio.to_thread(self.log.clear))
-        demonstrations = await waiter.patiently(self._fetch)
+        patient = Patient(self.client, waiter)
+        demonstrations = await sft.fetch(patient, self.env, self.n_demonstrations, self.options.seed)
         steps = await waiter.blocking(backend.warm_start, self.tokenizer, demonstrations, self.options)
         while (metrics := await waiter.blocking(next, steps, None)) is not None:
             self.log.append(asdict(metrics) | {"time": time()})
@@ -47,5 +47,16 @@ class WarmStart:
             if board.stopping:
                 return
 
-    def _fetch(self) -> Awaitable[Sequence[Sequence[Message]]]:
-        return sft.fetch(self.client, self.env, self.n_demonstrations, self.options.seed)
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """The environment service, each call repeated while it is away, so that what has been fetched is not fetched again."""
+
+    client: Demonstrator
+    waiter: Waiter
+
+    async def num_tasks(self, env: str, split: str) -> int:
+        return await self.waiter.patiently(lambda: self.client.num_tasks(env, split))
+
+    async def demonstration(self, env: str, split: str, index: int) -> list[Message]:
+        return await self.waiter.patiently(lambda: self.client.demonstration(env, split, index))

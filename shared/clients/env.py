@@ -1,7 +1,7 @@
 """Client of the environment service: tasks, demonstrations, episodes.
 
-Creating and stepping are idempotent by `request_id` at the service: a caller may repeat them, and has its own bound for that, so
-nothing about episodes is repeated here.
+All of it may safely be repeated (creating and stepping are idempotent by `request_id` at the service). The callers do, each with a
+bound of its own, so nothing is repeated here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from shared.clients.base import HttpClient
 from shared.errors import DecodeError
 from shared.outcomes import FAULTS, Fault
 from shared.types import Message
-
-_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +54,12 @@ class EnvClient(HttpClient):
 
     async def num_tasks(self, env: str, split: str) -> int:
         """Raises NotFound for an unknown environment or split."""
-        answer = await self.post(f"/{env}/num_tasks", {"split": split}, attempts=_ATTEMPTS)
+        answer = await self.post(f"/{env}/num_tasks", {"split": split})
         return _read(lambda: int(answer["num_tasks"]))
 
     async def demonstration(self, env: str, split: str, index: int) -> list[Message]:
         """A solved conversation of one task; the last message is the assistant's. Raises NotFound."""
-        answer = await self.post(f"/{env}/demonstration", {"split": split, "index": index}, attempts=_ATTEMPTS)
+        answer = await self.post(f"/{env}/demonstration", {"split": split, "index": index})
         return _read(lambda: list(answer["messages"]))
 
     async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
