@@ -1,5 +1,5 @@
 """How each fault is done, and undone. Every function returns the monotonic time from which the recovery counts: when a process
-was killed or Redis wiped, or when a pause, a full disk, or a disturbance of a link was over.
+was killed or Redis wiped, when a zombie woke up, or when a pause, a full disk, or a disturbance of a link was over.
 
 Invariant: whatever a fault changed is put back when its function ends, however it ends, except what it killed.
 """
@@ -108,7 +108,7 @@ async def cut(arena: Arena, fault: Fault) -> float:
 async def zombie(arena: Arena, fault: Fault) -> float:
     """A trainer is replaced while it is stopped, and wakes up beside its successor. Both must end themselves in the end: the
     zombie because of the successor, the successor because of the trainer that the supervisor starts in the zombie's place."""
-    first, before, began = await _victim(arena, "trainer"), arena.newest, time.monotonic()
+    first, before = await _victim(arena, "trainer"), arena.newest
     os.kill(first.pid, signal.SIGSTOP)
     second: Child | None = None
     try:
@@ -118,6 +118,7 @@ async def zombie(arena: Arena, fault: Fault) -> float:
             dataclasses.replace(spec, name="zombie", command=command, log=spec.log.with_name("zombie.log")), arena.reaper
         )
         await arena.until(lambda: _replaced(arena, before), "a second trainer did not take over")
+        began = time.monotonic()
         _wake(first)
         arena.zombies.append(await _fenced(arena, first, before))
         arena.zombies.append(await _fenced(arena, second, arena.newest))
