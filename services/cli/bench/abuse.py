@@ -2,7 +2,8 @@
 
 25 clients drip the heads of requests, a byte every half second, and come back when they are cut; one sends a body of 1 GB
 whose length it declares, one a body in chunks that never ends, both as fast as they can, again and again. They run with the
-lowest priority, as if on another machine. Rounds with and without them alternate, so that both see the same machine.
+lowest priority, as if on another machine. Rounds with and without them alternate, so that both see the same machine; memory
+is what the service has grown by since the first of them.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def _service(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
 
 async def _measure(pid: int, port: int) -> dict[str, Result]:
     quiet, abused = [], []
-    await _latencies(port)
+    async with _under_attack(port):
+        await _latencies(port)
     before = _resident_bytes(pid)
     for _ in range(_ROUNDS):
         quiet += await _latencies(port)
