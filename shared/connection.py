@@ -2,7 +2,7 @@
 
 - The head of a request must be whole within `header_timeout_s` of its first byte (or of the connection), and small.
 - What the parser holds back and has not handed over (a value, a chunk extension, a trailer that never ends) is bounded.
-- A response that is answered before its request has arrived ends the connection: the rest is not read.
+- Of a request that is answered before it has arrived, a short rest is read away; a long or late one ends the connection.
 - A client that does not read its response is cut off after `body_timeout_s`.
 - Only so many connections at once, and only so many requests sent ahead on one.
 
@@ -23,7 +23,8 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 100
 MAX_AHEAD = 8
 _HELD_BACK = 64 * 1024
-_LINGER_S = 1.0
+_REST_BYTES = 64 * 1024
+_REST_S = 1.0
 _CUT = telemetry.Counter("volley_http_connections_cut", "Connections ended by a limit", ["reason"], registry=telemetry.REGISTRY)
 
 
@@ -39,7 +40,8 @@ class Connection(HttpToolsProtocol):
         self._limits, self._n_max = limits, n_max
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._head_bytes = self._held_back = 0
+        self._rest_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = self._held_back = self._rest_bytes = 0
         self._in_head = False  # the head of a request has begun
         self._busy = False  # a request with a whole head has not been answered yet
         self._body_open = False  # the body of the newest request is still to come
@@ -53,19 +55,20 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for timer in (self._head_timer, self._write_timer, self.timeout_keep_alive_task):
+        for timer in (self._head_timer, self._write_timer, self._rest_timer, self.timeout_keep_alive_task):
             if timer is not None:
                 timer.cancel()
 
     # what arrives
     def data_received(self, data: bytes) -> None:
         self._held_back += len(data)
+        idle = not (self._busy or self._body_open)
         super().data_received(data)
         if self.transport.is_closing():
             return
         if self._held_back > _HELD_BACK:
             self._refuse("held back", 431)
-        elif not self._busy and self._head_timer is None:
+        elif idle and not self._busy and self._head_timer is None:
             self._expect_head()
 
     def on_message_begin(self) -> None:
@@ -92,10 +95,18 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._held_back = 0
         super().on_body(body)
+        if self._rest_timer is not None:
+            self._rest_bytes += len(body)
+            if self._rest_bytes > _REST_BYTES:
+                self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
         self._held_back, self._body_open = 0, False
         super().on_message_complete()
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+            self._rest_timer = None
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _count_head(self, n: int) -> None:
         self._held_back = 0
@@ -115,8 +126,7 @@ class Connection(HttpToolsProtocol):
             self._expect_reader()
         elif answered_early:
             self._unset_keepalive_if_required()
-            self.flow.pause_reading()
-            self.loop.call_later(_LINGER_S, self.transport.close)
+            self._rest_bytes, self._rest_timer = 0, self.loop.call_later(_REST_S, self.transport.close)
         elif self._in_head and not waiting:
             self._unset_keepalive_if_required()
             self._expect_head()

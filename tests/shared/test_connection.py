@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from shared import serving, telemetry
+from shared.access import Role, Tokens
 from shared.connection import MAX_HEAD_BYTES, MAX_HEADERS
 from shared.http import create_app
 from shared.limits import Buckets
@@ -20,11 +21,12 @@ from shared.schema import Limits, Services
 from tests.support.asgi import served
 
 LIMITS = Limits(header_timeout_s=0.3, body_timeout_s=0.6, max_connections=8, max_body_bytes=2**20, grace_s=1)
+ROLES = {"POST /size": Role.ANYONE, "GET /large": Role.ANYONE}
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
 def make_app() -> FastAPI:
-    app = create_app("demo", limits=LIMITS, tokens=None, ready=lambda: None)
+    app = create_app("demo", limits=LIMITS, tokens=Tokens({Role.ADMIN: "secret"}), ready=lambda: None, roles=ROLES)
 
     @app.post("/size")
     async def size(request: Request) -> int:
@@ -80,8 +82,8 @@ type Connect = Callable[[], Awaitable[Client]]
 
 
 @asynccontextmanager
-async def serving_demo() -> AsyncIterator[Connect]:
-    async with served(make_app(), Services(limits=LIMITS)) as url:
+async def serving_demo(limits: Limits = LIMITS) -> AsyncIterator[Connect]:
+    async with served(make_app(), Services(limits=limits)) as url:
         port, opened = int(url.rpartition(":")[2]), []
 
         async def connect() -> Client:
@@ -165,6 +167,18 @@ async def test_the_rest_of_a_body_that_is_too_large_is_not_read(head: bytes):
         assert await client.push(b"10000\r\n" + b"x" * 2**16 + b"\r\n", 10**9) < 2**26
 
 
+async def test_the_connection_stays_open_when_the_rest_of_a_refused_request_is_short():
+    """The answer comes before the body, which a client may well have on its way."""
+    async with serving_demo() as connect:
+        client = await connect()
+        for _ in range(3):
+            await client.send(b"POST /forbidden HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
+            assert b"401" in await client.reader.readuntil(b"}")
+            await client.send(b"hello")
+        await client.send(GET + b"\r\n")
+        assert b"200 OK" in await client.reader.readline()
+
+
 async def test_the_connection_stays_open_after_a_whole_body():
     async with serving_demo() as connect:
         client = await connect()
@@ -184,7 +198,7 @@ async def test_an_answer_nobody_reads_is_given_up(last: bytes):
 
 
 async def test_an_answer_that_is_read_arrives_whole():
-    async with serving_demo() as connect:
+    async with serving_demo(Limits(grace_s=1)) as connect:
         client = await connect()
         await client.send(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         assert len(await client.rest()) > 2**24

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,6 +97,16 @@ def test_its_last_steps_replay_bit_identically(run: Training) -> None:
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert orjson.loads(done.stdout)["first_divergence"] is None
+
+
+def test_secrets_are_in_private_files_only(run: Training) -> None:
+    folder = run.folder
+    secrets = [path.read_text() for path in folder.secrets.iterdir()]
+    assert len(secrets) == 4
+    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in (folder.secrets, folder.redis, *folder.secrets.iterdir()))
+    files = [path for path in folder.path.rglob("*") if path.is_file() and not {folder.secrets, folder.redis} & set(path.parents)]
+    told = {path.name: path.read_bytes() for path in (*files, run.output, run.errors)}
+    assert [name for name, data in told.items() for secret in secrets if secret.encode() in data] == []
 
 
 def test_nothing_is_left_running(run: Training) -> None:
