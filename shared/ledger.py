@@ -2,7 +2,7 @@
 
 Invariants: a line is durable before the queue is told of it; a `rollback` line undoes the `trained` lines before it that are
 of later steps; of several lines of a ticket the highest epoch's counts, because an older trainer that wakes up late may still
-write before the queue fences it.
+write before the queue fences it; the same end twice is one end, because its successor may have written what it meant to write.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from shared.types import WeightVersion
 
 TRAINED = "trained"
 DISPOSITIONS = (TRAINED, "stale", "filtered", "failed", "poison", "superseded")
+_END = ("ticket", "disposition", "epoch", "step", "digest")
 _TYPES = {"ticket": int, "disposition": str, "step": int, "epoch": int, "version": str}
 
 type Line = dict[str, Any]
@@ -69,14 +70,19 @@ def parse(text: bytes) -> Line | None:
 
 
 def surviving(lines: Iterable[Line]) -> list[Line]:
-    """The lines that no later `rollback` undoes, in order, without the rollbacks."""
-    kept: list[Line] = []
+    """The lines that no later `rollback` undoes, in order, each end once, without the rollbacks."""
+    kept: dict[tuple[Any, ...], Line] = {}
     for one in lines:
         if "rollback" in one:
-            kept = [x for x in kept if not _is_undone(x, one["rollback"])]
+            kept = {key: x for key, x in kept.items() if not _is_undone(x, one["rollback"])}
         else:
-            kept.append(one)
-    return kept
+            kept.setdefault(end_of(one), one)
+    return list(kept.values())
+
+
+def end_of(one: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes two lines tell the same end."""
+    return tuple(one.get(key) for key in _END)
 
 
 def settled(lines: Iterable[Line]) -> dict[int, Line]:

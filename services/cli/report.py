@@ -1,7 +1,7 @@
 """What a run has achieved: summary.json for programs, a table and a plot for people. Reads only the run's folder.
 
-A step that was undone by a crash and replayed counts once: its last line is the one of the surviving lineage. An evaluation
-counts if the weights it measured are ancestors of the newest checkpoint's.
+A step that was undone by a crash and replayed counts once: its last line is the one of the surviving lineage. A step and an
+evaluation count if the weights they made or measured are ancestors of the newest checkpoint's, or may still become so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(run_dir: Path) -> int:
 def make(folder: RunFolder) -> dict[str, Any]:
     """Writes summary.json and the plot; returns the summary."""
     lineage = newest_lineage(folder.checkpoints)
-    steps, evals = by_step(jsonl.read(folder.metrics)), by_step(row for row in jsonl.read(folder.evals) if _counts(row, lineage))
+    steps, evals = (by_step(row for row in jsonl.read(file) if _counts(row, lineage)) for file in (folder.metrics, folder.evals))
     lines = jsonl.read(folder.ledger)
     summary = summarize(steps, evals, read_record(folder))
     summary |= {"tickets": dispositions(lines), "episodes": outcomes(steps, lines)}
@@ -142,9 +142,9 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "–"
 
 
-def _counts(evaluation: Mapping[str, Any], lineage: Sequence[tuple[int, int]]) -> bool:
-    """Without a lineage, and without versions, every evaluation counts."""
-    versions = [evaluation[key] for key in ("version_min", "version_max") if key in evaluation]
+def _counts(row: Mapping[str, Any], lineage: Sequence[tuple[int, int]]) -> bool:
+    """Without a lineage, and without versions, every step and every evaluation counts."""
+    versions = [row[key] for key in ("version", "version_min", "version_max") if key in row]
     return not lineage or all(in_lineage(WeightVersion.parse(version), lineage) for version in versions)
 
 

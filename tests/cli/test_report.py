@@ -162,7 +162,9 @@ def test_an_evaluation_of_undone_weights_does_not_count(folder: RunFolder) -> No
     state = fresh(0).under(1, keep_reference=False).under(2, keep_reference=False)
     (checkpoint / "state.json").write_bytes(state.to_json(lineage=[(1, 0), (2, 2)], optimizer_files=[]))
     (checkpoint / "manifest.json").write_text("{}")
-    assert report.make(folder)["held_out_success_after_rl"] == 0.9
+    summary = report.make(folder)
+    assert summary["held_out_success_after_rl"] == 0.9
+    assert summary["final_weight_version"] == "e000001-s000002"  # step 3 was made by a trainer that had been replaced
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -314,6 +314,13 @@ def test_what_a_late_trainer_wrote_does_not_count(run: RunFolder):
     assert result["undone"] == [{"ticket": 7, "step": 3, "epoch": 1}]
 
 
+def test_the_same_end_told_by_a_trainer_and_its_successor_is_one(run: RunFolder):
+    edit_ledger(run, lambda lines: lines.extend([of(7, lines), of(8, lines), of(5, lines)]))
+    result = verify(run)
+    assert result["ok"], result["violations"]
+    assert result["undone"] == []
+
+
 def test_metrics_of_a_trainer_that_was_replaced_do_not_count(run: RunFolder):
     late = orjson.loads(run.metrics.read_bytes().splitlines()[2]) | {"version": "e000001-s000003"}
     run.metrics.write_bytes(run.metrics.read_bytes() + orjson.dumps(late) + b"\n")

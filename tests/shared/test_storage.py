@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,21 +13,10 @@ from shared import storage
 from shared.archive import Archive
 from shared.errors import StorageFull, from_problem, problem
 from shared.types import WeightVersion
+from tests.support.disk import file_size_limit
 
+ROOT = Path(__file__).parents[2]
 LIMIT = 64 * 2**20  # far above what pytest itself writes
-
-
-@contextmanager
-def limit() -> Iterator[None]:
-    """No file may grow beyond LIMIT bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.fixture
@@ -44,7 +31,7 @@ def nearly_full(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("durable", [True, False])
 def test_lines_are_added_all_or_not_at_all(nearly_full: Path, durable: bool):
-    with limit(), pytest.raises(StorageFull, match=r"waiting for disk space under .*: \d+ MB free"):
+    with file_size_limit(LIMIT), pytest.raises(StorageFull, match=r"waiting for disk space under .*: \d+ MB free"):
         storage.append(nearly_full, b"12345\n67890\n", durable=durable)
     assert nearly_full.stat().st_size == LIMIT - 10
     storage.append(nearly_full, b"12345\n67890\n", durable=durable)
@@ -54,7 +41,7 @@ def test_lines_are_added_all_or_not_at_all(nearly_full: Path, durable: bool):
 def test_a_replaced_file_is_whole_or_as_it_was(tmp_path: Path):
     path = tmp_path / "lines"
     path.write_bytes(b"old\n")
-    with limit(), pytest.raises(StorageFull):
+    with file_size_limit(LIMIT), pytest.raises(StorageFull):
         storage.replace(path, bytes(LIMIT + 1))
     assert path.read_bytes() == b"old\n"
     assert [p.name for p in tmp_path.iterdir()] == ["lines"]
@@ -66,7 +53,7 @@ def test_an_archived_step_is_whole_or_absent(tmp_path: Path):
     archive = Archive(tmp_path / "a", "r")
     archive.claim(1)
     groups = [os.urandom(LIMIT + 2**20)]
-    with limit(), pytest.raises(StorageFull):
+    with file_size_limit(LIMIT), pytest.raises(StorageFull):
         archive.write(WeightVersion(1, 1), groups)
     assert [p.name for p in (tmp_path / "a" / "e000001").iterdir()] == []
 
@@ -74,6 +61,14 @@ def test_an_archived_step_is_whole_or_absent(tmp_path: Path):
 def test_other_errors_are_not_a_full_disk(tmp_path: Path):
     with pytest.raises(IsADirectoryError):
         storage.append(tmp_path, b"line\n", durable=False)
+
+
+def test_a_service_whose_log_is_on_a_full_disk_lives_on():
+    lines = "for n in range(200): log.info('event', n=n, text='x' * 100)\nlog.exception('at last')"
+    code = f"from shared import telemetry\ntelemetry.configure('s')\nlog = telemetry.Log('l')\n{lines}\nprint('alive')"
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=full, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, b"alive\n")
 
 
 def test_it_travels_as_a_problem():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -52,10 +53,11 @@ def config(folder: Path, redis_url: str, port: int, **overrides: Any) -> dict[st
 
 @dataclass
 class TrainerProcess:
-    """`python -m services.trainer`, started again and again with the same configuration."""
+    """`python -m services.trainer`, or one that learns something else, started again and again with the same configuration."""
 
     tree: dict[str, Any]
     folder: Path
+    module: str = "services.trainer"
     url: str = ""
     process: subprocess.Popen[bytes] | None = field(default=None)
 
@@ -66,8 +68,20 @@ class TrainerProcess:
         log = (self.folder / "trainer.log").open("ab")
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "services.trainer", "--config", str(path)], cwd=ROOT, stdout=log, stderr=log, env=environment
+            [sys.executable, "-m", self.module, "--config", str(path)], cwd=ROOT, stdout=log, stderr=log, env=environment
         )
+
+    @contextmanager
+    def full_disk(self) -> Iterator[None]:
+        """Inside, the process can write to no file: a limit on the size of its files stands for the disk."""
+        assert self.process is not None
+        _, hard = resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (0, hard))
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):  # it was stopped meanwhile
+                resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (hard, hard))
 
     def kill(self) -> None:
         assert self.process is not None
@@ -105,9 +119,9 @@ class TrainerProcess:
 
 
 @contextmanager
-def trainer(folder: Path, redis_url: str, **overrides: Any) -> Iterator[TrainerProcess]:
+def trainer(folder: Path, redis_url: str, module: str = "services.trainer", **overrides: Any) -> Iterator[TrainerProcess]:
     folder.mkdir(parents=True, exist_ok=True)
-    made = TrainerProcess(config(folder, redis_url, free_port(), **overrides), folder)
+    made = TrainerProcess(config(folder, redis_url, free_port(), **overrides), folder, module)
     made.start()
     try:
         yield made

@@ -10,10 +10,11 @@ import pytest
 from services.trainer.checkpoint import Checkpoints, Contents
 from services.trainer.orbax_arrays import OrbaxArrays
 from shared import weights
-from shared.errors import ConfigError, WeightsError
+from shared.errors import ConfigError, StorageFull, WeightsError
 from shared.state import TrainerState, fresh
 from shared.types import WeightVersion
 from shared.weights import Probe
+from tests.support.disk import file_size_limit
 
 PARAMS = {"layers.0.attn.q_proj.w": jnp.arange(24.0).reshape(2, 3, 4), "final_norm.w": jnp.ones(3)}
 OPTIMIZER = {"step": jnp.array(4, jnp.uint32), "opt_state.0.mu.final_norm.w": jnp.full(3, 0.1)}
@@ -145,6 +146,16 @@ def test_a_checkpoint_under_another_name_is_damaged(checkpoints: Checkpoints):
     restored = checkpoints.newest()
     assert restored is not None
     assert restored.state.step == 1
+
+
+def test_without_room_there_is_no_checkpoint_and_nothing_of_it(checkpoints: Checkpoints):
+    checkpoints.save(state(1), CONTENTS, None)
+    large = replace(CONTENTS, params={"w": np.random.default_rng(0).standard_normal(2**20)})
+    with file_size_limit(2**20), pytest.raises(StorageFull, match=r"waiting for disk space under .*checkpoints: "):
+        checkpoints.save(state(2), large, None)
+    assert names(checkpoints) == ["e000001-s000001"]
+    checkpoints.save(state(2), large, None)
+    assert names(checkpoints) == ["e000001-s000001", "e000001-s000002"]
 
 
 def test_no_checkpoint_and_none_that_is_whole_differ(checkpoints: Checkpoints):

@@ -59,8 +59,7 @@ def fates(lines: Sequence[Line], head: TrainerState) -> Fates:
     steps: dict[int, list[Line]] = defaultdict(list)
     voids: dict[int, Line] = {}
     surviving = ledger.surviving(lines)
-    kept = {id(line) for line in surviving}
-    undone = [line for line in lines if line.get("disposition") == TRAINED and id(line) not in kept]
+    undone = _rolled_back(lines, surviving)
     for line in surviving:
         if line["disposition"] != TRAINED:
             if line["epoch"] >= voids.get(line["ticket"], line)["epoch"]:
@@ -70,6 +69,12 @@ def fates(lines: Sequence[Line], head: TrainerState) -> Fates:
         else:
             undone.append(line)
     return Fates(dict(steps), voids, undone)
+
+
+def _rolled_back(lines: Sequence[Line], surviving: Sequence[Line]) -> list[Line]:
+    kept = {ledger.end_of(line) for line in surviving}
+    trained = {ledger.end_of(line): line for line in lines if line.get("disposition") == TRAINED}
+    return [line for end, line in trained.items() if end not in kept]
 
 
 def check(lines: Sequence[Line], found: Fates, head: TrainerState, groups_per_step: int) -> list[Violation]:
