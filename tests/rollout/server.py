@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -28,13 +29,15 @@ POOL = 1024  # a quarter of what full requests would need: long ones are retract
 
 @dataclass
 class Server:
-    """`weights` are the float32 arrays of every version this server was given, by version."""
+    """`weights` are the float32 arrays of every version this server was given, by version; `epoch` that of new ones."""
 
     url: str
     root: Path
     config: dict[str, Any]
     process: subprocess.Popen[bytes]
     weights: dict[str, models.Weights] = field(default_factory=dict[str, models.Weights])
+    epoch: int = 1
+    steps: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(64))
 
     def __post_init__(self) -> None:
@@ -61,6 +64,10 @@ class Server:
 
     def status(self) -> dict[str, Any]:
         return self.get("/get_server_info")["internal_state"]
+
+    def new_version(self) -> str:
+        """Newer than all before: a server never goes back."""
+        return f"e{self.epoch:06d}-s{next(self.steps):06d}"
 
     def publish(self, version: str, seed: int, folder: str = "pushed") -> Path:
         """Writes a checkpoint of random weights; in "." the server finds it by itself. Returns its folder."""

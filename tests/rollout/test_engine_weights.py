@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,9 @@ import pytest
 from services.rollout.engine.client import open_engine
 from services.rollout.engine.protocol import BASE_VERSION, EngineSpec, GenerateRequest, SamplingParams
 from shared.errors import EngineDied
-from shared.weights import Probe
+from shared.weights import Leaf, Probe, read_manifest, write_manifest
 from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING, Server, wait_until
 from tests.support import models, qwen3_ref
-
-_steps = iter(range(1, 1000))
-
-
-def new_version(epoch: int = 1) -> str:
-    return f"e{epoch:06d}-s{next(_steps):06d}"
 
 
 def push(server: Server, version: str, mode: str = "retract") -> dict:
@@ -32,7 +27,7 @@ async def test_after_an_update_the_server_equals_a_fresh_one(
 ) -> None:
     """The fresh engine loads Hugging Face's format by its own loader and splits the model over two devices; then it is killed."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
-    version = new_version()
+    version = server.new_version()
     server.generate(prompts[0], 8)
     server.publish(version, 1)
     push(server, version)
@@ -54,7 +49,7 @@ async def test_after_an_update_the_server_equals_a_fresh_one(
 def test_an_update_reaches_prompts_whose_prefix_was_cached(server: Server, prompts: list[list[int]]) -> None:
     """Keys and values of the old weights are of no use to the new ones."""
     server.generate(prompts[0], 8)
-    version = new_version()
+    version = server.new_version()
     server.publish(version, 2)
     push(server, version)
     answer = server.generate(prompts[0], 8)
@@ -66,7 +61,7 @@ def test_an_update_reaches_prompts_whose_prefix_was_cached(server: Server, promp
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
 def test_requests_in_flight_say_which_weights_made_each_token(server: Server, prompts: list[list[int]], mode: str) -> None:
     """More requests than run at once, so that some are queued when the weights change."""
-    old, new = server.get("/weights")["current"], new_version()
+    old, new = server.get("/weights")["current"], server.new_version()
     server.publish(new, 3)
     server.post("/weights/stage", {"manifest": str(server.root / "pushed" / new)})
     many = prompts * 2
@@ -88,7 +83,7 @@ def test_requests_in_flight_say_which_weights_made_each_token(server: Server, pr
 
 def test_an_update_in_place_keeps_old_keys_from_new_requests(server: Server, prompts: list[list[int]]) -> None:
     """They are still in the pool, in use by what runs."""
-    version = new_version()
+    version = server.new_version()
     server.publish(version, 4)
     running = server.start(prompts[1], 100)
     server.generate(prompts[0], 8)
@@ -130,32 +125,32 @@ def apart(server: Server, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("damage", [_flip_a_byte, _truncate, _remove_a_file, _cut_manifest])
 def test_a_damaged_checkpoint_is_refused(server: Server, prompts: list[list[int]], apart: Path, damage: Callable[[Path], None]) -> None:
-    checkpoint = models.write_checkpoint(apart, new_version(), server.config, models.random_weights(server.config, 9))
+    checkpoint = models.write_checkpoint(apart, server.new_version(), server.config, models.random_weights(server.config, 9))
     damage(checkpoint)
     refused(server, prompts[0], str(checkpoint), 422)
 
 
 def test_weights_of_another_shape_are_refused(server: Server, prompts: list[list[int]], apart: Path) -> None:
     wide = server.config | {"intermediate_size": 256}
-    checkpoint = models.write_checkpoint(apart, new_version(), wide, models.random_weights(wide, 9))
+    checkpoint = models.write_checkpoint(apart, server.new_version(), wide, models.random_weights(wide, 9))
     assert "has shape" in refused(server, prompts[0], str(checkpoint), 422)
 
 
 def test_weights_of_another_model_are_refused(server: Server, prompts: list[list[int]], apart: Path) -> None:
     """The same shapes, but other positions: nothing but the manifest could tell."""
     other = server.config | {"rope_theta": 5e6}
-    checkpoint = models.write_checkpoint(apart, new_version(), other, models.random_weights(other, 9))
+    checkpoint = models.write_checkpoint(apart, server.new_version(), other, models.random_weights(other, 9))
     assert "rope_theta" in refused(server, prompts[0], str(checkpoint), 422)
 
 
 def test_weights_with_another_tree_are_refused(server: Server, prompts: list[list[int]], apart: Path) -> None:
     deep = server.config | {"num_hidden_layers": 3}
-    checkpoint = models.write_checkpoint(apart, new_version(), deep, models.random_weights(deep, 9), model={})
+    checkpoint = models.write_checkpoint(apart, server.new_version(), deep, models.random_weights(deep, 9), model={})
     assert "layers.2" in refused(server, prompts[0], str(checkpoint), 422)
 
 
 def test_weights_outside_the_root_are_refused(server: Server, prompts: list[list[int]], tmp_path: Path) -> None:
-    checkpoint = models.write_checkpoint(tmp_path, new_version(), server.config, models.random_weights(server.config, 9))
+    checkpoint = models.write_checkpoint(tmp_path, server.new_version(), server.config, models.random_weights(server.config, 9))
     refused(server, prompts[0], str(checkpoint), 403)
     link = server.root / f"link-{tmp_path.name}"
     link.symlink_to(checkpoint)
@@ -167,11 +162,44 @@ def test_weights_with_a_wrong_fingerprint_are_refused(server: Server, prompts: l
     expected = qwen3_ref.score(weights, server.config, prompts[0][:1], prompts[0][1:])
     right = Probe(tuple(prompts[0]), tuple(expected.tolist()))
     wrong = Probe(tuple(prompts[0]), tuple((expected - 0.1).tolist()))
-    bad = models.write_checkpoint(apart, new_version(), server.config, weights, probe=wrong)
+    bad = models.write_checkpoint(apart, server.new_version(), server.config, weights, probe=wrong)
     assert "fingerprint" in refused(server, prompts[0], str(bad), 422)
-    good = models.write_checkpoint(apart, new_version(), server.config, weights, probe=right)
+    good = models.write_checkpoint(apart, server.new_version(), server.config, weights, probe=right)
     assert server.post("/weights/stage", {"manifest": str(good)})["staged"] == good.name
     assert server.get("/weights")["staged"] == good.name
+
+
+@pytest.mark.parametrize("lie", ["shape", "dtype", "missing", "more"])
+def test_a_tree_that_is_not_the_manifests_is_refused(server: Server, prompts: list[list[int]], apart: Path, lie: str) -> None:
+    """The files are whole, and the engine could load them."""
+    checkpoint = models.write_checkpoint(apart, server.new_version(), server.config, models.random_weights(server.config, 9))
+    manifest = read_manifest(checkpoint)
+    first, *rest = manifest.tree
+    lies = {
+        "shape": (replace(first, shape=(*first.shape, 1)), *rest),
+        "dtype": (replace(first, dtype="bfloat16"), *rest),
+        "missing": tuple(rest),
+        "more": (*manifest.tree, Leaf("layers.0.attn.extra.w", (1,), "float32")),
+    }
+    write_manifest(checkpoint, replace(manifest, tree=lies[lie]))
+    assert "the manifest says" in refused(server, prompts[0], str(checkpoint), 422)
+
+
+def test_weights_more_precise_than_the_engine_are_refused(server: Server, prompts: list[list[int]], apart: Path) -> None:
+    """They would be rounded, and be another policy than the trainer's."""
+    weights = {k: v.astype(np.float64) for k, v in models.random_weights(server.config, 9).items()}
+    checkpoint = models.write_checkpoint(apart, server.new_version(), server.config, weights)
+    assert "is float64, the engine computes with float32" in refused(server, prompts[0], str(checkpoint), 422)
+
+
+def test_the_weights_of_another_version_under_a_manifest_made_to_fit_are_refused(
+    server: Server, prompts: list[list[int]], apart: Path
+) -> None:
+    """Every digest is right; only the fingerprint is that of the weights that were meant."""
+    meant, others = (models.random_weights(server.config, seed) for seed in (9, 10))
+    probe = Probe(tuple(prompts[0]), tuple(qwen3_ref.score(meant, server.config, prompts[0][:1], prompts[0][1:]).tolist()))
+    checkpoint = models.write_checkpoint(apart, server.new_version(), server.config, others, probe=probe)
+    assert "fingerprint" in refused(server, prompts[0], str(checkpoint), 422)
 
 
 def refused(server: Server, prompt: list[int], manifest: str, status: int) -> str:
@@ -187,7 +215,7 @@ def refused(server: Server, prompt: list[int], manifest: str, status: int) -> st
 
 
 def test_a_commit_needs_the_right_current_and_staged_versions(server: Server, apart: Path) -> None:
-    current, version = server.get("/weights")["current"], new_version()
+    current, version = server.get("/weights")["current"], server.new_version()
     server.publish(version, 6)
     assert "not staged" in server.post("/weights/commit", {"version": version, "mode": "retract"}, 409)["detail"]
     push(server, version)
@@ -196,13 +224,13 @@ def test_a_commit_needs_the_right_current_and_staged_versions(server: Server, ap
 
 
 def _staged(server: Server, folder: Path) -> str:
-    version = new_version()
+    version = server.new_version()
     checkpoint = models.write_checkpoint(folder, version, server.config, models.random_weights(server.config, 1))
     return server.post("/weights/stage", {"manifest": str(checkpoint)})["staged"]
 
 
 def test_a_version_already_serving_is_a_success(server: Server) -> None:
-    version = new_version()
+    version = server.new_version()
     server.publish(version, 7)
     push(server, version)
     again = push(server, version)
@@ -218,7 +246,8 @@ def test_a_hugging_face_folder_under_the_root_can_be_loaded(server: Server, prom
 
 
 def test_a_server_that_missed_a_push_catches_up(server: Server, prompts: list[list[int]]) -> None:
-    version = new_version(epoch=2)
+    server.epoch += 1
+    version = server.new_version()
     server.publish(version, 10, ".")
     wait_until(lambda: server.get("/weights")["current"] == version, 15)
     assert server.error(prompts[0], server.generate(prompts[0], 8)) <= 1e-4

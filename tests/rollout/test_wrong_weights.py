@@ -33,6 +33,8 @@ async def test_a_server_that_computes_with_other_weights_than_it_says_answers_no
         max_running_requests=MAX_RUNNING,
         context_length=CONTEXT,
         max_prefill_tokens=MAX_PREFILL,
+        token_paddings=(16, 64),
+        bs_paddings=(8, 16),
     )
     weights = models.random_weights(CONFIG, 0)
     nudged = weights | {"model.norm.weight": weights["model.norm.weight"].copy()}

@@ -6,6 +6,7 @@ service closes the link, and with code 1 on any error of its own; it starts no c
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import os
@@ -181,9 +182,10 @@ def _bind_life_to_parent() -> None:
 
 def beat(link: Link) -> None:
     """Thread: lets the service know that this process runs, also while a step compiles."""
-    while True:
-        link.send({"op": "beat"})
-        time.sleep(BEAT_S)
+    with contextlib.suppress(OSError):  # the service is gone: the loop's thread ends the process
+        while True:
+            link.send({"op": "beat"})
+            time.sleep(BEAT_S)
 
 
 def main(fd: int) -> int:
