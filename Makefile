@@ -29,6 +29,9 @@ check: install  ## formatting, lint, types, import contracts
 fuzz: install  ## 5,000 generated requests to every service; ARGS go to pytest
 	@VOLLEY_FUZZ_CASES=$${VOLLEY_FUZZ_CASES:-5000} $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
+audit: install  ## known vulnerabilities in the locked dependencies, where their database can be reached
+	@$(BIN)/python -m services.cli.audit
+
 format: install  ## format, and mend what ruff can mend
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
