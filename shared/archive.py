@@ -28,7 +28,10 @@ from shared.types import WeightVersion
 
 SCHEMA = 1
 _LEVEL = 1
-_MAX_GROUP_BYTES = 2**31 - 1
+_SMALL = 2**16
+MAX_GROUP_BYTES = 2**28
+"""A reader refuses more, so that a damaged or hostile file costs little memory; the trainer takes no larger group in."""
+
 _NAME = re.compile(r"e(\d{6,})/s(\d{6,})\.zst\Z")
 _EPOCH = re.compile(r"e(\d{6,})\Z")
 
@@ -129,17 +132,21 @@ def _folder(root: Path, epoch: int) -> Path:
 
 def _payloads(path: Path, file: Any, run: str, version: WeightVersion) -> Iterator[bytes]:
     stream = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-    values = msgpack.Unpacker(stream, max_buffer_size=_MAX_GROUP_BYTES, raw=False)
+    values = msgpack.Unpacker(stream, max_buffer_size=MAX_GROUP_BYTES + _SMALL, max_bin_len=MAX_GROUP_BYTES, raw=False)
     header = next(values, None)
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         raise DecodeError(f"archive {path} is not of schema {SCHEMA}")
     if (header.get("run"), header.get("version")) != (run, str(version)):
         raise DecodeError(f"archive {path} is of run {header.get('run')}, version {header.get('version')}, not of {run}, {version}")
-    n = 0
+    expected, n = header.get("n"), 0
+    if type(expected) is not int:
+        raise DecodeError(f"archive {path} does not say how many groups it holds")
     for value in values:
         if not isinstance(value, bytes):
             raise DecodeError(f"archive {path} holds something else than groups")
         n += 1
+        if n > expected:
+            break
         yield value
-    if n != header.get("n"):
-        raise DecodeError(f"archive {path} holds {n} groups, its header says {header.get('n')}")
+    if n != expected:
+        raise DecodeError(f"archive {path} holds {f'more than {expected}' if n > expected else n} groups, its header says {expected}")

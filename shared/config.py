@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from pydantic import ValidationError
 
 from shared.errors import ConfigError
 from shared.schema import RunConfig
+
+_MAX_NAMED = 10  # mistakes in one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,27 +51,36 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Loaded:
     """Raises ConfigError naming the file, key or value that is wrong."""
     merged = OmegaConf.create({})
     for path in paths:
-        merged = OmegaConf.merge(merged, _read(Path(path)))
+        with _translated(f"config file {path}"):
+            merged = OmegaConf.merge(merged, _read(Path(path)))
     for override in overrides:
         key, sign, _ = override.partition("=")
         if not sign or not key:
             raise ConfigError(f"override {override!r} is not of the form key.path=value")
-        try:
+        with _translated(f"override {override[:200]!r}"):
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
-        except (OmegaConfBaseException, yaml.YAMLError) as error:
-            raise ConfigError(f"override {override!r} cannot be applied: {_first_line(error)}") from error
     return validate(merged)
 
 
 def validate(tree: Any) -> Loaded:
     """Validates a plain or OmegaConf tree. Raises ConfigError."""
-    try:
+    with _translated("the configuration"):
         plain: Any = OmegaConf.to_container(tree, resolve=True) if OmegaConf.is_config(tree) else tree
+    try:
         return Loaded(RunConfig.model_validate(plain), plain)
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"the configuration cannot be resolved: {_first_line(error)}") from error
     except ValidationError as error:
-        raise ConfigError("; ".join(_explain(e) for e in error.errors())) from error
+        raise ConfigError("; ".join(_explain(e) for e in error.errors()[:_MAX_NAMED])) from error
+
+
+@contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """The errors of OmegaConf and YAML as ConfigError."""
+    try:
+        yield
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from error
+    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{what} cannot be used: {_first_line(error)}") from error
 
 
 def _read(path: Path) -> Any:
@@ -76,10 +88,7 @@ def _read(path: Path) -> Any:
         text = path.read_text()
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}", "give an existing YAML file with --config") from error
-    try:
-        tree = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config file {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    tree = yaml.safe_load(text)
     if not isinstance(tree, dict):
         raise ConfigError(f"config file {path} does not hold a mapping of sections")
     return OmegaConf.create(tree)
@@ -93,7 +102,7 @@ def _explain(error: Any) -> str:
         return f"{key} is missing"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"]) if not error["loc"] else f"{key}: {error['ctx']['error']}"
-    return f"{key}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    return f"{key}={repr(error['input'])[:200]}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
 def _suggestion(loc: tuple[Any, ...]) -> str:

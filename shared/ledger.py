@@ -64,8 +64,8 @@ def parse(text: bytes) -> Line | None:
     if not isinstance(value, dict):
         return None
     if "rollback" in value:
-        return value if isinstance(value["rollback"], int) else None
-    known = all(isinstance(value.get(key), kind) for key, kind in _TYPES.items()) and value["disposition"] in DISPOSITIONS
+        return value if type(value["rollback"]) is int else None
+    known = all(type(value.get(key)) is kind for key, kind in _TYPES.items()) and value["disposition"] in DISPOSITIONS
     return value if known else None
 
 

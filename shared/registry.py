@@ -11,8 +11,10 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
 import orjson
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from redis.asyncio import Redis
 
 from shared import telemetry
@@ -37,8 +39,11 @@ class Server:
     id: str
     url: str
     version: str
-    capacity: int
+    capacity: Annotated[int, Field(ge=1)]
     epoch: int
+
+
+_RECORD = TypeAdapter(Server, config=ConfigDict(strict=True))
 
 
 class Registry:
@@ -55,7 +60,7 @@ class Registry:
         gone = [id for id, record in zip(ids, records, strict=True) if record is None]
         if gone:
             await command(self._redis, "SREM", self._index, *gone)
-        return [_decode(record) for record in records if record is not None]
+        return [server for record in records if record is not None and (server := _decode(record)) is not None]
 
     async def heartbeat(self, current: Callable[[], Server | None]) -> None:
         """Keeps a server registered until cancelled, then deregisters it: a worker for the server's task group.
@@ -95,12 +100,10 @@ class Registry:
         return f"{self._index}:{id}"
 
 
-def _decode(record: bytes) -> Server:
-    fields = orjson.loads(record)
-    return Server(
-        id=str(fields["id"]),
-        url=str(fields["url"]),
-        version=str(fields["version"]),
-        capacity=int(fields["capacity"]),
-        epoch=int(fields["epoch"]),
-    )
+def _decode(record: bytes) -> Server | None:
+    """None for what is no server's record; it ends with its lease."""
+    try:
+        return _RECORD.validate_json(record)
+    except ValidationError as error:
+        _log.warning("a server's record cannot be read", record=record[:200].decode(errors="replace"), error=error.error_count())
+        return None

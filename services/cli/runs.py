@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import orjson
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from services.cli import reaper
 from services.cli.layout import PROJECT, RunFolder
@@ -42,6 +43,9 @@ class Record:
     elapsed_s: float
     finished: bool
     cwd: str = "."
+
+
+_RECORD = TypeAdapter(Record, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 class Claim(NamedTuple):
@@ -91,8 +95,8 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[Loaded, Record
 
 def read_record(folder: RunFolder) -> Record | None:
     """None if the folder is not that of a run, or its record cannot be read."""
-    with contextlib.suppress(OSError, orjson.JSONDecodeError, TypeError):
-        return Record(**orjson.loads(folder.record.read_bytes()))
+    with contextlib.suppress(OSError, ValidationError):
+        return _RECORD.validate_json(folder.record.read_bytes())
     return None
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import BaseModel, ValidationError
 
 from services.cli.layout import RunFolder
 from shared import wedge
@@ -24,6 +25,14 @@ _TIMEOUT_S = 5.0
 _BETWEEN_S = 1.0  # two looks at the tokens a server has made
 _DETAILS = {"rollout": ("/weights", "/get_server_info"), "trainer": ("/status",), "orchestrator": ("/runs",)}
 _KEYS = ("current", "staged", "state", "step", "version", "epoch", "phase")
+
+
+class _Processes(BaseModel):
+    """What processes.json says: base URLs by name of the process, and how to call them."""
+
+    urls: dict[str, str]
+    token_files: TokenFiles
+    ca_file: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +79,14 @@ def _services(targets: Sequence[str], token_file: Path | None, ca_file: Path | N
         raise ConfigError("give one run's folder, or addresses like http://127.0.0.1:8102")
     folder = RunFolder(Path(targets[0]).absolute() if targets else _newest())
     try:
-        record = orjson.loads(folder.processes.read_bytes())
-        token = token_for(TokenFiles.model_validate(record["token_files"]), Role.VIEWER)
-        trusted = Path(record["ca_file"]) if record["ca_file"] else None
-        return [
-            Service(name, name.partition("-")[0], HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=trusted))
-            for name, url in record["urls"].items()
-        ]
-    except (OSError, orjson.JSONDecodeError, KeyError) as error:
+        record = _Processes.model_validate_json(folder.processes.read_bytes())
+    except (OSError, ValidationError) as error:
         raise ConfigError(f"{folder.path} is not the folder of a run started here", "give RUN_DIR or the services' addresses") from error
+    token = token_for(record.token_files, Role.VIEWER)
+    return [
+        Service(name, name.partition("-")[0], HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=record.ca_file))
+        for name, url in record.urls.items()
+    ]
 
 
 def _newest() -> Path:
