@@ -30,12 +30,13 @@ from fastapi import FastAPI
 
 from shared import config, telemetry, watchdog
 from shared.errors import ConfigError, VolleyError
-from shared.schema import Endpoint, RunConfig
+from shared.schema import Endpoint, RunConfig, TokenFiles
 from shared.serving import Server, make_server
 from shared.tls import check_certificate
 
 CLEANUP_S = 10.0
 """How long a process may live on after its grace, in seconds: for its resources, and for threads that Python waits for."""
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _log = telemetry.Log("boot")
 
 
@@ -65,6 +66,8 @@ def main(name: str, *, requires: str | None = None, open_service: OpenService | 
         loaded = config.load(arguments.config, arguments.overrides)
         check_certificate(loaded.config.services.tls)
         endpoint: Endpoint = getattr(loaded.config.services, name)
+        if loaded.config.services.token_files == TokenFiles() and endpoint.host not in _LOOPBACK:
+            _log.warning("no tokens are configured: whoever reaches this address may do everything", host=endpoint.host)
         with bind(endpoint) as listener:
             code = run(loaded.config, open_service or _load(name, requires), listener)
     except VolleyError as error:
