@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import orjson
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from redis.asyncio import Redis
 
 from shared import telemetry
@@ -43,7 +43,7 @@ class Server:
     epoch: int
 
 
-_RECORD = TypeAdapter(Server, config=ConfigDict(strict=True))
+_RECORD = TypeAdapter(Server)
 
 
 class Registry:
@@ -103,7 +103,7 @@ class Registry:
 def _decode(record: bytes) -> Server | None:
     """None for what is no server's record; it ends with its lease."""
     try:
-        return _RECORD.validate_json(record)
+        return _RECORD.validate_json(record, strict=True)
     except ValidationError as error:
         _log.warning("a server's record cannot be read", record=record[:200].decode(errors="replace"), error=error.error_count())
         return None

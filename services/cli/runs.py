@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import orjson
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from services.cli import reaper
 from services.cli.layout import PROJECT, RunFolder
@@ -45,7 +45,7 @@ class Record:
     cwd: str = "."
 
 
-_RECORD = TypeAdapter(Record, config=ConfigDict(strict=True, allow_inf_nan=False))
+_RECORD = TypeAdapter(Record)
 
 
 class Claim(NamedTuple):
@@ -96,7 +96,7 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[Loaded, Record
 def read_record(folder: RunFolder) -> Record | None:
     """None if the folder is not that of a run, or its record cannot be read."""
     with contextlib.suppress(OSError, ValidationError):
-        return _RECORD.validate_json(folder.record.read_bytes())
+        return _RECORD.validate_json(folder.record.read_bytes(), strict=True)
     return None
 
 
