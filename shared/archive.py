@@ -132,7 +132,7 @@ def _folder(root: Path, epoch: int) -> Path:
 
 def _payloads(path: Path, file: Any, run: str, version: WeightVersion) -> Iterator[bytes]:
     stream = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-    values = msgpack.Unpacker(stream, max_buffer_size=MAX_GROUP_BYTES + _SMALL, max_bin_len=MAX_GROUP_BYTES, raw=False)
+    values = msgpack.Unpacker(stream, max_buffer_size=MAX_GROUP_BYTES + _SMALL, raw=False)
     header = next(values, None)
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         raise DecodeError(f"archive {path} is not of schema {SCHEMA}")

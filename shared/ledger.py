@@ -65,8 +65,9 @@ def parse(text: bytes) -> Line | None:
         return None
     if "rollback" in value:
         return value if type(value["rollback"]) is int else None
-    known = all(type(value.get(key)) is kind for key, kind in _TYPES.items()) and value["disposition"] in DISPOSITIONS
-    return value if known else None
+    typed = all(type(value.get(key)) is kind for key, kind in _TYPES.items())
+    plain = all(isinstance(value.get(key), str | None) for key in ("reason", "digest"))
+    return value if typed and plain and value["disposition"] in DISPOSITIONS else None
 
 
 def surviving(lines: Iterable[Line]) -> list[Line]:

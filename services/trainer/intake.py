@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from shared.archive import MAX_GROUP_BYTES
 from shared.errors import DecodeError
 from shared.queue.progress import Progress
 from shared.queue.records import Entry, Finished
@@ -136,6 +137,8 @@ class Intake:
         return tickets
 
     def _check(self, group: Group, entry: Entry) -> None:
+        if len(entry.payload) > MAX_GROUP_BYTES:
+            raise DecodeError(f"a group of {len(entry.payload)} bytes could not be archived, the most is {MAX_GROUP_BYTES}")
         if group.ticket != entry.ticket:
             raise DecodeError(f"the group says ticket {group.ticket}")
         if len(group.trajectories) > self._rules.group_size:
