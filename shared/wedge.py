@@ -7,7 +7,7 @@ and sentences out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -79,7 +79,7 @@ def judge(seen: Sequence[Seen]) -> Verdict:
     if run.get("state") in ("finished", "failed"):
         return Verdict(run["state"], (f"the run has {run['state']}: {run['reason']}",) if run.get("reason") else (), quiet_s=quiet_s)
     walk = _Walk(nodes(seen))
-    busy = any(node.busy for node in walk.nodes)
+    busy = walk.waits_unseen or any(node.busy for node in walk.nodes)
     limit = BUSY_S if busy else CYCLE_S if walk.cycle else QUIET_S
     if quiet_s is not None and quiet_s >= limit:
         state: State = "wedged"
@@ -102,13 +102,13 @@ def nodes(seen: Sequence[Seen]) -> list[Node]:
 
 
 class _Walk:
-    """Follows who waits for whom, the trainer's first: everything in a run ends with it."""
+    """Follows who waits for whom, the trainer's first: everything in a run ends with it. One that was not asked may be at work."""
 
     def __init__(self, found: Sequence[Node]) -> None:
         order = {"trainer": 0, "orchestrator": 1, "rollout": 2}
         self.nodes = sorted(found, key=lambda node: order.get(node.kind, 3))
         self.chain: list[str] = []
-        self.cycle = False
+        self.cycle = self.waits_unseen = False
         self._told: set[str] = set()
         for node in self.nodes:
             if node.waits or node.halted:
@@ -127,11 +127,10 @@ class _Walk:
             self.chain.append(f"{node.name} is {node.busy}")
         for link in node.waits:
             self.chain.append(f"{node.name} waits for {link.what}")
-            for target in self._targets(link.on):
+            targets = [target for target in self.nodes if link.on in (target.name, target.kind, target.url)]
+            self.waits_unseen |= link.on == "trainer" and not targets
+            for target in targets:
                 self._follow(target, (*path, node.name))
-
-    def _targets(self, on: str) -> Iterator[Node]:
-        return (node for node in self.nodes if on in (node.name, node.kind, node.url))
 
 
 def _node(seen: Seen, trainer: Mapping[str, Any], server: Mapping[str, Any]) -> Node:

@@ -134,6 +134,11 @@ def test_a_queue_that_is_full_because_the_trainer_is_slow_is_no_wedge_until_it_l
     assert judge([seen[0], orchestrator(waiting=FULL, quiet_s=BUSY_S)]).state == "wedged"
 
 
+def test_a_trainer_that_was_not_asked_may_be_at_work():
+    assert judge([orchestrator(waiting=FULL, quiet_s=QUIET_S * 2)]).state == "running"
+    assert judge([orchestrator(waiting={"on": "redis", "why": "gone"}, quiet_s=QUIET_S)]).state == "wedged"
+
+
 @pytest.mark.parametrize(
     ("said", "tokens_per_s"), [({"running": 4}, 50.0), ({"running": 4}, None)], ids=["tokens are made", "nobody has looked twice"]
 )
