@@ -15,8 +15,8 @@ import pytest
 from shared.queue.server import embedded_server
 from tests.fuzz.driver import Fuzzer, in_a_thread
 from tests.fuzz.stack import OPENERS, RUN, TOKEN, open_stack, run_config
+from tests.fuzz.values import CASES
 
-CASES = int(os.environ.get("VOLLEY_FUZZ_CASES", "300"))
 SEED = int(os.environ.get("VOLLEY_FUZZ_SEED", "1"))
 FIRST = "e000001-s000000"
 CALL = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "40+2"}'}}
@@ -39,8 +39,8 @@ KNOWN: dict[str, dict[str, list[Any]]] = {
         "input_ids": [[5], [5, 6, 7], list(range(3, 90)), [10**6], []],
         "sampling_params": [{}, {"max_new_tokens": 3}, {"temperature": 0, "top_k": 1}, {"stop_token_ids": [5]}, {"top_p": 2}],
         "rid": ["a", "b", "c"],
-        "manifest": [FIRST, f"{FIRST}/manifest.json", "../secrets", "/etc", "e000009-s000009", ""],
-        "model_path": [FIRST, "..", "nothing"],
+        "manifest": [FIRST, f"{FIRST}/manifest.json", "../secrets", "/etc", "e000009-s000009", "", "\0", "a" * 5000, "x/" * 3000],
+        "model_path": [FIRST, "..", "nothing", "\0", "a" * 300],
         "version": [FIRST, "e000001-s000001", "x"],
         "base_version": [FIRST, None],
         "mode": ["in_place", "retract", "abort"],

@@ -1,0 +1,88 @@
+"""What other services say, under arbitrary values: a result, or an error of the project, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shared import codec, registry
+from shared.clients.env import EnvClient
+from shared.clients.rollout import RolloutClient
+from shared.errors import VolleyError, from_problem, problem
+from tests.fuzz.values import EXAMPLES, JSON, WIRE, as_json, changed
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    "create": {"episode_id": "e", "task": "t", "messages": [{"role": "user", "content": "x"}], "tools": []},
+    "step": {
+        "messages": [],
+        "reward": 1.0,
+        "terminated": True,
+        "truncated": False,
+        "info": {"success": True, "reward_components": {"a": 1.0}, "error": None},
+    },
+    "num_tasks": {"num_tasks": 5},
+    "demonstration": {"messages": [{"role": "user", "content": "x"}]},
+    "weights": {"current": "e000001-s000000", "staged": None, "digest": None},
+    "generate": {
+        "output_ids": [5, 6],
+        "meta_info": {
+            "prompt_tokens": 2,
+            "cached_tokens": 0,
+            "output_token_logprobs": [-0.5, -0.25],
+            "finish_reason": {"type": "length"},
+            "weight_versions": [{"version": "e000001-s000000", "start": 0, "end": 2}],
+        },
+    },
+}
+IDS = np.array([1, 2], np.int32)
+CALLS: dict[str, Callable[[httpx.MockTransport], Any]] = {
+    "create": lambda t: _with(EnvClient("http://x", transport=t), lambda c: c.create("r", "e", "train", 0, seed=1)),
+    "step": lambda t: _with(EnvClient("http://x", transport=t), lambda c: c.step("e", "r", "text")),
+    "num_tasks": lambda t: _with(EnvClient("http://x", transport=t), lambda c: c.num_tasks("e", "train")),
+    "demonstration": lambda t: _with(EnvClient("http://x", transport=t), lambda c: c.demonstration("e", "train", 0)),
+    "weights": lambda t: _with(RolloutClient("http://x", transport=t), lambda c: c.weights()),
+    "generate": lambda t: _with(RolloutClient("http://x", transport=t), lambda c: c.generate(IDS, {"max_new_tokens": 4}, "r")),
+}
+
+
+async def _with(client: Any, call: Callable[[Any], Any]) -> Any:
+    async with client:
+        return await call(client)
+
+
+@EXAMPLES
+@given(
+    st.sampled_from(sorted(ANSWERS)).flatmap(lambda name: st.tuples(st.just(name), changed(ANSWERS[name], WIRE) | WIRE)),
+    st.sampled_from([200, 200, 200, 404]),
+)
+def test_answers_of_other_services(case: tuple[str, Any], code: int) -> None:
+    """A service that answers nonsense is an error of the project to its caller, and no data."""
+    name, tree = case
+    answer = httpx.Response(code, content=codec.pack(tree), headers={"Content-Type": codec.MEDIA_TYPE})
+    with suppress(VolleyError):
+        asyncio.run(CALLS[name](httpx.MockTransport(lambda _request: answer)))
+
+
+@EXAMPLES
+@given(st.integers(100, 599), JSON)
+def test_problem_bodies(code: int, body: Any) -> None:
+    if isinstance(body, dict):
+        orjson.dumps(problem(from_problem(code, body)))
+
+
+SERVER = {"id": "a", "url": "http://x", "version": "e000001-s000000", "capacity": 4, "epoch": 1}
+
+
+@EXAMPLES
+@given(changed(SERVER, JSON).map(as_json) | st.binary(max_size=20))
+def test_server_records(record: bytes) -> None:
+    server = registry._decode(record)
+    assert server is None or server.capacity > 0
