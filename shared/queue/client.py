@@ -86,7 +86,8 @@ async def transaction(redis: Redis, *commands: Sequence[str | int | bytes]) -> l
 
 
 def _from_server(error: foreign.ResponseError) -> Exception:
-    text = str(error)
+    """By the server's code; in a transaction the client puts the name of the command before it."""
+    text = str(error).rpartition(" caused error: ")[2].strip("(',\")")
     code = text.partition(" ")[0]
     if code in ("NOGROUP", "UNBLOCKED"):
         return Fenced("the consumer group of this trainer is gone", "another trainer has begun, or Redis was wiped")

@@ -10,7 +10,7 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.errors import ConfigError, Fenced, QueueUnavailable
-from shared.queue.client import command, connect
+from shared.queue.client import command, connect, transaction
 from shared.queue.queue import TicketQueue
 
 
@@ -67,3 +67,13 @@ async def test_a_full_server_loses_nothing(redis: Redis):
         await command(redis, "CONFIG", "SET", "maxmemory", 0)
     assert ((await queue.state()).depth, (await queue.state()).leased) == (0, 1)
     assert await queue.publish(1, b"group") == "queued"
+
+
+async def test_a_server_that_takes_no_writes_now_is_unavailable_in_a_transaction_too(redis: Redis):
+    await command(redis, "CONFIG", "SET", "min-replicas-to-write", 1)
+    try:
+        for write in (command(redis, "SET", "a", "1"), transaction(redis, ("SET", "a", "1"), ("SET", "b", "2"))):
+            with pytest.raises(QueueUnavailable, match="cannot take this command now: NOREPLICAS"):
+                await write
+    finally:
+        await command(redis, "CONFIG", "SET", "min-replicas-to-write", 0)
