@@ -74,14 +74,15 @@ def test_a_full_disk_is_waited_out_and_nothing_is_lost(tmp_path: Path, redis: st
 
 
 def test_sigterm_while_the_disk_is_full(tmp_path: Path, redis: str, uninterrupted: Restored):
-    with trainer(tmp_path, redis, SIMULATED) as process, producing(redis, STEPS * BATCH):
+    with trainer(tmp_path, redis, SIMULATED) as process:
         process.wait(lambda s: s["phase"] == "waiting")
-        with process.full_disk():
+        with process.full_disk(), producing(redis, STEPS * BATCH):
             status = process.wait(lambda s: s["waiting_for"] and "disk" in s["waiting_for"])
             assert process.terminate() == 0
         assert re.fullmatch(r"waiting for disk space under .*: \d+ MB free \(.*\)", status["waiting_for"])
         process.start()
-        process.wait(lambda s: s["phase"] == "done")
+        with producing(redis, STEPS * BATCH):
+            process.wait(lambda s: s["phase"] == "done")
         assert process.terminate() == 0
     assert same(newest(tmp_path), uninterrupted)
     check(tmp_path)
