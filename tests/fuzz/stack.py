@@ -51,13 +51,15 @@ def run_config(folder: Path, redis_url: str) -> RunConfig:
 
 @asynccontextmanager
 async def open_stack(run: RunConfig) -> AsyncIterator[dict[str, str]]:
-    """Yields the services' base URLS by name; weights serve, and the run is paused."""
+    """Yields the services' base URLs by name; the first weights serve, and the run is paused."""
     async with AsyncExitStack() as stack:
         urls, workers = {}, []
         for name, opener in OPENERS.items():
             service = await stack.enter_async_context(opener(run))
             urls[name] = await stack.enter_async_context(served(service.app, port=getattr(run.services, name).port))
             workers += service.workers
+            if name == "orchestrator":
+                service.app.state.conductor.pause()
         group = await stack.enter_async_context(asyncio.TaskGroup())
         tasks = [group.create_task(work()) for work in workers]
         stack.callback(lambda: [task.cancel() for task in tasks])
@@ -66,9 +68,8 @@ async def open_stack(run: RunConfig) -> AsyncIterator[dict[str, str]]:
 
 
 async def _ready(urls: dict[str, str]) -> None:
-    """Returns once every service is ready, and the run is paused. Raises TimeoutError."""
+    """Returns once every service is ready. Raises TimeoutError."""
     async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
         for url in urls.values():
             while (await client.get(f"{url}/ready")).status_code != 200:
                 await asyncio.sleep(0.05)
-        (await client.post(f"{urls['orchestrator']}/runs/{RUN}/pause")).raise_for_status()
