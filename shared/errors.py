@@ -29,6 +29,10 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 
+MAX_DETAIL = 2000
+"""Characters: an error names what is wrong, and does not send it back whole."""
+
+
 class VolleyError(Exception):
     """Base of all errors of the project.
 
@@ -155,10 +159,10 @@ def problem(error: VolleyError) -> dict[str, Any]:
         "type": f"urn:volley:{type(error).__name__}",
         "title": error.title,
         "status": error.status,
-        "detail": error.detail,
+        "detail": error.detail[:MAX_DETAIL],
     }
     if error.hint:
-        body["hint"] = error.hint
+        body["hint"] = error.hint[:MAX_DETAIL]
     return body
 
 

@@ -21,11 +21,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
+from shared import telemetry
 from shared.errors import Fenced
 from shared.queue.client import MAX_BLOCK_MS, command, transaction
 from shared.queue.progress import Progress
@@ -38,6 +39,8 @@ _REFUSALS = {-1: Refusal.NOT_READY, -2: Refusal.FULL, -3: Refusal.EXHAUSTED}
 _CHUNK = 500  # tickets per script call
 _DEAD_KEPT = 64
 _NEW = ">"
+_MAX_DIGITS = 16  # Lua's numbers are exact up to 2^53
+_log = telemetry.Log("queue")
 
 
 type _Row = tuple[bytes, dict[bytes, bytes] | None]  # entry id, fields
@@ -194,8 +197,10 @@ class TicketQueue:
         for entry_id, fields in rows:
             if not fields:
                 continue  # deleted while it was pending
-            entry, ticket = entry_id.decode(), int(fields[b"t"])
-            if lineage.progress.is_finished(ticket):
+            entry, ticket = entry_id.decode(), _ticket_of(fields)
+            if ticket is None:
+                _log.warning("an entry that no producer wrote is left alone", entry=entry)
+            elif lineage.progress.is_finished(ticket):
                 again.append(Finished(ticket, entry))
             elif ticket not in lineage.held:
                 fresh.append(Entry(entry, ticket, fields[b"d"], deliveries=1 + lineage.tries.get(ticket, 0)))
@@ -272,6 +277,12 @@ class TicketQueue:
         if self._lineage is None or self._lineage.epoch != epoch:
             raise Fenced(f"epoch {epoch} was not begun here", "call begin first")
         return self._lineage
+
+
+def _ticket_of(fields: Mapping[bytes, bytes]) -> int | None:
+    """None for an entry that was written by hand; the next trainer's `begin` removes it."""
+    text = fields.get(b"t", b"")
+    return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS and b"d" in fields else None
 
 
 def _ms(seconds: float) -> int:
