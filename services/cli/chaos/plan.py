@@ -20,7 +20,8 @@ LINKS = ("redis", "env", "rollout-0", "rollout-1")
 WIPES: tuple[Kind, ...] = ("flush", "lose")
 _SPREAD_S = 0.8
 _LINK_FAULTS: tuple[Kind, ...] = ("delay", "stall", "cut")
-_KILLS_A_STORM = 8
+_LIGHT = ("env", "orchestrator", "rollout-0", "rollout-1")
+_KILLS_A_STORM, _KILLS_BESIDE_A_ZOMBIE = 10, 8
 _LONG_PAUSE_S = {"redis": 16.0, "rollout-0": 12.0, "rollout-1": 12.0, "orchestrator": 12.0, "env": 12.0}
 """Longer than the socket time-out of Redis' clients, than a server's registration, than a ticket's lease."""
 
@@ -50,7 +51,7 @@ class Amounts:
 def plan(seed: int, amounts: Amounts) -> list[Round]:
     """The rounds of a run that has an end."""
     dice = random.Random(f"chaos {seed}")
-    storms = max(amounts.wipes, -(-max(0, amounts.kills - 5 * amounts.zombies) // _KILLS_A_STORM), 1)
+    storms = max(amounts.wipes, -(-max(0, amounts.kills - _KILLS_BESIDE_A_ZOMBIE * amounts.zombies) // _KILLS_A_STORM), 1)
     rounds: list[list[Fault]] = [[_zombie(dice)] for _ in range(amounts.zombies)]
     rounds += [[] for _ in range(storms)]
     wipes: list[Kind] = [WIPES[i % 2] if i < amounts.wipes else "kill" for i in range(storms)]
@@ -62,7 +63,8 @@ def plan(seed: int, amounts: Amounts) -> list[Round]:
         n_kills += (wipe != "flush") + 1
     dice.shuffle(rounds)
     for i in range(max(0, amounts.kills - n_kills)):
-        rounds[i % len(rounds)].append(_fault(dice, "kill", _light(dice)))
+        nth, number = divmod(i, len(rounds))
+        rounds[number].append(_fault(dice, "kill", _LIGHT[(number + nth) % len(_LIGHT)]))
     for faults in rounds:
         faults += [_pause(dice), _fault(dice, dice.choice(_LINK_FAULTS), dice.choice(LINKS))]
     quiet = [_disk_full(dice) for _ in range(max(1, len(rounds) // 10))]
@@ -109,10 +111,6 @@ def _in_order(faults: Iterable[Fault]) -> Round:
 def _fault(dice: random.Random, kind: Kind, at: str) -> Fault:
     length_s = round(dice.uniform(0.3, 2.0), 3) if kind in ("delay", "stall") else 0.0
     return Fault(kind, at, round(dice.uniform(0.0, _SPREAD_S), 3), length_s)
-
-
-def _light(dice: random.Random) -> str:
-    return dice.choice(("env", "orchestrator", "rollout-0", "rollout-1"))
 
 
 def _pause(dice: random.Random) -> Fault:
