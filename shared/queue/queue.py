@@ -280,7 +280,7 @@ class TicketQueue:
 
 
 def _ticket_of(fields: Mapping[bytes, bytes]) -> int | None:
-    """None for an entry that was written by hand; the next trainer's `begin` removes it."""
+    """None for an entry that was written by hand."""
     text = fields.get(b"t", b"")
     return int(text) if text.isdigit() and len(text) <= _MAX_DIGITS and b"d" in fields else None
 
