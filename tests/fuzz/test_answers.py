@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shared import codec, registry
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
-from shared.errors import VolleyError, from_problem, problem
+from shared.errors import InputError, VolleyError, from_problem, problem
 from tests.fuzz.values import EXAMPLES, JSON, WIRE, as_json, changed
 
 ANSWERS: dict[str, dict[str, Any]] = {
@@ -86,3 +86,8 @@ SERVER = {"id": "a", "url": "http://x", "version": "e000001-s000000", "capacity"
 def test_server_records(record: bytes) -> None:
     server = registry._decode(record)
     assert server is None or server.capacity > 0
+
+
+def test_an_error_does_not_repeat_its_input_at_length() -> None:
+    body = problem(InputError("x" * 10**6, "y" * 10**6))
+    assert len(orjson.dumps(body)) < 5000
