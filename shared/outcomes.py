@@ -70,6 +70,8 @@ FAILURES: Mapping[str, Failure] = {
     "QueueUnavailable": Failure("infrastructure", "again", "Redis does not answer or takes no writes; waited for, costs no attempt"),
     "OutOfMemory": Failure("infrastructure", "again", "it does not fit into the server's memory now"),
     "StorageFull": Failure("infrastructure", "again", "a disk or a quota is full; what was made is kept and written later"),
+    "Busy": Failure("infrastructure", "again", "the environment service has other calls to make first; like RateLimited"),
+    "GivenUp": Failure("infrastructure", "again", "a call into an environment took too long"),
     "RateLimited": Failure("infrastructure", "again", "a service has enough to do; asked again when it says, costs no attempt"),
     "NoServer": Failure("infrastructure", "again", "no rollout server with the right weights within the episode's time"),
     "EpisodeLost": Failure("infrastructure", "again", "the environment service restarted and forgot the episode"),

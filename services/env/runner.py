@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from services.env.catalogue import Entry
 from shared import telemetry
-from shared.errors import Unavailable, VolleyError
+from shared.errors import RateLimited, Unavailable, VolleyError
 
 type Call = Literal["list", "reset", "step", "demonstrate"]
 
@@ -30,7 +30,7 @@ _HUNG = telemetry.Gauge("volley_env_hung_calls", "Calls that were given up and s
 _log = telemetry.Log("env")
 
 
-class Busy(Unavailable):
+class Busy(RateLimited):
     """The call has not begun, so it may be repeated."""
 
     title = "Environment busy"

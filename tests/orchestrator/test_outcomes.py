@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from services.env import runner
 from services.orchestrator import failures
 from services.orchestrator.groups import run_group
 from services.orchestrator.sampling import Bounds, Budget
 from shared import codec, errors
 from shared.clients.env import StepResult
-from shared.errors import DecodeError, VolleyError
+from shared.errors import DecodeError, RateLimited, VolleyError
 from shared.outcomes import ENDS, FAILURES, FAULTS, judged
 from shared.telemetry import REGISTRY
 from shared.types import MAX_MESSAGE, Group
@@ -52,7 +53,7 @@ def test_a_class_from_elsewhere_is_judged_like_its_ancestor():
 
 
 def error(name):
-    return (getattr(errors, name, None) or getattr(failures, name))("planted")
+    return next(getattr(module, name) for module in (errors, failures, runner) if hasattr(module, name))("planted")
 
 
 async def group_with(name, place, n_failures):
@@ -76,7 +77,7 @@ async def keep_well(balancer):
 
 
 async def groups_with(place, n_failures):
-    names = [name for name in FAILURES if name != "RateLimited"]  # which is waited for, see test_episode
+    names = [name for name in FAILURES if not isinstance(error(name), RateLimited)]  # those are waited for, see test_episode
     async with asyncio.TaskGroup() as tasks:
         found = {name: tasks.create_task(group_with(name, place, n_failures)) for name in names}
     return {name: task.result() for name, task in found.items()}
