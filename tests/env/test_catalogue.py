@@ -5,7 +5,7 @@ import pytest
 
 from services.env.app import open_catalogue
 from services.env.catalogue import KINDS, MAX_VARIANTS, Catalogue
-from services.env.settings import from_config
+from services.env.settings import MAX_BODY, from_config
 from shared.config import load, validate
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
 
@@ -109,3 +109,7 @@ def test_every_committed_configuration_opens_its_environment(path: Path, gsm8k_f
     loaded = load([path], [f"data.{split}={file}" for split, file in gsm8k_files.items()])
     environment = open_catalogue(from_config(loaded.config)).get(loaded.config.data.env).environment
     assert environment.demonstration("train", 0)[-1]["role"] == "assistant"
+
+
+def test_a_body_is_no_larger_than_a_message_needs() -> None:
+    assert settings(env="frozen_lake").limits.max_body_bytes == MAX_BODY

@@ -77,3 +77,23 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_two(tmp_path: Path, dat
     assert ended.returncode == 2
     assert len(ended.stderr.splitlines()) == 1
     assert named in ended.stderr
+
+
+HUNG = """
+import asyncio, time
+from services.env.runner import GivenUp, Runner
+from tests.env.scripted import Scripted, entry
+
+async def main():
+    runner = Runner(1, 0.1, max_waiting=1)
+    try:
+        await runner.run(entry(Scripted()), "step", lambda: time.sleep(600))
+    except GivenUp:
+        runner.close()
+
+asyncio.run(main())
+"""
+
+
+def test_a_call_that_hangs_does_not_keep_the_process() -> None:
+    assert subprocess.run([sys.executable, "-c", HUNG], timeout=60).returncode == 0
