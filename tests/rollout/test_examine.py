@@ -99,6 +99,17 @@ async def test_a_file_that_changes_while_it_is_loaded_is_found(updates: Updates,
         await updates.commit(VERSION, None, None)
 
 
+async def test_a_checkpoint_replaced_while_it_is_loaded_is_refused(updates: Updates, engine: FakeEngine, folder: Path) -> None:
+    """By another that is whole."""
+
+    def swap() -> None:
+        shutil.rmtree(folder)
+        models.write_checkpoint(folder.parent, VERSION, CONFIG, models.random_weights(CONFIG, 1), probe=PROBE)
+
+    engine.on_stage = swap
+    assert "changed while it was loaded" in await refused(updates, folder)
+
+
 async def test_a_checkpoint_removed_while_it_is_loaded_is_refused(updates: Updates, engine: FakeEngine, folder: Path) -> None:
     engine.on_stage = lambda: shutil.rmtree(folder)
     await refused(updates, folder)
