@@ -91,13 +91,17 @@ class TicketLoop:
         Raises:
             VolleyError: group after group failed, with the failure of the last.
         """
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._renew_leases())
-            while True:
-                await self._slots.acquire()
-                reservation = await self._reserve()
-                self._held[reservation.ticket] = need = self._terms.need(reservation, self._void)
-                group.create_task(self._work(reservation, need))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._renew_leases())
+                while True:
+                    await self._slots.acquire()
+                    reservation = await self._reserve()
+                    self._held[reservation.ticket] = need = self._terms.need(reservation, self._void)
+                    group.create_task(self._work(reservation, need))
+        finally:
+            for ticket in self.held:  # of tasks that were cancelled before they began
+                await self._give_back(ticket)
 
     @property
     def held(self) -> tuple[int, ...]:

@@ -107,6 +107,17 @@ async def test_tickets_in_hand_are_given_back_when_the_service_stops():
     assert not queue.published
 
 
+async def test_a_ticket_whose_work_had_not_begun_is_given_back_too():
+    queue = MemoryQueue(limit=1)
+    loop, _, _ = loop_of(queue)
+    task = asyncio.ensure_future(loop.run())
+    while not loop.held:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert queue.given_back == [1]
+
+
 async def test_nothing_is_reserved_while_the_gate_is_closed():
     queue = MemoryQueue(limit=4)
     loop, gate, _ = loop_of(queue)
