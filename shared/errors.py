@@ -28,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-
 MAX_DETAIL = 2000
 """Characters: an error names what is wrong, and does not send it back whole."""
 

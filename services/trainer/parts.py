@@ -113,19 +113,22 @@ class Waiter:
 
         Raises Unavailable after a stop, and any other error at once.
         """
-        pause, board = _PAUSE_S, self._board
-        while True:
-            try:
-                return await call()
-            except Unavailable as error:
-                if board.stopping:
-                    raise
-                reason = str(error)
-            _log.warning("waiting", reason=reason, retry_s=pause)
-            with board.waiting(reason), suppress(TimeoutError):
-                async with board.until_stop():
-                    await asyncio.sleep(pause)
-            pause = min(_PAUSE_CAP_S, 2 * pause)
+        pause, board, wait = _PAUSE_S, self._board, object()
+        try:
+            while True:
+                try:
+                    return await call()
+                except Unavailable as error:
+                    if board.stopping:
+                        raise
+                    board.waits[wait] = str(error)
+                _log.warning("waiting", reason=board.waits[wait], retry_s=pause)
+                with suppress(TimeoutError):
+                    async with board.until_stop():
+                        await asyncio.sleep(pause)
+                pause = min(_PAUSE_CAP_S, 2 * pause)
+        finally:
+            board.waits.pop(wait, None)
 
     async def answer[T](self, call: Callable[[], Awaitable[T]]) -> T:
         """`patiently` for the queue: one that does not answer delays a stop by no more than a second."""

@@ -13,7 +13,7 @@ from services.trainer.batch import Layout
 from services.trainer.optimizer import OptimizerOptions
 from services.trainer.tunix_learner import make_logger
 from shared.chat import ChatTokenizer
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ServiceUnreachable
 from tests.support import models
 from tests.trainer.support import CONFIG, model_of
 
@@ -42,6 +42,15 @@ async def test_distinct_training_tasks_chosen_by_the_seed(n_tasks: int):
     contents = [m[0]["content"] for m in first]
     assert first == second != other
     assert len(contents) == len(set(contents)) == min(20, n_tasks)
+
+
+async def test_an_environment_that_goes_away_meanwhile_is_one_error():
+    class Leaving(Env):
+        async def demonstration(self, env: str, split: str, index: int) -> list[Any]:
+            raise ServiceUnreachable("env did not answer")
+
+    with pytest.raises(ServiceUnreachable):
+        await sft.fetch(Leaving(9), "lake", 5, 0)
 
 
 def test_what_the_assistant_says_and_its_end_are_trained():
