@@ -62,7 +62,10 @@ GENERATE: Schema = _object(
         "logprob_start_len": _ANYTHING,
     },
     closed=True,
-) | {"description": "One of input_ids and text. As msgpack, input_ids may be an array."}
+) | {
+    "oneOf": [{"required": ["input_ids"]}, {"required": ["text"]}],
+    "description": "As msgpack, input_ids may be an array.",
+}
 GENERATED = _object(
     {
         "output_ids": {"type": "array", "items": _COUNT},

@@ -189,6 +189,8 @@ def _committed(result: CommitResult) -> dict[str, Any]:
 def _with_ids(body: dict[str, Any], state: State) -> dict[str, Any]:
     if state.tokenizer is None:
         raise InputError("this server has no tokenizer", "send input_ids")
+    if "input_ids" in body:
+        raise InputError("text and input_ids are both there", "send one of them")
     text = _text(body, "text")
     return {**{k: v for k, v in body.items() if k != "text"}, "input_ids": state.tokenizer.encode(text)}
 
