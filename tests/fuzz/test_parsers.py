@@ -21,7 +21,7 @@ from services.env.environments.base import assistant
 from services.env.environments.gsm8k import Gsm8kConfig, Gsm8kEpisode
 from services.env.environments.gsm8k_data import Problem
 from services.rollout.engine.protocol import EngineInfo
-from services.rollout.intake import generate_request
+from services.rollout.intake import NEUTRAL, generate_request
 from shared import codec, config
 from shared.errors import ConfigError, DecodeError, InputError, VolleyError
 from shared.types import WeightVersion
@@ -49,6 +49,15 @@ def test_generate_bodies(body: dict[Any, Any]) -> None:
         assert request.input_ids.size + request.sampling.max_new_tokens < INFO.context_length
         assert request.input_ids.min() >= 0
         assert request.input_ids.max() < INFO.vocab_size
+
+
+@pytest.mark.parametrize("value", [np.zeros(0), np.zeros(1), np.zeros(2), b"", float("nan"), {"a": 1}, [0]], ids=repr)
+@pytest.mark.parametrize("name", ["stream", "top_logprobs_num", *NEUTRAL, "ignore_eos", "top_p", "max_new_tokens", "sampling_seed"])
+def test_values_of_the_wrong_type_are_refused(name: str, value: Any) -> None:
+    inside = name not in ("stream", "top_logprobs_num")
+    body = {"input_ids": [5]} | ({"sampling_params": {name: value}} if inside else {name: value})
+    with pytest.raises(InputError, match=name):
+        generate_request(body, INFO)
 
 
 CREATE = {"request_id": "r", "env": "frozen_lake", "split": "train", "index": 0, "seed": 5}

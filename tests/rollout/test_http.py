@@ -87,6 +87,7 @@ async def test_text_is_tokenized_on_request(http: httpx.AsyncClient) -> None:
     [
         ("/generate", b"{", "not valid JSON"),
         ("/generate", b"[]", "must be an object"),
+        ("/generate", b'{"text": "a", "input_ids": [5]}', "both"),
         ("/weights/stage", b"{}", "manifest"),
         ("/weights/commit", b'{"version": "v", "mode": "later"}', "mode 'later'"),
         ("/v1/chat/completions", b'{"messages": []}', "messages"),
