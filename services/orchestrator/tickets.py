@@ -29,7 +29,7 @@ from shared.types import Group
 
 _RESERVE_WAIT_S = 2.0
 _RETRY_S, _RETRY_CAP_S = 0.1, 1.0
-_GIVE_BACK_S = 2.0
+_GIVE_BACK_S, _LATE_S = 2.0, 0.5
 _log = telemetry.Log("tickets")
 
 _WAITING = {
@@ -91,17 +91,13 @@ class TicketLoop:
         Raises:
             VolleyError: group after group failed, with the failure of the last.
         """
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._renew_leases())
-                while True:
-                    await self._slots.acquire()
-                    reservation = await self._reserve()
-                    self._held[reservation.ticket] = need = self._terms.need(reservation, self._void)
-                    group.create_task(self._work(reservation, need))
-        finally:
-            for ticket in self.held:  # of tasks that were cancelled before they began
-                await self._give_back(ticket)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._renew_leases())
+            while True:
+                await self._slots.acquire()
+                reservation = await self._reserve()
+                self._held[reservation.ticket] = need = self._terms.need(reservation, self._void)
+                group.create_task(self._work(reservation, need))
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -115,11 +111,11 @@ class TicketLoop:
             need.lower(state.version)
 
     async def _reserve(self) -> Reservation:
-        terms, failures = self._terms, 0
+        failures = 0
         while True:
             await self._gate.passed()
             try:
-                answer = await self._queue.reserve_wait(terms.lease_s, terms.batch, terms.eta, terms.total, _RESERVE_WAIT_S)
+                answer = await self._ask()
             except QueueUnavailable as error:
                 self._board.waiting, failures = Wait("redis", str(error)), failures + 1
                 await _pause(failures)
@@ -132,6 +128,19 @@ class TicketLoop:
                 return answer
             else:
                 await self._give_back(answer.ticket)
+
+    async def _ask(self) -> Reservation | Refusal:
+        """The queue's next answer. A ticket that comes when this was cancelled is given back."""
+        terms = self._terms
+        asking = asyncio.ensure_future(self._queue.reserve_wait(terms.lease_s, terms.batch, terms.eta, terms.total, _RESERVE_WAIT_S))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            await asyncio.wait([asking], timeout=_LATE_S)
+            if not asking.cancel() and asking.exception() is None and isinstance(answer := asking.result(), Reservation):
+                await self._give_back(answer.ticket)
+            await asyncio.wait([asking])
+            raise
 
     async def _work(self, reservation: Reservation, need: Need) -> None:
         ticket = reservation.ticket

@@ -107,12 +107,18 @@ async def test_tickets_in_hand_are_given_back_when_the_service_stops():
     assert not queue.published
 
 
-async def test_a_ticket_whose_work_had_not_begun_is_given_back_too():
-    queue = MemoryQueue(limit=1)
+async def test_a_ticket_that_comes_when_the_service_is_stopping_is_given_back():
+    class Slow(MemoryQueue):
+        async def reserve_wait(self, *args):
+            answer = await super().reserve_wait(*args)
+            await asyncio.sleep(0.05)
+            return answer
+
+    queue = Slow(limit=1)
     loop, _, _ = loop_of(queue)
     task = asyncio.ensure_future(loop.run())
-    while not loop.held:
-        await asyncio.sleep(0)
+    while not queue.issued:
+        await asyncio.sleep(0.001)
     task.cancel()
     await asyncio.wait([task])
     assert queue.given_back == [1]
