@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -166,8 +166,8 @@ class Course:
     async def _wait(self) -> None:
         board = self._board
         board.phase = "paused" if board.paused else "waiting"
-        reason = "/resume" if board.paused else f"groups: {self._intake.n_waiting} of {self._plan.groups_per_step} are here"
-        with board.waiting(reason):
+        reason = f"groups: {self._intake.n_waiting} of {self._plan.groups_per_step} are here"
+        with nullcontext() if board.paused else board.waiting(reason):
             await board.changed.wait()
         board.changed.clear()
 
