@@ -16,6 +16,9 @@ from safetensors.flax import load_file
 
 from shared.errors import WeightsError
 
+_KNOWN: dict[bytes, Any] = {}
+"""What `_as_numpy` found last, by the bytes of `_METADATA`."""
+
 
 def restore(path: str, kind: str) -> dict[str, np.ndarray]:
     """Flat weights of an Orbax params folder (kind "orbax") or of a Hugging Face folder ("hf").
@@ -30,12 +33,23 @@ def _orbax(folder: Path) -> dict[str, np.ndarray]:
     handler = ocp.PyTreeCheckpointHandler()
     try:
         with ocp.Checkpointer(handler) as checkpointer:
-            metadata = checkpointer.metadata(folder.absolute()).item_metadata
-            args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata.tree)
+            args = _as_numpy(checkpointer, folder.absolute())
             tree = checkpointer.restore(folder.absolute(), args=ocp.args.PyTreeRestore(restore_args=args))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{folder} is not a whole Orbax checkpoint: {_first_line(error)}") from error
     return _flatten(tree)
+
+
+def _as_numpy(checkpointer: ocp.Checkpointer, folder: Path) -> Any:
+    """How to restore each leaf. Orbax is asked once for all checkpoints of the same description: TensorStore never frees what it
+    tells (5 kB an array, up to 0.1.86 at least), and a run restores at each of its steps.
+    """
+    description = (folder / "_METADATA").read_bytes()
+    if description not in _KNOWN:
+        tree = checkpointer.metadata(folder).item_metadata.tree
+        _KNOWN.clear()
+        _KNOWN[description] = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    return _KNOWN[description]
 
 
 def _flatten(tree: Any, prefix: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
