@@ -25,6 +25,8 @@ from shared.types import WeightVersion
 _AHEAD = 2
 """Steps that the successor of a zombie makes before the zombie wakes up: as many as the zombie may hold groups for."""
 _DELAY_S = 0.05
+_FENCED = b'"error":"Fenced"'
+"""What a worker that ends for this reason leaves in its log (see shared.boot); threads that it leaves behind may have the last word."""
 
 
 type Inject = Callable[[Arena, Fault], Awaitable[float]]
@@ -170,5 +172,7 @@ async def _fenced(arena: Arena, child: Child, at: WeightVersion) -> Zombie:
     """Waits until the trainer has ended by itself; one that does not is a zombie that was not fenced."""
     with contextlib.suppress(TooLong):
         await arena.until(lambda: child.exit_code is not None, "a replaced trainer did not end")
-    words = last_error(child.spec.log, child.log_start)
-    return Zombie(at, child.exit_code == 1 and "Fenced" in words, words)
+    with child.spec.log.open("rb") as log:
+        log.seek(child.log_start)
+        fenced = child.exit_code == 1 and _FENCED in log.read()
+    return Zombie(at, fenced, last_error(child.spec.log, child.log_start))
