@@ -57,7 +57,7 @@ def main(minutes: float, paths: Sequence[str], overrides: Sequence[str], *, as_j
 
 def told(result: Mapping[str, Any]) -> str:
     """For people: a line a process, a line on Redis, a line a problem."""
-    head = ["process", "MB start", "end", "max", "MB/hour", "99 % interval", "fds", "threads"]
+    head = ["process", "MB start", "end", "max", "MB/hour", "99 % interval", "allowed", "fds", "threads"]
     rows = [head, *([name, *_cells(one)] for name, one in result["services"].items())]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
@@ -70,7 +70,8 @@ def told(result: Mapping[str, Any]) -> str:
 def _cells(service: Mapping[str, Any]) -> list[str]:
     memory, slope = [f"{service[key]:,.0f}" for key in ("mb_start", "mb_end", "mb_max")], service["mb_per_hour"]
     fds = f"{service['fds_min']}–{service['fds_max']} {'flat' if service['fds_flat'] else 'GROW'}"
-    return [*memory, f"{slope['slope']:+.1f}", f"{slope['low']:+.1f} … {slope['high']:+.1f}", fds, str(service["threads_max"])]
+    interval, allowed = f"{slope['low']:+.1f} … {slope['high']:+.1f}", f"{service['mb_per_hour_allowed']:.0f}"
+    return [*memory, f"{slope['slope']:+.1f}", interval, allowed, fds, str(service["threads_max"])]
 
 
 def _of_redis(redis: Mapping[str, Any]) -> str:
