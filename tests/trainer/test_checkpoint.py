@@ -145,7 +145,8 @@ def test_a_checkpoint_under_another_name_is_damaged(checkpoints: Checkpoints):
     shutil.copytree(checkpoints.root / "e000001-s000001", checkpoints.root / "e000001-s000002")
     restored = checkpoints.newest()
     assert restored is not None
-    assert restored.state.step == 1
+    assert restored.folder.name == "e000001-s000001"
+    assert list(checkpoints.bad) == ["e000001-s000002"]
 
 
 def test_without_room_there_is_no_checkpoint_and_nothing_of_it(checkpoints: Checkpoints):

@@ -50,10 +50,13 @@ async def test_a_stop_while_the_queue_is_away_from_the_start_is_no_failure(bench
 
 
 async def test_a_full_disk_is_waited_out(bench: Bench):
-    bench.backend.full = 3
-    bench.feed(1, 2, 3, 4)
+    bench.backend.full = 2
     running = asyncio.ensure_future(bench.loop().run())
     await bench.until(lambda: bench.board.waiting_for == "waiting for disk space under /r: 0 MB free")
+    await bench.until(lambda: bench.board.phase == "waiting")
+    bench.backend.full = 2
+    bench.feed(1, 2, 3, 4)
+    await bench.until(lambda: bench.board.phase == "saving" and bench.board.waiting_for)
     await bench.until(lambda: bench.board.phase == "done" and bench.board.waiting_for is None)
     await stopped(running)
     assert [event for event in bench.events if event.startswith("save")] == [f"save e000001-s00000{n}" for n in range(3)]
