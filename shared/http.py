@@ -180,6 +180,7 @@ class _Edge:
             raise Forbidden(f"this needs the role {needed}; the token is that of a {role}")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        """Raises TooLarge, or Unavailable: that a body stalls is the network's or a paused process' doing, and passes."""
         limit = self._limits.max_body_bytes
         declared = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
         too_large = TooLarge(f"the body exceeds {limit} bytes", "services.limits.max_body_bytes sets the limit")
@@ -191,7 +192,7 @@ class _Edge:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise DecodeError("the client went away before the body was complete")
+                        raise Unavailable("the client went away before the body was complete")
                     chunks.append(message.get("body", b""))
                     size += len(chunks[-1])
                     self._arriving += len(chunks[-1])
@@ -202,7 +203,7 @@ class _Edge:
                     if not message.get("more_body", False):
                         return b"".join(chunks)
         except TimeoutError:
-            raise DecodeError(f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
+            raise Unavailable(f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
         finally:
             self._arriving -= size
 

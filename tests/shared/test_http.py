@@ -5,6 +5,7 @@ import socket
 
 import httpx
 import numpy as np
+import orjson
 import pytest
 import uvicorn
 from fastapi import Request
@@ -13,6 +14,7 @@ from shared import codec, errors, http
 from shared.access import Role, Tokens
 from shared.clients.base import HttpClient
 from shared.http import create_app, read_body, respond
+from shared.outcomes import judged
 from shared.schema import Limits
 from tests.support.net import free_port
 
@@ -20,8 +22,8 @@ TOKENS = Tokens({Role.VIEWER: "s3cret-s3cret-s3"})
 LIMITS = Limits(max_body_bytes=1000, body_timeout_s=0.3)
 
 
-def make_app(tokens=None, reason=None):
-    app = create_app("demo", limits=LIMITS, tokens=tokens, ready=lambda: reason, roles={"GET /number/{n}": Role.VIEWER})
+def make_app(tokens=None, reason=None, limits=LIMITS):
+    app = create_app("demo", limits=limits, tokens=tokens, ready=lambda: reason, roles={"GET /number/{n}": Role.VIEWER})
 
     @app.post("/echo")
     async def echo(request: Request):
@@ -102,15 +104,17 @@ async def test_a_chunked_body_over_the_limit_is_cut_off():
 async def test_large_bodies_together_are_bounded_and_small_ones_pass(monkeypatch):
     monkeypatch.setattr(http, "_SMALL_BODY", 10)
     monkeypatch.setattr(http, "_LARGE_BODIES", 1)
-    held = asyncio.Event()
+    first_read, held = asyncio.Event(), asyncio.Event()
 
     async def slowly():
         yield b"[" * 900
+        first_read.set()
         await held.wait()
 
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app()), base_url="http://x") as c, asyncio.TaskGroup() as group:
+    transport = httpx.ASGITransport(make_app(limits=Limits(max_body_bytes=1000)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as c, asyncio.TaskGroup() as group:
         first = group.create_task(c.post("/echo", content=slowly()))
-        await asyncio.sleep(0.01)
+        await first_read.wait()
         assert (await c.post("/echo", content=b"x" * 200)).status_code == 503
         assert (await c.post("/echo", content=b"{}")).status_code == 200
         held.set()
@@ -156,7 +160,7 @@ async def test_metrics_count_requests_by_route():
     assert 'route="/number/{n}",status="200"' in text
 
 
-async def test_a_slow_body_is_given_up():
+async def test_a_body_that_stalls_is_given_up_and_may_be_sent_again():
     port = free_port()
     server = uvicorn.Server(uvicorn.Config(make_app(), port=port, log_level="error"))
     task = asyncio.create_task(server.serve())
@@ -170,8 +174,10 @@ async def test_a_slow_body_is_given_up():
     finally:
         server.should_exit = True
         await task
-    assert b"400" in answer.split(b"\r\n")[0]
-    assert b"did not arrive within" in answer
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"did not arrive within" in body
+    error = errors.from_problem(int(head.split()[1]), orjson.loads(body))
+    assert judged(error).action == "again"
 
 
 async def test_an_unreachable_service_is_named():
