@@ -10,16 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import aiohttp
-import httpx
 import orjson
 
 from shared import codec
 from shared.errors import DecodeError, ServiceUnreachable, from_problem
 from shared.retry import retry
 from shared.tls import client_context
+
+if TYPE_CHECKING:
+    from httpx import AsyncBaseTransport
 
 _CONNECT_TIMEOUT_S = 5.0
 _KEEPALIVE_S = 4.0  # below uvicorn's default of 5 s, so that no request meets a connection that is being closed
@@ -53,7 +55,7 @@ class HttpClient:
         token: str | None = None,
         timeout_s: float = 60.0,
         ca_file: Path | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: AsyncBaseTransport | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._timeout_s, self._ca_file, self._transport = timeout_s, ca_file, transport
@@ -88,11 +90,11 @@ class HttpClient:
         what = f"{method} {self.base_url}{path}"
         try:
             answer = await self._wire.send(method, path, body, params, timeout_s or self._timeout_s)
-        except (TimeoutError, httpx.TimeoutException) as error:
+        except TimeoutError as error:
             raise ServiceUnreachable(f"{what} did not answer in time") from error
         except aiohttp.ClientSSLError as error:
             raise ServiceUnreachable(f"{what}: {_tls_reason(error)}", "see services.tls; its ca_file must vouch for that name") from error
-        except (aiohttp.ClientError, httpx.HTTPError, OSError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise ServiceUnreachable(f"{what}: {type(error).__name__}", "is the service running?") from error
         return _read(answer, path)
 
@@ -122,15 +124,17 @@ class _Network:
 class _Direct:
     """The same over an httpx transport."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str], transport: httpx.AsyncBaseTransport) -> None:
-        self._client = httpx.AsyncClient(base_url=base_url, headers=headers, transport=transport)
+    def __init__(self, base_url: str, headers: Mapping[str, str], transport: AsyncBaseTransport) -> None:
+        from shared.clients.direct import Direct
+
+        self._direct = Direct(base_url, headers, transport)
 
     async def send(self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float) -> _Answer:
-        answer = await self._client.request(method, path, content=body, params=params, headers=_content_type(body), timeout=timeout_s)
+        answer = await self._direct.send(method, path, body, params, _content_type(body), timeout_s)
         return _Answer(answer.status_code, answer.headers.get("Content-Type", ""), answer.content)
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._direct.close()
 
 
 def _tls_reason(error: aiohttp.ClientSSLError) -> str:
