@@ -21,6 +21,7 @@ from shared.errors import ConfigError, Fenced, QueueUnavailable
 CONNECT_TIMEOUT_S = 3.0
 SOCKET_TIMEOUT_S = 15.0
 MAX_BLOCK_MS = 2000  # the longest a command may block, far below the socket time-out
+_CLOSED = "the handler is closed"  # uvloop says so, with a RuntimeError, where asyncio would notice a reset when it reads
 _TRANSIENT = ("OOM", "MISCONF", "READONLY", "LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS")
 
 
@@ -66,6 +67,10 @@ def translated() -> Iterator[None]:
         raise ConfigError(f"Redis refuses this client: {error}", "check services.redis_url and its password") from error
     except (foreign.ConnectionError, foreign.TimeoutError, OSError) as error:
         raise QueueUnavailable(f"Redis did not answer: {_reason(error)}", "is the server running?") from error
+    except RuntimeError as error:
+        if not str(error).endswith(_CLOSED):
+            raise
+        raise QueueUnavailable(f"the connection to Redis broke: {error}", "is the server running?") from error
     except foreign.ResponseError as error:
         raise _from_server(error) from error
 

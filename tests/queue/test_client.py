@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import pytest
+import uvloop
 from redis.asyncio import Redis
 
 from shared.errors import ConfigError, Fenced, QueueUnavailable
@@ -77,3 +79,29 @@ async def test_a_server_that_takes_no_writes_now_is_unavailable_in_a_transaction
                 await write
     finally:
         await command(redis, "CONFIG", "SET", "min-replicas-to-write", 0)
+
+
+@pytest.mark.parametrize("send", [lambda redis: command(redis, "PING"), lambda redis: transaction(redis, ("PING",))])
+def test_a_connection_that_was_reset_under_uvloop_is_one_failure_and_is_replaced(
+    redis_url: str, send: Callable[[Redis], Awaitable[object]]
+):
+    async def reset() -> None:
+        async with connect(redis_url) as redis:
+            await command(redis, "PING")
+            (connection,) = redis.connection_pool._available_connections
+            sent = connection._send_packed_command
+
+            async def reset_first(packed: Iterable[bytes]) -> None:
+                connection._writer.transport.abort()
+                await asyncio.sleep(0.01)
+                await sent(packed)
+
+            connection._send_packed_command = reset_first
+            with pytest.raises(QueueUnavailable, match="the handler is closed"):
+                await send(redis)
+            del connection._send_packed_command
+            assert not connection.is_connected
+            await send(redis)
+            assert redis.connection_pool._available_connections == [connection]
+
+    uvloop.run(reset())
