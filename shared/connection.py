@@ -3,7 +3,8 @@
 - The head of a request must be whole within `header_timeout_s` of its first byte (or of the connection), and small.
 - What the parser holds back and has not handed over (a value, a chunk extension, a trailer that never ends) is bounded.
 - Of a request that is answered before it has arrived, a short rest is read away; a long or late one ends the connection.
-- A client that does not read its response is cut off after `body_timeout_s`.
+- A client that does not read its response is cut off after `body_timeout_s`, which for the end of it, when the connection is kept,
+  begins after the keep-alive time.
 - Only so many connections at once, and only so many requests sent ahead on one.
 
 Bodies are bounded where they are read (shared.http). Every cut is counted by its reason.
@@ -90,6 +91,7 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+        self._unset_keepalive_if_required()  # armed, if this head came in one piece with the rest of a body answered early
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -106,13 +108,16 @@ class Connection(HttpToolsProtocol):
         if self._rest_timer is not None:
             self._rest_timer.cancel()
             self._rest_timer = None
-            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+            self._await_next()
 
     def _count_head(self, n: int) -> None:
         self._held_back = 0
         self._head_bytes += n
         if self._head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             raise _HeadTooLarge
+
+    def _await_next(self) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _expect_head(self) -> None:
         self._head_timer = self.loop.call_later(self._limits.header_timeout_s, self._refuse, "slow head", 408)
@@ -126,24 +131,25 @@ class Connection(HttpToolsProtocol):
             self._expect_reader()
         elif answered_early:
             self._unset_keepalive_if_required()
-            self._rest_bytes, self._rest_timer = 0, self.loop.call_later(_REST_S, self.transport.close)
+            self._rest_bytes, self._rest_timer = 0, self.loop.call_later(_REST_S, self._close)
         elif self._in_head and not waiting:
             self._unset_keepalive_if_required()
             self._expect_head()
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._stop_expecting_reader()
         self._expect_reader()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._write_timer is not None:
-            self._write_timer.cancel()
-            self._write_timer = None
+        if not self.transport.is_closing():
+            self._stop_expecting_reader()
 
     def timeout_keep_alive_handler(self) -> None:
         if self.transport.get_write_buffer_size():
-            self._cut("slow reader")
+            self._expect_reader()
+            self._await_next()
         else:
             super().timeout_keep_alive_handler()
 
@@ -158,6 +164,11 @@ class Connection(HttpToolsProtocol):
         if self._write_timer is None:
             self._write_timer = self.loop.call_later(self._limits.body_timeout_s, self._cut_if_unread)
 
+    def _stop_expecting_reader(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
     def _cut_if_unread(self) -> None:
         self._write_timer = None
         if self.transport.get_write_buffer_size():
@@ -169,6 +180,10 @@ class Connection(HttpToolsProtocol):
             return
         _CUT.labels(reason).inc()
         self.transport.write(STATUS_LINE[status] + b"content-length: 0\r\nconnection: close\r\n\r\n")
+        self._close()
+
+    def _close(self) -> None:
+        """What is written may still be read, in its time."""
         self.transport.close()
         self._expect_reader()
 

@@ -14,14 +14,14 @@ from fastapi.responses import Response
 
 from shared import serving, telemetry
 from shared.access import Role, Tokens
-from shared.connection import MAX_HEAD_BYTES, MAX_HEADERS
+from shared.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection
 from shared.http import create_app
 from shared.limits import Buckets
 from shared.schema import Limits, Services
 from tests.support.asgi import served
 
 LIMITS = Limits(header_timeout_s=0.3, body_timeout_s=0.6, max_connections=8, max_body_bytes=2**20, grace_s=1)
-ROLES = {"POST /size": Role.ANYONE, "GET /large": Role.ANYONE}
+ROLES = {"POST /size": Role.ANYONE, "GET /large": Role.ANYONE, "GET /long": Role.ANYONE}
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -35,6 +35,11 @@ def make_app() -> FastAPI:
     @app.get("/large")
     async def large() -> Response:
         return Response(b"x" * 2**24)
+
+    @app.get("/long")
+    async def long() -> str:
+        await asyncio.sleep(0.5)
+        return "done"
 
     return app
 
@@ -179,6 +184,16 @@ async def test_the_connection_stays_open_when_the_rest_of_a_refused_request_is_s
         assert b"200 OK" in await client.reader.readline()
 
 
+async def test_a_long_request_that_comes_with_the_rest_of_a_refused_one_is_answered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "_KEEP_ALIVE_S", 0.1)
+    async with serving_demo() as connect:
+        client = await connect()
+        await client.send(b"POST /forbidden HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\n")
+        assert b"401" in await client.reader.readuntil(b"}")
+        await client.send(b"helloGET /long HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await client.rest()).endswith(b'"done"')
+
+
 async def test_the_connection_stays_open_after_a_whole_body():
     async with serving_demo() as connect:
         client = await connect()
@@ -197,6 +212,38 @@ async def test_an_answer_nobody_reads_is_given_up(last: bytes):
         assert len(await client.rest()) < 2**24
 
 
+async def test_an_answer_whose_end_is_not_read_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    """The client reads until the server may write again, and no further."""
+    resumed = asyncio.Event()
+
+    class Seen(Connection):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's
+            super().connection_made(transport)
+            transport.set_write_buffer_limits(high=2**23)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            resumed.set()
+
+    monkeypatch.setattr(serving, "Connection", Seen)
+    async with serving_demo() as connect, asyncio.timeout(10):
+        before, client = cut("slow reader"), await connect()
+        await client.send(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        while not resumed.is_set():
+            await client.reader.read(2**16)
+        while cut("slow reader") == before:
+            await asyncio.sleep(0.02)
+
+
+async def test_an_answer_that_is_read_late_arrives_whole(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(serving, "_KEEP_ALIVE_S", 0.1)
+    async with serving_demo(Limits(grace_s=1)) as connect:
+        client = await connect()
+        await client.send(b"GET /large HTTP/1.1\r\nHost: x\r\n\r\n")
+        await asyncio.sleep(0.5)
+        assert len(await client.rest()) > 2**24
+
+
 async def test_an_answer_that_is_read_arrives_whole():
     async with serving_demo(Limits(grace_s=1)) as connect:
         client = await connect()
@@ -205,7 +252,7 @@ async def test_an_answer_that_is_read_arrives_whole():
 
 
 async def test_more_connections_than_allowed_are_turned_away_and_the_others_live():
-    async with serving_demo() as connect:
+    async with serving_demo(Limits(max_connections=LIMITS.max_connections, grace_s=1)) as connect:
         clients = [await connect() for _ in range(LIMITS.max_connections)]
         await clients[-1].send(GET + b"\r\n")
         assert b"200 OK" in await clients[-1].reader.readline()
