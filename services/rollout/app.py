@@ -50,7 +50,7 @@ async def open_rollout(settings: RolloutSettings, open_engine: OpenEngine = open
         updates = Updates(
             engine, settings.weights_root, model, settings.run, settings.update_mode, _first_version(settings), settings.engine.dtype
         )
-        generation = Generation(engine, settings.limits.grace_s, updates.why_not_ready)
+        generation = Generation(engine, settings.limits.grace_s, updates)
         app = build_app(settings, engine, updates, generation, tokens)
         workers = [engine.wait_closed, updates.watch, updates.guard, generation.drain, lambda: metrics.observe(engine)]
         if settings.redis_url is None:

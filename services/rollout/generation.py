@@ -10,6 +10,7 @@ from typing import Any
 
 from services.rollout import metrics
 from services.rollout.engine.protocol import Engine, FinishReason, GenerateRequest, GenerateResult
+from services.rollout.updates import Updates
 from shared.errors import InputError, RateLimited, Unavailable
 
 CROWD = 16
@@ -30,8 +31,8 @@ class Generation:
     """Everything that runs requests goes through here.
 
     Args:
-        wrong: why what the engine serves cannot be used, or None. Asked before a request is run, and again before its answer
-            leaves: what was sampled meanwhile by weights that turned out wrong is nobody's data.
+        updates: tells whether what the engine serves can be used. Asked before a request is run, and again before its answer
+            leaves: what was sampled meanwhile by weights that turned out wrong is nobody's data, also when right ones serve by then.
 
     After `drain` begins new requests are refused; running ones may end within half of the grace and are then ended with
     what they have.
@@ -39,7 +40,7 @@ class Generation:
 
     engine: Engine
     grace_s: float
-    wrong: Callable[[], str | None]
+    updates: Updates
     draining: bool = field(default=False, init=False)
     n_requests: int = field(default=0, init=False)
 
@@ -49,7 +50,7 @@ class Generation:
             return "the server is stopping"
         if self.engine.silent_s >= SILENT_S:
             return f"the engine has been silent for {self.engine.silent_s:g} s"
-        return self.wrong()
+        return self.updates.why_not_ready()
 
     async def run(self, requests: Sequence[GenerateRequest], receive: Receive | None = None) -> list[GenerateResult]:
         """Runs requests side by side; `receive` is the ASGI channel that tells when the client goes away.
@@ -58,13 +59,16 @@ class Generation:
         been told to stop), and what `Engine.generate` raises.
         """
         self._admit(len(requests))
+        beginnings = self.updates.beginnings
         self.n_requests += len(requests)
         try:
             results = await (self._all(requests) if receive is None else self._watched(requests, receive))
         finally:
             self.n_requests -= len(requests)
-        if (wrong := self.wrong()) is not None:
+        if (wrong := self.updates.why_not_ready()) is not None:
             raise Unavailable(wrong)
+        if self.updates.beginnings != beginnings:
+            raise Unavailable("weights that served meanwhile are not to be trusted", "send the request again")
         for result in results:
             metrics.count(result)
         return results

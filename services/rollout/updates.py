@@ -4,7 +4,8 @@ Invariants: one update at a time; files are verified against their manifest befo
 version that fails leaves the serving one as it is; a server never goes back, except with a run that was begun anew;
 staging or committing a version that is already staged or serving is a success without work, so a push and the watcher may
 meet. What the engine computes with is judged by its own arrays, after every commit and every `AUDIT_S`: weights that
-are not those that were loaded are as good as none, and no answer leaves.
+are not those that were loaded are as good as none, and no answer leaves: neither now nor, of requests that were running,
+after others serve. What they computed is not read again: the commit after them empties the prefix cache.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class Updates:
         current: the version the engine serves from the start, if any.
         dtype: the engine's.
 
-    `_passed` is the newest version of the run that the watcher need not look at, `_floor` the newest that ever served, `_wrong`
-    why what serves cannot be trusted.
+    `beginnings` counts how often what served was found not to be the run's: no answer may span two of them. `_passed` is the
+    newest version of the run that the watcher need not look at, `_floor` the newest that ever served, `_wrong` why what serves
+    cannot be trusted.
     """
 
     engine: Engine
@@ -83,6 +85,7 @@ class Updates:
     current: str | None = None
     dtype: str = "float32"
     staged: Staged | None = None
+    beginnings: int = 0
     _serving: Staged | None = None
     _wrong: str | None = None
     _passed: str | None = None
@@ -174,7 +177,8 @@ class Updates:
         if not await asyncio.to_thread(self._serving.path.exists):
             async with self._lock:
                 _log.warning("the run was begun anew", newest=newest.name, current=self.current)
-                self.current = self.staged = self._serving = self._passed = self._floor = None
+                self._begin()
+                self._floor = None
 
     def _now_passed(self) -> str | None:
         """Weights that someone loaded by a name of their own stay until the run publishes something newer than it has now."""
@@ -245,7 +249,10 @@ class Updates:
             raise Conflict(f"{version} is not staged (staged: {waiting}, serving: {self.current})", "POST /weights/stage first")
         if base_version is not None and base_version != self.current:
             raise Conflict(f"{version} builds on {base_version}, but {self.current} is serving")
-        result = await self.engine.commit(version, mode or self.default_mode)
+        mode = mode or self.default_mode
+        if self.current is None and mode == "in_place":
+            mode = "retract"
+        result = await self.engine.commit(version, mode)
         wrong = staged.judge(result.live, self.dtype)  # no await before: not one answer passes in between
         if wrong is not None:
             self._distrust(version, wrong)
@@ -257,8 +264,13 @@ class Updates:
         _log.info("weights committed", version=version, previous=result.previous, continued=result.continued, pause_s=result.pause_s)
         return result
 
-    def _distrust(self, version: str, reason: str) -> None:
+    def _begin(self) -> None:
+        """As if nothing had ever served."""
         self.current = self._serving = self.staged = self._passed = None
+        self.beginnings += 1
+
+    def _distrust(self, version: str, reason: str) -> None:
+        self._begin()
         self._wrong = f"{version} does not serve as it was loaded: {reason}"
         metrics.DISTRUSTED.inc()
         _log.error("weights distrusted", version=version, reason=reason)

@@ -50,6 +50,7 @@ class FakeEngine:
     staged: str = ""
     arrays: str = "none"
     loaded: list[str] = field(default_factory=list[str])
+    modes: list[str] = field(default_factory=list[str])
     waiting: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
     info: EngineInfo = field(default_factory=lambda: EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1))
 
@@ -79,6 +80,7 @@ class FakeEngine:
         return Loaded(self.staged, {"restore_s": 0.0})
 
     async def commit(self, version: str, mode: CommitMode) -> CommitResult:
+        self.modes.append(mode)
         previous, self.version = self.version, version
         if not self.stubborn:
             self.arrays = self.staged

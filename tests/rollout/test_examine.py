@@ -193,7 +193,7 @@ async def test_any_manifest_is_taken_or_refused_but_never_an_error_of_ours(check
     root = checkpoint.parent
     engine = FakeEngine()
     updates = Updates(engine, root, CONFIG, "test")
-    app = build_app(SETTINGS, engine, updates, Generation(engine, 1.0, updates.why_not_ready), None)
+    app = build_app(SETTINGS, engine, updates, Generation(engine, 1.0, updates), None)
     whole = (checkpoint / MANIFEST).read_text()
     edited(checkpoint, **{field: value})
     try:

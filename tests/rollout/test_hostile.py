@@ -70,7 +70,7 @@ def engine() -> FakeEngine:
 @pytest.fixture
 async def http(engine: FakeEngine, root: Path) -> AsyncIterator[httpx.AsyncClient]:
     updates = Updates(engine, root, CONFIG, "test")
-    app = build_app(SETTINGS, engine, updates, Generation(engine, 0.2, updates.why_not_ready), None)
+    app = build_app(SETTINGS, engine, updates, Generation(engine, 0.2, updates), None)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         yield client
 

@@ -38,7 +38,7 @@ def updates(engine: FakeEngine, tmp_path: Path) -> Updates:
 
 @pytest.fixture
 def generation(engine: FakeEngine, updates: Updates) -> Generation:
-    return Generation(engine, grace_s=0.2, wrong=updates.why_not_ready)
+    return Generation(engine, grace_s=0.2, updates=updates)
 
 
 @pytest.fixture

@@ -2,12 +2,15 @@
 
 import asyncio
 import shutil
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from services.rollout.engine.protocol import GenerateRequest, SamplingParams
+from services.rollout.generation import Generation
 from services.rollout.updates import MAX_WAITING, Updates
 from shared.errors import Conflict, Forbidden, Unavailable, WeightsError
 from shared.weights import Probe
@@ -177,3 +180,47 @@ async def test_updates_that_wait_are_few(updates: Updates, engine: FakeEngine, t
     assert [task.result()[0].version for task in tasks] == engine.loaded
     await updates.update(str(folders[-1]), None)
     assert updates.current == folders[-1].name
+
+
+async def distrusted_by_an_audit(updates: Updates, engine: FakeEngine, root: Path) -> None:
+    good, engine.arrays = engine.arrays, "others"
+    await updates.audit()
+    engine.arrays = good
+
+
+async def distrusted_by_its_commit(updates: Updates, engine: FakeEngine, root: Path) -> None:
+    engine.stubborn = True
+    with pytest.raises(WeightsError, match="computes with other arrays"):
+        await updates.update(str(publish(root, "e000001-s000002", seed=1)), None)
+    engine.stubborn = False
+
+
+async def begun_anew(updates: Updates, engine: FakeEngine, root: Path) -> None:
+    shutil.rmtree(root / "e000001-s000001")
+    publish(root, "e000001-s000000")
+
+
+@pytest.mark.parametrize("happens", [distrusted_by_an_audit, distrusted_by_its_commit, begun_anew])
+async def test_what_ran_on_wrong_weights_is_nobodys_data_after_the_right_ones_serve(
+    updates: Updates, engine: FakeEngine, tmp_path: Path, happens: Callable[[Updates, FakeEngine, Path], Awaitable[None]]
+) -> None:
+    """Nor are keys and values that they computed read again."""
+    updates.default_mode = "in_place"
+    generation = Generation(engine, 1.0, updates)
+    request = GenerateRequest("a", np.array([5], np.int32), SamplingParams(max_new_tokens=4))
+    publish(tmp_path, "e000001-s000001")
+    await updates.catch_up()
+    engine.hold = True
+    running = asyncio.ensure_future(generation.run([request]))
+    await asyncio.sleep(0)
+    await happens(updates, engine, tmp_path)
+    await updates.catch_up()
+    assert updates.why_not_ready() is None
+    await engine.abort(None)
+    with pytest.raises(Unavailable, match="not to be trusted"):
+        await running
+    engine.hold = False
+    await generation.run([request])
+    assert engine.modes[-1] == "retract"
+    await updates.update(str(publish(tmp_path, "e000001-s000003")), None)
+    assert engine.modes[-1] == "in_place"

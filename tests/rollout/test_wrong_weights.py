@@ -41,7 +41,7 @@ async def test_a_server_that_computes_with_other_weights_than_it_says_answers_no
     nudged["model.norm.weight"][3] = np.nextafter(nudged["model.norm.weight"][3], np.float32(2))
     async with open_engine(spec, "tests.rollout.stubborn_worker") as engine:
         updates = Updates(engine, tmp_path, CONFIG, "test")
-        generation = Generation(engine, 1.0, updates.why_not_ready)
+        generation = Generation(engine, 1.0, updates)
         wanted = generate_request({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}}, engine.info)
         await updates.update(publish(tmp_path, "e000001-s000000", weights), None)
         await updates.audit()
