@@ -200,7 +200,10 @@ class Checkpoints:
         return folder
 
     def _retain(self, state: TrainerState) -> None:
+        """Nothing goes once a newer trainer has begun: it may need what we would remove."""
         found = weights.versions(self.root)
+        if found[-1] != state.version:
+            return
         kept = {str(version) for version in _retained(found, self._max_to_keep)} | {state.reference}
         for version in found:
             if str(version) not in kept:

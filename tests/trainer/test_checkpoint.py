@@ -82,6 +82,13 @@ def test_only_the_newest_and_the_reference_are_kept(checkpoints: Checkpoints):
     assert names(checkpoints) == ["e000001-s000000", "e000001-s000002", "e000001-s000003"]
 
 
+def test_a_replaced_trainer_removes_nothing_of_its_successor(checkpoints: Checkpoints):
+    for step in range(4):
+        checkpoints.save(state(step, epoch=2, reference="e000002-s000000"), CONTENTS, None)
+    checkpoints.save(state(0, epoch=1, reference="e000001-s000000"), CONTENTS, None)
+    assert names(checkpoints) == ["e000001-s000000", *(f"e000002-s00000{n}" for n in (0, 2, 3))]
+
+
 def test_restarts_without_progress_do_not_use_up_the_older_steps(checkpoints: Checkpoints):
     checkpoints.save(state(1), CONTENTS, None)
     checkpoints.save(state(2), CONTENTS, None)
