@@ -83,11 +83,15 @@ def _parser() -> argparse.ArgumentParser:
 
     chaos = commands.add_parser("chaos", help="break a run in every way, and require that nothing is lost, doubled or different")
     chaos.add_argument("--seed", type=int, default=0, metavar="N", help="which faults, when and where (default: 0)")
-    chaos.add_argument("--kills", type=int, default=40, metavar="N", help="SIGKILLs over all services (default: 40)")
-    chaos.add_argument("--wipes", type=int, default=2, metavar="N", help="times that Redis forgets everything (default: 2)")
-    chaos.add_argument("--zombies", type=int, default=3, metavar="N", help="trainers that wake up after they were replaced (default: 3)")
+    chaos.add_argument("--kills", type=int, default=40, metavar="N", help="SIGKILLs over all services; not with --real (default: 40)")
+    chaos.add_argument(
+        "--wipes", type=int, default=2, metavar="N", help="times that Redis forgets everything; not with --real (default: 2)"
+    )
+    chaos.add_argument(
+        "--zombies", type=int, default=3, metavar="N", help="trainers that wake up after they were replaced; not with --real (default: 3)"
+    )
     chaos.add_argument("--real", action="store_true", help="the real engine and trainer, on a clock, instead of simulated ones")
-    chaos.add_argument("--minutes", type=float, default=3.0, metavar="M", help="how long with --real (default: 3)")
+    chaos.add_argument("--minutes", type=float, default=3.0, metavar="M", help="how long with --real, more than 0 (default: 3)")
     chaos.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help="where the run's folder is made (default: runs)")
     chaos.add_argument("--json", action="store_true", help="for programs")
     chaos.set_defaults(command=_chaos)

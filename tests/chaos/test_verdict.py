@@ -13,8 +13,8 @@ from services.cli.chaos.verdict import Evidence, judge, spread
 from shared.types import WeightVersion
 
 AT = WeightVersion(3, 14)
-PROVEN = {"ok": True, "lost": 0, "doubly_trained": 0, "violations": []}
-SOUND = Evidence(None, None, 0, PROVEN, [Zombie(AT, True, "Fenced")], [], None)
+PROVEN = {"ok": True, "redis": "agrees", "lost": 0, "doubly_trained": 0, "violations": []}
+SOUND = Evidence(None, None, 0, 5, [], [], PROVEN, [Zombie(AT, True, "Fenced")], None)
 
 
 def proof(kind: str, **more: int) -> dict[str, object]:
@@ -37,7 +37,10 @@ def test_a_sound_run_breaks_nothing():
         ({"proof": proof("staleness")}, "staleness", "ticket 7: because"),
         ({"proof": proof("digest")}, "verify", "digest: ticket 7: because"),
         ({"zombies": [Zombie(AT, False, "still there")]}, "zombie", "e000003-s000014 did not end fenced: still there"),
-        ({"counting": ["ticket 7 counts"]}, "zombie", "ticket 7 counts"),
+        ({"injected": 0}, "plan", "no fault"),
+        ({"crashed": ["env: worker crashed: KeyError"]}, "crashed", "env: worker crashed"),
+        ({"idle": ["env"]}, "links", "the link to env"),
+        ({"proof": PROVEN | {"redis": "differs"}}, "redis", "differs"),
         ({"unlike": "2 of 3 files differ"}, "bit_identical", "2 of 3 files differ"),
     ],
 )

@@ -19,7 +19,7 @@ from services.cli.supervisor import Kept, Patience
 from shared import weights
 from shared.clients.base import HttpClient
 from shared.config import Loaded
-from shared.errors import VolleyError
+from shared.errors import QueueUnavailable, VolleyError
 from shared.queue.client import command, connect
 from shared.types import WeightVersion
 
@@ -78,11 +78,14 @@ class Arena:
         return self.kept(name).member.spec
 
     async def redis(self, *words: str) -> object:
-        """One command, past the proxy. Raises QueueUnavailable."""
+        """One command, past the proxy. Raises QueueUnavailable, also if there is no answer in time."""
         host, port = self.links["redis"].target or ("", 0)
         async with connect(f"redis://{host}:{port}/0", self.folder.secrets / "redis") as client:
-            async with asyncio.timeout(_PROBE_S):
-                return await command(client, *words)
+            try:
+                async with asyncio.timeout(_PROBE_S):
+                    return await command(client, *words)
+            except TimeoutError as error:
+                raise QueueUnavailable(f"Redis did not answer in {_PROBE_S:g} s") from error
 
     async def ready(self, name: str) -> bool:
         """Whether the service answers /ready, asked past the proxies; Redis: whether it answers at all."""
@@ -93,7 +96,7 @@ class Arena:
                 await self.redis("PING")
             else:
                 await self._client(name).get("/ready", attempts=1)
-        except (VolleyError, TimeoutError):
+        except VolleyError:
             return False
         return True
 
@@ -128,6 +131,14 @@ class Arena:
             if found and found[-1] != self.newest:
                 self.durable.append(Seen(time.monotonic(), found[-1]))
             await asyncio.sleep(_POLL_S)
+
+    async def trainer_waits_for(self) -> str:
+        """What the trainer's /status says that it waits for; empty if it waits for nothing, or does not answer."""
+        try:
+            answer = await self._client("trainer").get("/status", attempts=1)
+        except VolleyError:
+            return ""
+        return str(answer.get("waiting_for") or "")
 
     async def run_state(self) -> tuple[str, str]:
         """What the orchestrator says of the run, and why; `unknown` while it does not answer."""

@@ -16,20 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from services.cli import replay
-from services.cli.chaos import lineage
+from services.cli.chaos import lineage, logs
 from services.cli.chaos import plan as plans
 from services.cli.chaos.arena import Arena, TooLong, open_arena
 from services.cli.chaos.plan import Amounts, Round
 from services.cli.chaos.ports import free_port
+from services.cli.chaos.proxy import Proxy
 from services.cli.chaos.siege import Log, lay
 from services.cli.chaos.verdict import Evidence, judge, spread
 from services.cli.layout import PROJECT, RunFolder
 from services.cli.runs import claimed
 from services.cli.train import first_error
 from services.cli.verify.command import verify
-from shared import config
+from shared import config, weights
 from shared.config import Loaded
-from shared.errors import VolleyError
+from shared.errors import ConfigError, DecodeError, VolleyError, WeightsError
 
 _SIMULATED, _REAL = PROJECT / "configs/chaos.yaml", PROJECT / "configs/chaos_real.yaml"
 _DEADLINE_S, _REAL_DEADLINE_S = 90.0, 300.0
@@ -55,6 +56,8 @@ class Outcome:
     folder: RunFolder
     log: Log = field(default_factory=Log)
     proof: dict[str, Any] = field(default_factory=dict[str, Any])
+    links: dict[str, Proxy] = field(default_factory=dict[str, Proxy])
+    said: list[str] = field(default_factory=list[str])
     stuck: str | None = None
     unfinished: str | None = None
 
@@ -69,15 +72,25 @@ def simulated(wanted: Wanted, say: Say) -> Result:
     planned = sum(map(len, rounds))
     say(f"{planned} faults in {len(rounds)} rounds; run {name} in {wanted.folder}")
     besieged = _run(_load(_SIMULATED, wanted, name), iter(rounds), say, simulated=True)
-    steps = lineage.head(besieged.folder).step
-    say(f"the same {steps} steps without faults")
-    calm = _run(_load(_SIMULATED, wanted, f"{name}-calm", f"trainer.max_steps={steps}"), None, say, simulated=True)
-    unlike = f"the run without faults: {calm.trouble}" if calm.trouble else lineage.difference(besieged.folder, calm.folder)
+    unlike = _unlike_calm(wanted, besieged.folder, name, say)
     return _result(wanted, besieged, unlike, planned, time.monotonic() - started)
 
 
+def _unlike_calm(wanted: Wanted, besieged: RunFolder, name: str, say: Say) -> str | None:
+    """Makes the same steps without faults; what of the weights differs, or None."""
+    try:
+        steps = lineage.head(besieged).step
+    except WeightsError as error:
+        return str(error)
+    say(f"the same {steps} steps without faults")
+    calm = _run(_load(_SIMULATED, wanted, f"{name}-calm", f"trainer.max_steps={steps}"), None, say, simulated=True)
+    return f"the run without faults: {calm.trouble}" if calm.trouble else lineage.difference(besieged, calm.folder)
+
+
 def real(wanted: Wanted, say: Say) -> Result:
-    """The real stack for some minutes, stopped in order, then its retained steps replayed. Raises as `simulated`."""
+    """The real stack for some minutes, stopped in order, then its retained steps replayed. Raises as `simulated`, or ConfigError."""
+    if wanted.minutes <= 0:
+        raise ConfigError(f"{wanted.minutes:g} minutes of faults are none", "use --minutes with more than 0")
     started, name = time.monotonic(), _name(wanted)
     loaded = _load(_REAL, wanted, name)
     say(f"run {name} in {wanted.folder}, {wanted.minutes:g} minutes of faults")
@@ -101,14 +114,15 @@ def _run(loaded: Loaded, rounds: Iterator[Round] | None, say: Say, *, simulated:
                 raise error from None
             outcome.unfinished = str(error)
         offline = verify(outcome.folder)
-        outcome.proof = offline if outcome.proof.get("ok", True) else outcome.proof
+        live = outcome.proof
+        outcome.proof = (offline if live.get("ok", True) else live) | {"redis": live.get("redis", "was not asked")}
     return outcome
 
 
 async def _besiege(loaded: Loaded, outcome: Outcome, rounds: Iterator[Round] | None, say: Say, *, simulated: bool) -> None:
     deadline_s = _DEADLINE_S if simulated else _REAL_DEADLINE_S
-    async with open_arena(loaded, outcome.folder, simulated=simulated, deadline_s=deadline_s, say=_quietly) as arena:
-        outcome.log.durable, outcome.log.zombies = arena.durable, arena.zombies
+    async with open_arena(loaded, outcome.folder, simulated=simulated, deadline_s=deadline_s, say=outcome.said.append) as arena:
+        outcome.log.durable, outcome.log.zombies, outcome.links = arena.durable, arena.zombies, arena.links
         try:
             if rounds is None:
                 outcome.unfinished = await _finished(arena)
@@ -151,7 +165,7 @@ def _replayed(folder: RunFolder) -> str | None:
     """What differs when the archived steps after the oldest retained checkpoint are trained again, or None."""
     try:
         result = replay.replayed(folder, min(lineage.retained_steps(folder)), None, show=False)
-    except VolleyError as error:
+    except VolleyError as error:  # also if the newest checkpoint is damaged
         return f"the replay failed: {error}"
     return None if result["ok"] else replay.told(result)
 
@@ -172,16 +186,19 @@ def _name(wanted: Wanted) -> str:
 def _result(wanted: Wanted, run: Outcome, unlike: str | None, planned: int, elapsed_s: float) -> Result:
     log = run.log
     skipped = 0 if run.stuck or run.unfinished else planned - log.recovered
-    evidence = Evidence(run.unfinished, run.stuck, skipped, run.proof, log.zombies, lineage.counting(run.folder, log.zombies), unlike)
-    broken = judge(evidence)
+    crashed = [*logs.crashes(run.folder.logs), *logs.deaths(run.said)]
+    idle = [name for name, link in run.links.items() if not link.n_bytes]
+    broken = judge(Evidence(run.unfinished, run.stuck, skipped, len(log.injected), crashed, idle, run.proof, log.zombies, unlike))
     return {
         "ok": not broken,
         "seed": wanted.seed,
-        "steps": lineage.head(run.folder).step,
+        "steps": max((version.step for version in weights.versions(run.folder.checkpoints)), default=0),
         "elapsed_sec": round(elapsed_s, 1),
         "faults": dict(sorted(plans.counts(log.faults).items())),
         "kills": dict(sorted(plans.kills(log.faults).items())),
         "recovered": log.recovered,
+        "retried_episodes": _retried(run.folder),
+        "links": {name: {"connections": link.n_connections, "bytes": link.n_bytes} for name, link in run.links.items()},
         "lost": run.proof["lost"],
         "doubly_trained": run.proof["doubly_trained"],
         "bit_identical": unlike is None,
@@ -192,6 +209,14 @@ def _result(wanted: Wanted, run: Outcome, unlike: str | None, planned: int, elap
     }
 
 
+def _retried(folder: RunFolder) -> int:
+    """0 if the folder is damaged, which the proof says."""
+    try:
+        return lineage.retried_episodes(folder)
+    except (WeightsError, DecodeError):
+        return 0
+
+
 def _machine() -> str:
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
@@ -199,7 +224,3 @@ def _machine() -> str:
         names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         model = names[0] if names else model
     return f"{len(os.sched_getaffinity(0))} cores of {model}, {platform.system()} {platform.release()}"
-
-
-def _quietly(_: str) -> None:
-    """What the supervisor says of restarts is no news here."""

@@ -26,7 +26,7 @@ def told(result: dict[str, Any]) -> str:
     """For people: tables in Markdown, then a line for every requirement that is broken."""
     faults = [[name, str(n)] for name, n in result["faults"].items()]
     kills = ", ".join(f"{name} {n}" for name, n in result["kills"].items())
-    sums = ["recovered", "lost", "doubly_trained", "bit_identical", "steps", "elapsed_sec"]
+    sums = ["recovered", "retried_episodes", "lost", "doubly_trained", "bit_identical", "steps", "elapsed_sec"]
     recovery = [[name, f"{one['median']:.2f}", f"{one['max']:.2f}"] for name, one in result["recovery_sec"].items()]
     lines = [
         *_table(["fault", "times"], faults),

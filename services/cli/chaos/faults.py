@@ -20,6 +20,7 @@ from services.cli.chaos.arena import Arena, TooLong, Zombie
 from services.cli.chaos.plan import Fault, Kind
 from services.cli.chaos.ports import free_port
 from services.cli.processes import Child, last_error
+from shared.errors import QueueUnavailable
 from shared.types import WeightVersion
 
 _AHEAD = 2
@@ -28,6 +29,8 @@ _DELAY_S = 0.05
 _FENCED = b'"error":"Fenced"'
 """What a worker that ends for this reason leaves in its log (see shared.boot); threads that it leaves behind may have the last word."""
 
+_NO_ROOM = "disk space"
+"""What the trainer's /status says while there is none."""
 
 type Inject = Callable[[Arena, Fault], Awaitable[float]]
 
@@ -53,7 +56,7 @@ async def pause(arena: Arena, fault: Fault) -> float:
 async def flush(arena: Arena, fault: Fault) -> float:
     """Redis forgets everything and goes on."""
     began = time.monotonic()
-    await arena.redis("FLUSHALL")
+    await arena.until(lambda: _flushed(arena), "Redis did not forget")
     return began
 
 
@@ -68,12 +71,16 @@ async def lose(arena: Arena, fault: Fault) -> float:
 
 
 async def disk_full(arena: Arena, fault: Fault) -> float:
-    """No file of the trainer may grow, as on a full disk; what it has written stays."""
+    """No file of the trainer may grow, as on a full disk; what it has written stays. The length counts from when the trainer
+    says that it waits for disk space. Raises TooLong if it never does, or ends."""
     child = await _victim(arena, fault.at)
     _, hard = resource.prlimit(child.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (0, hard))
     try:
+        await arena.until(lambda: _feels_full(arena, child), "the trainer did not notice the full disk")
         await asyncio.sleep(fault.for_s)
+        if child.exit_code is not None:
+            raise TooLong(f"the trainer did not survive a full disk: {last_error(child.spec.log, child.log_start)}")
     finally:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (hard, hard))
@@ -152,6 +159,18 @@ async def _victim(arena: Arena, name: str) -> Child:
         child = arena.child(name)
         if child.exit_code is None:
             return child
+
+
+async def _flushed(arena: Arena) -> bool:
+    try:
+        await arena.redis("FLUSHALL")
+    except QueueUnavailable:
+        return False
+    return True
+
+
+async def _feels_full(arena: Arena, child: Child) -> bool:
+    return child.exit_code is not None or _NO_ROOM in await arena.trainer_waits_for()
 
 
 def _wake(child: Child) -> None:

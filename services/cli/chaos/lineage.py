@@ -1,16 +1,13 @@
-"""The end of a run's folder: the bits of its newest weights, and whether a replaced trainer has a say in them."""
+"""The end of a run's folder: the bits of its newest weights, and how its episodes fared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from services.cli.chaos.arena import Zombie
 from services.cli.layout import RunFolder
-from services.cli.verify import tickets
+from shared import archive, weights
 from shared import state as states
-from shared import weights
 from shared.errors import WeightsError
 from shared.state import TrainerState
+from shared.types import Group
 
 
 def head(folder: RunFolder) -> TrainerState:
@@ -41,23 +38,14 @@ def _files(folder: RunFolder) -> dict[str, str]:
     return {"step": str(manifest.step)} | {file.name: file.blake3 for file in (*manifest.files, *optimizer)}
 
 
-def counting(folder: RunFolder, zombies: Sequence[Zombie]) -> list[str]:
-    """Lines of the ledger that count although their trainer was replaced before, each as a sentence."""
-    lines, _ = tickets.read(folder.ledger)
+def retried_episodes(folder: RunFolder) -> int:
+    """How many trained episodes needed more than one attempt. Raises WeightsError, or DecodeError if the archive is damaged."""
     last = head(folder)
-    fates = tickets.fates(tickets.with_pending(lines, last), last)
-    replaced = {zombie.at.epoch: _end(zombie.at.epoch, last) for zombie in zombies}
-    return [
-        f"ticket {line['ticket']} counts as trained at step {step} by epoch {line['epoch']}, which was replaced at step {end}"
-        for step, trained in sorted(fates.steps.items())
-        for line in trained
-        if (end := replaced.get(line["epoch"])) is not None and step > end
+    steps = [
+        version for version in archive.versions(folder.archive) if states.in_lineage(version, last.lineage) and version.step <= last.step
     ]
-
-
-def _end(epoch: int, last: TrainerState) -> int | None:
-    """The step at which the epoch after this one began; None if there is none."""
-    return next((began for later, began in last.lineage if later > epoch), None)
+    groups = (Group.decode(payload) for version in steps for payload in archive.read(folder.archive, folder.name, version))
+    return sum(bool(one.failures) for group in groups for one in group.trajectories)
 
 
 def retained_steps(folder: RunFolder) -> list[int]:

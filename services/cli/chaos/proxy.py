@@ -19,12 +19,14 @@ _RESET = struct.pack("ii", 1, 0)  # linger 0: closing sends RST
 
 
 class Proxy:
-    """One link. `port` is where callers connect, `target` (host, port) where they end up, once it is set; `delay_s` delays every piece."""
+    """One link. `port` is where callers connect, `target` (host, port) where they end up, once it is set; `delay_s` delays every piece.
+    `n_connections` that reached the target and `n_bytes` that passed, in both directions, are counted."""
 
     def __init__(self) -> None:
         self.port = 0
         self.target: tuple[str, int] | None = None
         self.delay_s = 0.0
+        self.n_connections = self.n_bytes = 0
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -65,6 +67,7 @@ class Proxy:
         except OSError:
             _reset(writer)
             return
+        self.n_connections += 1
         both = {writer, far_writer}
         self._writers |= both
         try:
@@ -85,6 +88,7 @@ class Proxy:
                     await asyncio.sleep(self.delay_s)
                 writer.write(data)
                 await writer.drain()
+                self.n_bytes += len(data)
         except OSError:
             _reset(writer)
         else:

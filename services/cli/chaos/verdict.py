@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from services.cli.chaos.arena import Zombie
 
-type Requirement = Literal["finished", "progress", "plan", "verify", "lost", "doubly_trained", "staleness", "zombie", "bit_identical"]
+type Requirement = Literal[
+    "finished", "progress", "crashed", "plan", "links", "verify", "redis", "lost", "doubly_trained", "staleness", "zombie", "bit_identical"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +30,19 @@ class Evidence:
     """What is known at the end.
 
     unfinished: why the run did not come to its end, or None. stuck: which recovery took too long, or None. skipped: planned
-    faults that were not done. proof: what `verify` says. counting: lines of replaced trainers that count all the same.
+    faults that were not done. injected: how many were. crashed: services that ended as none may. idle: links without traffic.
+    proof: what `verify` says; its `redis` is of the proof while the services were up.
     unlike: what of the weights differs from what they must be bit by bit, or None if nothing does.
     """
 
     unfinished: str | None
     stuck: str | None
     skipped: int
+    injected: int
+    crashed: Sequence[str]
+    idle: Sequence[str]
     proof: Mapping[str, Any]
     zombies: Sequence[Zombie]
-    counting: Sequence[str]
     unlike: str | None
 
 
@@ -48,18 +53,23 @@ def judge(seen: Evidence) -> list[Broken]:
         found.append(Broken("progress", seen.stuck))
     if seen.unfinished is not None:
         found.append(Broken("finished", seen.unfinished))
+    found += [Broken("crashed", line) for line in seen.crashed]
+    if not seen.injected:
+        found.append(Broken("plan", "there was no fault"))
     if seen.skipped:
         found.append(Broken("plan", f"{seen.skipped} planned faults were not done: the run was over before"))
+    found += [Broken("links", f"nothing went through the link to {name}, so its faults did nothing") for name in seen.idle]
     found += _proof(seen.proof)
     found += [Broken("zombie", f"the trainer replaced at {z.at} did not end fenced: {z.last_words}") for z in seen.zombies if not z.fenced]
-    found += [Broken("zombie", line) for line in seen.counting]
     if seen.unlike is not None:
         found.append(Broken("bit_identical", seen.unlike))
     return found
 
 
 def _proof(proof: Mapping[str, Any]) -> list[Broken]:
-    found = [Broken(name, f"{proof[name]} tickets") for name in ("lost", "doubly_trained") if proof[name]]
+    redis = proof.get("redis", "was not asked")
+    found = [] if redis == "agrees" else [Broken("redis", f"at the end of the faults: {redis}")]
+    found += [Broken(name, f"{proof[name]} tickets") for name in ("lost", "doubly_trained") if proof[name]]
     for violation in proof["violations"]:
         kind = "staleness" if violation["kind"] == "staleness" else "verify"
         places = ", ".join(f"{name} {violation[name]}" for name in ("ticket", "step", "file") if violation.get(name) is not None)
