@@ -25,13 +25,14 @@ from services.rollout.engine.proof import check_probe
 from services.rollout.engine.protocol import CommitMode, CommitResult, Engine, Live, StagedWeights
 from services.rollout.examine import examine, parse
 from shared import telemetry, weights
-from shared.errors import Conflict, Forbidden, Unavailable, VolleyError, WeightsError
+from shared.errors import Conflict, Forbidden, OutOfMemory, Unavailable, VolleyError, WeightsError
 from shared.types import WeightVersion
 
 POLL_S = 1.0
 RETRY_BAD_S = 30.0
 AUDIT_S = 30.0
 STAGE_S = 600.0
+WAIT_S = 300.0
 MAX_WAITING = 8
 _log = telemetry.Log("weights")
 
@@ -73,8 +74,8 @@ class Updates:
         dtype: the engine's.
 
     `beginnings` counts how often what served was found not to be the run's: no answer may span two of them. `_passed` is the
-    newest version of the run that the watcher need not look at, `_floor` the newest that ever served, `_wrong` why what serves
-    cannot be trusted.
+    newest version of the run that the watcher need not look at, `_floor` the newest that ever served and `_last_path` where it
+    lay, `_wrong` why what serves cannot be trusted.
     """
 
     engine: Engine
@@ -90,6 +91,7 @@ class Updates:
     _wrong: str | None = None
     _passed: str | None = None
     _floor: WeightVersion | None = None
+    _last_path: Path | None = None
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _n_waiting: int = 0
     _bad: dict[Path, tuple[float, str]] = field(default_factory=dict[Path, tuple[float, str]])
@@ -154,31 +156,31 @@ class Updates:
     async def catch_up(self) -> None:
         """Loads the newest version if it is newer; one that failed is tried again after 30 s. Raises as `stage`."""
         assert self.root is not None
-        newest = await asyncio.to_thread(weights.newest, self.root)
-        if newest is None:
-            return
-        await self._follow_a_new_beginning(newest)
-        if not _newer(newest.name, self._passed):
+        async with self._lock:
+            newest = await asyncio.to_thread(weights.newest, self.root)
+            if newest is not None and await asyncio.to_thread(self._begun_anew, newest):
+                _log.warning("the run was begun anew", newest=newest.name, current=self.current)
+                self._begin()
+                self._floor = self._last_path = self._wrong = None
+                self._bad.clear()
+        if newest is None or not _newer(newest.name, self._passed):
             return
         if self._bad.get(newest, (-RETRY_BAD_S, ""))[0] > time.monotonic() - RETRY_BAD_S:
             return
         try:
             await self.update(str(newest), None)
-        except VolleyError as error:
+        except (WeightsError, OutOfMemory, Conflict, Forbidden) as error:
             self._bad.pop(newest, None)
             self._bad[newest] = (time.monotonic(), str(error))
             raise
         self._bad.clear()
 
-    async def _follow_a_new_beginning(self, newest: Path) -> None:
-        """A run always keeps its newest version: where that is older than ours, and ours is gone, the folder was emptied."""
-        if self._serving is None or self._floor is None or WeightVersion.parse(newest.name) >= self._floor:
-            return
-        if not await asyncio.to_thread(self._serving.path.exists):
-            async with self._lock:
-                _log.warning("the run was begun anew", newest=newest.name, current=self.current)
-                self._begin()
-                self._floor = None
+    def _begun_anew(self, newest: Path) -> bool:
+        """A run always keeps its newest version, if only set aside as damaged: where that is older than ours, and ours is gone,
+        the folder was emptied."""
+        if self.root is None or self._floor is None or self._last_path is None or WeightVersion.parse(newest.name) >= self._floor:
+            return False
+        return not self._last_path.exists() and not (self.root / weights.BAD / str(self._floor)).exists()
 
     def _now_passed(self) -> str | None:
         """Weights that someone loaded by a name of their own stay until the run publishes something newer than it has now."""
@@ -198,10 +200,13 @@ class Updates:
             raise Unavailable(f"{self._n_waiting} weight updates wait already")
         self._n_waiting += 1
         try:
-            async with asyncio.timeout(STAGE_S), self._lock:
-                yield
-        except TimeoutError as error:
-            raise Unavailable(f"the weight update did not end within {STAGE_S:g} s") from error
+            async with _within(WAIT_S, "the weight update did not get its turn"):
+                await self._lock.acquire()
+            try:
+                async with _within(STAGE_S, "the weight update did not end"):
+                    yield
+            finally:
+                self._lock.release()
         finally:
             self._n_waiting -= 1
 
@@ -252,13 +257,18 @@ class Updates:
         mode = mode or self.default_mode
         if self.current is None and mode == "in_place":
             mode = "retract"
-        result = await self.engine.commit(version, mode)
+        try:
+            result = await self.engine.commit(version, mode)
+        except asyncio.CancelledError:
+            self._distrust(version, "its commit was not answered")
+            raise
         wrong = staged.judge(result.live, self.dtype)  # no await before: not one answer passes in between
         if wrong is not None:
             self._distrust(version, wrong)
             raise WeightsError(f"{version} was committed, but {wrong}", "the server takes no requests until weights serve as loaded")
         self.current, self._serving, self.staged, self._wrong = version, staged, None, None
-        self._floor = parse(version) or self._floor
+        if (known := parse(version)) is not None:
+            self._floor, self._last_path = known, staged.path
         self._passed = await asyncio.to_thread(self._now_passed)
         metrics.PAUSE_SECONDS.observe(result.pause_s)
         _log.info("weights committed", version=version, previous=result.previous, continued=result.continued, pause_s=result.pause_s)
@@ -274,6 +284,16 @@ class Updates:
         self._wrong = f"{version} does not serve as it was loaded: {reason}"
         metrics.DISTRUSTED.inc()
         _log.error("weights distrusted", version=version, reason=reason)
+
+
+@asynccontextmanager
+async def _within(seconds: float, otherwise: str) -> AsyncIterator[None]:
+    """Raises Unavailable."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise Unavailable(f"{otherwise} within {seconds:g} s") from error
 
 
 def _newer(candidate: str, passed: str | None) -> bool:

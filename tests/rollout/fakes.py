@@ -37,6 +37,7 @@ class FakeEngine:
     broken: versions that fail to load.
     stubborn: acknowledges commits, labels tokens as told, and keeps computing with the arrays it has.
     on_stage: called while weights load, which waits for `stages`.
+    commits: what the answer to a commit waits for, after the swap.
     """
 
     version: str | None = None
@@ -45,10 +46,12 @@ class FakeEngine:
     stubborn: bool = False
     on_stage: Callable[[], None] = lambda: None
     stages: asyncio.Event | None = None
+    commits: asyncio.Event | None = None
     silent_s: float = 0.0
     logprobs: np.ndarray = field(default_factory=lambda: np.array([-0.5, -1.5], np.float32))
     staged: str = ""
     arrays: str = "none"
+    staging: list[str] = field(default_factory=list[str])
     loaded: list[str] = field(default_factory=list[str])
     modes: list[str] = field(default_factory=list[str])
     waiting: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
@@ -70,6 +73,7 @@ class FakeEngine:
         return GenerateResult(request.rid, ids, np.full(n, -0.5, np.float32), finish, spans, len(request.input_ids), 0)
 
     async def stage(self, weights: StagedWeights) -> Loaded:
+        self.staging.append(weights.version)
         self.on_stage()
         if self.stages is not None:
             await self.stages.wait()
@@ -84,6 +88,8 @@ class FakeEngine:
         previous, self.version = self.version, version
         if not self.stubborn:
             self.arrays = self.staged
+        if self.commits is not None:
+            await self.commits.wait()
         return CommitResult(version, previous, 0, 0, 0.001, await self.audit())
 
     async def audit(self) -> Live:

@@ -13,7 +13,7 @@ from services.rollout.engine.protocol import GenerateRequest, SamplingParams
 from services.rollout.generation import Generation
 from services.rollout.updates import MAX_WAITING, Updates
 from shared.errors import Conflict, Forbidden, Unavailable, WeightsError
-from shared.weights import Probe
+from shared.weights import BAD, MANIFEST, Probe
 from tests.rollout.fakes import FakeEngine
 from tests.support import models
 
@@ -131,6 +131,91 @@ async def test_a_run_that_was_begun_anew_is_followed(updates: Updates, tmp_path:
     publish(tmp_path, "e000001-s000000")
     await updates.catch_up()
     assert updates.current == "e000001-s000000"
+
+
+async def test_a_version_that_was_set_aside_as_damaged_serves_until_a_newer_one_comes(updates: Updates, tmp_path: Path) -> None:
+    """It was whole when it was loaded; what is left on disk is older."""
+    publish(tmp_path, "e000001-s000001")
+    await updates.update(str(publish(tmp_path, "e000001-s000002") / MANIFEST), None)
+    (tmp_path / BAD).mkdir()
+    (tmp_path / "e000001-s000002").rename(tmp_path / BAD / "e000001-s000002")
+    await updates.catch_up()
+    assert (updates.current, updates.beginnings) == ("e000001-s000002", 0)
+    publish(tmp_path, "e000002-s000001")
+    await updates.catch_up()
+    assert updates.current == "e000002-s000001"
+
+
+async def test_a_run_that_was_begun_anew_is_followed_though_nothing_serves(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+    await updates.update(str(publish(tmp_path, "e000002-s000009")), None)
+    engine.arrays = "others"
+    await updates.audit()
+    shutil.rmtree(tmp_path / "e000002-s000009")
+    publish(tmp_path, "e000001-s000000")
+    await updates.catch_up()
+    assert (updates.current, updates.why_not_ready()) == ("e000001-s000000", None)
+
+
+async def test_a_push_that_serves_meanwhile_is_not_undone_by_the_watcher(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+    await updates.update(str(publish(tmp_path, "e000001-s000005")), None)
+    shutil.rmtree(tmp_path / "e000001-s000005")
+    publish(tmp_path, "e000001-s000000")
+    engine.stages = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(updates.update(str(publish(tmp_path / "pushed", "e000002-s000000")), None))
+        while "e000002-s000000" not in engine.staging:
+            await asyncio.sleep(0)
+        group.create_task(updates.catch_up())
+        await asyncio.sleep(0.05)
+        publish(tmp_path, "e000002-s000000")
+        engine.stages.set()
+    assert (updates.current, updates.beginnings) == ("e000002-s000000", 0)
+
+
+async def test_a_commit_without_an_answer_leaves_nothing_that_serves(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+    """The engine may have swapped before the caller gave up."""
+    await updates.update(str(publish(tmp_path, "e000001-s000001")), None)
+    engine.commits = asyncio.Event()
+    pushing = asyncio.ensure_future(updates.update(str(publish(tmp_path, "e000001-s000002")), None))
+    while engine.version != "e000001-s000002":
+        await asyncio.sleep(0)
+    pushing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pushing
+    assert updates.current is None
+    assert "its commit was not answered" in (updates.why_not_ready() or "")
+    engine.commits = None
+    await updates.catch_up()
+    assert (updates.current, updates.why_not_ready()) == ("e000001-s000002", None)
+
+
+async def test_a_version_is_not_called_bad_for_what_befell_its_update(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+    def busy() -> None:
+        raise Unavailable("the engine is busy")
+
+    publish(tmp_path, "e000001-s000001")
+    engine.on_stage = busy
+    with pytest.raises(Unavailable):
+        await updates.catch_up()
+    assert "cannot be loaded" not in (updates.why_not_ready() or "")
+    engine.on_stage = lambda: None
+    await updates.catch_up()
+    assert updates.current == "e000001-s000001"
+
+
+async def test_waiting_for_a_turn_has_its_own_bound(
+    updates: Updates, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.rollout.updates.WAIT_S", 0.05)
+    engine.stages = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(updates.update(str(publish(tmp_path, "e000001-s000001")), None))
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="did not get its turn"):
+            await updates.update(str(publish(tmp_path, "e000001-s000002")), None)
+        engine.stages.set()
+    await updates.update(str(tmp_path / "e000001-s000002"), None)
+    assert updates.current == "e000001-s000002"
 
 
 async def test_an_engine_that_keeps_old_weights_serves_nothing(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
