@@ -30,6 +30,8 @@ from typing import Any, ClassVar
 
 MAX_DETAIL = 2000
 """Characters: an error names what is wrong, and does not send it back whole."""
+MAX_RETRY_AFTER_S = 60.0
+"""Whatever a service says, nobody waits longer before asking again."""
 
 
 class VolleyError(Exception):
@@ -162,6 +164,8 @@ def problem(error: VolleyError) -> dict[str, Any]:
     }
     if error.hint:
         body["hint"] = error.hint[:MAX_DETAIL]
+    if isinstance(error, Unavailable):
+        body["retry_after_s"] = error.retry_after_s
     return body
 
 
@@ -170,7 +174,11 @@ def from_problem(status: int, body: dict[str, Any]) -> VolleyError:
     name = str(body.get("type", "")).rpartition(":")[2]
     detail = str(body.get("detail") or body.get("title") or f"HTTP {status}")
     kind = _BY_NAME.get(name) or _by_status(status)
-    return kind(detail, str(body.get("hint", "")))
+    error = kind(detail, str(body.get("hint", "")))
+    after_s = body.get("retry_after_s")
+    if isinstance(error, Unavailable) and isinstance(after_s, int | float) and after_s >= 0:
+        error.retry_after_s = min(after_s, MAX_RETRY_AFTER_S)
+    return error
 
 
 def _by_status(status: int) -> type[VolleyError]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -98,7 +99,7 @@ def respond(request: Request, value: Any, status: int = 200) -> Response:
 
 
 def problem_response(error: VolleyError) -> Response:
-    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if isinstance(error, Unavailable) else {}
+    headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))} if isinstance(error, Unavailable) else {}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
     return Response(orjson.dumps(problem(error)), error.status, headers, "application/problem+json")

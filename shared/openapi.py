@@ -23,6 +23,7 @@ PROBLEM: Mapping[str, Any] = {
         "status": {"type": "integer"},
         "detail": {"type": "string"},
         "hint": {"type": "string"},
+        "retry_after_s": {"type": "number"},
     },
     "required": ["type", "title", "status", "detail"],
 }

@@ -65,6 +65,29 @@ async def test_an_error_crosses_the_wire_as_itself(name):
             await c.get(f"/fail/{name}", attempts=1)
 
 
+async def test_when_to_ask_again_crosses_the_wire():
+    app = make_app()
+
+    @app.get("/full")
+    async def full():
+        raise errors.RateLimited("full", retry_after_s=9.5)
+
+    async with client(app) as c:
+        with pytest.raises(errors.RateLimited) as caught:
+            await c.get("/full", attempts=1)
+    assert caught.value.retry_after_s == 9.5
+    assert http.problem_response(caught.value).headers["retry-after"] == "10"
+
+
+@pytest.mark.parametrize(
+    ("said", "heard"), [(0, 0), (1e300, 60), (float("inf"), 60), (float("nan"), 1), (-1, 1), ("9", 1), (None, 1), ([9], 1)]
+)
+def test_a_service_cannot_make_a_client_wait_for_ever(said: object, heard: float):
+    error = errors.from_problem(429, {"type": "urn:volley:RateLimited", "retry_after_s": said})
+    assert isinstance(error, errors.RateLimited)
+    assert error.retry_after_s == heard
+
+
 async def test_a_bug_says_nothing_of_the_inside():
     async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(), raise_app_exceptions=False), base_url="http://x") as c:
         answer = await c.get("/bug")
