@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from httpx import AsyncBaseTransport
 
 _CONNECT_TIMEOUT_S = 5.0
-_KEEPALIVE_S = 4.0  # below uvicorn's default of 5 s, so that no request meets a connection that is being closed
+_KEEPALIVE_S = 4.0  # well below that of shared.serving, so that no request meets a connection that is being closed
 
 
 class _Answer(NamedTuple):
