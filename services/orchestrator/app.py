@@ -56,7 +56,6 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Ser
             board,
             max_concurrent=settings.max_concurrent,
             max_attempts=settings.bounds.max_attempts,
-            patience_s=settings.bounds.timeout_s,
         )
         queue = TicketQueue(redis, settings.run)
         conductor = Conductor(settings, queue, environments, tokenizer, balancer, board, Gate(), dispatcher)

@@ -7,7 +7,7 @@ Rules
 - An episode stays on its server for the prefix cache, unless that server is overloaded.
 - A failure takes a server out until a probe, not a request, finds it well. The first probe comes at once (a connection may
   break for no deep reason), later ones after a cool-down that grows until a request succeeds again.
-- Waiting for a server has a deadline and ends with the reason why there is none.
+- Waiting for a server ends only when there is one, or by cancellation: an outage costs time, nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from services.orchestrator.failures import NoServer
 from services.orchestrator.lineage import Lineage
 from shared.clients.rollout import Generation, ServerWeights
 from shared.state import in_lineage
@@ -146,26 +145,22 @@ class Balancer:
         return self._clock() >= server.probe_at
 
     @asynccontextmanager
-    async def server(self, need: Need, deadline: float, preferred: str | None = None) -> AsyncIterator[Server]:
-        """The server for one request, counted as in flight while the context lasts.
+    async def server(self, need: Need, preferred: str | None = None) -> AsyncIterator[Server]:
+        """The server for one request, waited for, and counted as in flight while the context lasts.
 
         Args:
-            deadline: on the clock of the balancer.
             preferred: url of the server that has the episode's prefix.
-
-        Raises:
-            NoServer: none became routable before the deadline.
         """
-        chosen = await self._wait(need, deadline, preferred)
+        chosen = await self._wait(need, preferred)
         chosen.inflight += 1
         try:
             yield chosen
         finally:
             chosen.inflight -= 1
 
-    async def wait_routable(self, need: Need, deadline: float) -> None:
-        """Raises NoServer."""
-        await self._wait(need, deadline, None)
+    async def wait_routable(self, need: Need) -> None:
+        """Returns when a request would find a server at once."""
+        await self._wait(need, None)
 
     def why_none(self, need: Need | None = None) -> str | None:
         """What keeps requests from being routed, or None if nothing does."""
@@ -224,18 +219,13 @@ class Balancer:
             return f"has {server.version}, not newer than step {need.max_step} is needed"
         return None
 
-    async def _wait(self, need: Need, deadline: float, preferred: str | None) -> Server:
+    async def _wait(self, need: Need, preferred: str | None) -> Server:
         key = object()
         while (chosen := self.pick(need, preferred)) is None:
-            left = deadline - self._clock()
-            if left <= 0:
-                raise NoServer(self.why_none(need) or "no rollout server became free", "is a rollout server running?")
             self._waiting[key] = need
             self._hungry.set()
             try:
-                await asyncio.wait_for(self._changed.wait(), left)
-            except TimeoutError:
-                continue
+                await self._changed.wait()
             finally:
                 del self._waiting[key]
         return chosen

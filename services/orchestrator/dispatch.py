@@ -1,14 +1,13 @@
 """Runs single episodes: bounded concurrency, and another attempt when the infrastructure failed.
 
-An attempt begins only when a rollout server can be used and, after a failure, when the environment service says it is ready:
-an outage costs time, not attempts. A failure is never turned into a reward; when the attempts are used up it is raised.
+An attempt begins only when a rollout server can be used and, after a failure, when the environment service says it is ready. Both are
+waited for without a deadline: an outage costs time, not attempts. A failure is never turned into a reward; when the attempts are used up it is raised.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-import time
 from typing import Literal
 
 from services.orchestrator import metrics
@@ -17,7 +16,7 @@ from services.orchestrator.board import Board
 from services.orchestrator.episode import EpisodeRunner
 from services.orchestrator.sampling import Budget, Spec
 from shared import telemetry
-from shared.errors import Unavailable, VolleyError
+from shared.errors import VolleyError
 from shared.types import Trajectory
 
 _BACKOFF_S, _BACKOFF_CAP_S = 0.2, 5.0
@@ -26,14 +25,12 @@ _log = telemetry.Log("dispatch")
 
 
 class Dispatcher:
-    """Args: max_concurrent: episodes at once; patience_s: the longest wait for a service, for each attempt."""
+    """Args: max_concurrent: episodes at once."""
 
-    def __init__(
-        self, runner: EpisodeRunner, balancer: Balancer, board: Board, *, max_concurrent: int, max_attempts: int, patience_s: float
-    ) -> None:
+    def __init__(self, runner: EpisodeRunner, balancer: Balancer, board: Board, *, max_concurrent: int, max_attempts: int) -> None:
         self._runner, self._balancer, self._board = runner, balancer, board
         self._slots = asyncio.Semaphore(max_concurrent)
-        self._max_attempts, self._patience_s = max_attempts, patience_s
+        self._max_attempts = max_attempts
 
     async def episode(self, spec: Spec, purpose: Purpose) -> Trajectory:
         """Raises VolleyError: the last failure, when attempts are used up or another one cannot help."""
@@ -47,21 +44,14 @@ class Dispatcher:
                     _log.warning("episode failed", ticket=spec.ticket, sibling=spec.sibling, attempt=budget.used, error=str(error))
                     budget.spend(error)
                     await asyncio.sleep(min(_BACKOFF_CAP_S, _BACKOFF_S * 2**budget.used) * random.uniform(0.5, 1.0))
-                    await self._environment_ready()
 
     async def _attempt(self, spec: Spec, budget: Budget, purpose: Purpose) -> Trajectory:
         budget.n_sampled = 0
-        await self._balancer.wait_routable(spec.need, time.monotonic() + self._patience_s)
+        if budget.used:
+            await self._runner.environment_ready()
+        await self._balancer.wait_routable(spec.need)
         with self._board.episode(), metrics.EPISODES_RUNNING.track_inprogress():
             trajectory = await self._runner.run(spec, budget)
         self._board.ended(trajectory)
         metrics.count(purpose, trajectory)
         return trajectory
-
-    async def _environment_ready(self) -> None:
-        """Raises Unavailable when the service is not ready within the patience."""
-        try:
-            async with asyncio.timeout(self._patience_s):
-                await self._runner.environment_ready()
-        except TimeoutError:
-            raise Unavailable(f"the environment service was not ready within {self._patience_s:g} s") from None

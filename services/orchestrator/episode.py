@@ -68,12 +68,11 @@ class EpisodeRunner:
             VolleyError: the infrastructure failed (see `failures`).
         """
         try:
-            async with asyncio.timeout(self._bounds.timeout_s):
+            async with asyncio.timeout(self._bounds.timeout_s) as budget.timer:
                 return await self._run(spec, budget)
         except TimeoutError:
-            where = self._balancer.why_none(spec.need)
             raise EpisodeTimeout(
-                f"an episode of {spec.env}/{spec.split}/{spec.index} took more than {self._bounds.timeout_s:g} s", where or ""
+                f"an episode of {spec.env}/{spec.split}/{spec.index} took more than {self._bounds.timeout_s:g} s"
             ) from None
 
     async def _run(self, spec: Spec, budget: Budget) -> Trajectory:
@@ -81,7 +80,7 @@ class EpisodeRunner:
         opening = await self._open(spec, request_id, budget)
         env_s = time.monotonic() - started
         try:
-            course = Course(spec, budget, Recorder(await self._prompt(opening)), started + self._bounds.timeout_s)
+            course = Course(spec, budget, Recorder(await self._prompt(opening)))
             ended, step_s = await self._play(course, opening.episode_id, request_id)
         finally:
             await self._delete(opening.episode_id)
@@ -172,11 +171,11 @@ class EpisodeRunner:
             return await self._asked(lambda: self._environments.step(episode_id, request_id, text[:MAX_MESSAGE]), budget)
         except (NotFound, Conflict) as error:
             if budget.used > used:
-                budget.refund()
+                budget.prepaid = True
             raise EpisodeLost(f"the environment lost episode {episode_id}: {error.detail}") from error
 
     async def _asked[T](self, call: Callable[[], Awaitable[T]], budget: Budget) -> T:
-        """Repeats what the environment service knows by its request id; the episode's deadline bounds it.
+        """Repeats what the environment service knows by its request id; the episode's deadline bounds it, outages not counted.
 
         Each failure costs an attempt, and the service has to be ready again before the next; being told to wait costs none.
         """
@@ -189,7 +188,8 @@ class EpisodeRunner:
             except Unavailable as error:
                 budget.spend(error)
                 await asyncio.sleep(_AGAIN_S)
-                await self.environment_ready()
+                with budget.outage():
+                    await self.environment_ready()
 
     async def _delete(self, episode_id: str) -> None:
         """Best effort within its time: an episode that stays behind expires by itself."""

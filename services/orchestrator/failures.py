@@ -3,7 +3,6 @@
     VolleyError
     ├── TooLarge ── PromptTooLong      the task's first prompt leaves no room to answer: no attempt can succeed
     ├── Unavailable
-    │   ├── NoServer                   no rollout server may be used now; says which and why
     │   ├── EpisodeLost                the environment service no longer knows the episode (it was restarted)
     │   └── EpisodeTimeout             the episode's deadline passed
     ├── PrefixBroken                   a turn would not continue exactly what was sampled before: a defect, never data
@@ -20,10 +19,6 @@ from shared.outcomes import judged
 
 class PromptTooLong(TooLarge):
     title = "Prompt longer than the context"
-
-
-class NoServer(Unavailable):
-    title = "No rollout server"
 
 
 class EpisodeLost(Unavailable):

@@ -9,15 +9,15 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.orchestrator import draws, metrics
 from services.orchestrator.balancer import Balancer, Need, Server
 from services.orchestrator.board import Board
-from services.orchestrator.failures import NoServer, WrongVersion, may_pass
+from services.orchestrator.failures import WrongVersion, may_pass
 from services.orchestrator.recorder import Recorder
 from shared.clients.rollout import Generation
 from shared.errors import RateLimited, Unavailable, VolleyError
@@ -60,16 +60,22 @@ class Spec:
 class Budget:
     """Attempts of one sibling, over all its turns and restarts: the only bound of repetition there is, so that none is inside another.
 
-    `failures` counts them by class; `n_sampled` is how many tokens the present attempt has sampled.
+    `failures` counts them by class, `used` in all. `prepaid`: the next failure belongs to one that is counted, because one outage is
+    one attempt. `n_sampled` is how many tokens the present attempt has sampled, `timer` its deadline.
     """
 
     max_attempts: int
     used: int = 0
     failures: Counter[str] = field(default_factory=Counter[str])
     n_sampled: int = 0
+    prepaid: bool = False
+    timer: asyncio.Timeout | None = None
 
     def spend(self, error: VolleyError) -> None:
         """Counts a failure; raises it again when it was the last attempt or cannot pass."""
+        if self.prepaid:
+            self.prepaid = False
+            return
         if self.used >= self.max_attempts:
             raise error
         name = type(error).__name__
@@ -80,19 +86,28 @@ class Budget:
         if self.used >= self.max_attempts:
             raise error
 
-    def refund(self) -> None:
-        """What failed belongs to the failure before: one outage is one attempt."""
-        self.used -= 1
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """Waiting for a service inside of this moves the attempt's deadline by as much."""
+        due = self.timer and self.timer.when()
+        if self.timer is None or due is None:
+            yield
+            return
+        began = asyncio.get_running_loop().time()
+        self.timer.reschedule(None)
+        try:
+            yield
+        finally:
+            self.timer.reschedule(due + asyncio.get_running_loop().time() - began)
 
 
 @dataclass(slots=True)
 class Course:
-    """What changes while an episode runs: its record, its server, its budget, seconds spent generating. `deadline` is monotonic time."""
+    """What changes while an episode runs: its record, its server, its budget, seconds spent generating."""
 
     spec: Spec
     budget: Budget
     recorder: Recorder
-    deadline: float
     server_url: str | None = None
     generate_s: float = 0.0
 
@@ -107,7 +122,6 @@ class Sampler:
         """Records one assistant turn; returns its ids, which end with `eos_id` unless a bound cut it.
 
         Raises:
-            NoServer: none was routable until the deadline.
             VolleyError: the attempts are used up.
         """
         recorder, start = course.recorder, len(course.recorder)
@@ -128,12 +142,12 @@ class Sampler:
         while True:
             started = time.perf_counter()
             try:
-                async with self._balancer.server(course.spec.need, course.deadline, course.server_url) as server:
+                with course.budget.outage():
+                    await self._balancer.wait_routable(course.spec.need)
+                async with self._balancer.server(course.spec.need, course.server_url) as server:
                     course.server_url = server.url
                     with self._board.waits_on("rollout"):
                         return await self._ask(server, course, max_new_tokens)
-            except NoServer:
-                raise
             except RateLimited as error:
                 await asyncio.sleep(error.retry_after_s)
             except VolleyError as error:

@@ -30,6 +30,7 @@ from shared.types import Group
 _RESERVE_WAIT_S = 2.0
 _RETRY_S, _RETRY_CAP_S = 0.1, 1.0
 _GIVE_BACK_S, _LATE_S = 2.0, 0.5
+_MAX_FAILED_IN_A_ROW = 8
 _log = telemetry.Log("tickets")
 
 _WAITING = {
@@ -81,8 +82,7 @@ class TicketLoop:
         self._terms, self._run_group = terms, run_group
         self._slots = asyncio.Semaphore(n_groups)
         self._held: dict[int, Need] = {}
-        self._failed_in_a_row = 0
-        self._max_failed_in_a_row = max(8, 2 * terms.batch)
+        self._failed_in_a_row, self._failed_at = 0, 0.0
         self._void = 0
 
     async def run(self) -> None:
@@ -143,10 +143,10 @@ class TicketLoop:
             raise
 
     async def _work(self, reservation: Reservation, need: Need) -> None:
-        ticket = reservation.ticket
+        ticket, began = reservation.ticket, time.monotonic()
         try:
             group = await self._run_group(ticket, need)
-            self._judge(group)
+            self._judge(group, began)
             await self._publish(group, reservation)
         except asyncio.CancelledError:
             await self._give_back(ticket)
@@ -178,10 +178,16 @@ class TicketLoop:
             self._board.group_published(group, version)
         _log.debug("published", ticket=group.ticket, outcome=outcome.value, failure=group.failure)
 
-    def _judge(self, group: Group) -> None:
-        """Stops the run when nothing but failures comes out, instead of voiding tickets for ever."""
-        self._failed_in_a_row = self._failed_in_a_row + 1 if group.failure is not None else 0
-        if self._failed_in_a_row >= self._max_failed_in_a_row:
+    def _judge(self, group: Group, began: float) -> None:
+        """Stops the run when nothing but failures comes out, instead of voiding tickets for ever.
+
+        Groups that one event broke together count once: one counts if it began after the last that counted had failed.
+        """
+        if group.failure is None:
+            self._failed_in_a_row = 0
+        elif began >= self._failed_at:
+            self._failed_in_a_row, self._failed_at = self._failed_in_a_row + 1, time.monotonic()
+        if self._failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
             raise VolleyError(
                 f"{self._failed_in_a_row} groups in a row failed, the last with {self._board.last_failure or group.failure}",
                 "the service's log tells the cause of each",

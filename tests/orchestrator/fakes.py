@@ -218,7 +218,6 @@ def dispatcher_of(env: ScriptedEnv, balancer: Balancer, bounds: Bounds = BOUNDS,
         Board(),
         max_concurrent=max_concurrent,
         max_attempts=bounds.max_attempts,
-        patience_s=bounds.timeout_s,
     )
 
 

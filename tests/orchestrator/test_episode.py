@@ -245,6 +245,16 @@ def test_an_environment_that_restarts_costs_one_attempt():
         play(env, ScriptedEngine(), budget=budget)
     budget.spend(lost.value)  # as the dispatcher does
     assert budget.used == 1
+    assert budget.failures == {"ServiceUnreachable": 1}
+
+
+async def test_an_outage_within_an_episode_costs_one_attempt_however_long_it_is():
+    impatient = Bounds(256, 16, 4, 0.3, 3)
+    env, engine, budget = ScriptedEnv(step_failures=unreachable(), not_ready=1), ScriptedEngine(failures=unreachable()), Budget(3)
+    balancer = balancer_of(engine)
+    asyncio.get_running_loop().call_later(0.6, balancer.observe, balancer.servers[0], WeightVersion(1, 0))
+    await runner_of(env, balancer, impatient).run(spec(), budget)
+    assert (budget.failures, len(env.created)) == ({"ServiceUnreachable": 2}, 1)
 
 
 def test_being_told_to_wait_costs_no_attempt():

@@ -120,7 +120,7 @@ async def test_a_rollout_server_that_fails_is_asked_as_often_as_there_are_attemp
         balancer.add(server := Server(url, client, version=WeightVersion(1, 0)))
         fake.answer = [-5]  # no token: the client makes it an error
         runner = EpisodeRunner(tiny_tokenizer(), ScriptedEnv(), balancer, board, BOUNDS)
-        dispatcher = Dispatcher(runner, balancer, board, max_concurrent=4, max_attempts=3, patience_s=5)
+        dispatcher = Dispatcher(runner, balancer, board, max_concurrent=4, max_attempts=3)
         probing = asyncio.ensure_future(keep_well(balancer, server))
         with pytest.raises(Unavailable, match="negative"):
             await dispatcher.episode(spec(), "train")

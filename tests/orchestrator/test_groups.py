@@ -7,7 +7,7 @@ import pytest
 from services.orchestrator.balancer import Need
 from services.orchestrator.groups import run_group
 from services.orchestrator.sampling import Bounds
-from shared.errors import NotFound, ServiceUnreachable
+from shared.errors import NotFound, ServiceUnreachable, VolleyError
 from shared.types import Group, WeightVersion
 from tests.orchestrator.fakes import ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, spec, unreachable
 
@@ -100,6 +100,22 @@ async def test_an_outage_of_all_servers_costs_time_and_no_attempt():
     assert [t.attempt for t in running.result().trajectories] == [0, 0, 0, 0]
 
 
-async def test_no_server_within_the_patience_fails_the_group_with_that_class():
-    group = await group_of(ScriptedEnv(), n=2, bounds=Bounds(256, 16, 4, 0.02, 2))
-    assert group.failure == "NoServer"
+async def test_an_outage_may_last_longer_than_an_episode():
+    engine, impatient = ScriptedEngine(), Bounds(256, 16, 4, 0.3, 1)
+    balancer = balancer_of(engine)
+    balancer.fail(balancer.servers[0], "restarting")
+    asyncio.get_running_loop().call_later(0.6, balancer.observe, balancer.servers[0], WeightVersion(1, 0))
+    group = await run_group(dispatcher_of(ScriptedEnv(), balancer, impatient), plan(), 1, NEED)
+    assert [t.attempt for t in group.trajectories] == [0, 0, 0, 0]
+
+
+async def test_an_environment_that_is_broken_when_asked_whether_it_is_ready_costs_an_attempt():
+    class Broken(ScriptedEnv):
+        async def ready(self):
+            if self.not_ready:
+                self.not_ready -= 1
+                raise VolleyError("a defect")
+
+    env = Broken(step_failures=[NotFound("restarted")], not_ready=1)
+    trajectory = await dispatcher_of(env, balancer_of(ScriptedEngine())).episode(spec(), "train")
+    assert trajectory.failures == {"EpisodeLost": 1, "VolleyError": 1}

@@ -151,6 +151,22 @@ async def test_nothing_but_failures_stops_the_run():
     assert caught.group_contains(VolleyError, match="8 groups in a row failed, the last with PromptTooLong")
 
 
+async def test_groups_that_one_event_broke_count_once():
+    restart = asyncio.Event()
+
+    async def run(ticket, need):
+        await restart.wait()
+        return Group(ticket, "demo", "t", (), failure="EpisodeLost")
+
+    queue = MemoryQueue(limit=32)
+    loop, _, _ = loop_of(queue, run=run, n_groups=32)
+    task = asyncio.ensure_future(run_until(loop, lambda: len(queue.published) == 32))
+    while len(loop.held) < 32:
+        await asyncio.sleep(0.001)
+    restart.set()
+    await task
+
+
 async def test_at_most_n_groups_are_in_memory():
     active, peak = 0, 0
 
