@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from services.rollout.engine.protocol import Engine, GenerateResult
-from shared.telemetry import REGISTRY, Counter, Gauge, Histogram
+from services.rollout.engine.protocol import Engine, EngineStatus, GenerateResult
+from shared.errors import Unavailable
+from shared.telemetry import REGISTRY, Counter, Gauge, Histogram, Log
 
 PERIOD_S = 1.0
+_log = Log("metrics")
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 TOKENS = Counter("volley_rollout_tokens", "Tokens handled", ["kind"], registry=REGISTRY)
 FINISHED = Counter("volley_rollout_requests", "Requests ended", ["finish"], registry=REGISTRY)
@@ -29,15 +31,21 @@ def count(result: GenerateResult) -> None:
 
 
 async def observe(engine: Engine) -> None:
-    """Worker: reads the engine's status once a second."""
+    """Worker: reads the engine's status once a second, as far as it answers."""
     while True:
-        status = await engine.status()
-        _REQUESTS.labels("running").set(status.running)
-        _REQUESTS.labels("queued").set(status.queued)
-        _FREE.set(status.free_kv_tokens)
-        _SHAPES.set(status.compilations)
-        for kind, steps in status.steps.items():
-            _STEPS.labels(kind).set(steps)
-        _VERSION.clear()
-        _VERSION.labels(status.current or "none").set(1)
+        try:
+            _show(await engine.status())
+        except Unavailable as error:
+            _log.warning("metrics stand still", detail=str(error))
         await asyncio.sleep(PERIOD_S)
+
+
+def _show(status: EngineStatus) -> None:
+    _REQUESTS.labels("running").set(status.running)
+    _REQUESTS.labels("queued").set(status.queued)
+    _FREE.set(status.free_kv_tokens)
+    _SHAPES.set(status.compilations)
+    for kind, steps in status.steps.items():
+        _STEPS.labels(kind).set(steps)
+    _VERSION.clear()
+    _VERSION.labels(status.current or "none").set(1)

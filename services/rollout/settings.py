@@ -18,7 +18,6 @@ class RolloutSettings:
     engine: what to start; `engine.model_path` also holds the tokenizer.
     weights_root: folder of the run's checkpoints, watched for new ones; nothing outside it is ever loaded.
     run, server_id, url: how the server registers in Redis, if `redis_url` is given.
-    grace_s: how long running requests may go on after SIGTERM, in seconds.
     """
 
     engine: EngineSpec

@@ -143,10 +143,13 @@ class Updates:
         """Worker: audits what serves."""
         while True:
             await asyncio.sleep(AUDIT_S)
-            await self.audit()
+            try:
+                await self.audit()
+            except Unavailable as error:
+                _log.warning("audit put off", detail=str(error))
 
     async def audit(self) -> None:
-        """Weights that are not those that were loaded no longer serve; the watcher loads them again."""
+        """Weights that are not those that were loaded no longer serve; the watcher loads them again. Raises Unavailable."""
         async with self._lock:
             if self._serving is not None and self.current is not None:
                 found = self._serving.judge(await self.engine.audit(), self.dtype)

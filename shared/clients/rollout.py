@@ -52,7 +52,7 @@ class RolloutClient(HttpClient):
 
         Args:
             sampling: SGLang's `sampling_params`: max_new_tokens, temperature, top_p, top_k, stop_token_ids, sampling_seed.
-            rid: name of the request for `abort`; engines match by prefix, so use ids of one length.
+            rid: name of the request for `abort`. Volley's servers compare whole ids, SGLang's own prefixes: use ids of one length.
 
         Raises:
             Unavailable: the answer breaks an invariant of `Generation`.

@@ -1,5 +1,6 @@
 """The engine's process is killed or stopped at every moment: the service ends or waits, and never hangs. Real processes, no model."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -14,6 +15,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.rollout import metrics
+from services.rollout.engine.client import open_engine
+from services.rollout.engine.protocol import EngineSpec
+from services.rollout.updates import Updates
+from shared.errors import Unavailable
 from tests.rollout.server import wait_until
 from tests.support import models
 from tests.support.net import free_port, wait_http
@@ -136,3 +142,25 @@ def test_sigterm_ends_the_service_of_a_stopped_engine(tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
         assert not lives(engine)
+
+
+async def test_an_engine_too_busy_to_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it end the workers that ask it, or keep weights from being updated."""
+    monkeypatch.setattr("services.rollout.engine.client.ANSWER_S", 0.05)
+    monkeypatch.setattr("services.rollout.updates.AUDIT_S", 0.01)
+    model, root = models.write_hf(tmp_path / "model", CONFIG), tmp_path / "checkpoints"
+    async with open_engine(EngineSpec(str(model)), "tests.rollout.scripted_worker") as engine:
+        updates = Updates(engine, root, CONFIG, "test")
+        folder = models.write_checkpoint(root, VERSION, CONFIG, models.random_weights(CONFIG, 0))
+        await updates.update(str(folder), None)
+        for op in ("audit", "status", "abort"):
+            (model / f"hang-{op}").touch()
+        for call in (engine.audit(), engine.status(), engine.abort(None)):
+            with pytest.raises(Unavailable, match="did not answer"):
+                await call
+        for worker in (updates.guard(), metrics.observe(engine)):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(worker, 0.5)
+        newer = models.write_checkpoint(root, "e000001-s000002", CONFIG, models.random_weights(CONFIG, 0))
+        await updates.update(str(newer), None)
+        assert updates.current == "e000001-s000002"

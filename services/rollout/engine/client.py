@@ -5,7 +5,8 @@ gave the same id, and aborting one id cannot hit another.
 
 The engine lives in a child process so that its Python never shares an interpreter lock with the HTTP server, and so that
 its death is an event and not a crash. Every call waits on a future that the link's messages resolve, and that fails with
-EngineDied when the link closes. A process that falls silent (see `link`) is killed: no call waits for ever.
+EngineDied when the link closes. A process that falls silent (see `link`) is killed: no call waits for ever. Calls that only
+ask, or abort, wait at most `ANSWER_S`: an engine that compiles answers nothing until the step is done.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ WORKER = "services.rollout.engine.worker"
 CLOSE_GRACE_S = 3.0
 BOOT_S = 1800.0
 SILENCE_S = 30.0
+ANSWER_S = 120.0
 _PYTHON_START_BEATS = 60
 _NO_CALL = -1  # a message whose answer nobody waits for
 # On a CPU each step allocates and frees large blocks. Kept by the process instead of returned to the kernel they cost no
@@ -120,15 +122,15 @@ class SglangEngine(asyncio.Protocol):
         return CommitResult(**answer | {"live": Live(**answer["live"])})
 
     async def audit(self) -> Live:
-        return Live(**await self._call("audit"))
+        return Live(**await self._ask("audit"))
 
     async def status(self) -> EngineStatus:
-        return EngineStatus(**await self._call("status"))
+        return EngineStatus(**await self._ask("status"))
 
     async def abort(self, rid: str | None) -> int:
         if rid is not None and rid not in self._names:
             return 0
-        return await self._call("abort", rid=None if rid is None else self._names[rid])
+        return await self._ask("abort", rid=None if rid is None else self._names[rid])
 
     async def pause(self) -> None:
         await self._call("pause")
@@ -231,6 +233,14 @@ class SglangEngine(asyncio.Protocol):
         future = self._calls[number] = self._future()
         self._send({"op": op, "call": number, **fields})
         return await future
+
+    async def _ask(self, op: str, **fields: Any) -> Any:
+        """A call that may be given up: whether it is still carried out makes no difference."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._call(op, **fields)
+        except TimeoutError:
+            raise Unavailable(f"the engine did not answer {op!r} within {ANSWER_S:g} s", "it may be compiling; try again") from None
 
     def _future(self) -> asyncio.Future[Any]:
         if self._ended.done():

@@ -1,7 +1,8 @@
 """Messages between the service and the engine's process: msgpack frames over a socket pair. Nothing is unpickled.
 
 The engine's process sends `beat` every second from a thread of its own: it is alive while a step compiles for minutes, and
-silent when it is stopped or wedged as a whole.
+silent when it is stopped or wedged as a whole. A single step that never ends goes on beating; it is for the engine's own
+watchdog (`watchdog_timeout`, 900 s), which ends the service.
 
 A frame is a 4-byte little-endian length and a msgpack map with a key `op`. The engine's side is synchronous; when the
 other end closes, `receive` raises EOFError, and the engine ends: it never outlives the service.

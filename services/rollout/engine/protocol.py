@@ -171,7 +171,7 @@ class EngineStatus:
 
 
 class Engine(Protocol):
-    """An engine that is up. Every method may raise EngineDied."""
+    """An engine that is up. Every method may raise EngineDied; `audit`, `status` and `abort` Unavailable where it is too busy to answer."""
 
     @property
     def info(self) -> EngineInfo: ...
