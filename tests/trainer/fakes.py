@@ -93,6 +93,7 @@ class FakeQueue:
     away: int = 0
     hangs: bool = False
     hangs_at_commit: bool = False
+    hanging: asyncio.Event = field(default_factory=asyncio.Event)
     fenced_after: int = 10**6
     attended: int = 0
 
@@ -101,6 +102,7 @@ class FakeQueue:
 
     async def _answer(self) -> None:
         if self.hangs:
+            self.hanging.set()
             await asyncio.sleep(3600)
         if self.away:
             self.away -= 1

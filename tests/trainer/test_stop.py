@@ -103,7 +103,7 @@ async def waiting(bench: Bench) -> None:
 
 async def without_a_queue_that_answers(bench: Bench) -> None:
     bench.queue.hangs = True
-    await asyncio.sleep(0.05)
+    await bench.queue.hanging.wait()
 
 
 async def without_a_queue(bench: Bench) -> None:
