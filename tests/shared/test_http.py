@@ -10,8 +10,9 @@ import pytest
 import uvicorn
 from fastapi import Request
 
-from shared import codec, errors, http
+from shared import codec, errors, http, serving
 from shared.access import Role, Tokens
+from shared.clients import base
 from shared.clients.base import HttpClient
 from shared.http import create_app, read_body, respond
 from shared.outcomes import judged
@@ -210,3 +211,7 @@ async def test_an_unreachable_service_is_named():
         async with HttpClient(url) as c:
             with pytest.raises(errors.ServiceUnreachable, match=url):
                 await c.post("/x", {})
+
+
+def test_a_client_lets_go_of_a_connection_long_before_the_server_does():
+    assert 2 * base._KEEPALIVE_S < serving._KEEP_ALIVE_S
