@@ -61,13 +61,13 @@ class Archive:
             fsync(self.root)
             fsync(self.root.parent)
         for leftover in self.root.glob("e*/.*.tmp"):
-            leftover.unlink(missing_ok=True)
+            if _epoch(leftover.parent) < epoch:
+                leftover.unlink(missing_ok=True)
         return True
 
     def last_epoch(self) -> int:
         """The highest that was ever claimed; 0 if none was."""
-        names = (_EPOCH.match(path.name) for path in self.root.glob("e*"))
-        return max((int(name[1]) for name in names if name), default=0)
+        return max(map(_epoch, self.root.glob("e*")), default=0)
 
     def write(self, version: WeightVersion, payloads: Sequence[bytes]) -> list[str]:
         """Makes the groups that are trained to `version` durable, in this order; returns their digests. The epoch is claimed.
@@ -128,6 +128,12 @@ def read(root: Path, run: str, version: WeightVersion) -> Iterator[bytes]:
 
 def _folder(root: Path, epoch: int) -> Path:
     return root / f"e{epoch:06d}"
+
+
+def _epoch(folder: Path) -> int:
+    """0 for a folder of another kind."""
+    name = _EPOCH.match(folder.name)
+    return int(name[1]) if name else 0
 
 
 def _payloads(path: Path, file: Any, run: str, version: WeightVersion) -> Iterator[bytes]:

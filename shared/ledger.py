@@ -1,7 +1,7 @@
 """The ledger of a run, `ledger.jsonl`: what became of every ticket. Here is its meaning; the trainer alone writes it.
 
-Invariants: a line is durable before the queue is told of it; a `rollback` line undoes the `trained` lines before it that are
-of later steps; of several lines of a ticket the highest epoch's counts, because an older trainer that wakes up late may still
+Invariants: a line is durable before the queue is told of it; a `rollback` line of epoch n undoes the `trained` lines before it
+that are of later steps and of epochs below n, so a replaced trainer that wakes up undoes nothing of its successor; of several lines of a ticket the highest epoch's counts, because an older trainer that wakes up late may still
 write before the queue fences it; the same end twice is one end, because its successor may have written what it meant to write.
 """
 
@@ -51,7 +51,7 @@ def line(
 
 
 def rollback(step: int, epoch: int) -> Line:
-    """Undoes what was trained after `step`."""
+    """Undoes what trainers before `epoch` trained after `step`."""
     return {"rollback": step, "epoch": epoch}
 
 
@@ -64,7 +64,7 @@ def parse(text: bytes) -> Line | None:
     if not isinstance(value, dict):
         return None
     if "rollback" in value:
-        return value if type(value["rollback"]) is int else None
+        return value if type(value["rollback"]) is type(value.get("epoch")) is int else None
     typed = all(type(value.get(key)) is kind for key, kind in _TYPES.items())
     plain = all(isinstance(value.get(key), str | None) for key in ("reason", "digest"))
     return value if typed and plain and value["disposition"] in DISPOSITIONS else None
@@ -75,7 +75,7 @@ def surviving(lines: Iterable[Line]) -> list[Line]:
     kept: dict[tuple[Any, ...], Line] = {}
     for one in lines:
         if "rollback" in one:
-            kept = {key: x for key, x in kept.items() if not _is_undone(x, one["rollback"])}
+            kept = {key: x for key, x in kept.items() if not _is_undone(x, one)}
         else:
             kept.setdefault(end_of(one), one)
     return list(kept.values())
@@ -100,5 +100,5 @@ def same(found: Mapping[str, Any] | None, one: Mapping[str, Any]) -> bool:
     return found is not None and all(found[key] == one[key] for key in ("disposition", "epoch", "step"))
 
 
-def _is_undone(one: Mapping[str, Any], step: int) -> bool:
-    return one["disposition"] == TRAINED and one["step"] > step
+def _is_undone(one: Mapping[str, Any], by: Line) -> bool:
+    return one["disposition"] == TRAINED and one["step"] > by["rollback"] and one["epoch"] < by["epoch"]

@@ -23,7 +23,7 @@ import numpy as np
 
 from shared import state as states
 from shared import storage, telemetry, weights
-from shared.errors import ConfigError, WeightsError
+from shared.errors import ConfigError, DecodeError, WeightsError
 from shared.state import OPTIMIZER, TrainerState
 from shared.types import WeightVersion
 from shared.weights import BAD, Leaf, Manifest, Probe
@@ -113,8 +113,11 @@ class Checkpoints:
         """The version of the newest checkpoint there is now, those left out that `newest` passed over."""
         return next(reversed(self._candidates()), None)
 
-    def mend(self) -> None:
-        """Sets damaged checkpoints aside and removes what crashes left. Only once older trainers are fenced. Raises StorageFull."""
+    def mend(self, epoch: int) -> None:
+        """Sets damaged checkpoints aside and removes what crashes of trainers before `epoch` left; these are fenced by now.
+
+        Raises StorageFull.
+        """
         with storage.storage(self.root):
             for version in self.bad:
                 (self.root / BAD).mkdir(exist_ok=True)
@@ -122,7 +125,8 @@ class Checkpoints:
                     shutil.rmtree(self.root / BAD / version, ignore_errors=True)
                     (self.root / version).rename(self.root / BAD / version)
         for leftover in self.root.glob(f"{_DRAFT}*"):
-            self._remove(leftover.name)
+            if _epoch_of(leftover.name) < epoch:
+                shutil.rmtree(leftover, ignore_errors=True)
 
     def save(self, state: TrainerState, contents: Contents, base: WeightVersion | None) -> Path:
         """Makes the version `state.version` durable, then removes old ones. Returns its folder.
@@ -237,6 +241,14 @@ def _retained(found: Sequence[WeightVersion], n: int) -> set[WeightVersion]:
     alive = [version for version in found if not _is_undone(version, found)]
     of_step = {version.step: version for version in alive}
     return {*alive[-n:], *(of_step[step] for step in sorted(of_step)[-n:])}
+
+
+def _epoch_of(draft: str) -> int:
+    """0 for what is being removed."""
+    try:
+        return WeightVersion.parse(draft.removeprefix(_DRAFT).rpartition("-")[0]).epoch
+    except DecodeError:
+        return 0
 
 
 def _below(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

@@ -69,7 +69,7 @@ class Loop:
         if board.stopping:
             return
         found, state = await self._take_over(found)
-        await self._waiter.patiently(lambda: asyncio.to_thread(self._mend, found))
+        await self._waiter.patiently(lambda: asyncio.to_thread(self._mend, found, state.epoch))
         folder = await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.start, state))
         board.step, board.epoch, board.version = state.step, state.epoch, str(state.version)
         board.durable(state.step)
@@ -112,10 +112,13 @@ class Loop:
     def _known(self, found: TrainerState | None) -> TrainerState:
         return self._parts.ledger.known(found or fresh(self._plan.seed))
 
-    def _mend(self, found: TrainerState | None) -> None:
-        """Files in line with the checkpoint that we go on from. Not before: until they are fenced, older trainers write to them."""
+    def _mend(self, found: TrainerState | None, epoch: int) -> None:
+        """Files in line with the checkpoint that we go on from. Not before: until they are fenced, older trainers write to them.
+
+        What trainers after `epoch` wrote stays: we may be replaced by now.
+        """
         state = found or fresh(self._plan.seed)
-        self._parts.checkpoints.mend()
-        self._parts.ledger.mend(state)
+        self._parts.checkpoints.mend(epoch)
+        self._parts.ledger.mend(state, epoch)
         for log in (self._parts.metrics, self._parts.handovers):
-            log.mend(state.lineage, state.step)
+            log.mend(state, epoch)

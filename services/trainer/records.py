@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from shared import ledger, storage, telemetry
-from shared.errors import StorageFull, WeightsError
+from shared.errors import DecodeError, StorageFull, WeightsError
 from shared.ledger import TRAINED
 from shared.state import TrainerState, in_lineage
 from shared.types import WeightVersion
@@ -45,16 +45,18 @@ class Ledger:
 
     def known(self, state: TrainerState) -> TrainerState:
         """The checkpoint's state and what the file adds: tickets that ended without training after it stay ended."""
-        settled = ledger.settled([*self.read(), *self._rollback(state)])
+        lines = self.read()
+        above = max((line["epoch"] for line in lines), default=0) + 1
+        settled = ledger.settled([*lines, ledger.rollback(state.step, above)])
         progress = state.progress()
         for ticket, line in settled.items():
             if line["disposition"] != TRAINED:
                 progress.finish(ticket, void=True)
         return state.at(state.step, progress, issued=state.issued, done=state.phase == "done", recent=())
 
-    def mend(self, state: TrainerState) -> None:
-        """Brings the file in line with the checkpoint: steps that it does not contain are rolled back, and lines of its own that
-        a crash kept from the file are added.
+    def mend(self, state: TrainerState, epoch: int) -> None:
+        """Brings the file in line with the checkpoint: steps of trainers before `epoch` that it does not contain are rolled back,
+        and lines of its own that a crash kept from the file are added.
 
         Raises WeightsError if tickets have ended, but there is no checkpoint (epoch 0), and StorageFull.
         """
@@ -65,13 +67,14 @@ class Ledger:
                 f"{self._path} tells how {n} tickets ended, but there is no checkpoint",
                 "restore one, or start a run with another name",
             )
-        self.append(self._rollback(state))
+        self.append(self._rollback(state, epoch))
         settled = self.settled()
         self.append(line for line in state.recent if not ledger.same(settled.get(line["ticket"]), line))
 
-    def _rollback(self, state: TrainerState) -> list[dict[str, Any]]:
-        beyond = any(line["disposition"] == TRAINED and line["step"] > state.step for line in self.settled().values())
-        return [ledger.rollback(state.step, state.epoch)] if beyond else []
+    def _rollback(self, state: TrainerState, epoch: int) -> list[dict[str, Any]]:
+        lines = self.read()
+        rollback = ledger.rollback(state.step, epoch)
+        return [rollback] if ledger.settled([*lines, rollback]) != ledger.settled(lines) else []
 
 
 class StepLog:
@@ -97,10 +100,13 @@ class StepLog:
         """Starts the file anew. Raises StorageFull."""
         self._keep([])
 
-    def mend(self, lineage: Sequence[tuple[int, int]], step: int) -> None:
-        """Removes lines of steps that the checkpoint of `step` does not contain, by whomever they were made. Raises StorageFull."""
-        lines = map(_parsed, storage.whole_lines(self._path))
-        self._keep([x for x in lines if x and x["step"] <= step and in_lineage(WeightVersion.parse(x["version"]), lineage)])
+    def mend(self, state: TrainerState, epoch: int) -> None:
+        """Removes lines of trainers before `epoch` that tell of steps which the checkpoint does not contain, and what is no line.
+
+        Raises StorageFull.
+        """
+        lines = filter(None, map(_parsed, storage.whole_lines(self._path)))
+        self._keep([line for line, version in lines if version.epoch >= epoch or _contains(state, version)])
 
     def _keep(self, lines: Sequence[Mapping[str, Any]]) -> None:
         text = _text(lines)
@@ -109,11 +115,17 @@ class StepLog:
             _log.info("undone lines removed", file=self._path.name, kept=len(lines))
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parsed(line: bytes) -> tuple[dict[str, Any], WeightVersion] | None:
     try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError:
+        value = orjson.loads(line)
+        version = WeightVersion.parse(value["version"])
+        return (value, version) if value["step"] == version.step else None
+    except (orjson.JSONDecodeError, KeyError, TypeError, DecodeError):
         return None
+
+
+def _contains(state: TrainerState, version: WeightVersion) -> bool:
+    return version.step <= state.step and in_lineage(version, state.lineage)
 
 
 def _text(lines: Iterable[Mapping[str, Any]]) -> bytes:

@@ -43,7 +43,7 @@ class FakeBackend:
     def head(self) -> WeightVersion | None:
         return self.checkpoint.version if self.checkpoint else None
 
-    def mend(self) -> None: ...
+    def mend(self, epoch: int) -> None: ...
 
     def restore(self) -> TrainerState | None:
         if self.broken:

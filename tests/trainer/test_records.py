@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import orjson
@@ -36,7 +37,7 @@ def test_lines_lost_after_a_durable_checkpoint_are_added_once(ledger: Ledger):
     ledger.append([line(1)])
     checkpoint = state(2, 2, recent=(line(1), line(2, step=2)))
     for _ in range(2):
-        ledger.mend(checkpoint)
+        ledger.mend(checkpoint, 2)
     assert [x["ticket"] for x in ledger.read()] == [1, 2]
 
 
@@ -48,17 +49,25 @@ def test_tickets_that_ended_after_the_checkpoint_stay_ended(ledger: Ledger):
 
 def test_a_fallback_to_an_older_checkpoint_rolls_the_ledger_back(ledger: Ledger):
     ledger.append([line(1), line(2, step=2)])
-    ledger.mend(state(1, 1))
+    ledger.mend(state(1, 1), 2)
     assert ledger.settled().keys() == {1}
     ledger.append([line(2, step=2, epoch=2)])
     assert ledger.settled()[2]["epoch"] == 2
 
 
+def test_a_replaced_trainer_that_mends_late_undoes_nothing_of_its_successor(ledger: Ledger):
+    ledger.append([line(1), line(2, step=2, epoch=3)])
+    ledger.mend(state(1, 1), 2)
+    assert ledger.settled().keys() == {1, 2}
+    ledger.append([orjson.loads(orjson.dumps({"rollback": 1, "epoch": 2}))])
+    assert ledger.settled().keys() == {1, 2}
+
+
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(ledger: Ledger):
-    ledger.mend(fresh(0))
+    ledger.mend(fresh(0), 1)
     ledger.append([line(1), line(2, "stale")])
     with pytest.raises(WeightsError, match="how 2 tickets ended, but there is no checkpoint"):
-        ledger.mend(fresh(0))
+        ledger.mend(fresh(0), 1)
 
 
 def test_a_fenced_trainer_that_writes_late_does_not_count(ledger: Ledger):
@@ -73,7 +82,7 @@ def test_a_torn_line_is_not_read_and_cut_before_the_next(tmp_path: Path):
     ledger = Ledger(path)
     assert [x["ticket"] for x in ledger.read()] == [1]
     assert path.read_bytes() == torn
-    ledger.mend(state(1, 1))
+    ledger.mend(state(1, 1), 2)
     ledger.append([line(2)])
     assert [x["ticket"] for x in ledger.read()] == [1, 2]
 
@@ -83,10 +92,33 @@ def test_metrics_of_undone_steps_and_of_replaced_trainers_are_removed(tmp_path: 
     versions = [str(WeightVersion(*v)) for v in ((1, 1), (1, 2), (2, 2), (1, 3), (2, 3))]
     for version in versions:
         log.append({"step": int(version[-1]), "version": version})
-    log.mend(((1, 0), (2, 1)), 2)
+    log.mend(replace(state(2, 2), lineage=((1, 0), (2, 1))), 3)
     log.append({"step": 3, "version": "e000003-s000003"})
     lines = [orjson.loads(x)["version"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [versions[0], versions[2], "e000003-s000003"]
+
+
+def test_lines_of_a_successor_stay_and_what_is_no_line_goes(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    good = [b'{"step":1,"version":"e000001-s000001"}', b'{"step":7,"version":"e000003-s000007"}']
+    path.write_bytes(
+        b"\n".join(
+            [
+                good[0],
+                b"7",
+                b"[]",
+                b'{"step":1}',
+                b'{"step":1,"version":2}',
+                b'{"version":"e000001-s000001"}',
+                b'{"step":1,"version":"v1"}',
+                b"{",
+                good[1],
+                b"",
+            ]
+        )
+    )
+    StepLog(path).mend(state(1, 1), 2)
+    assert path.read_bytes().splitlines() == good
 
 
 def test_lineage():
