@@ -41,7 +41,8 @@ from shared.errors import Conflict, Unavailable, WeightsError
 from shared.schema import RunConfig
 from shared.types import spans
 
-_TOKEN_S = 0.001
+_TOKEN_S = 0.03
+"""An episode of some tokens takes long enough to be in flight when something fails, and a run of hundreds of steps not too long."""
 _FIRST_TEXT_ID = 10
 
 
@@ -84,7 +85,7 @@ class SimulatedEngine:
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """A token every millisecond, the version looked up at each."""
+        """A token every `_TOKEN_S`, the version looked up at each."""
         if self.serving is None:
             raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
         if request.rid in self._running:

@@ -23,7 +23,7 @@ from shared.errors import QueueUnavailable, VolleyError
 from shared.queue.client import command, connect
 from shared.types import WeightVersion
 
-_POLL_S = 0.05
+_POLL_S = 0.1
 _PROBE_S = 2.0
 _TIRELESS = Patience(restarts=10**9, window_s=0.0, pause_s=0.1, longest_pause_s=0.1, hung_s=120.0)
 SIMULATED = {"trainer": "services.trainer.simulated", "rollout": "services.rollout.simulated"}
@@ -166,23 +166,23 @@ class Arena:
 
 @asynccontextmanager
 async def open_arena(
-    loaded: Loaded, folder: RunFolder, *, simulated: bool, deadline_s: float, say: Callable[[str], None]
+    loaded: Loaded, folder: RunFolder, *, simulated: bool, linked: bool, deadline_s: float, say: Callable[[str], None]
 ) -> AsyncIterator[Arena]:
-    """All services of the run, answering, each reached by the others through a proxy. Raises as `stack.running`."""
+    """All services of the run, answering; if `linked`, each reached by the others through a proxy. Raises as `stack.running`."""
     async with AsyncExitStack() as opened:
         links = {name: await opened.enter_async_context(Proxy.listening()) for name in LINKS}
         reaper = opened.enter_context(Reaper.running())
-        seams = Seams(SIMULATED if simulated else {}, lambda name, url: _through(links, name, url))
+        seams = Seams(SIMULATED if simulated else {}, lambda name, url: _through(links, name, url, linked=linked))
         running = await opened.enter_async_context(stack.running(loaded, folder, reaper, say, _TIRELESS, seams))
         yield await opened.enter_async_context(Arena(folder, running, links, reaper, deadline_s).watched())
 
 
-def _through(links: dict[str, Proxy], name: str, url: str) -> str:
-    """The address of the proxy in front of the process, if its link has one."""
+def _through(links: dict[str, Proxy], name: str, url: str, *, linked: bool) -> str:
+    """The address of the proxy in front of the process, if its link has one that is wanted."""
     if name not in links:
         return url
     parts = urlsplit(url)
     assert parts.hostname is not None
     assert parts.port is not None
     links[name].target = parts.hostname, parts.port
-    return parts._replace(netloc=f"127.0.0.1:{links[name].port}").geturl()
+    return parts._replace(netloc=f"127.0.0.1:{links[name].port}").geturl() if linked else url

@@ -121,7 +121,10 @@ def _run(loaded: Loaded, rounds: Iterator[Round] | None, say: Say, *, simulated:
 
 async def _besiege(loaded: Loaded, outcome: Outcome, rounds: Iterator[Round] | None, say: Say, *, simulated: bool) -> None:
     deadline_s = _DEADLINE_S if simulated else _REAL_DEADLINE_S
-    async with open_arena(loaded, outcome.folder, simulated=simulated, deadline_s=deadline_s, say=outcome.said.append) as arena:
+    linked = rounds is not None
+    async with open_arena(
+        loaded, outcome.folder, simulated=simulated, linked=linked, deadline_s=deadline_s, say=outcome.said.append
+    ) as arena:
         outcome.log.durable, outcome.log.zombies, outcome.links = arena.durable, arena.zombies, arena.links
         try:
             if rounds is None:

@@ -19,11 +19,14 @@ SERVICES = ("redis", "env", "trainer", "orchestrator", "rollout-0", "rollout-1")
 LINKS = ("redis", "env", "rollout-0", "rollout-1")
 WIPES: tuple[Kind, ...] = ("flush", "lose")
 _SPREAD_S = 0.8
+_LATER_S = 0.5
+"""How much later those come without whom nothing is in flight: before them, episodes lose their server or environment."""
 _LINK_FAULTS: tuple[Kind, ...] = ("delay", "stall", "cut")
+_IN_FLIGHT = ("env", "rollout")
 _LIGHT = ("env", "orchestrator", "rollout-0", "rollout-1")
-_KILLS_A_STORM, _KILLS_BESIDE_A_ZOMBIE = 10, 8
-_LONG_PAUSE_S = {"redis": 16.0, "rollout-0": 12.0, "rollout-1": 12.0, "orchestrator": 12.0, "env": 12.0}
-"""Longer than the socket time-out of Redis' clients, than a server's registration, than a ticket's lease."""
+_KILLS_A_STORM, _KILLS_BESIDE_A_ZOMBIE = 14, 12
+_LONG_PAUSE_S, _LONG_REDIS_PAUSE_S = 12.0, 16.0
+"""Longer than a server's registration and a ticket's lease; than the socket time-out of Redis' clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +70,10 @@ def plan(seed: int, amounts: Amounts) -> list[Round]:
         rounds[number].append(_fault(dice, "kill", _LIGHT[(number + nth) % len(_LIGHT)]))
     for faults in rounds:
         faults += [_pause(dice), _fault(dice, dice.choice(_LINK_FAULTS), dice.choice(LINKS))]
+    for faults, name in zip(rounds[::8], dice.sample(_LIGHT, len(_LIGHT)), strict=False):
+        faults.append(Fault("pause", name, _SPREAD_S, _LONG_PAUSE_S))
     quiet = [_disk_full(dice) for _ in range(max(1, len(rounds) // 10))]
-    quiet += [
-        [Fault("pause", name, 0.0, _LONG_PAUSE_S[name])] for name in dice.sample(sorted(_LONG_PAUSE_S), min(3, 1 + len(rounds) // 15))
-    ]
-    for one in quiet:
+    for one in (*quiet, [Fault("pause", "redis", 0.0, _LONG_REDIS_PAUSE_S)]):
         rounds.insert(dice.randrange(len(rounds) + 1), one)
     return [_in_order(faults) for faults in rounds]
 
@@ -110,11 +112,12 @@ def _in_order(faults: Iterable[Fault]) -> Round:
 
 def _fault(dice: random.Random, kind: Kind, at: str) -> Fault:
     length_s = round(dice.uniform(0.3, 2.0), 3) if kind in ("delay", "stall") else 0.0
-    return Fault(kind, at, round(dice.uniform(0.0, _SPREAD_S), 3), length_s)
+    later_s = 0.0 if at.startswith(_IN_FLIGHT) else _LATER_S
+    return Fault(kind, at, round(later_s + dice.uniform(0.0, _SPREAD_S), 3), length_s)
 
 
 def _pause(dice: random.Random) -> Fault:
-    return Fault("pause", dice.choice(SERVICES), round(dice.uniform(0.0, _SPREAD_S), 3), round(dice.uniform(0.1, 3.0), 3))
+    return Fault("pause", dice.choice(SERVICES), round(dice.uniform(0.0, _SPREAD_S), 3), round(dice.uniform(0.1, 2.0), 3))
 
 
 def _zombie(dice: random.Random) -> Fault:
