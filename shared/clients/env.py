@@ -97,5 +97,5 @@ def _step(answer: Mapping[str, Any]) -> StepResult:
 def _read[T](make: Callable[[], T]) -> T:
     try:
         return make()
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DecodeError(f"the environment's answer lacks or mistypes a field: {error!r}") from error

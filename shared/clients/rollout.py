@@ -98,25 +98,39 @@ def _generation(answer: Any, n_prompt: int) -> Generation:
     try:
         meta = answer["meta_info"]
         generation = Generation(
-            output_ids=np.asarray(answer["output_ids"], np.int32),
+            output_ids=_ids(answer["output_ids"]),
             logprobs=_logprobs(meta["output_token_logprobs"]),
             versions=tuple(VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in meta["weight_versions"]),
             finish_reason=str(meta["finish_reason"]["type"]),
             cached_tokens=int(meta.get("cached_tokens") or 0),
         )
         seen = int(meta["prompt_tokens"])
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
         raise DecodeError(f"the generation lacks or mistypes a field: {error!r}") from error
     if seen != n_prompt:
         raise DecodeError(f"the server saw {seen} prompt tokens of {n_prompt}")
     return generation
 
 
+def _ids(value: Any) -> np.ndarray:
+    """int32 [n]. Other numbers are refused: converting them would make other ids of them."""
+    found = _flat(np.asarray(value))
+    if found.size and (found.dtype.kind not in "iu" or int(found.max()) >= 2**31):
+        raise ValueError(f"output_ids are no ids but {found.dtype}")
+    return found.astype(np.int32)
+
+
+def _flat(found: np.ndarray) -> np.ndarray:
+    if found.ndim != 1:
+        raise ValueError(f"{found.ndim} dimensions where one was expected")
+    return found
+
+
 def _logprobs(value: Any) -> np.ndarray:
     """float32 [n], from an array, a list of numbers, or SGLang's [log-probability, token id, text] rows."""
     if isinstance(value, Sequence) and value and isinstance(value[0], Sequence):
         value = [row[0] for row in value]
-    return np.asarray(value, np.float32)
+    return _flat(np.asarray(value, np.float32))
 
 
 def _check(generation: Generation, max_new_tokens: int) -> None:
