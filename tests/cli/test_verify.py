@@ -339,7 +339,7 @@ def test_a_checkpoint_that_was_set_aside_is_told(run: RunFolder, capsys: pytest.
 
 
 def test_a_rollback_undoes_what_was_trained_before_it(run: RunFolder):
-    lines = [ledger.line(1, "trained", WeightVersion(1, 1)), ledger.line(2, "trained", WeightVersion(1, 1)), ledger.rollback(0, 1)]
+    lines = [ledger.line(1, "trained", WeightVersion(1, 1)), ledger.line(2, "trained", WeightVersion(1, 1)), ledger.rollback(0, 2)]
     edit_ledger(run, lambda old: old.__setitem__(slice(0, 0), lines))
     assert verify(run)["ok"]
 

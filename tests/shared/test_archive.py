@@ -46,9 +46,12 @@ def test_steps_of_two_epochs_lie_apart_and_a_repeated_one_is_replaced(tmp_path: 
 def test_what_a_crash_left_half_written_is_removed(tmp_path: Path):
     leftover = written(tmp_path).with_name(".s000002.zst.tmp")
     leftover.write_bytes(b"half")
+    later = written(tmp_path, version=WeightVersion(3, 1)).with_name(".s000002.zst.tmp")
+    later.write_bytes(b"of a later trainer")
     assert Archive(tmp_path, "r").claim(2)
     assert not leftover.exists()
-    assert archive.versions(tmp_path) == [V1]
+    assert later.exists()
+    assert archive.versions(tmp_path) == [V1, WeightVersion(3, 1)]
 
 
 def test_an_epoch_is_claimed_once(tmp_path: Path):
