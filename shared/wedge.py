@@ -49,7 +49,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What keeps one service: others, itself (`halted`: it will not go on by itself), or its work."""
+    """What keeps one service: others, itself (`halted`: it will not go on by itself), or its work. `paused`: somebody wants it so."""
 
     name: str
     kind: str
@@ -57,6 +57,7 @@ class Node:
     waits: tuple[Link, ...] = ()
     halted: str = ""
     busy: str = ""
+    paused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def judge(seen: Sequence[Seen]) -> Verdict:
     walk = _Walk(nodes(seen))
     busy = walk.waits_unseen or any(node.busy for node in walk.nodes)
     limit = BUSY_S if busy else CYCLE_S if walk.cycle else QUIET_S
-    if quiet_s is not None and quiet_s >= limit:
+    if quiet_s is not None and quiet_s >= limit and not any(node.paused for node in walk.nodes):
         state: State = "wedged"
     elif walk.chain and not busy and (quiet_s is None or quiet_s >= FRESH_S):
         state = "waiting"
@@ -128,7 +129,7 @@ class _Walk:
         for link in node.waits:
             self.chain.append(f"{node.name} waits for {link.what}")
             targets = [target for target in self.nodes if link.on in (target.name, target.kind, target.url)]
-            self.waits_unseen |= link.on == "trainer" and not targets
+            self.waits_unseen |= link.on in ("trainer", "peer") and not targets
             for target in targets:
                 self._follow(target, (*path, node.name))
 
@@ -154,7 +155,7 @@ def _trainer(who: _Who, said: Mapping[str, Any]) -> Node:
     if phase in ("done", "stopped"):
         return Node(*who)
     if said.get("paused") and phase in ("paused", "waiting"):
-        return Node(*who, halted="is paused on request; POST /resume lets it go on")
+        return Node(*who, halted="is paused on request; POST /resume lets it go on", paused=True)
     busy = f"at work ({phase}, {said.get('step')} of {said.get('max_steps')} steps done)" if phase in _AT_WORK else ""
     if not waiting:
         return Node(*who, busy=busy)
@@ -165,7 +166,7 @@ def _trainer(who: _Who, said: Mapping[str, Any]) -> Node:
 
 def _orchestrator(who: _Who, said: Mapping[str, Any]) -> Node:
     if said.get("state") == "paused":
-        return Node(*who, halted="is paused on request; POST /runs/NAME/resume lets it go on")
+        return Node(*who, halted="is paused on request; POST /runs/NAME/resume lets it go on", paused=True)
     waits: list[Link] = []
     episodes = said.get("waits", {})
     if said.get("disk"):
@@ -174,6 +175,8 @@ def _orchestrator(who: _Who, said: Mapping[str, Any]) -> Node:
         waits.append(Link("rollout", f"a rollout server it can use ({n} requests{'' if said.get('servers') else ', none is known'})"))
     if n := episodes.get("rollout"):
         waits.append(Link("rollout", f"answers of rollout servers ({n} requests)"))
+    if episodes.get("peer"):
+        waits.append(Link("peer", "another orchestrator of the run, which evaluates"))
     if n := episodes.get("env"):
         waits.append(Link("env", f"the environment service ({n} episodes)"))
     if not waits and (waiting := said.get("waiting")):

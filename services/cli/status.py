@@ -23,6 +23,7 @@ from shared.wedge import Seen, Verdict
 
 _TIMEOUT_S = 5.0
 _BETWEEN_S = 1.0  # two looks at the tokens a server has made
+_LOOKS = 10  # a long prefill, a compilation or the loading of weights makes none for a while
 _DETAILS = {"rollout": ("/weights", "/get_server_info"), "trainer": ("/status",), "orchestrator": ("/runs",)}
 _KEYS = ("current", "staged", "state", "step", "version", "epoch", "phase")
 
@@ -59,13 +60,16 @@ def main(targets: Sequence[str], *, as_json: bool = False, token_file: Path | No
 
 
 async def observe(services: Sequence[Service]) -> tuple[list[Seen], Verdict]:
-    """Asks all; where nothing advanced for a while, rollout servers twice, to see whether they produce tokens."""
+    """Asks all; where nothing advanced for a while, again, until every rollout server has produced tokens or enough looks were taken."""
     seen = await _ask_all(services)
     verdict = wedge.judge(seen)
-    if (verdict.quiet_s or 0.0) >= wedge.FRESH_S and any(map(_made, seen)):
+    first = seen
+    for look in range(1, _LOOKS + 1):
+        if (verdict.quiet_s or 0.0) < wedge.FRESH_S or not any(_made(s) and not s.tokens_per_s for s in seen):
+            break
         await asyncio.sleep(_BETWEEN_S)
         later = await _ask_all(services)
-        seen = [replace(now, tokens_per_s=(_made(now) - _made(then)) / _BETWEEN_S) for then, now in zip(seen, later, strict=True)]
+        seen = [replace(now, tokens_per_s=(_made(now) - _made(then)) / (look * _BETWEEN_S)) for then, now in zip(first, later, strict=True)]
         verdict = wedge.judge(seen)
     return seen, verdict
 

@@ -12,7 +12,7 @@ from typing import Literal
 from shared.types import Group, Trajectory
 
 type State = Literal["waiting", "running", "evaluating", "paused", "finished", "failed"]
-type Party = Literal["trainer", "redis", "env", "rollout", "disk"]
+type Party = Literal["trainer", "redis", "env", "rollout", "disk", "peer"]
 _WINDOW_S = 30
 _RECENT = 256  # episodes, for the mean duration
 

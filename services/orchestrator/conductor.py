@@ -70,7 +70,7 @@ class Conductor:
         """What GET /runs/{name} answers. `chain` says who waits for whom, as far as it can be seen from here."""
         known = self._known()
         verdict = wedge.judge([Seen("orchestrator", "orchestrator", said=known)])
-        if verdict.state == "wedged" and known["state"] != "paused":
+        if verdict.state == "wedged":
             known |= {"state": "wedged", "reason": str(verdict)}
         return {**known, "chain": verdict.chain}
 

@@ -1,7 +1,8 @@
 """Runs single episodes: bounded concurrency, and another attempt when the infrastructure failed.
 
 An attempt begins only when a rollout server can be used and, after a failure, when the environment service says it is ready. Both are
-waited for without a deadline: an outage costs time, not attempts. A failure is never turned into a reward; when the attempts are used up it is raised.
+waited for without a deadline: an outage costs time, not attempts. A failure is never turned into a reward; when the attempts are used up
+it is raised.
 """
 
 from __future__ import annotations

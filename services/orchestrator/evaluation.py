@@ -89,7 +89,7 @@ class Evaluator:
     async def run(self, step: int) -> None:
         """Measures the weights of `step`, unless another orchestrator has. Raises Unavailable when no task came through."""
         lock = await once_there_is_room(lambda: _lock_file(self._evals.with_suffix(".lock")), self._waiting)
-        async with _alone(lock):
+        async with self._alone(lock):
             self._read = read_records(self._evals)
             if self.due(step):
                 self._read.append(await self._measure(step))
@@ -103,6 +103,17 @@ class Evaluator:
         await once_there_is_room(lambda: append(self._evals, as_rows([record])), self._waiting)
         _log.info("evaluated", **dataclasses.asdict(record))
         return record
+
+    @asynccontextmanager
+    async def _alone(self, lock: int) -> AsyncIterator[None]:
+        """Waits for as long as another process evaluates; ends only so, or by cancellation. Closes the descriptor."""
+        try:
+            with self._board.waits_on("peer"):
+                while not _locked(lock):  # noqa: ASYNC110 - another process holds it; there is no event to wait for
+                    await asyncio.sleep(_LOCK_POLL_S)
+            yield
+        finally:
+            os.close(lock)
 
     def _waiting(self, error: StorageFull | None) -> None:
         self._board.disk = str(error) if error else None
@@ -143,17 +154,6 @@ def _lock_file(path: Path) -> int:
     with storage.storage(path.parent.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-
-
-@asynccontextmanager
-async def _alone(lock: int) -> AsyncIterator[None]:
-    """Waits for as long as another process evaluates; ends only so, or by cancellation. Closes the descriptor."""
-    try:
-        while not _locked(lock):  # noqa: ASYNC110 - another process holds it; there is no event to wait for
-            await asyncio.sleep(_LOCK_POLL_S)
-        yield
-    finally:
-        os.close(lock)
 
 
 def _locked(lock: int) -> bool:

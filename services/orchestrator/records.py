@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
 from services.orchestrator.lineage import Lineage
 from services.orchestrator.recorder import ASSISTANT
 from shared import storage, telemetry
-from shared.errors import StorageFull
+from shared.errors import DecodeError, StorageFull
 from shared.state import in_lineage
 from shared.types import Trajectory, WeightVersion
 
@@ -48,6 +49,9 @@ class EvalRecord:
         return not lineage or all(in_lineage(WeightVersion.parse(v), lineage) for v in (self.version_min, self.version_max))
 
 
+_RECORD = TypeAdapter(EvalRecord)
+
+
 def summarize(step: int, trajectories: Sequence[Trajectory], failed: int, elapsed_s: float) -> EvalRecord:
     """Means over the trajectories (at least one); failed tasks are counted, not averaged."""
     n = len(trajectories)
@@ -74,9 +78,19 @@ def counting(records: Sequence[EvalRecord], lineage: Lineage) -> list[EvalRecord
 
 
 def read_records(path: Path) -> list[EvalRecord]:
-    """All whole lines; one that a crash cut off is removed from the file."""
+    """All whole lines that can be read; one that a crash cut off is removed from the file. What is skipped is measured again."""
     storage.cut_torn_line(path)
-    return [EvalRecord(**orjson.loads(line)) for line in storage.whole_lines(path)]
+    records: list[EvalRecord] = []
+    for n, line in enumerate(storage.whole_lines(path), 1):
+        try:
+            record = _RECORD.validate_json(line, strict=True)
+            for version in (record.version_min, record.version_max):
+                WeightVersion.parse(version)
+        except (ValidationError, DecodeError) as error:
+            _log.warning("a damaged record was skipped", file=path.name, line=n, reason=str(error))
+        else:
+            records.append(record)
+    return records
 
 
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

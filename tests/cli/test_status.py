@@ -84,6 +84,10 @@ async def test_a_server_that_makes_tokens_keeps_a_quiet_run_from_being_wedged(ca
     async with stack(**{"rollout-0": engine}) as urls:
         assert await show(*urls.values()) == 0
     assert "the run is running" in capsys.readouterr().out
+    stalls = iter([100] * 3)
+    engine = {"/weights": {}, "/get_server_info": lambda: {"internal_state": {"running": 4, "output_tokens": next(stalls, 150)}}}
+    async with stack(**{"rollout-0": engine}) as urls:
+        assert await show(*urls.values()) == 0
     hung = {"/weights": {}, "/get_server_info": {"internal_state": {"running": 4, "output_tokens": 100}}}
     async with stack(**{"rollout-0": hung}) as urls:
         assert await show(*urls.values()) == 1

@@ -1,6 +1,7 @@
 """Evaluation: greedy, exact at the ends, written once, failures are no zeros."""
 
 import asyncio
+import fcntl
 import resource
 from contextlib import contextmanager
 
@@ -106,6 +107,31 @@ async def test_two_orchestrators_measure_a_step_once(tmp_path):
             group.create_task(one.run(0))
     assert [r.step for r in read_records(tmp_path / "evals.jsonl")] == [0]
     assert both[0].records == both[1].records
+
+
+async def test_who_waits_for_another_orchestrators_evaluation_says_so(tmp_path):
+    found = evaluator(tmp_path)
+    with (tmp_path / "evals.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        task = asyncio.ensure_future(found.run(0))
+        async with asyncio.timeout(5):
+            while found._board.waits != {"peer": 1}:
+                await asyncio.sleep(0.01)
+    await task
+    assert found._board.waits == {}
+
+
+@pytest.mark.parametrize(
+    "damage", [(b'"failed"', b'"fai\xffed"'), (b'"step":0', b'"step":"x"'), (b"e000001-", b"e00\x00001-"), (b"{", b"[")]
+)
+async def test_a_damaged_record_is_skipped_and_its_step_measured_again(tmp_path, damage):
+    await evaluator(tmp_path).run(0)
+    path = tmp_path / "evals.jsonl"
+    path.write_bytes(path.read_bytes().replace(*damage))
+    again = evaluator(tmp_path)
+    assert again.due(0)
+    await again.run(0)
+    assert [r.step for r in read_records(path)] == [0]
 
 
 async def test_a_step_whose_weights_were_undone_is_measured_again_and_its_last_record_counts(tmp_path):

@@ -35,7 +35,7 @@ ENV = Seen("env", "env")
 NEEDS_SERVER = {"waits": {"server": 6}}
 BEHIND = {"version": "e000003-s000010", "lacks_step": 12, "obstacle": "has e000003-s000010, step 12 is needed"}
 
-WEDGES = {
+PAUSES = {
     "the trainer is paused": (
         [trainer(phase="paused", paused=True, waiting_for=None), orchestrator(waiting=FULL), ROLLOUT, ENV],
         ["trainer is paused on request; POST /resume lets it go on", f"orchestrator waits for trainer: {FULL['why']}"],
@@ -44,6 +44,8 @@ WEDGES = {
         [trainer(), orchestrator(state="paused"), ROLLOUT, ENV],
         [f"trainer waits for {GROUPS}", "orchestrator is paused on request; POST /runs/NAME/resume lets it go on"],
     ),
+}
+WEDGES = {
     "no rollout server": (
         [trainer(), orchestrator(servers=[], **NEEDS_SERVER), ENV],
         [f"trainer waits for {GROUPS}", "orchestrator waits for a rollout server it can use (6 requests, none is known)"],
@@ -99,11 +101,11 @@ WEDGES = {
 }
 
 
-@pytest.mark.parametrize("name", WEDGES)
-def test_a_planted_wedge_is_named_with_its_cause(name):
-    seen, chain = WEDGES[name]
+@pytest.mark.parametrize("name", [*PAUSES, *WEDGES])
+def test_a_planted_wedge_is_named_with_its_cause_and_what_is_paused_on_request_only_waits(name):
+    seen, chain = (PAUSES | WEDGES)[name]
     verdict = judge(seen)
-    assert verdict.state == "wedged", verdict
+    assert verdict.state == ("waiting" if name in PAUSES else "wedged"), verdict
     assert len(verdict.chain) == len(chain), verdict.chain
     for sentence, expected in zip(verdict.chain, chain, strict=True):
         assert sentence.startswith(expected)
@@ -132,6 +134,14 @@ def test_a_queue_that_is_full_because_the_trainer_is_slow_is_no_wedge_until_it_l
     assert verdict.state == "running"
     assert verdict.chain == (f"orchestrator waits for trainer: {FULL['why']}", "trainer is at work (training, 12 of 99 steps done)")
     assert judge([seen[0], orchestrator(waiting=FULL, quiet_s=BUSY_S)]).state == "wedged"
+
+
+def test_an_evaluation_behind_another_orchestrators_is_no_wedge_until_it_lasts_very_long():
+    seen = [trainer(), orchestrator(waits={"peer": 1}, evaluating_step=5, quiet_s=QUIET_S * 2), ROLLOUT, ENV]
+    verdict = judge(seen)
+    assert verdict.state == "running"
+    assert verdict.chain[1] == "orchestrator waits for another orchestrator of the run, which evaluates, to evaluate step 5"
+    assert judge([seen[0], orchestrator(waits={"peer": 1}, quiet_s=BUSY_S)]).state == "wedged"
 
 
 def test_a_trainer_that_was_not_asked_may_be_at_work():
