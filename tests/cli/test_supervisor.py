@@ -116,7 +116,7 @@ async def test_what_is_killed_on_request_is_not_started_again(member: Callable[.
 
 async def test_restarts_are_bounded(member: Callable[..., Member], reaper: Reaper) -> None:
     said: list[str] = []
-    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.5); sys.exit(1)"
+    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1.5); sys.exit(1)"
     error = await fails(member(program), reaper, said, Patience(restarts=2, pause_s=0.01))
     assert "again after 2 restarts" in str(error)
     assert len(said) == 2
@@ -129,7 +129,7 @@ again = first.exists()
 first.touch()
 time.sleep(1.2 if again else 0)
 up.touch()
-time.sleep(0 if again else 0.7)
+time.sleep(0 if again else 1.5)
 up.unlink()
 sys.exit(1)
 """
@@ -143,7 +143,7 @@ async def test_the_time_to_get_ready_is_no_service(member: Callable[..., Member]
 
 async def test_a_process_that_fails_rarely_is_restarted_for_ever(member: Callable[..., Member], reaper: Reaper) -> None:
     said: list[str] = []
-    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.5); sys.exit(1)"
+    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1.5); sys.exit(1)"
     async with keeping([member(program)], reaper, said.append, Patience(restarts=1, window_s=0.2, pause_s=0.01)):
         await until(lambda: len(said) >= 3)
     assert set(said) == {"child ended with exit code 1; restarting it in 0.01 s"}
@@ -151,7 +151,7 @@ async def test_a_process_that_fails_rarely_is_restarted_for_ever(member: Callabl
 
 async def test_the_pause_between_restarts_grows_up_to_a_bound(member: Callable[..., Member], reaper: Reaper) -> None:
     said: list[str] = []
-    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(0.4); sys.exit(1)"
+    program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1.5); sys.exit(1)"
     await fails(member(program), reaper, said, Patience(restarts=4, pause_s=0.01, longest_pause_s=0.03))
     assert [line.rpartition(" in ")[2] for line in said] == ["0.01 s", "0.02 s", "0.03 s", "0.03 s"]
 

@@ -180,7 +180,7 @@ async def test_a_reset_that_takes_too_long_leaves_nothing(open_episodes: Open, s
 
 
 async def test_a_step_that_takes_too_long_ends_the_episode(open_episodes: Open, stuck: Callable[[], object]) -> None:
-    episodes = open_episodes(deadline_s=0.1)
+    episodes = open_episodes(deadline_s=0.5)
     slot = await episodes.create("r", task(Scripted(on_step=stuck)))
     with pytest.raises(Unavailable, match="step took longer than"):
         await episodes.step(slot.id, "1", assistant("a"))
@@ -203,7 +203,7 @@ async def test_a_slow_call_does_not_hold_up_the_others(open_episodes: Open) -> N
 async def test_a_hung_environment_starves_only_itself(open_episodes: Open, stuck: Callable[[], object]) -> None:
     """All threads of its kind hang: its calls are refused at once, other kinds go on, and it is back when the calls return."""
     gate = threading.Event()
-    episodes = open_episodes(deadline_s=0.1)
+    episodes = open_episodes(deadline_s=0.5)
     hung, other = Scripted(on_step=until(gate)), Scripted()
     slots = [await episodes.create(str(i), task(hung)) for i in range(3)]
     for slot in slots[:2]:
@@ -226,7 +226,7 @@ async def test_a_hung_environment_starves_only_itself(open_episodes: Open, stuck
 async def test_a_call_that_never_began_may_be_repeated(open_episodes: Open) -> None:
     """The only thread is taken: the step waits in vain, its episode goes on afterwards."""
     gate = threading.Event()
-    episodes = open_episodes(deadline_s=0.1, n_threads=1)
+    episodes = open_episodes(deadline_s=0.5, n_threads=1)
     waiting = await episodes.create("a", task(Scripted()))
     hung = await episodes.create("b", task(Scripted(on_step=until(gate))))
     async with asyncio.TaskGroup() as group:
@@ -264,7 +264,7 @@ async def test_waiting_calls_are_bounded(open_episodes: Open) -> None:
 
 
 async def test_a_request_behind_another_has_a_deadline(open_episodes: Open) -> None:
-    episodes = open_episodes(deadline_s=0.05)
+    episodes = open_episodes(deadline_s=0.5)
     slot = await episodes.create("r", task(Scripted()))
     async with slot.lock:
         with pytest.raises(Busy, match="busy with another request"):
