@@ -15,6 +15,7 @@ from shared.config import add_arguments
 from shared.errors import ConfigError, VolleyError
 
 QUICKSTART = "configs/quickstart.yaml"
+type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -38,7 +39,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="volley", description="Reinforcement-learning post-training for language-model agents.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for add in (_add_running, _add_looking, _add_proving, _add_measuring):
+        add(commands)
+    return parser
 
+
+def _add_running(commands: _Commands) -> None:
     train = commands.add_parser(
         "train", aliases=["up"], help="train, or go on training: starts all services on this machine, stops them at the end"
     )
@@ -58,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     add_arguments(follow)
     follow.set_defaults(command=_follow)
 
+
+def _add_looking(commands: _Commands) -> None:
     report = commands.add_parser("report", help="make summary.json, the plot and the table of a run")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report.set_defaults(command=_report)
@@ -69,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--ca-file", type=Path, metavar="FILE", help="who vouches for services given by address")
     status.set_defaults(command=_status)
 
+
+def _add_proving(commands: _Commands) -> None:
     verify = commands.add_parser("verify", help="prove that no ticket of a run was lost or trained twice, from its folder")
     verify.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     verify.add_argument("--json", action="store_true", help="for programs")
@@ -96,6 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     chaos.add_argument("--json", action="store_true", help="for programs")
     chaos.set_defaults(command=_chaos)
 
+
+def _add_measuring(commands: _Commands) -> None:
     soak = commands.add_parser("soak", help="run the whole stack for some minutes and see that nothing grows")
     soak.add_argument("--minutes", type=float, default=30.0, metavar="M", help="how long (default: 30)")
     soak.add_argument("--config", action="append", metavar="FILE.yaml", help="of the run (default: configs/soak.yaml)")
@@ -107,7 +119,6 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     bench.set_defaults(command=_bench)
-    return parser
 
 
 def _train(arguments: argparse.Namespace) -> int:
