@@ -99,6 +99,10 @@ class HttpClient:
         return _read(answer, path)
 
 
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
+"""What reading an answer raises whose fields are missing, of another type, or out of bounds."""
+
+
 class _Network:
     """One pool without a limit of its own: concurrency is bounded where episodes are started."""
 

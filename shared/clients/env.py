@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.clients.base import HttpClient
+from shared.clients.base import MALFORMED, HttpClient
 from shared.errors import DecodeError
 from shared.outcomes import FAULTS, Fault
 from shared.types import Message
@@ -97,5 +97,5 @@ def _step(answer: Mapping[str, Any]) -> StepResult:
 def _read[T](make: Callable[[], T]) -> T:
     try:
         return make()
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except MALFORMED as error:
         raise DecodeError(f"the environment's answer lacks or mistypes a field: {error!r}") from error

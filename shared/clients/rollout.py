@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.clients.base import HttpClient
+from shared.clients.base import MALFORMED, HttpClient
 from shared.errors import DecodeError, Unavailable
 from shared.types import VersionSpan, WeightVersion
 
@@ -105,7 +105,7 @@ def _generation(answer: Any, n_prompt: int) -> Generation:
             cached_tokens=int(meta.get("cached_tokens") or 0),
         )
         seen = int(meta["prompt_tokens"])
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+    except MALFORMED as error:
         raise DecodeError(f"the generation lacks or mistypes a field: {error!r}") from error
     if seen != n_prompt:
         raise DecodeError(f"the server saw {seen} prompt tokens of {n_prompt}")
