@@ -10,13 +10,14 @@ from typing import Any
 import httpx
 import numpy as np
 import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shared import codec, registry
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
-from shared.errors import InputError, VolleyError, from_problem, problem
+from shared.errors import DecodeError, InputError, Unavailable, VolleyError, from_problem, problem
 from tests.fuzz.values import EXAMPLES, JSON, WIRE, as_json, changed
 
 ANSWERS: dict[str, dict[str, Any]] = {
@@ -91,3 +92,20 @@ def test_server_records(record: bytes) -> None:
 def test_an_error_does_not_repeat_its_input_at_length() -> None:
     body = problem(InputError("x" * 10**6, "y" * 10**6))
     assert len(orjson.dumps(body)) < 5000
+
+
+@pytest.mark.parametrize(
+    "ids", [[5.5, 6.0], [2**31, 5], [[5, 6]], [[], []], ["5", "6"], [True, False], np.array([2**40, 5]), np.zeros(2, "f4")], ids=repr
+)
+async def test_output_ids_that_are_none_are_never_data(ids: Any) -> None:
+    tree = {**ANSWERS["generate"], "output_ids": ids}
+    answer = httpx.Response(200, content=codec.pack(tree), headers={"Content-Type": codec.MEDIA_TYPE})
+    with pytest.raises(Unavailable):
+        await CALLS["generate"](httpx.MockTransport(lambda _request: answer))
+
+
+@pytest.mark.parametrize("count", [float("inf"), float("nan"), "1e400", [], None])
+async def test_a_count_without_bounds_is_no_count(count: Any) -> None:
+    answer = httpx.Response(200, content=codec.pack({"num_tasks": count}), headers={"Content-Type": codec.MEDIA_TYPE})
+    with pytest.raises(DecodeError):
+        await CALLS["num_tasks"](httpx.MockTransport(lambda _request: answer))
