@@ -1,7 +1,7 @@
 """Writing to a disk that may be full: what the system says is translated here, and nothing half-written is left behind.
 
 Invariant of `append`: a file of lines ends with a whole line, except while a line is being written; a crash then leaves a torn
-one, which `whole_lines` does not return and `cut_torn_line` removes.
+one, which `whole_lines` does not return and `cut_torn_line` removes. Where it could not be removed it stays a line of its own.
 """
 
 from __future__ import annotations
@@ -36,11 +36,16 @@ def storage(root: Path) -> Iterator[None]:
 
 
 def append(path: Path, text: bytes, *, durable: bool) -> None:
-    """Adds whole lines to a file, all of them or none; with `durable` they and the file's entry survive a crash. Raises StorageFull."""
+    """Adds whole lines to a file; with `durable` they and the file's entry survive a crash.
+
+    Raises StorageFull; then none of the lines is there, unless another process has written behind a part of them: that part stays.
+    """
     with storage(path.parent):
         created = not path.exists()
-        with path.open("ab", buffering=0) as file:
+        with path.open("a+b", buffering=0) as file:
             start, written = file.tell(), 0
+            if start and os.pread(file.fileno(), 1, start - 1) != b"\n":
+                text = b"\n" + text
             try:
                 while written < len(text):
                     written += file.write(text[written:])

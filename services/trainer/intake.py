@@ -102,11 +102,14 @@ class Intake:
         return None
 
     def expire(self, step: int) -> list[Void]:
-        """Ends the groups that are too old to be trained at `step`."""
-        old = [(h, e) for h, e in self._waiting.values() if step - h.oldest.step > self._rules.eta]
-        for held, _ in old:
+        """Ends the groups that are too old to be trained at `step`, and those of another run: of weights that are not made yet."""
+        now = WeightVersion(self._lineage[-1][0], step)
+        foreign = [(h, e) for h, e in self._waiting.values() if h.newest > now]
+        old = [(h, e) for h, e in self._waiting.values() if h.newest <= now and step - h.oldest.step > self._rules.eta]
+        for held, _ in (*foreign, *old):
             del self._waiting[held.group.ticket]
-        return [self._void(e, "stale", f"{step - h.oldest.step} steps old", (h.oldest, h.newest)) for h, e in old]
+        superseded = [self._void(e, "superseded", f"{h.newest} is not made yet", (h.oldest, h.newest)) for h, e in foreign]
+        return superseded + [self._void(e, "stale", f"{step - h.oldest.step} steps old", (h.oldest, h.newest)) for h, e in old]
 
     def has(self, n: int) -> bool:
         """Whether the next `n` groups are here."""

@@ -1,13 +1,14 @@
 """Tells every rollout server of new weights, all at once. Best effort: servers also watch the checkpoint folder themselves.
 
 Invariants: only durable checkpoints are published; a failure is logged and counted, and never stops training; a newer version
-that waits makes an older one superfluous.
+that waits makes an older one superfluous; a server that does not answer delays no other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -49,24 +50,25 @@ class Publisher:
 
     def __init__(self, servers: Callable[[], Awaitable[Sequence[str]]], connect: Connect, mode: str) -> None:
         self._servers, self._connect, self._mode = servers, connect, mode
-        self._turn = asyncio.Lock()
+        self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._newest = WeightVersion(0, 0)
 
     async def publish(self, folder: Path) -> Sequence[Delivery]:
-        """Sends the checkpoint in `folder` to all servers; empty if a newer one came before its turn."""
+        """Sends the checkpoint in `folder` to all servers, but to those for which a newer one came before its turn."""
         version = WeightVersion.parse(folder.name)
         self._newest = max(self._newest, version)
-        async with self._turn:
-            if version < self._newest:
-                return []
-            try:
-                urls = await self._servers()
-            except VolleyError as error:
-                _log.warning("no list of rollout servers", version=folder.name, reason=str(error))
-                return []
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._deliver(url, folder)) for url in urls]
-        return [task.result() for task in tasks]
+        try:
+            urls = await self._servers()
+        except VolleyError as error:
+            _log.warning("no list of rollout servers", version=folder.name, reason=str(error))
+            return []
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._in_turn(url, folder, version)) for url in urls]
+        return [delivery for task in tasks if (delivery := task.result()) is not None]
+
+    async def _in_turn(self, url: str, folder: Path, version: WeightVersion) -> Delivery | None:
+        async with self._turns[url]:
+            return None if version < self._newest else await self._deliver(url, folder)
 
     async def _deliver(self, url: str, folder: Path) -> Delivery:
         started, answer, reason = time.perf_counter(), {}, None

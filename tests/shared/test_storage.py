@@ -38,6 +38,13 @@ def test_lines_are_added_all_or_not_at_all(nearly_full: Path, durable: bool):
     assert nearly_full.stat().st_size == LIMIT + 2
 
 
+def test_a_line_is_not_glued_to_what_was_left_of_another(tmp_path: Path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"1\n2 torn")
+    storage.append(path, b"3\n", durable=False)
+    assert storage.whole_lines(path) == [b"1", b"2 torn", b"3"]
+
+
 def test_a_replaced_file_is_whole_or_as_it_was(tmp_path: Path):
     path = tmp_path / "lines"
     path.write_bytes(b"old\n")

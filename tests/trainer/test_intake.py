@@ -66,6 +66,18 @@ def test_staleness_is_judged_when_a_step_would_take_the_group():
     assert one.progress.is_finished(1)
 
 
+def test_tokens_of_weights_that_are_not_made_yet_are_superseded():
+    one = intake()
+    offered(one, 1, version="e000002-s000005")
+    offered(one, 2, version="e000002-s000006")
+    (void,) = one.expire(5)
+    assert (void.reason, void.entry.ticket) == ("superseded", 2)
+    assert tickets(one.take(1)) == [1]
+    void = intake().offer(entry(group(3, "e000003-s000004")))
+    assert void is not None
+    assert void.reason == "superseded"
+
+
 def test_tokens_of_an_undone_lineage_are_superseded():
     assert intake().offer(entry(group(1, "e000001-s000004"))) is None
     void = intake().offer(entry(group(1, "e000001-s000005")))

@@ -10,10 +10,10 @@ V1, V2, V3 = (Path(f"/runs/r/checkpoints/e000001-s00000{n}") for n in (1, 2, 3))
 
 
 class Servers:
-    """Rollout servers that note what they are told; `down` ones do not answer, `gate` holds the others up."""
+    """Rollout servers that note what they are told; `down` ones do not answer, `gate` holds up the `hung` ones, or all."""
 
-    def __init__(self, *urls: str, down: tuple[str, ...] = ()) -> None:
-        self.urls, self.down, self.told, self.gate = urls, down, [], asyncio.Event()
+    def __init__(self, *urls: str, down: tuple[str, ...] = (), hung: tuple[str, ...] = ()) -> None:
+        self.urls, self.down, self.hung, self.told, self.gate = urls, down, hung or urls, [], asyncio.Event()
         self.gate.set()
 
     async def addresses(self) -> tuple[str, ...]:
@@ -30,7 +30,8 @@ class Server:
 
     async def update_weights(self, manifest: Path, mode: str) -> dict[str, Any]:
         self._all.told.append((self._url, manifest.parent.name, mode))
-        await self._all.gate.wait()
+        if self._url in self._all.hung:
+            await self._all.gate.wait()
         if self._url in self._all.down:
             raise ServiceUnreachable(f"{self._url} did not answer")
         return {"timings": {"stage_s": 0.5}}
@@ -61,9 +62,24 @@ async def test_a_newer_version_makes_a_waiting_one_superfluous():
     async with asyncio.TaskGroup() as group:
         for folder in (V1, V2, V3):
             group.create_task(publisher.publish(folder))
-        await asyncio.sleep(0.01)
+            while not servers.told:
+                await asyncio.sleep(0)
         servers.gate.set()
     assert [version for _, version, _ in servers.told] == [V1.name, V3.name]
+
+
+async def test_a_server_that_hangs_delays_no_other():
+    servers = Servers("a", "b", hung=("b",))
+    servers.gate.clear()
+    publisher = Publisher(servers.addresses, servers.connect, "retract")
+    async with asyncio.TaskGroup() as group:
+        for folder in (V1, V2):
+            group.create_task(publisher.publish(folder))
+            async with asyncio.timeout(5):
+                while ("a", folder.name, "retract") not in servers.told:
+                    await asyncio.sleep(0)
+        servers.gate.set()
+    assert [version for url, version, _ in servers.told if url == "b"] == [V1.name, V2.name]
 
 
 async def test_no_registry_is_no_catastrophe():
