@@ -35,6 +35,7 @@ def test_three_hundred_kills_leave_the_weights_as_they_would_be(tmp_path: Path):
     result = chaos(tmp_path, "--seed", "1", "--kills", "300", "--wipes", "10", "--zombies", "20")
     proven(result)
     assert sum(result["kills"].values()) >= 300
+    assert result["retried_episodes"] >= 20
     assert result["kills"].keys() == {"redis", "env", "trainer", "orchestrator", "rollout-0", "rollout-1"}
     assert (result["faults"]["wipe"], result["faults"]["zombie"]) == (10, 20)
     assert result["faults"].keys() == KINDS

@@ -54,3 +54,9 @@ def test_a_run_on_a_clock_meets_every_kind_soon():
     faults = list(chain(*islice(endless(2), 5)))
     assert counts(faults).keys() == {"kill", "pause", "wipe", "zombie", "disk_full", "delay", "stall", "cut"}
     assert kills(faults).keys() >= {"env", "orchestrator", "trainer", "rollout-0", "rollout-1"}
+
+
+def test_half_of_the_rounds_with_kills_spare_the_orchestrator():
+    storms = [faults for faults in plan(1, CI) if sum(fault.kind == "kill" for fault in faults) > 1]
+    spared = [faults for faults in storms if not any(fault.kind == "kill" and fault.at == "orchestrator" for fault in faults)]
+    assert len(spared) == len(storms) // 2

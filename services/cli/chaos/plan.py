@@ -24,6 +24,8 @@ _LATER_S = 0.5
 _LINK_FAULTS: tuple[Kind, ...] = ("delay", "stall", "cut")
 _IN_FLIGHT = ("env", "rollout")
 _LIGHT = ("env", "orchestrator", "rollout-0", "rollout-1")
+_BESIDE_AN_ORCHESTRATOR = ("env", "rollout-0", "rollout-1")
+"""Half of the rounds spare the orchestrator: what it repeats would die with it, and nobody would see that it was repeated."""
 _KILLS_A_STORM, _KILLS_BESIDE_A_ZOMBIE = 14, 12
 _LONG_PAUSE_S, _LONG_REDIS_PAUSE_S = 12.0, 16.0
 """Longer than a server's registration and a ticket's lease; than the socket time-out of Redis' clients."""
@@ -67,7 +69,8 @@ def plan(seed: int, amounts: Amounts) -> list[Round]:
     dice.shuffle(rounds)
     for i in range(max(0, amounts.kills - n_kills)):
         nth, number = divmod(i, len(rounds))
-        rounds[number].append(_fault(dice, "kill", _LIGHT[(number + nth) % len(_LIGHT)]))
+        names = _LIGHT if number % 2 else _BESIDE_AN_ORCHESTRATOR
+        rounds[number].append(_fault(dice, "kill", names[(number + nth) % len(names)]))
     for faults in rounds:
         faults += [_pause(dice), _fault(dice, dice.choice(_LINK_FAULTS), dice.choice(LINKS))]
     for faults, name in zip(rounds[::8], dice.sample(_LIGHT, len(_LIGHT)), strict=False):
