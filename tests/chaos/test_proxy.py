@@ -40,6 +40,13 @@ async def test_bytes_pass_in_order():
         assert await reader.readexactly(len(data)) == data
 
 
+async def test_what_passes_is_counted():
+    async with linked() as (proxy, reader, writer):
+        writer.write(b"ten bytes!")
+        await reader.readexactly(10)
+        assert (proxy.n_connections, proxy.n_bytes) == (1, 20)
+
+
 async def test_a_delayed_link_loses_nothing():
     async with linked() as (proxy, reader, writer):
         proxy.delay_s = 0.01

@@ -86,9 +86,9 @@ class Proxy:
                 await self._flowing.wait()
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)
+                self.n_bytes += len(data)
                 writer.write(data)
                 await writer.drain()
-                self.n_bytes += len(data)
         except OSError:
             _reset(writer)
         else:

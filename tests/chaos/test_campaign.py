@@ -1,0 +1,19 @@
+"""Campaigns that cannot prove anything say so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.cli.chaos import campaign
+from services.cli.chaos.campaign import Wanted
+from services.cli.chaos.plan import Amounts
+from shared.errors import ConfigError
+
+
+@pytest.mark.parametrize("minutes", [0.0, -1.0])
+def test_no_minutes_of_faults_are_refused(tmp_path: Path, minutes: float):
+    with pytest.raises(ConfigError, match="minutes"):
+        campaign.real(Wanted(1, Amounts(1, 0, 0), minutes, tmp_path), lambda _: None)
+    assert not any(tmp_path.iterdir())
