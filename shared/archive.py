@@ -1,6 +1,6 @@
 """The archive of trained groups: `archive/e000001/s000042.zst` holds the wire bytes of the groups that made e000001-s000042.
 
-A file is a stream of zstd frames whose content is a stream of msgpack values: a header {schema, run, version, n}, then `n`
+A file is a stream of zstd frames whose content is a stream of msgpack values: a header {schema, run, version, n, digests}, then `n`
 groups as binary, in the order they were trained in; `zstd -d` opens it. Writer and reader hold one group at a time.
 
 Invariants: a file is whole or absent (written beside its place, fsynced, renamed, parent fsynced); a file alone claims
@@ -75,20 +75,20 @@ class Archive:
         Raises StorageFull; then there is no file, as if it had not been called.
         """
         path = path_of(self.root, version)
-        temporary = path.with_name(f".{path.name}.tmp")
+        temporary, digests = path.with_name(f".{path.name}.tmp"), [digest(payload) for payload in payloads]
         with storage(self.root.parent):
             try:
-                self._compress(temporary, version, payloads)
+                self._compress(temporary, version, payloads, digests)
                 temporary.rename(path)
                 fsync(path.parent)
             except OSError:
                 temporary.unlink(missing_ok=True)
                 raise
-        return [digest(payload) for payload in payloads]
+        return digests
 
-    def _compress(self, path: Path, version: WeightVersion, payloads: Sequence[bytes]) -> None:
+    def _compress(self, path: Path, version: WeightVersion, payloads: Sequence[bytes], digests: Sequence[str]) -> None:
         compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
-        header = {"schema": SCHEMA, "run": self._run, "version": str(version), "n": len(payloads)}
+        header = {"schema": SCHEMA, "run": self._run, "version": str(version), "n": len(payloads), "digests": digests}
         with path.open("wb") as file:
             for value in (header, *payloads):
                 file.write(compressor.compress(codec.pack(value)))
@@ -145,14 +145,17 @@ def _payloads(path: Path, file: Any, run: str, version: WeightVersion) -> Iterat
     if (header.get("run"), header.get("version")) != (run, str(version)):
         raise DecodeError(f"archive {path} is of run {header.get('run')}, version {header.get('version')}, not of {run}, {version}")
     expected, n = header.get("n"), 0
-    if type(expected) is not int:
-        raise DecodeError(f"archive {path} does not say how many groups it holds")
+    digests = header.get("digests")
+    if type(expected) is not int or not isinstance(digests, list | None):
+        raise DecodeError(f"archive {path} does not say what groups it holds")
     for value in values:
         if not isinstance(value, bytes):
             raise DecodeError(f"archive {path} holds something else than groups")
         n += 1
         if n > expected:
             break
+        if digests is not None and digest(value) not in digests[n - 1 : n]:
+            raise DecodeError(f"archive {path}: group {n} is not the one that was written")
         yield value
     if n != expected:
         raise DecodeError(f"archive {path} holds {f'more than {expected}' if n > expected else n} groups, its header says {expected}")

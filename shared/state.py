@@ -81,20 +81,26 @@ class TrainerState:
             if raw["schema"] != SCHEMA:
                 raise WeightsError(f"state.json has schema {raw['schema']}, expected {SCHEMA}")
             return cls(
-                epoch=int(raw["epoch"]),
-                step=int(raw["step"]),
-                low=int(raw["low"]),
-                done=tuple(int(t) for t in raw["done"]),
-                issued=int(raw["issued"]),
-                void=int(raw["void"]),
-                seed=int(raw["seed"]),
+                epoch=_int(raw["epoch"]),
+                step=_int(raw["step"]),
+                low=_int(raw["low"]),
+                done=tuple(_int(t) for t in raw["done"]),
+                issued=_int(raw["issued"]),
+                void=_int(raw["void"]),
+                seed=_int(raw["seed"]),
                 phase=raw["phase"],
-                lineage=tuple((int(e), int(s)) for e, s in raw["lineage"]),
+                lineage=tuple((_int(e), _int(s)) for e, s in raw["lineage"]),
                 reference=raw["reference"],
                 recent=tuple(raw["recent"]),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"state.json lacks or mistypes a field: {error!r}") from error
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"expected an integer, got {type(value).__name__}")
+    return value
 
 
 def fresh(seed: int) -> TrainerState:
