@@ -6,17 +6,17 @@ surviving lineage of checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import orjson
 
-from shared.errors import WeightsError
+from shared.errors import Unavailable, WeightsError
 from shared.queue.progress import Progress
 from shared.types import WeightVersion
-from shared.weights import File, Manifest, digest, read_manifest, verify_files, versions
+from shared.weights import File, Manifest, digest, read_manifest, unreadable, verify_files, versions
 
 SCHEMA = 1
 STATE, OPTIMIZER = "state.json", "optimizer"
@@ -109,19 +109,31 @@ def fresh(seed: int) -> TrainerState:
 
 
 def read(folder: Path) -> tuple[TrainerState, tuple[File, ...]]:
-    """The state of a checkpoint, and the files below its `optimizer/` with their digests. Raises WeightsError."""
+    """The state of a checkpoint, and the files below its `optimizer/` with their digests.
+
+    Raises WeightsError, and Unavailable if it cannot be read now.
+    """
     try:
         raw = orjson.loads((folder / STATE).read_bytes())
         return TrainerState.from_mapping(raw), tuple(File(**f) for f in raw["optimizer_files"])
-    except (OSError, KeyError, TypeError, orjson.JSONDecodeError) as error:
+    except OSError as error:
+        raise unreadable(str(folder / STATE), error) from error
+    except (KeyError, TypeError, orjson.JSONDecodeError) as error:
         raise WeightsError(f"{folder / STATE} cannot be read: {error}") from error
 
 
 def verify(folder: Path) -> tuple[Manifest, TrainerState]:
-    """Manifest and state of a checkpoint, if every file of it has the digest they name. Raises WeightsError."""
+    """Manifest and state of a checkpoint, if every file of it has the digest they name.
+
+    Raises WeightsError, and Unavailable if the files cannot be read now.
+    """
     manifest = read_manifest(folder)
     state, optimizer_files = read(folder)
-    if manifest.state not in (None, digest(folder / STATE)):
+    try:
+        found = digest(folder / STATE)
+    except OSError as error:
+        raise unreadable(str(folder / STATE), error) from error
+    if manifest.state not in (None, found):
         raise WeightsError(f"{manifest.version}: digest of {STATE} differs")
     verify_files(folder, manifest)
     verify_files(folder, replace(manifest, path=OPTIMIZER, files=optimizer_files))
@@ -133,9 +145,17 @@ def newest_lineage(root: Path) -> tuple[tuple[int, int], ...]:
     for version in reversed(versions(root)):
         try:
             return read(root / str(version))[0].lineage
-        except WeightsError:
+        except (WeightsError, Unavailable):
             continue  # damaged, or removed by the trainer meanwhile
     return ()
+
+
+def standing(found: Collection[WeightVersion]) -> list[WeightVersion]:
+    """Those that no later trainer undid by going on from an earlier step, in their order.
+
+    Of an ancestor no later epoch has a checkpoint with a lower step.
+    """
+    return [one for one in found if not any(other.epoch > one.epoch and other.step < one.step for other in found)]
 
 
 def maker(step: int, lineage: Sequence[tuple[int, int]]) -> int | None:

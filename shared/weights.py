@@ -6,6 +6,7 @@ has been fsynced before, and the folder's own entry after. A reader that sees a 
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from typing import Any, Self
 import blake3
 import orjson
 
-from shared.errors import DecodeError, Forbidden, WeightsError
+from shared.errors import DecodeError, Forbidden, Unavailable, VolleyError, WeightsError
 from shared.storage import fsync
 from shared.types import WeightVersion
 
@@ -24,6 +25,7 @@ MANIFEST = "manifest.json"
 BAD = "bad"  # below the root: where damaged checkpoints are set aside, each in a folder with its name
 MAX_MANIFEST_BYTES = 16 * 2**20
 _BLOCK_BYTES = 16 * 2**20
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """`path` is a manifest or its folder. Raises WeightsError."""
+    """`path` is a manifest or its folder. Raises WeightsError, and Unavailable if it cannot be read now."""
     path = path / MANIFEST if path.is_dir() else path
     try:
         with path.open("rb") as file:
@@ -161,23 +163,35 @@ def read_manifest(path: Path) -> Manifest:
             raise WeightsError(f"manifest {path} has more than {MAX_MANIFEST_BYTES} bytes")
         return Manifest.from_json(data)
     except OSError as error:
-        raise WeightsError(f"manifest {path}: {error.strerror}") from error
+        raise unreadable(f"manifest {path}", error) from error
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Raises WeightsError naming the first file that is missing, extra, of another size, or of another digest."""
+    """Raises WeightsError naming the first file that is missing, extra, of another size, or of another digest.
+
+    Raises Unavailable if the files cannot be read now.
+    """
     try:
         _verify_files(folder, manifest)
     except OSError as error:
-        raise WeightsError(
-            f"{manifest.version}: {error.filename}: {error.strerror}", "the checkpoint may just have been removed"
-        ) from error
+        raise unreadable(f"{manifest.version}: {error.filename}", error) from error
+
+
+def unreadable(what: str, error: OSError) -> VolleyError:
+    """What it means that a checkpoint's file cannot be read: WeightsError if it is not there, or no file; else Unavailable.
+
+    Too many open files, or a file server that is away, say nothing of the file: a later read may succeed.
+    """
+    if error.errno in _DAMAGE:
+        return WeightsError(f"{what}: {error.strerror}", "the checkpoint may just have been removed")
+    return Unavailable(f"{what} cannot be read now: {error.strerror}")
 
 
 def _verify_files(folder: Path, manifest: Manifest) -> None:
     expected = {file.name: file for file in manifest.files}
     below = confined(folder, manifest.path)
-    present = {str(p.relative_to(folder.resolve())) for p in below.rglob("*") if p.is_symlink() or p.is_file()}
+    entries = (path / name for path, _, names in below.walk(on_error=_raise) for name in names)
+    present = {str(p.relative_to(folder.resolve())) for p in entries if p.is_symlink() or p.is_file()}
     for name in sorted(present ^ expected.keys()):
         raise WeightsError(f"{manifest.version}: file {name} is {'not in the manifest' if name in present else 'missing'}")
     for file in manifest.files:
@@ -186,6 +200,10 @@ def _verify_files(folder: Path, manifest: Manifest) -> None:
             raise WeightsError(f"{manifest.version}: file {file.name} has {path.stat().st_size} bytes, expected {file.size}")
         if digest(path) != file.blake3:
             raise WeightsError(f"{manifest.version}: digest of {file.name} differs")
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def confined(root: Path, name: str | Path) -> Path:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,7 @@ import numpy as np
 
 from shared import state as states
 from shared import storage, telemetry, weights
-from shared.errors import ConfigError, DecodeError, WeightsError
+from shared.errors import ConfigError, DecodeError, Forbidden, WeightsError
 from shared.state import OPTIMIZER, TrainerState
 from shared.types import WeightVersion
 from shared.weights import BAD, Leaf, Manifest, Probe
@@ -53,7 +53,7 @@ class ArrayFiles(Protocol):
     def write(self, folder: Path, arrays: Arrays) -> None: ...
 
     def read(self, folder: Path) -> dict[str, np.ndarray]:
-        """Raises WeightsError if the folder does not hold arrays."""
+        """Raises WeightsError if the folder does not hold arrays, and OSError."""
         ...
 
 
@@ -96,12 +96,13 @@ class Checkpoints:
     def newest(self) -> Restored | None:
         """The newest checkpoint that is whole and not undone, or None if there is none at all. Changes nothing.
 
-        Raises WeightsError if there are checkpoints, but none to go on from, and ConfigError if one is of another run.
+        Raises WeightsError if there are checkpoints, but none to go on from, ConfigError if one is of another run, and
+        Unavailable if one cannot be read now: that is no damage, and nothing durable is undone for it.
         """
         for version in reversed(self._candidates()):
             try:
                 return self._restore(version)
-            except (WeightsError, OSError) as error:
+            except (WeightsError, Forbidden) as error:
                 if (self.root / str(version)).exists():  # else another trainer has removed it
                     self.bad[str(version)] = str(error)
                     _log.error("checkpoint passed over", version=str(version), reason=str(error))
@@ -170,7 +171,7 @@ class Checkpoints:
     def _candidates(self) -> list[WeightVersion]:
         """Oldest first."""
         found = weights.versions(self.root)
-        return [v for v in found if str(v) not in self.bad and not _is_undone(v, found)]
+        return [v for v in states.standing(found) if str(v) not in self.bad]
 
     def _restore(self, version: WeightVersion) -> Restored:
         folder = self.root / str(version)
@@ -222,23 +223,24 @@ class Checkpoints:
 
 
 def restore(folder: Path, arrays: ArrayFiles) -> Restored:
-    """Reads a checkpoint and changes nothing. Raises WeightsError if it is not whole, or not what its folder's name says."""
+    """Reads a checkpoint and changes nothing.
+
+    Raises WeightsError if it is not whole, or not what its folder's name says, and Unavailable if it cannot be read now.
+    """
     manifest, state = states.verify(folder)
     if not manifest.version == str(state.version) == folder.name:
         raise WeightsError(f"{folder} holds the manifest of {manifest.version} and the state of {state.version}")
-    training = arrays.read(folder / OPTIMIZER)
-    master = _below(training, _MASTER)
-    return Restored(folder, state, master or arrays.read(folder / PARAMS), _below(training, "optimizer"))
-
-
-def _is_undone(version: WeightVersion, others: Collection[WeightVersion]) -> bool:
-    """Whether a later trainer went on from an earlier step: of an ancestor no later epoch has a checkpoint with a lower step."""
-    return any(other.epoch > version.epoch and other.step < version.step for other in others)
+    try:
+        training = arrays.read(folder / OPTIMIZER)
+        master = _below(training, _MASTER)
+        return Restored(folder, state, master or arrays.read(folder / PARAMS), _below(training, "optimizer"))
+    except OSError as error:
+        raise weights.unreadable(str(folder), error) from error
 
 
 def _retained(found: Sequence[WeightVersion], n: int) -> set[WeightVersion]:
     """The `n` newest, and one of each of the `n` newest steps: restarts without progress do not use up what can be gone back to."""
-    alive = [version for version in found if not _is_undone(version, found)]
+    alive = states.standing(found)
     of_step = {version.step: version for version in alive}
     return {*alive[-n:], *(of_step[step] for step in sorted(of_step)[-n:])}
 

@@ -39,10 +39,12 @@ class OrbaxArrays:
                 as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
                 return _flatten(checkpointer.restore(folder, ocp.args.PyTreeRestore(restore_args=as_numpy)))
         except (ValueError, KeyError, TypeError) as error:
+            if isinstance(cause := _from_tensorstore(error), OSError):
+                raise cause from error
             raise WeightsError(f"{folder} cannot be restored: {str(error).splitlines()[0]}") from error
 
 
-def _from_tensorstore(error: ValueError) -> Exception:
+def _from_tensorstore(error: Exception) -> Exception:
     """It tells what the system said only in its text: `RESOURCE_EXHAUSTED: … No space left on device [os_error_code='28']`."""
     code = _OS_ERROR.search(str(error))
     return OSError(int(code[1]), os.strerror(int(code[1]))) if code else error

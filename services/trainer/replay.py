@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from shared import archive, config, weights
+from shared import archive, config, storage, weights
 from shared import state as states
-from shared.errors import ConfigError, VolleyError, WeightsError, problem
+from shared.errors import ConfigError, Forbidden, VolleyError, WeightsError, problem
 from shared.state import TrainerState
 from shared.types import Group, WeightVersion
 
@@ -51,8 +51,7 @@ class Recorded:
         root = folder / "checkpoints"
         head = _head(root)
         mine = [v for v in weights.versions(root) if states.in_lineage(v, head.lineage)]
-        path = folder / "metrics.jsonl"
-        lines = [orjson.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        lines = map(orjson.loads, storage.whole_lines(folder / "metrics.jsonl"))
         return cls(folder, run, head, {v.step: root / str(v) for v in mine}, {line["version"]: line for line in lines})
 
     def version(self, step: int) -> WeightVersion:
@@ -169,10 +168,10 @@ def _difference(a: Any, b: Any) -> float | None:
 
 
 def _head(root: Path) -> TrainerState:
-    for version in reversed(weights.versions(root)):
+    for version in reversed(states.standing(weights.versions(root))):
         try:
             return states.verify(root / str(version))[1]
-        except WeightsError:
+        except (WeightsError, Forbidden):
             continue
     raise WeightsError(f"no checkpoint in {root} is whole")
 

@@ -41,10 +41,10 @@ class NumpyArrays:
             np.save(folder / f"{name}.npy", np.asarray(value), allow_pickle=False)
 
     def read(self, folder: Path) -> dict[str, np.ndarray]:
-        """Raises WeightsError."""
+        """Raises WeightsError and OSError."""
         try:
             return {path.stem: np.load(path, allow_pickle=False) for path in sorted(folder.glob("*.npy"))}
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise WeightsError(f"{folder} cannot be restored: {error}") from error
 
 

@@ -2,12 +2,15 @@
 
 import dataclasses
 import os
+import threading
 
 import pytest
 
+from shared import state as states
 from shared import weights
-from shared.errors import Forbidden, WeightsError
+from shared.errors import Forbidden, Unavailable, WeightsError
 from shared.weights import Leaf, Manifest, Probe
+from tests.support.disk import no_more_files
 
 
 @pytest.fixture
@@ -52,6 +55,33 @@ def test_harm_is_named(folder, harm, message):
     harm(folder)
     with pytest.raises(WeightsError, match=message):
         weights.verify_files(folder, weights.read_manifest(folder))
+
+
+def test_too_many_open_files_are_no_harm(folder):
+    manifest = weights.read_manifest(folder)
+    with no_more_files():
+        with pytest.raises(Unavailable, match="Too many open files"):
+            weights.verify_files(folder, manifest)
+        with pytest.raises(Unavailable, match="Too many open files"):
+            weights.read_manifest(folder)
+    weights.verify_files(folder, manifest)
+
+
+def test_a_state_that_is_removed_while_it_is_verified_is_named(folder):
+    path = folder / "state.json"
+    path.unlink()
+    os.mkfifo(path)
+
+    def write() -> None:
+        with path.open("wb") as file:
+            file.write(states.fresh(7).to_json(optimizer_files=[]))
+            path.unlink()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with pytest.raises(WeightsError, match=r"state\.json: No such file"):
+        states.verify(folder)
+    writer.join()
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"schema": 2}', b'{"schema": 1, "version": "x"}'])

@@ -1,4 +1,5 @@
 import shutil
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 
 from services.trainer.checkpoint import Checkpoints, Contents
 from services.trainer.orbax_arrays import OrbaxArrays
+from services.trainer.replay import Recorded
 from shared import weights
-from shared.errors import ConfigError, StorageFull, WeightsError
+from shared.errors import ConfigError, StorageFull, Unavailable, WeightsError
 from shared.state import TrainerState, fresh
 from shared.types import WeightVersion
 from shared.weights import Probe
@@ -130,6 +132,20 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(checkpoints: Checkpoi
     assert (checkpoints.root / "bad" / folder.name / weights.MANIFEST).exists()
 
 
+def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch):
+    """A socket stands for what the system refuses to open."""
+    checkpoints.save(state(1), CONTENTS, None)
+    folder = checkpoints.save(state(2), CONTENTS, None)
+    (folder / "state.json").unlink()
+    monkeypatch.chdir(folder)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("state.json")
+        with pytest.raises(Unavailable, match=r"state\.json cannot be read now"):
+            checkpoints.newest()
+    assert checkpoints.bad == {}
+    assert checkpoints.head() == WeightVersion(1, 2)
+
+
 def test_steps_that_a_later_trainer_undid_are_not_gone_back_to(checkpoints: Checkpoints):
     """The later trainer's own checkpoint is damaged; the step before it counts, not the undone one after it."""
     one = Checkpoints(checkpoints.root, "run", 9, OrbaxArrays())
@@ -139,6 +155,7 @@ def test_steps_that_a_later_trainer_undid_are_not_gone_back_to(checkpoints: Chec
     restored = one.newest()
     assert restored is not None
     assert restored.state.version == WeightVersion(1, 2)
+    assert Recorded.read(one.root.parent, "run").head.version == WeightVersion(1, 2)
 
 
 def test_a_checkpoint_of_another_run_is_refused(checkpoints: Checkpoints):
