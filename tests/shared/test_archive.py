@@ -89,7 +89,8 @@ def test_a_writer_whose_file_a_successor_has_cleared_away_is_fenced(tmp_path: Pa
     class Overtaken(list[bytes]):
         def __iter__(self):
             yield from super().__iter__()
-            assert Archive(tmp_path / "a", "r").claim(2)
+            if any(tmp_path.rglob("*.tmp")):
+                assert Archive(tmp_path / "a", "r").claim(2)
 
     one = Archive(tmp_path / "a", "r")
     one.claim(1)
