@@ -64,14 +64,15 @@ def test_an_epoch_is_claimed_once(tmp_path: Path):
 def test_it_is_an_ordinary_zstandard_file(tmp_path: Path):
     with zstandard.open(written(tmp_path), "rb") as file:
         values = list(msgpack.Unpacker(file))
-    assert values == [{"schema": 1, "run": "r", "version": "e000001-s000001", "n": 3}, *GROUPS]
+    digests = [archive.digest(group) for group in GROUPS]
+    assert values == [{"schema": 1, "run": "r", "version": "e000001-s000001", "n": 3, "digests": digests}, *GROUPS]
 
 
 def test_every_truncation_and_every_flipped_byte_is_damage(tmp_path: Path):
     path = written(tmp_path)
     data = path.read_bytes()
-    damaged = [data[:n] for n in range(len(data) - 4)]
-    damaged += [data[:i] + bytes([data[i] ^ 0x5A]) + data[i + 1 :] for i in range(len(data))]
+    flipped = [data[:i] + bytes([data[i] ^ 0x5A]) + data[i + 1 :] for i in range(len(data))]
+    damaged = [data[:n] for n in range(len(data) - 4)] + flipped + [bad[:-4] for bad in flipped[:-4]]
     for bad in [*damaged, data + b"x", data * 2]:
         path.write_bytes(bad)
         with pytest.raises(DecodeError, match=str(path)):
