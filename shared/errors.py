@@ -128,13 +128,13 @@ class EngineDied(VolleyError):
     status, title = 500, "Engine died"
 
 
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_error[E: BaseException](group: BaseExceptionGroup[E]) -> E:
     """The one error of a group to report: the first of the project's own, if there is any."""
     leaves = list(_leaves(group))
     return next((error for error in leaves if isinstance(error, VolleyError)), leaves[0])
 
 
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+def _leaves[E: BaseException](group: BaseExceptionGroup[E]) -> Iterator[E]:
     for error in group.exceptions:
         if isinstance(error, BaseExceptionGroup):
             yield from _leaves(error)

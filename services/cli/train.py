@@ -10,7 +10,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from services.cli.supervisor import Patience, Say, ServiceFailed
 from shared import config
 from shared.clients.base import HttpClient
 from shared.config import Loaded
-from shared.errors import ConfigError, VolleyError
+from shared.errors import ConfigError, VolleyError, first_error
 from shared.hub import model_folder
 
 _POLL_S = 0.3
@@ -112,20 +112,6 @@ def fresh_name(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
 
 def say(line: str) -> None:
     print(line, flush=True)
-
-
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to tell of: one of the project's if there is any, else the first."""
-    leaves = list(_leaves(group))
-    return next((error for error in leaves if isinstance(error, VolleyError)), leaves[0])
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error
 
 
 def _is_finished(folder: RunFolder) -> bool:

@@ -12,7 +12,7 @@ from services.orchestrator.dispatch import Dispatcher
 from services.orchestrator.draws import TaskOrder
 from services.orchestrator.evaluation import EvalPlan, Evaluator
 from services.orchestrator.gate import Gate
-from services.orchestrator.groups import GroupPlan, first, run_group
+from services.orchestrator.groups import GroupPlan, run_group
 from services.orchestrator.records import as_rows
 from services.orchestrator.run import Course, Sizes, wait_for_tasks
 from services.orchestrator.settings import OrchestratorSettings
@@ -20,7 +20,7 @@ from services.orchestrator.tickets import TicketLoop
 from shared import telemetry, wedge
 from shared.chat import ChatTokenizer
 from shared.clients.env import EnvClient
-from shared.errors import VolleyError
+from shared.errors import VolleyError, first_error
 from shared.queue.queue import TicketQueue
 from shared.wedge import Seen
 
@@ -49,7 +49,7 @@ class Conductor:
         try:
             await self._follow()
         except* VolleyError as errors:
-            failure = first(errors)
+            failure = first_error(errors)
         if failure is None:
             self.board.end("finished")
             _log.info("run finished", run=self.settings.run)

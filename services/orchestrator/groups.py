@@ -12,7 +12,7 @@ from services.orchestrator.dispatch import Dispatcher
 from services.orchestrator.draws import TaskOrder
 from services.orchestrator.sampling import Spec
 from shared import telemetry
-from shared.errors import VolleyError
+from shared.errors import VolleyError, first_error
 from shared.types import Group, Trajectory
 
 _log = telemetry.Log("groups")
@@ -42,15 +42,9 @@ async def run_group(dispatcher: Dispatcher, plan: GroupPlan, ticket: int, need: 
         async with asyncio.TaskGroup() as siblings:
             tasks += [siblings.create_task(dispatcher.episode(spec, "train")) for spec in plan.specs(ticket, need)]
     except* VolleyError as errors:
-        failure = first(errors)
+        failure = first_error(errors)
     if failure is not None:
         _log.warning("group failed", ticket=ticket, error=type(failure).__name__, detail=str(failure))
         return Group(ticket, plan.env, f"{plan.split}/{plan.order.index(ticket)}", (), failure=type(failure).__name__)
     trajectories = tuple(task.result() for task in tasks)
     return Group(ticket, plan.env, trajectories[0].task, trajectories)
-
-
-def first(errors: ExceptionGroup[VolleyError]) -> VolleyError:
-    """The first single error of a group of errors."""
-    error = errors.exceptions[0]
-    return first(error) if isinstance(error, ExceptionGroup) else error

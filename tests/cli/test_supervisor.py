@@ -14,9 +14,8 @@ import pytest
 
 from services.cli.processes import Reaper, Spec, last_error
 from services.cli.supervisor import Kept, Member, Patience, ServiceFailed, keeping
-from services.cli.train import first_error
 from shared.clients.base import HttpClient
-from shared.errors import ConfigError, VolleyError
+from shared.errors import ConfigError, VolleyError, first_error
 from tests.support.net import free_port
 
 LIVES = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"

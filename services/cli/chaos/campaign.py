@@ -26,11 +26,10 @@ from services.cli.chaos.siege import Log, lay
 from services.cli.chaos.verdict import Evidence, judge, spread
 from services.cli.layout import PROJECT, RunFolder
 from services.cli.runs import claimed
-from services.cli.train import first_error
 from services.cli.verify.command import verify
 from shared import config, weights
 from shared.config import Loaded
-from shared.errors import ConfigError, DecodeError, VolleyError, WeightsError
+from shared.errors import ConfigError, DecodeError, VolleyError, WeightsError, first_error
 
 _SIMULATED, _REAL = PROJECT / "configs/chaos.yaml", PROJECT / "configs/chaos_real.yaml"
 _DEADLINE_S, _REAL_DEADLINE_S = 90.0, 300.0
