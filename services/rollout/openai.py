@@ -35,14 +35,14 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 class Sampling(BaseModel):
     """What both endpoints share; anything else a client sends is ignored, as OpenAI's own servers do."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str = ""
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=1e3)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = None
+    top_k: int | None = Field(None, ge=-1, le=intake.MAX_TOP_K)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=0, lt=1 << 64)
     stop: str | list[str] | None = None
@@ -55,7 +55,7 @@ class Completion(Sampling):
 
 
 class ChatMessage(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
