@@ -92,6 +92,9 @@ async def test_text_is_tokenized_on_request(http: httpx.AsyncClient) -> None:
         ("/weights/commit", b'{"version": "v", "mode": "later"}', "mode 'later'"),
         ("/v1/chat/completions", b'{"messages": []}', "messages"),
         ("/v1/completions", b'{"prompt": [5], "stream": true}', "stream"),
+        ("/v1/completions", b'{"prompt": [5], "top_k": false}', "top_k"),
+        ("/v1/completions", b'{"prompt": [5], "top_k": -2}', "top_k"),
+        ("/v1/completions", b'{"prompt": [1e40]}', "prompt"),
         ("/abort_request", b"{}", "rid"),
     ],
 )
