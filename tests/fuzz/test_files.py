@@ -160,7 +160,7 @@ def test_run_records(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> N
     record = runs.read_record(folder)
     if record is not None:
         assert all(isinstance(key, str) for key in record.config)
-        assert record.elapsed_s + 1.0 > record.elapsed_s - 1.0
+        assert isinstance(record.elapsed_s, float)
 
 
 PROCESSES = {"urls": {"env": "http://127.0.0.1:1"}, "token_files": {"viewer": None, "service": None, "admin": None}, "ca_file": None}
