@@ -127,7 +127,7 @@ def edited(folder: Path, **fields: Any) -> None:
         ({"version": "e000001-s000006"}, "the manifest of e000001-s000006 lies in e000001-s000005"),
         ({"kind": "lora"}, "kind 'lora'"),
         ({"model": CONFIG | {"rope_theta": 5e6}}, "another model: rope_theta"),
-        ({"path": "nowhere"}, "is missing"),
+        ({"path": "nowhere"}, "No such file"),
         ({"probe": {"input_ids": [1, 8], "logprobs": [-1.0]}}, "probe holds token 8, the vocabulary has 8"),
         ({"probe": {"input_ids": [1, 2], "logprobs": [None]}}, "malformed"),
         ({"probe": {"input_ids": [1, 2], "logprobs": [-1.0, -1.0]}}, "malformed"),
