@@ -43,6 +43,12 @@ _NUMBERS = (
 )
 
 
+def step_metrics(held: Sequence[Held], before: WeightVersion) -> StepMetrics:
+    """Of a step after `before` whose learner measures nothing."""
+    after = WeightVersion(before.epoch, before.step + 1)
+    return StepMetrics(step=after.step, version=str(after), tokens=1, **of_groups(held, before.step), **dict.fromkeys(_NUMBERS, 0.0))
+
+
 def group(ticket: int, version: WeightVersion, *, reward: float = 0.0) -> Group:
     return Group(ticket, "toy", f"train/{ticket}", tuple(_trajectory(ticket, i, version, reward + i) for i in range(SIZE)))
 
@@ -80,8 +86,8 @@ class Weightless:
         return self._checkpoints.relabel(self._restored, state) if self._restored else self.save(state, None)
 
     def step(self, held: Sequence[Held], before: WeightVersion) -> StepMetrics:
-        after, self.weight = WeightVersion(before.epoch, before.step + 1), self.weight + 1
-        return StepMetrics(step=after.step, version=str(after), tokens=1, **of_groups(held, before.step), **dict.fromkeys(_NUMBERS, 0.0))
+        self.weight += 1
+        return step_metrics(held, before)
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
         return self._checkpoints.save(

@@ -16,7 +16,7 @@ import pytest
 from services.trainer.board import Board
 from services.trainer.intake import Order, Rules
 from services.trainer.loop import Loop
-from services.trainer.metrics import StepMetrics, of_groups
+from services.trainer.metrics import StepMetrics
 from services.trainer.parts import Parts, Plan
 from services.trainer.records import Ledger, StepLog
 from shared.archive import Archive
@@ -24,6 +24,7 @@ from shared.errors import Fenced, QueueUnavailable, StorageFull, WeightsError
 from shared.queue.records import Entry
 from shared.state import TrainerState
 from shared.types import Group, WeightVersion
+from tests.support.small_run import step_metrics
 from tests.trainer.support import group
 
 
@@ -59,19 +60,7 @@ class FakeBackend:
     def step(self, held: Any, before: WeightVersion) -> StepMetrics:
         time.sleep(self.step_s)
         self.events.append(f"step {[h.group.ticket for h in held]}")
-        after = WeightVersion(before.epoch, before.step + 1)
-        names = (
-            "loss",
-            "grad_norm",
-            "kl",
-            "logprob_abs_diff",
-            "logprob_abs_diff_current",
-            "logprob_abs_diff_current_max",
-            "clip_fraction",
-            "entropy",
-        )
-        numbers = dict.fromkeys(names, 0.0)
-        return StepMetrics(step=after.step, version=str(after), tokens=1, **of_groups(held, before.step), **numbers)
+        return step_metrics(held, before)
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
         time.sleep(self.save_s)
