@@ -35,6 +35,26 @@ def storage(root: Path) -> Iterator[None]:
         raise StorageFull(f"waiting for disk space under {root}: {_free_mb(root)} MB free", error.strerror or "") from error
 
 
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Inside, files are written below an existing `folder`.
+
+    Raises FileNotFoundError at the end, instead of whatever the writer made of it, if the folder is not there any more. One that
+    the writer has made in its place does not count.
+    """
+    handle, cause = os.open(folder, os.O_RDONLY), None
+    try:
+        yield
+    except Exception as error:
+        cause = error
+        raise
+    finally:
+        same = folder.exists() and os.path.samestat(folder.stat(), os.fstat(handle))
+        os.close(handle)
+        if not same:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder)) from cause
+
+
 def append(path: Path, text: bytes, *, durable: bool) -> None:
     """Adds whole lines to a file; with `durable` they and the file's entry survive a crash.
 

@@ -126,8 +126,10 @@ class Checkpoints:
                     shutil.rmtree(self.root / BAD / version, ignore_errors=True)
                     (self.root / version).rename(self.root / BAD / version)
         for leftover in self.root.glob(f"{_DRAFT}*"):
-            if _epoch_of(leftover.name) < epoch:
+            if not (of := _epoch_of(leftover.name)):
                 shutil.rmtree(leftover, ignore_errors=True)
+            elif of < epoch:
+                self._remove(leftover.name)
 
     def save(self, state: TrainerState, contents: Contents, base: WeightVersion | None) -> Path:
         """Makes the version `state.version` durable, then removes old ones. Returns its folder.
@@ -135,10 +137,11 @@ class Checkpoints:
         Raises StorageFull; then nothing of it is there.
         """
         with self._draft(state.version) as draft:
-            self._arrays.write(draft / PARAMS, contents.params)
             training = {f"optimizer.{k}": v for k, v in contents.optimizer.items()}
             training |= {f"{_MASTER}.{k}": v for k, v in (contents.master or {}).items()}
-            self._arrays.write(draft / OPTIMIZER, training)
+            with storage.held(draft):
+                self._arrays.write(draft / PARAMS, contents.params)
+                self._arrays.write(draft / OPTIMIZER, training)
             tree = tuple(Leaf(k, tuple(v.shape), str(v.dtype)) for k, v in sorted(contents.params.items()))
             manifest = Manifest(
                 run=self._run,
@@ -158,8 +161,9 @@ class Checkpoints:
     def relabel(self, restored: Restored, state: TrainerState) -> Path:
         """The restored checkpoint again, as the first version of a new epoch. Files are linked, not copied. Raises StorageFull."""
         with self._draft(state.version) as draft:
-            for name in (PARAMS, OPTIMIZER):
-                _link_tree(restored.folder / name, draft / name)
+            with storage.held(draft):
+                for name in (PARAMS, OPTIMIZER):
+                    _link_tree(restored.folder / name, draft / name)
             old = weights.read_manifest(restored.folder)
             manifest = replace(old, version=str(state.version), base_version=old.version, created=time.time())
             return self._install(draft, manifest, state)
@@ -215,7 +219,7 @@ class Checkpoints:
                 self._remove(str(version))
 
     def _remove(self, name: str) -> None:
-        """Renamed first: a half-removed folder is not a checkpoint."""
+        """Renamed first: a half-removed folder is not a checkpoint, and whoever still writes into a draft misses it whole."""
         away = self.root / f"{_DRAFT}removed-{name}-{os.getpid()}"
         with suppress(FileNotFoundError):
             (self.root / name).rename(away)

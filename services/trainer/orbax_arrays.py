@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,22 @@ class OrbaxArrays:
             if isinstance(cause := _from_tensorstore(error), OSError):
                 raise cause from error
             raise WeightsError(f"{folder} cannot be restored: {str(error).splitlines()[0]}") from error
+
+
+def _without_late_answers() -> None:
+    """When a save fails, Orbax closes its event loop under the arrays that TensorStore still writes; each of them would print a
+    traceback that says no more than the error of the save does.
+    """
+    report = sys.unraisablehook
+
+    def hook(found: sys.UnraisableHookArgs) -> None:
+        if not (isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"):
+            report(found)
+
+    sys.unraisablehook = hook
+
+
+_without_late_answers()
 
 
 def _from_tensorstore(error: Exception) -> Exception:

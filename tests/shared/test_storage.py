@@ -11,7 +11,7 @@ import pytest
 
 from shared import storage
 from shared.archive import Archive
-from shared.errors import StorageFull, from_problem, problem
+from shared.errors import Fenced, StorageFull, from_problem, problem
 from shared.types import WeightVersion
 from tests.support.disk import file_size_limit
 
@@ -81,3 +81,27 @@ def test_a_service_whose_log_is_on_a_full_disk_lives_on():
 def test_it_travels_as_a_problem():
     back = from_problem(507, problem(StorageFull("waiting for disk space under /r: 3 MB free")))
     assert isinstance(back, StorageFull)
+
+
+@pytest.mark.parametrize("made_again", [True, False])
+def test_a_folder_put_away_while_it_was_written_is_missed(tmp_path: Path, made_again: bool):
+    """Whatever the writer says of it, and also if it made the folder again and says nothing."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+
+    def write() -> None:
+        with storage.storage(tmp_path), storage.held(folder):
+            folder.rename(tmp_path / "away")
+            if not made_again:
+                raise ValueError("no metadata")
+            folder.mkdir()
+
+    with pytest.raises(Fenced, match=f"{folder} was removed"):
+        write()
+
+
+def test_the_errors_of_a_folder_that_stayed_are_the_writers(tmp_path: Path):
+    with storage.held(tmp_path):
+        (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="no metadata"), storage.held(tmp_path):
+        raise ValueError("no metadata")

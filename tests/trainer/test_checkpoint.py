@@ -1,5 +1,6 @@
 import shutil
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from services.trainer.checkpoint import Checkpoints, Contents
 from services.trainer.orbax_arrays import OrbaxArrays
 from services.trainer.replay import Recorded
 from shared import weights
-from shared.errors import ConfigError, StorageFull, Unavailable, WeightsError
+from shared.errors import ConfigError, Fenced, StorageFull, Unavailable, WeightsError
 from shared.state import TrainerState, fresh
 from shared.types import WeightVersion
 from shared.weights import Probe
@@ -182,6 +183,22 @@ def test_without_room_there_is_no_checkpoint_and_nothing_of_it(checkpoints: Chec
     assert names(checkpoints) == ["e000001-s000001"]
     checkpoints.save(state(2), large, None)
     assert names(checkpoints) == ["e000001-s000001", "e000001-s000002"]
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("begun", ["params.*", "params.*/ocdbt.process_0", "params.*/ocdbt.process_0/d/*"])
+def test_a_save_whose_folder_a_successor_removes_ends_fenced_and_without_noise(checkpoints: Checkpoints, begun: str):
+    def succeed() -> None:
+        while not list(checkpoints.root.glob(f".tmp-*/{begun}")):
+            pass
+        checkpoints.mend(2)
+
+    arrays = {f"layers.{i}.w": np.random.default_rng(i).standard_normal((64, 64)) for i in range(64)}
+    with ThreadPoolExecutor() as pool:
+        pool.submit(succeed)
+        with pytest.raises(Fenced, match="removed while it was written"):
+            checkpoints.save(state(1), replace(CONTENTS, params=arrays), None)
+    assert weights.versions(checkpoints.root) == []
 
 
 def test_no_checkpoint_and_none_that_is_whole_differ(checkpoints: Checkpoints):
