@@ -17,6 +17,7 @@ from typing import Any
 from services.trainer.board import Board
 from services.trainer.intake import Held, Intake, Void
 from services.trainer.parts import Parts, Plan, Waiter
+from services.trainer.records import StepLog
 from shared import ledger, telemetry
 from shared.errors import Fenced, Unavailable
 from shared.ledger import TRAINED
@@ -69,7 +70,7 @@ class Course:
         self._board.timed("publish", seconds)
         handover = {"step": WeightVersion.parse(folder.name).step, "version": folder.name, **timings, "publish_s": seconds}
         self._board.last_handover = handover | {"servers": [asdict(delivery) for delivery in deliveries]}
-        self._parts.handovers.append(self._board.last_handover)
+        await self._note(self._parts.handovers, self._board.last_handover)
 
     async def _read(self) -> None:
         """Moves entries from the queue to the intake while there is room, until a stop."""
@@ -188,8 +189,14 @@ class Course:
         board.timed("archive", archive_s)
         rate = metrics.tokens / (step_s + wait_s)
         seconds = {"step_s": round(step_s, 4), "wait_s": round(wait_s, 4), "archive_s": round(archive_s, 4)}
-        self._parts.metrics.append(asdict(metrics) | {"time": time.time(), **seconds, "tokens_per_sec": round(rate, 1)})
+        await self._note(self._parts.metrics, asdict(metrics) | {"time": time.time(), **seconds, "tokens_per_sec": round(rate, 1)})
         _log.info("step", run=board.run, step=metrics.step, version=metrics.version, loss=metrics.loss, reward=metrics.reward_mean)
+
+    async def _note(self, log: StepLog, line: Mapping[str, Any]) -> None:
+        """Raises Fenced instead, if another trainer has begun: it has put these files in order. The queue would say so, but later."""
+        if await asyncio.to_thread(self._parts.archive.last_epoch) > self._start.epoch:
+            raise Fenced("another trainer of the run has begun")
+        log.append(line)
 
     async def _archive(self, version: WeightVersion, held: Sequence[Held]) -> tuple[list[str], float]:
         """Digests of the archived groups, and the seconds it took, beside the training of the same groups."""

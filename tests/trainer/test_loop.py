@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from services.trainer.board import Board
+from services.trainer.metrics import StepMetrics
 from shared import archive, ledger
 from shared.archive import Archive
 from shared.errors import Fenced, WeightsError
@@ -157,6 +159,24 @@ async def test_after_the_last_step_the_queue_is_attended_to(bench: Bench):
     bench.queue.fenced_after = 0
     with pytest.raises(Fenced):
         await asyncio.wait_for(running, 20)
+
+
+async def test_a_trainer_that_wakes_up_after_a_step_and_was_replaced_adds_nothing_to_the_metrics(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+):
+    """The queue has not told it yet, and would only at the next commit."""
+    step = bench.backend.step
+
+    def replaced(held: Any, before: WeightVersion) -> StepMetrics:
+        Archive(bench.folder / "archive", "r").claim(2)
+        return step(held, before)
+
+    monkeypatch.setattr(bench.backend, "step", replaced)
+    bench.feed(1, 2)
+    with pytest.raises(Fenced, match="another trainer of the run has begun"):
+        await asyncio.wait_for(bench.loop().run(), 20)
+    assert "step [1, 2]" in bench.events
+    assert not (bench.folder / "metrics.jsonl").exists()
 
 
 async def test_an_epoch_that_another_trainer_has_claimed_is_not_used(bench: Bench):
