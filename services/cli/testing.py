@@ -1,6 +1,7 @@
-"""`make test`: pytest in each virtual environment, one after the other; the last line sums up all of them.
+"""`make test`: pytest in each virtual environment; the last line sums up all of them.
 
-A failure in one environment does not keep the others from running. Arguments go to pytest.
+A failure in one suite does not keep the others from running. Arguments go to pytest. The faults of tests/chaos wait more than
+they compute, so they run beside everything else, and are shown when they are over.
 """
 
 from __future__ import annotations
@@ -12,49 +13,60 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from services.cli.layout import CACHE, PROJECT, python_of
 
 OWN_ENVIRONMENT = ("rollout", "trainer")
 """Folders of tests that need an environment of their own; every other folder runs in base."""
+BESIDE = "chaos"
 _NO_TESTS_COLLECTED = 5
 
 
 def main(arguments: Sequence[str]) -> int:
-    started, counts, codes = time.monotonic(), Counter[str](), []
-    summaries = []
-    for environment in ("base", *OWN_ENVIRONMENT):
-        print(f"\n### tests in .venvs/{environment}", flush=True)
-        code, last = _pytest(environment, arguments)
-        codes.append(0 if code == _NO_TESTS_COLLECTED else code)
+    started, counts = time.monotonic(), Counter[str]()
+    with ThreadPoolExecutor(1) as beside:
+        chaos = beside.submit(_pytest, BESIDE, arguments, shown=False)
+        results = {suite: _pytest(suite, arguments, shown=True) for suite in ("base", *OWN_ENVIRONMENT)}
+        results[BESIDE] = chaos.result()
+    for _, last in results.values():
         counts.update(_counts(last))
-        summaries.append(f"{environment:<8} {last}")
+    print("\n" + "\n".join(f"{suite:<8} {last}" for suite, (_, last) in results.items()))
     total = ", ".join(f"{n} {what}" for what, n in counts.items()) or "no tests ran"
     elapsed_s = time.monotonic() - started
-    print("\n" + "\n".join(summaries))
     print(f"===== {total} in {elapsed_s:.2f}s ({int(elapsed_s) // 60}:{int(elapsed_s) % 60:02d}) =====", flush=True)
-    return max(codes)
+    return max(0 if code == _NO_TESTS_COLLECTED else code for code, _ in results.values())
 
 
-def _pytest(environment: str, arguments: Sequence[str]) -> tuple[int, str]:
-    """Exit code and last line of one pytest, whose output is shown as it comes."""
-    command = [str(python_of(environment)), "-m", "pytest", *_paths(environment), *arguments]
+def _pytest(suite: str, arguments: Sequence[str], *, shown: bool) -> tuple[int, str]:
+    """Exit code and last line of one pytest. Args: shown: its output as it comes, not at its end."""
+    environment = suite if suite in OWN_ENVIRONMENT else "base"
+    command = [str(python_of(environment)), "-m", "pytest", *_paths(suite), *arguments]
     jax = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{environment}")} if environment in OWN_ENVIRONMENT else {}
     variables = {**jax, **os.environ, "PYTHONUNBUFFERED": "1"}
-    last = ""
+    lines, last = [f"\n### tests of {suite} in .venvs/{environment}\n"], ""
     with subprocess.Popen(command, cwd=PROJECT, env=variables, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            sys.stdout.write(line)
-            sys.stdout.flush()
+            lines.append(line)
             last = line.strip() or last
+            if shown:
+                _show(lines)
+    _show(lines)
     return process.returncode, last
 
 
-def _paths(environment: str) -> list[str]:
+def _show(lines: list[str]) -> None:
+    """In one piece, and emptied."""
+    sys.stdout.write("".join(lines))
+    sys.stdout.flush()
+    lines.clear()
+
+
+def _paths(suite: str) -> list[str]:
     folders = sorted(path for path in (PROJECT / "tests").iterdir() if any(path.glob("test_*.py")))
-    own = environment if environment in OWN_ENVIRONMENT else None
-    return [str(path.relative_to(PROJECT)) for path in folders if (path.name == own if own else path.name not in OWN_ENVIRONMENT)]
+    apart = (*OWN_ENVIRONMENT, BESIDE)
+    return [str(path.relative_to(PROJECT)) for path in folders if (path.name == suite if suite in apart else path.name not in apart)]
 
 
 def _counts(summary: str) -> dict[str, int]:

@@ -59,6 +59,25 @@ async def test_a_record_follows_its_server(redis: Redis):
         await until(servers, [])
 
 
+async def test_a_server_is_registered_as_soon_as_it_may_get_work(redis: Redis):
+    servers, ready = Registry(redis, "run"), list[Server]()
+    looks = 0
+
+    def current() -> Server | None:
+        nonlocal looks
+        looks += 1
+        return ready[0] if ready else None
+
+    async with registered(servers, current):
+        async with asyncio.timeout(registry.HEARTBEAT_S):
+            while looks < 3:
+                await asyncio.sleep(0.005)
+        assert await servers.servers() == []
+        ready.append(ONE)
+        async with asyncio.timeout(registry.HEARTBEAT_S):
+            await until(servers, [ONE])
+
+
 @pytest.mark.usefixtures("fast")
 async def test_a_dead_server_leaves_by_itself(redis: Redis):
     servers = Registry(redis, "run")
