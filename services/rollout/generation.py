@@ -18,6 +18,7 @@ CROWD = 16
 SILENT_S = 5.0
 _ABORT_S = 1.0
 _FULL_RETRY_S = 2.0
+_LOOK_S = 0.05
 
 type Receive = Callable[[], Awaitable[Any]]
 
@@ -113,7 +114,10 @@ class Generation:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.draining = True
-            await asyncio.sleep(self.grace_s / 2)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.grace_s / 2):
+                    while self.n_requests:
+                        await asyncio.sleep(_LOOK_S)
             with contextlib.suppress(TimeoutError):  # an engine that hangs is killed when it is closed
                 async with asyncio.timeout(_ABORT_S):
                     await self.engine.abort(None)

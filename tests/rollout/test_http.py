@@ -158,6 +158,22 @@ async def test_a_stopping_server_refuses_work_and_returns_what_it_has(engine: Fa
     assert (result.finish.type, len(result.output_ids)) == ("abort", 1)
 
 
+async def test_a_stopping_server_waits_for_nothing_but_its_requests(engine: FakeEngine, updates: Updates) -> None:
+    generation = Generation(engine, 3600.0, updates)
+    engine.hold = True
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(generation.run([generate_request({"input_ids": [5]}, engine.info)]))
+        drain = group.create_task(generation.drain())
+        await asyncio.sleep(0.01)
+        drain.cancel()
+        await asyncio.wait({drain}, timeout=0.2)
+        assert not (running.done() or drain.done())
+        await engine.abort(None)
+        await asyncio.wait({drain}, timeout=10)
+        assert running.done()
+        assert drain.done()
+
+
 async def test_a_crowd_beyond_the_bound_is_sent_away_and_forgotten(
     http: httpx.AsyncClient, engine: FakeEngine, generation: Generation
 ) -> None:
