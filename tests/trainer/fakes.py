@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,6 +38,7 @@ class FakeBackend:
     broken: bool = False
     save_s: float = 0.0
     step_s: float = 0.0
+    during_step: Callable[[], object] = lambda: None
     bad: dict[str, str] = field(default_factory=dict)
     full: int = 0
 
@@ -59,6 +60,7 @@ class FakeBackend:
 
     def step(self, held: Any, before: WeightVersion) -> StepMetrics:
         time.sleep(self.step_s)
+        self.during_step()
         self.events.append(f"step {[h.group.ticket for h in held]}")
         return step_metrics(held, before)
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
 from services.trainer.board import Board
-from services.trainer.metrics import StepMetrics
 from shared import archive, ledger
 from shared.archive import Archive
 from shared.errors import Fenced, WeightsError
@@ -161,17 +159,9 @@ async def test_after_the_last_step_the_queue_is_attended_to(bench: Bench):
         await asyncio.wait_for(running, 20)
 
 
-async def test_a_trainer_that_wakes_up_after_a_step_and_was_replaced_adds_nothing_to_the_metrics(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-):
+async def test_a_trainer_that_wakes_up_after_a_step_and_was_replaced_adds_nothing_to_the_metrics(bench: Bench):
     """The queue has not told it yet, and would only at the next commit."""
-    step = bench.backend.step
-
-    def replaced(held: Any, before: WeightVersion) -> StepMetrics:
-        Archive(bench.folder / "archive", "r").claim(2)
-        return step(held, before)
-
-    monkeypatch.setattr(bench.backend, "step", replaced)
+    bench.backend.during_step = lambda: Archive(bench.folder / "archive", "r").claim(2)
     bench.feed(1, 2)
     with pytest.raises(Fenced, match="another trainer of the run has begun"):
         await asyncio.wait_for(bench.loop().run(), 20)
