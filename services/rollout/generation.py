@@ -18,7 +18,6 @@ CROWD = 16
 SILENT_S = 5.0
 _ABORT_S = 1.0
 _FULL_RETRY_S = 2.0
-_LOOK_S = 0.05
 
 type Receive = Callable[[], Awaitable[Any]]
 
@@ -44,6 +43,7 @@ class Generation:
     updates: Updates
     draining: bool = field(default=False, init=False)
     n_requests: int = field(default=0, init=False)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def why_not(self) -> str | None:
         """What keeps requests from being routed here, or None."""
@@ -66,6 +66,7 @@ class Generation:
             results = await (self._all(requests) if receive is None else self._watched(requests, receive))
         finally:
             self.n_requests -= len(requests)
+            self._ended.set()
         if (wrong := self.updates.why_not_ready()) is not None:
             raise Unavailable(wrong)
         if self.updates.beginnings != beginnings:
@@ -117,7 +118,8 @@ class Generation:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.grace_s / 2):
                     while self.n_requests:
-                        await asyncio.sleep(_LOOK_S)
+                        self._ended.clear()
+                        await self._ended.wait()
             with contextlib.suppress(TimeoutError):  # an engine that hangs is killed when it is closed
                 async with asyncio.timeout(_ABORT_S):
                     await self.engine.abort(None)
