@@ -17,7 +17,7 @@ FRESH_S = 5.0
 """What advanced within so many seconds moves."""
 _AT_WORK = ("loading", "warm start", "starting", "training", "saving")
 
-State = Literal["running", "waiting", "wedged", "finished", "failed"]
+State = Literal["running", "waiting", "wedged", "finished", "failed", "stopped"]
 Kind = Literal["trainer", "orchestrator", "rollout", "env"]
 
 
@@ -79,6 +79,8 @@ def judge(seen: Sequence[Seen]) -> Verdict:
     quiet_s = run.get("quiet_s")
     if run.get("state") in ("finished", "failed"):
         return Verdict(run["state"], (f"the run has {run['state']}: {run['reason']}",) if run.get("reason") else (), quiet_s=quiet_s)
+    if {"trainer", "orchestrator"} <= {s.kind for s in seen} and all(s.error is not None for s in seen):
+        return Verdict("stopped", ("none of its services answers",))
     walk = _Walk(nodes(seen))
     busy = walk.waits_unseen or any(node.busy for node in walk.nodes)
     limit = BUSY_S if busy else CYCLE_S if walk.cycle else QUIET_S

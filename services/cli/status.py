@@ -143,7 +143,8 @@ def _text(seen: Sequence[Seen], verdict: Verdict) -> str:
     lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows]
     quiet = f", nothing has advanced for {verdict.quiet_s:.0f} s" if verdict.quiet_s and verdict.quiet_s >= wedge.FRESH_S else ""
     circle = ", they wait in a circle" if verdict.cycle else ""
-    return "\n".join([*lines, f"the run is {verdict.state}{quiet}{circle}", *(f"  ← {sentence}" for sentence in verdict.chain)])
+    hint = ["`volley up` goes on with it; `volley report` shows what it has done"] if verdict.state == "stopped" else []
+    return "\n".join([*lines, f"the run is {verdict.state}{quiet}{circle}", *(f"  ← {sentence}" for sentence in verdict.chain), *hint])
 
 
 def _state(seen: Seen) -> str:

@@ -197,3 +197,11 @@ async def test_the_trainers_words_for_redis_and_disk_are_understood(tmp_path: Pa
         raise OSError(errno.ENOSPC, "No space left on device")
     words = [str(away.value), str(full.value), GROUPS]
     assert [nodes([trainer(waiting_for=text)])[0].waits[0].on for text in words] == ["redis", "disk", "orchestrator"]
+
+
+def test_a_run_of_which_nothing_answers_is_stopped_and_one_service_says_nothing_of_the_run():
+    away = [replace(seen, said={}, error="Connection refused") for seen in (trainer(), orchestrator(), ROLLOUT, ENV)]
+    assert judge(away).state == "stopped"
+    assert judge(away).chain == ("none of its services answers",)
+    assert judge(away[2:]).chain == ("rollout-0 does not answer: Connection refused", "env does not answer: Connection refused")
+    assert judge([*away[1:], trainer()]).state != "stopped"
