@@ -1,7 +1,7 @@
 """`make test`: pytest in each virtual environment; the last line sums up all of them.
 
 A failure in one suite does not keep the others from running. Arguments go to pytest. The faults of tests/chaos wait more than
-they compute, so they run beside everything else, and are shown when they are over.
+they compute, so there are two lanes of suites beside each other; those of the second are shown when they are over.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from services.cli.layout import CACHE, PROJECT, python_of
 
 OWN_ENVIRONMENT = ("rollout", "trainer")
 """Folders of tests that need an environment of their own; every other folder runs in base."""
-BESIDE = "chaos"
+_LANES = (("base", "trainer"), ("chaos", "rollout"))
+"""Suites, one after the other: `chaos` is the folder of that name, in base like all other folders."""
 _NO_TESTS_COLLECTED = 5
 
 
 def main(arguments: Sequence[str]) -> int:
     started, counts = time.monotonic(), Counter[str]()
     with ThreadPoolExecutor(1) as beside:
-        chaos = beside.submit(_pytest, BESIDE, arguments, shown=False)
-        results = {suite: _pytest(suite, arguments, shown=True) for suite in ("base", *OWN_ENVIRONMENT)}
-        results[BESIDE] = chaos.result()
+        second = beside.submit(_lane, _LANES[1], arguments, shown=False)
+        results = _lane(_LANES[0], arguments, shown=True) | second.result()
     for _, last in results.values():
         counts.update(_counts(last))
     print("\n" + "\n".join(f"{suite:<8} {last}" for suite, (_, last) in results.items()))
@@ -36,6 +36,10 @@ def main(arguments: Sequence[str]) -> int:
     elapsed_s = time.monotonic() - started
     print(f"===== {total} in {elapsed_s:.2f}s ({int(elapsed_s) // 60}:{int(elapsed_s) % 60:02d}) =====", flush=True)
     return max(0 if code == _NO_TESTS_COLLECTED else code for code, _ in results.values())
+
+
+def _lane(suites: Sequence[str], arguments: Sequence[str], *, shown: bool) -> dict[str, tuple[int, str]]:
+    return {suite: _pytest(suite, arguments, shown=shown) for suite in suites}
 
 
 def _pytest(suite: str, arguments: Sequence[str], *, shown: bool) -> tuple[int, str]:
@@ -65,7 +69,7 @@ def _show(lines: list[str]) -> None:
 
 def _paths(suite: str) -> list[str]:
     folders = sorted(path for path in (PROJECT / "tests").iterdir() if any(path.glob("test_*.py")))
-    apart = (*OWN_ENVIRONMENT, BESIDE)
+    apart = (*OWN_ENVIRONMENT, "chaos")
     return [str(path.relative_to(PROJECT)) for path in folders if (path.name == suite if suite in apart else path.name not in apart)]
 
 
