@@ -25,7 +25,7 @@ from shared.queue.scripts import Keys
 TTL_S = 10.0
 HEARTBEAT_S = 3.0
 _NOT_YET_S = 0.1
-"""Between two looks at a server that must not get work now: it is wanted as soon as it may."""
+"""Between two looks at a server that is not registered, and need not be taken off: it is wanted as soon as it may get work."""
 _GOODBYE_S = 2.0
 _log = telemetry.Log("registry")
 
@@ -83,7 +83,7 @@ class Registry:
                         known = None
                 except QueueUnavailable as error:
                     _log.warning("heartbeat failed", detail=str(error))
-                await asyncio.sleep(_NOT_YET_S if server is None else HEARTBEAT_S)
+                await asyncio.sleep(_NOT_YET_S if known is None else HEARTBEAT_S)
         finally:
             if known is not None:
                 with suppress(QueueUnavailable, TimeoutError):

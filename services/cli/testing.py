@@ -69,7 +69,7 @@ def _show(lines: list[str]) -> None:
 
 def _paths(suite: str) -> list[str]:
     folders = sorted(path for path in (PROJECT / "tests").iterdir() if any(path.glob("test_*.py")))
-    apart = (*OWN_ENVIRONMENT, "chaos")
+    apart = {one for lane in _LANES for one in lane} - {"base"}
     return [str(path.relative_to(PROJECT)) for path in folders if (path.name == suite if suite in apart else path.name not in apart)]
 
 

@@ -52,7 +52,8 @@ def _without_late_answers() -> None:
     report = sys.unraisablehook
 
     def hook(found: sys.UnraisableHookArgs) -> None:
-        if not (isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"):
+        late = found.object is None and isinstance(found.exc_value, RuntimeError) and str(found.exc_value) == "Event loop is closed"
+        if not late:  # what Python itself reports names an object
             report(found)
 
     sys.unraisablehook = hook

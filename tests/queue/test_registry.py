@@ -10,7 +10,9 @@ import pytest
 from redis.asyncio import Redis
 
 from shared import registry
+from shared.queue.client import connect
 from shared.registry import Registry, Server
+from tests.support.net import free_port
 
 ONE = Server(id="one", url="http://127.0.0.1:1", version="e000001-s000000", capacity=8, epoch=1)
 TWO = Server(id="two", url="http://127.0.0.1:2", version="e000001-s000000", capacity=8, epoch=1)
@@ -76,6 +78,21 @@ async def test_a_server_is_registered_as_soon_as_it_may_get_work(redis: Redis):
         ready.append(ONE)
         async with asyncio.timeout(registry.HEARTBEAT_S):
             await until(servers, [ONE])
+
+
+async def test_a_server_that_cannot_be_taken_off_now_does_not_try_without_pause(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(registry, "_NOT_YET_S", 0.0)
+    looks = 0
+
+    def current() -> Server | None:
+        nonlocal looks
+        looks += 1
+        return ONE if looks == 1 else None
+
+    async with registered(Registry(connect(f"redis://127.0.0.1:{free_port()}"), "run"), current):
+        await asyncio.sleep(0.5)
+    assert 1 < looks < 50
 
 
 @pytest.mark.usefixtures("fast")
