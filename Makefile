@@ -1,6 +1,8 @@
 # Every target first brings the virtual environments in .venvs/ up to date; where they are, that takes a blink.
 
 BIN := .venvs/base/bin
+# Many machines set this; here it would compile every imported module from source at every start of every service.
+unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 
 .DEFAULT_GOAL := help

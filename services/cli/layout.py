@@ -25,11 +25,14 @@ def python_of(environment: str) -> Path:
 
 
 def variables_of(environment: str, *, cpu: bool) -> dict[str, str]:
-    """The caller's variables, plus JAX's platform if it is to be the CPU, and JAX's compilation cache in the project."""
+    """The caller's variables, plus JAX's platform if it is to be the CPU, and JAX's compilation cache in the project.
+
+    Bytecode is written, whatever the caller has set: a service that may not keep it compiles every imported module at every start.
+    """
     added = {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{environment}")}
     if cpu:
         added["JAX_PLATFORMS"] = "cpu"
-    return {**added, **os.environ}
+    return {**added, **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}}
 
 
 @dataclass(frozen=True, slots=True)

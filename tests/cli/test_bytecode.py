@@ -1,0 +1,27 @@
+"""What Volley starts may keep compiled bytecode, also where the caller's environment forbids it."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from services.cli.layout import PROJECT, variables_of
+
+FORBIDDEN = "PYTHONDONTWRITEBYTECODE"
+
+
+def test_services_write_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FORBIDDEN, "1")
+    monkeypatch.setenv("KEPT", "yes")
+    variables = variables_of("base", cpu=True)
+    assert FORBIDDEN not in variables
+    assert variables["KEPT"] == "yes"
+
+
+def test_what_make_starts_writes_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FORBIDDEN, "1")
+    command = ["make", "--no-print-directory", "--eval", "show-environment:\n\t@env", "show-environment"]
+    shown = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    assert FORBIDDEN not in shown
+    assert "PATH=" in shown
