@@ -1,7 +1,8 @@
-"""msgpack with arrays as raw little-endian bytes: 9 bytes a token for (int32 id, float32 log-probability, uint8 mask).
+"""msgpack with arrays as raw little-endian bytes: 9 bytes a token for (int32 id, float32 log-probability, uint8 mask). And JSON.
 
 A one-dimensional numpy array travels as a msgpack extension type: its code is the dtype, its data the raw buffer.
-Nothing is ever unpickled, and no input, however hostile, raises anything but `DecodeError`.
+Nothing is ever unpickled, no input, however hostile, raises anything but `DecodeError`, and none becomes more values than its
+reader allows (shared.bounds).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from typing import Any
 
 import msgpack
 import numpy as np
+import orjson
 
+from shared.bounds import MAX_OBJECTS, check_json, check_msgpack
 from shared.errors import DecodeError
 
 MEDIA_TYPE = "application/msgpack"
@@ -50,13 +53,34 @@ def pack(value: Any) -> bytes:
     return bytes(packer.pack(value))
 
 
-def unpack(data: bytes, what: str = "body") -> Any:
+def unpack(data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS) -> Any:
     """Decodes what `pack` made; arrays come back read-only, without a copy of their own.
 
     Raises:
-        DecodeError: the bytes are not one whole msgpack value, or hold an unknown array type.
+        DecodeError: the bytes are not one whole msgpack value, hold an unknown array type, more than `max_objects` values
+            (an array is one), or nest too deep.
     """
+    check_msgpack(data, what, max_objects)
     try:
         return msgpack.unpackb(data, ext_hook=_decode, raw=False, strict_map_key=True, timestamp=_PLAIN)
     except (msgpack.UnpackException, *_MAX_DEPTH_ERRORS) as error:
         raise DecodeError(f"{what} is not valid msgpack: {type(error).__name__}: {error}") from error
+
+
+def from_json(data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS) -> Any:
+    """Decodes JSON.
+
+    Raises:
+        DecodeError: the bytes are not one JSON value, hold more than `max_objects` values, or nest too deep.
+    """
+    check_json(data, what, max_objects)
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise DecodeError(f"{what} is not valid JSON: {error}") from error
+
+
+def by_type(content_type: str, data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS) -> Any:
+    """msgpack where the Content-Type says so, else JSON. Raises DecodeError."""
+    decode = unpack if content_type.startswith(MEDIA_TYPE) else from_json
+    return decode(data, what, max_objects)

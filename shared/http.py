@@ -9,18 +9,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shared import codec, telemetry
+from shared import codec, offload, telemetry
 from shared.access import Role, RoleTable, Tokens
+from shared.bounds import MAX_OBJECTS
 from shared.errors import DecodeError, Forbidden, InputError, RateLimited, TooLarge, Unauthorized, Unavailable, VolleyError, problem
 from shared.limits import Buckets
 from shared.openapi import PROBLEMS
@@ -38,11 +40,18 @@ _LARGE_BODIES = 16  # so many of the largest size may be arriving at once
 _REQUESTS = telemetry.Histogram(
     "volley_http_request_seconds", "Duration of a request", ["method", "route", "status"], registry=telemetry.REGISTRY
 )
+_MAX_ERRORS, _MAX_NAME = 10, 80
 _log = telemetry.Log("http")
 
 
 def create_app(
-    title: str, *, limits: Limits, tokens: Tokens | None, ready: Callable[[], str | None], roles: Mapping[str, Role] | None = None
+    title: str,
+    *,
+    limits: Limits,
+    tokens: Tokens | None,
+    ready: Callable[[], str | None],
+    roles: Mapping[str, Role] | None = None,
+    max_objects: int = MAX_OBJECTS,
 ) -> FastAPI:
     """An application with the common routes and middleware.
 
@@ -50,8 +59,10 @@ def create_app(
         tokens: of the callers; None leaves the service open to everyone who reaches it (loopback use).
         roles: the role each route asks for, {"POST /episodes/{id}/step": Role.SERVICE}; a route that is missing asks for admin.
         ready: returns None when requests may be routed here, else the reason why not.
+        max_objects: values that one body may hold.
     """
     app = FastAPI(title=title, version="1", docs_url="/docs", redoc_url=None, swagger_ui_oauth2_redirect_url=None, responses=PROBLEMS)
+    app.state.max_objects = max_objects
     app.add_exception_handler(VolleyError, _on_volley_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -79,13 +90,47 @@ def create_app(
 async def read_body(request: Request) -> dict[str, Any]:
     """The JSON or msgpack body as a dict, by Content-Type. Raises DecodeError."""
     data = await request.body()
-    if request.headers.get("content-type", "").startswith(codec.MEDIA_TYPE):
-        value = codec.unpack(data)
-    else:
-        try:
-            value = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            raise DecodeError(f"body is not valid JSON: {error}") from error
+    content_type, max_objects = request.headers.get("content-type", ""), request.app.state.max_objects
+    return await offload.by_size(len(data), lambda: _object(codec.by_type(content_type, data, "body", max_objects)))
+
+
+async def read_model[M: BaseModel](request: Request, model: type[M]) -> M:
+    """The JSON or msgpack body as `model`, strictly. Raises DecodeError, or InputError naming the fields that are wrong."""
+    data = await request.body()
+    content_type, max_objects = request.headers.get("content-type", ""), request.app.state.max_objects
+    return await offload.by_size(
+        len(data), lambda: validated(model, _object(codec.by_type(content_type, data, "body", max_objects)), strict=True)
+    )
+
+
+def validated[M: BaseModel](model: type[M], raw: Mapping[str, Any], *, strict: bool) -> M:
+    """Raises InputError naming the fields that are wrong, or the first of them."""
+    unknown = raw.keys() - model.model_fields.keys()
+    if unknown and model.model_config.get("extra") == "forbid":
+        raise InputError(f"unknown field {min(unknown)[:_MAX_NAME]}", f"known: {', '.join(model.model_fields)}")
+    try:
+        return model.model_validate(raw, strict=strict)
+    except ValidationError as error:
+        raise InputError(_told(error.errors(include_url=False))) from error
+
+
+def _told(errors: Sequence[Any]) -> str:
+    told = "; ".join(_explain(error) for error in errors[:_MAX_ERRORS])
+    return told if len(errors) <= _MAX_ERRORS else f"{told}; and {len(errors) - _MAX_ERRORS} more"
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"]) or "body"
+    if error["type"] == "missing":
+        return f"{key} is missing"
+    if error["type"] == "extra_forbidden":
+        return f"unknown field {key}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DecodeError(f"body must be an object, not {type(value).__name__}")
     return value
@@ -112,8 +157,7 @@ async def _on_volley_error(_request: Request, error: Exception) -> Response:
 
 async def _on_validation_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    found = "; ".join(f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors())
-    return problem_response(InputError(found))
+    return problem_response(InputError(_told(error.errors())))
 
 
 async def _on_http_exception(_request: Request, error: Exception) -> Response:

@@ -27,6 +27,8 @@ Status = Literal["completed", "truncated"]
 Message = Mapping[str, Any]
 MAX_MESSAGE = 2**20
 """Characters of one message that the environment service takes."""
+MAX_GROUP_OBJECTS = 2**19
+"""Values of one group: 64 episodes of a thousand turns are below it."""
 _MAX_DETAIL = 300
 _VERSION = re.compile(r"e([0-9]{6,18})-s([0-9]{6,18})\Z")
 
@@ -162,7 +164,7 @@ class Group:
     @classmethod
     def decode(cls, data: bytes) -> Self:
         """Raises DecodeError if the bytes are not a valid group of this schema."""
-        record = codec.unpack(data, "group")
+        record = codec.unpack(data, "group", MAX_GROUP_OBJECTS)
         _require(isinstance(record, dict) and repr(record.get("schema")) == str(SCHEMA), f"not a group of schema {SCHEMA}")
         try:
             group = cls(

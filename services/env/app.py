@@ -10,7 +10,7 @@ from services.env.catalogue import Catalogue
 from services.env.episodes import Episodes
 from services.env.routes import ROLES, State, router
 from services.env.runner import Runner
-from services.env.settings import EnvSettings, from_config
+from services.env.settings import MAX_OBJECTS, EnvSettings, from_config
 from shared import telemetry
 from shared.access import read_tokens
 from shared.boot import Service
@@ -34,7 +34,14 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[Service]:
     catalogue = open_catalogue(settings)
     runner = Runner(settings.n_threads, settings.deadline_s, settings.max_episodes)
     tokens = read_tokens(settings.token_files)
-    app = create_app("env", limits=settings.limits, tokens=tokens, ready=lambda: runner.why_stuck(settings.env), roles=ROLES)
+    app = create_app(
+        "env",
+        limits=settings.limits,
+        tokens=tokens,
+        ready=lambda: runner.why_stuck(settings.env),
+        roles=ROLES,
+        max_objects=MAX_OBJECTS,
+    )
     try:
         episodes = Episodes(runner, max_episodes=settings.max_episodes, ttl_s=settings.ttl_s)
         app.state.env = State(catalogue, episodes, runner)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from services.env.environments.base import Fault, Message, StepResult
 from services.env.episodes import Slot
 from shared import http
-from shared.errors import InputError
 from shared.types import MAX_MESSAGE
 
 RequestId = Annotated[str, Field(min_length=1, max_length=200)]
@@ -136,11 +135,9 @@ class Stepped(BaseModel):
 
 async def read[B: Body](request: Request, model: type[B]) -> B:
     """The JSON or msgpack body as `model`; a GET's query string stands for a body. Raises DecodeError, or InputError naming the field."""
-    raw = dict(request.query_params) if request.method == "GET" else await http.read_body(request)
-    try:
-        return model.model_validate(raw, strict=request.method != "GET")
-    except ValidationError as error:
-        raise InputError("; ".join(_explain(e) for e in error.errors())) from error
+    if request.method == "GET":
+        return http.validated(model, dict(request.query_params), strict=False)
+    return await http.read_model(request, model)
 
 
 def created(slot: Slot, ttl_s: float) -> dict[str, Any]:
@@ -164,14 +161,3 @@ def stepped(result: StepResult) -> dict[str, Any]:
         "truncated": result.truncated,
         "info": {**result.info.extra, **known},
     }
-
-
-def _explain(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"]) or "body"
-    if error["type"] == "missing":
-        return f"{key} is missing"
-    if error["type"] == "extra_forbidden":
-        return f"unknown field {key}"
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -14,6 +14,9 @@ DATASETS = frozenset({"gsm8k"})
 MAX_BODY = 8 * 2**20
 """Bytes: room for a message of the greatest length, however it is escaped."""
 
+MAX_OBJECTS = 2**14
+"""Values of a body: far more than a message with its tool calls has."""
+
 
 @dataclass(frozen=True, slots=True)
 class EnvSettings:

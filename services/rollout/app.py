@@ -29,7 +29,7 @@ from shared.types import WeightVersion
 
 type OpenEngine = Callable[[EngineSpec], AbstractAsyncContextManager[Engine]]
 
-_BODY_BYTES, _TOKEN_BYTES = 2**18, 16
+_BODY_BYTES, _TOKEN_BYTES, _OBJECTS = 2**18, 16, 2**15
 _log = Log("rollout")
 
 
@@ -64,7 +64,14 @@ async def open_rollout(settings: RolloutSettings, open_engine: OpenEngine = open
 def build_app(settings: RolloutSettings, engine: Engine, updates: Updates, generation: Generation, tokens: Tokens | None) -> FastAPI:
     """The HTTP face of any engine."""
     limits = settings.limits.model_copy(update={"max_body_bytes": _longest_body(settings)})
-    app = create_app("rollout", limits=limits, tokens=tokens, ready=generation.why_not, roles={**routes.ROLES, **openai.ROLES})
+    app = create_app(
+        "rollout",
+        limits=limits,
+        tokens=tokens,
+        ready=generation.why_not,
+        roles={**routes.ROLES, **openai.ROLES},
+        max_objects=_OBJECTS + settings.engine.context_length,  # a prompt may be a list
+    )
     tokenizer = _tokenizer(Path(settings.engine.model_path))
     app.state.rollout = routes.State(engine, generation, updates, settings.engine, tokenizer)
     app.include_router(routes.router)

@@ -18,7 +18,7 @@ from services.rollout.routes import Rollout, State
 from shared.access import Role
 from shared.chat import ChatTokenizer
 from shared.errors import InputError
-from shared.http import respond
+from shared.http import read_model, respond
 from shared.openapi import declares
 
 router = APIRouter(prefix="/v1", tags=["openai"])
@@ -51,7 +51,7 @@ class Sampling(BaseModel):
 
 
 class Completion(Sampling):
-    prompt: str | list[TokenId]
+    prompt: str | Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class ChatMessage(BaseModel):
@@ -62,8 +62,8 @@ class ChatMessage(BaseModel):
 
 
 class ChatCompletion(Sampling):
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[dict[str, Any]] = []
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = []
 
 
 @router.get("/models", openapi_extra=declares(answer=declared.MODELS))
@@ -72,9 +72,9 @@ async def models(request: Request, state: Rollout) -> Response:
     return respond(request, {"object": "list", "data": [model]})
 
 
-@router.post("/completions", openapi_extra=declares(answer=declared.ANSWER))
-async def completions(request: Request, state: Rollout, body: Completion) -> Response:
-    tokenizer = _tokenizer(state)
+@router.post("/completions", openapi_extra=declares(body=Completion, answer=declared.ANSWER))
+async def completions(request: Request, state: Rollout) -> Response:
+    tokenizer, body = _tokenizer(state), await read_model(request, Completion)
     prompt = tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
     results = await _sample(request, state, body, prompt, default_new=16)
     if results is None:
@@ -83,9 +83,9 @@ async def completions(request: Request, state: Rollout, body: Completion) -> Res
     return respond(request, _envelope("text_completion", "cmpl", state, choices, prompt, results))
 
 
-@router.post("/chat/completions", openapi_extra=declares(answer=declared.ANSWER))
-async def chat_completions(request: Request, state: Rollout, body: ChatCompletion) -> Response:
-    tokenizer = _tokenizer(state)
+@router.post("/chat/completions", openapi_extra=declares(body=ChatCompletion, answer=declared.ANSWER))
+async def chat_completions(request: Request, state: Rollout) -> Response:
+    tokenizer, body = _tokenizer(state), await read_model(request, ChatCompletion)
     messages = [{**m.model_dump(exclude_none=True), "content": m.content or ""} for m in body.messages]
     prompt = tokenizer.render_prompt(messages, body.tools)
     results = await _sample(request, state, body, prompt, default_new=None)

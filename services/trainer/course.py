@@ -88,7 +88,7 @@ class Course:
         count = max(1, min(_READ_COUNT, self._plan.enough - self._intake.n_waiting))
         entries = await self._waiter.answer(lambda: queue.read(epoch, _CONSUMER, count, _READ_BLOCK_MS))
         async with self._books:
-            await self._end([void for void in map(self._intake.offer, entries) if void is not None])
+            await self._end(await self._intake.receive(entries))
         self._board.waiting_groups = self._intake.n_waiting
         self._board.changed.set()
 

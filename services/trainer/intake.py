@@ -13,6 +13,7 @@ from typing import Literal
 
 from shared.archive import MAX_GROUP_BYTES
 from shared.errors import DecodeError
+from shared.offload import by_size
 from shared.queue.progress import Progress
 from shared.queue.records import Entry, Finished
 from shared.state import in_lineage
@@ -80,15 +81,29 @@ class Intake:
     def n_waiting(self) -> int:
         return len(self._waiting)
 
-    def offer(self, entry: Entry) -> Void | None:
-        """Takes an entry in; a Void if its ticket ends here and now."""
+    async def receive(self, entries: Sequence[Entry]) -> list[Void]:
+        """`offer` for each, in their order, with large groups decoded beside the event loop; the Voids there were."""
+        groups = [await by_size(len(e.payload), lambda e=e: read(e)) if self._is_read(e) else None for e in entries]
+        return [void for void in map(self.offer, entries, groups) if void is not None]
+
+    def _is_read(self, entry: Entry) -> bool:
+        """Whether what it holds counts. What may have killed its readers is not looked at."""
+        return not self._is_known(entry) and entry.deliveries < MAX_DELIVERIES
+
+    def _is_known(self, entry: Entry) -> bool:
+        return self.progress.is_finished(entry.ticket) or entry.ticket in self._waiting
+
+    def offer(self, entry: Entry, group: Group | DecodeError | None = None) -> Void | None:
+        """Takes an entry in; a Void if its ticket ends here and now. `group`: what `read` made of it, if it was read."""
         self.highest = max(self.highest, entry.ticket)
-        if self.progress.is_finished(entry.ticket) or entry.ticket in self._waiting:
+        if self._is_known(entry):
             return None
-        if entry.deliveries >= MAX_DELIVERIES:
+        if not self._is_read(entry):
             return self._void(entry, "poison", f"{entry.deliveries - 1} trainers ended while they held it")
         try:
-            group = Group.decode(entry.payload)
+            group = read(entry) if group is None else group
+            if isinstance(group, DecodeError):
+                raise group
             self._check(group, entry)
         except DecodeError as error:
             return self._void(entry, "poison", error.detail)
@@ -155,6 +170,14 @@ class Intake:
     def _void(self, entry: Entry, reason: Reason, detail: str, versions: tuple[WeightVersion, WeightVersion] | None = None) -> Void:
         self.progress.finish(entry.ticket, void=True)
         return Void(entry, reason, detail, versions)
+
+
+def read(entry: Entry) -> Group | DecodeError:
+    """The group of an entry, or why it is none."""
+    try:
+        return Group.decode(entry.payload)
+    except DecodeError as error:
+        return error
 
 
 def held_of(group: Group, payload: bytes, entry_id: str) -> Held:

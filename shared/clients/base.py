@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import aiohttp
-import orjson
 
-from shared import codec
+from shared import codec, offload
+from shared.bounds import MAX_OBJECTS
 from shared.errors import DecodeError, ServiceUnreachable, from_problem
 from shared.retry import retry
 from shared.tls import client_context
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from httpx import AsyncBaseTransport
 
 _CONNECT_TIMEOUT_S = 5.0
+MAX_ANSWER_BYTES = 64 * 2**20
 _KEEPALIVE_S = 4.0  # well below that of shared.serving, so that no request meets a connection that is being closed
 
 
@@ -78,14 +79,22 @@ class HttpClient:
         """Raises VolleyError: ServiceUnreachable, or what the service's problem body says."""
         return await retry(lambda: self._send("GET", path, None, params, None), attempts=attempts)
 
-    async def post(self, path: str, body: Any, *, attempts: int = 1, timeout_s: float | None = None) -> Any:
-        """Sends msgpack. Give `attempts` > 1 only for requests that may safely be repeated."""
-        return await retry(lambda: self._send("POST", path, codec.pack(body), None, timeout_s), attempts=attempts)
+    async def post(self, path: str, body: Any, *, attempts: int = 1, timeout_s: float | None = None, max_objects: int = MAX_OBJECTS) -> Any:
+        """Sends msgpack. Give `attempts` > 1 only for requests that may safely be repeated. `max_objects` bounds the answer's values."""
+        return await retry(lambda: self._send("POST", path, codec.pack(body), None, timeout_s, max_objects), attempts=attempts)
 
     async def delete(self, path: str, *, attempts: int = 1) -> Any:
         return await retry(lambda: self._send("DELETE", path, None, None, None), attempts=attempts)
 
-    async def _send(self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        params: Mapping[str, Any] | None,
+        timeout_s: float | None,
+        max_objects: int = MAX_OBJECTS,
+    ) -> Any:
         assert self._wire is not None, "enter the client first"
         what = f"{method} {self.base_url}{path}"
         try:
@@ -96,7 +105,7 @@ class HttpClient:
             raise ServiceUnreachable(f"{what}: {_tls_reason(error)}", "see services.tls; its ca_file must vouch for that name") from error
         except (aiohttp.ClientError, OSError) as error:
             raise ServiceUnreachable(f"{what}: {type(error).__name__}", "is the service running?") from error
-        return _read(answer, path)
+        return await offload.by_size(len(answer.content), lambda: _read(answer, path, max_objects))
 
 
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
@@ -111,7 +120,7 @@ class _Network:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=trusted)
         skip = ("User-Agent", "Accept-Encoding")
         self._base_url = base_url
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers, skip_auto_headers=skip)
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, skip_auto_headers=skip, auto_decompress=False)
 
     async def send(self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float) -> _Answer:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
@@ -119,10 +128,21 @@ class _Network:
         async with self._session.request(
             method, url, data=body, params=params, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
-            return _Answer(answer.status, answer.headers.get("Content-Type", ""), await answer.read())
+            return _Answer(answer.status, answer.headers.get("Content-Type", ""), await _bounded(answer, path))
 
     async def close(self) -> None:
         await self._session.close()
+
+
+async def _bounded(answer: aiohttp.ClientResponse, path: str) -> bytes:
+    """The content. Raises DecodeError when it is longer than any honest one."""
+    chunks, size = [], 0
+    async for chunk in answer.content.iter_any():
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > MAX_ANSWER_BYTES:
+            raise DecodeError(f"the answer of {path} is longer than {MAX_ANSWER_BYTES} bytes")
+    return b"".join(chunks)
 
 
 class _Direct:
@@ -150,21 +170,16 @@ def _content_type(body: bytes | None) -> dict[str, str]:
     return {} if body is None else {"Content-Type": codec.MEDIA_TYPE}
 
 
-def _read(answer: _Answer, path: str) -> Any:
+def _read(answer: _Answer, path: str, max_objects: int) -> Any:
     """The decoded body of a success. Raises what a problem body says, or DecodeError."""
     if answer.status < 300:
-        return _decode(answer, path) if answer.content else None
+        return _decode(answer, path, max_objects) if answer.content else None
     try:
-        value = _decode(answer, path)
+        value = _decode(answer, path, max_objects)
     except DecodeError:
         value = None
     raise from_problem(answer.status, value if isinstance(value, dict) else {})
 
 
-def _decode(answer: _Answer, path: str) -> Any:
-    if answer.content_type.startswith(codec.MEDIA_TYPE):
-        return codec.unpack(answer.content, "answer")
-    try:
-        return orjson.loads(answer.content)
-    except orjson.JSONDecodeError as error:
-        raise DecodeError(f"the answer of {path} is not valid JSON") from error
+def _decode(answer: _Answer, path: str, max_objects: int) -> Any:
+    return codec.by_type(answer.content_type, answer.content, f"the answer of {path}", max_objects)

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from shared.bounds import MAX_OBJECTS
 from shared.clients.base import MALFORMED, HttpClient
 from shared.errors import DecodeError, Unavailable
 from shared.types import VersionSpan, WeightVersion
 
 _WEIGHTS_TIMEOUT_S = 600.0
+_ROW_OBJECTS = 8  # of a token in SGLang's JSON: its id, and a row of three
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,11 @@ class RolloutClient(HttpClient):
             Unavailable: the answer breaks an invariant of `Generation`.
         """
         body = {"input_ids": input_ids, "sampling_params": sampling, "rid": rid}
-        answer = await self.post("/generate", body, timeout_s=timeout_s)
+        limit = int(sampling["max_new_tokens"])
+        answer = await self.post("/generate", body, timeout_s=timeout_s, max_objects=MAX_OBJECTS + _ROW_OBJECTS * limit)
         try:
             generation = _generation(answer, len(input_ids))
-            _check(generation, int(sampling["max_new_tokens"]))
+            _check(generation, limit)
         except DecodeError as error:
             raise Unavailable(f"{self.base_url} answered no generation: {error.detail}") from error
         return generation
