@@ -2,7 +2,8 @@
 
 Four ends, each with all resources released:
 - SIGTERM or SIGINT: stop accepting, cancel workers, finish requests within the grace, exit code 0;
-- a worker raises: the same, exit code 1 (a crashed worker never leaves a zombie that still answers 200);
+- a worker raises: the same, exit code 1 (a crashed worker never leaves a zombie that still answers 200), or 2 if what it
+  found wrong is the configuration: to start it again would change nothing;
 - connections that never finish: cut off when the grace is over; a cleanup or a thread that hangs: `CLEANUP_S` later;
 - start-up fails (configuration, taken port, unreachable Redis): one line on stderr, exit code 2 or 1.
 
@@ -173,7 +174,7 @@ async def _run(server: Server, service: Service, listener: socket.socket, grace_
             tasks.extend(group.create_task(guarded(worker)) for worker in service.workers)
             await server.serve(sockets=[listener])
             cancel()
-    return 1 if crashed else 0
+    return 0 if not crashed else 2 if isinstance(crashed[0], ConfigError) else 1
 
 
 def _end_within(seconds: float) -> None:

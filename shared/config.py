@@ -6,8 +6,9 @@ Every error is one line that names the key, or the file and the line.
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,19 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Loaded:
         with _translated(f"override {override[:200]!r}"):
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
     return validate(merged)
+
+
+def changed(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
+    """The configuration with other values by dotted key. Raises ConfigError."""
+    tree = copy.deepcopy(loaded.tree)
+    for key, value in values.items():
+        *parents, leaf = key.split(".")
+        node = tree
+        for parent in parents:
+            inner = node.get(parent)
+            node[parent] = node = inner if isinstance(inner, dict) else {}
+        node[leaf] = value
+    return validate(tree)
 
 
 def validate(tree: Any) -> Loaded:

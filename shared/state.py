@@ -13,7 +13,9 @@ from typing import Any, Literal, Self
 
 import orjson
 
+from shared import pinned
 from shared.errors import Unavailable, WeightsError
+from shared.pinned import Flat, Settings
 from shared.queue.progress import Progress
 from shared.types import WeightVersion
 from shared.weights import File, Manifest, digest, read_manifest, unreadable, verify_files, versions
@@ -29,6 +31,7 @@ class TrainerState:
 
     `lineage` lists (epoch, step it began at), oldest first. `reference` is the version whose weights the KL term compares
     with. `recent` are the ledger lines of the tickets this checkpoint trained. `seed` is all the randomness there is.
+    `settings` is the configuration that was in force, by epoch (see shared.pinned); empty in checkpoints that are older than it.
     """
 
     epoch: int
@@ -42,6 +45,7 @@ class TrainerState:
     lineage: tuple[tuple[int, int], ...]
     reference: str | None = None
     recent: tuple[Mapping[str, Any], ...] = ()
+    settings: Settings = ()
     schema: int = SCHEMA
 
     @property
@@ -51,10 +55,15 @@ class TrainerState:
     def progress(self) -> Progress:
         return Progress(self.low, self.done, self.void)
 
-    def under(self, epoch: int, *, keep_reference: bool) -> Self:
-        """The same state at the start of a new incarnation; the first one's weights are the reference, if one is kept."""
+    def under(self, epoch: int, *, keep_reference: bool, settings: Flat | None = None) -> Self:
+        """The same state at the start of a new incarnation, under these settings if some are given.
+
+        The first one's weights are the reference, if one is kept.
+        """
         reference = self.reference or (str(WeightVersion(epoch, self.step)) if keep_reference and not self.lineage else None)
-        return replace(self, epoch=epoch, lineage=(*self.lineage, (epoch, self.step)), reference=reference, recent=())
+        amended = pinned.amended(self.settings, epoch, settings or {})
+        lineage = (*self.lineage, (epoch, self.step))
+        return replace(self, epoch=epoch, lineage=lineage, reference=reference, recent=(), settings=amended)
 
     def at(self, step: int, progress: Progress, *, issued: int, done: bool, recent: tuple[Mapping[str, Any], ...]) -> Self:
         """The state of the same incarnation after `step` steps."""
@@ -92,6 +101,7 @@ class TrainerState:
                 lineage=tuple((_int(e), _int(s)) for e, s in raw["lineage"]),
                 reference=raw["reference"],
                 recent=tuple(raw["recent"]),
+                settings=pinned.parse(raw.get("settings", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise WeightsError(f"state.json lacks or mistypes a field: {error!r}") from error
@@ -142,12 +152,18 @@ def verify(folder: Path) -> tuple[Manifest, TrainerState]:
 
 def newest_lineage(root: Path) -> tuple[tuple[int, int], ...]:
     """The lineage of the newest checkpoint under `root` whose state can be read; empty without one."""
+    found = newest_state(root)
+    return found.lineage if found else ()
+
+
+def newest_state(root: Path) -> TrainerState | None:
+    """The state of the newest checkpoint under `root` whose state can be read, its digest aside; None without one."""
     for version in reversed(versions(root)):
         try:
-            return read(root / str(version))[0].lineage
+            return read(root / str(version))[0]
         except (WeightsError, Unavailable):
             continue  # damaged, or removed by the trainer meanwhile
-    return ()
+    return None
 
 
 def standing(found: Collection[WeightVersion]) -> list[WeightVersion]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import secrets
@@ -20,20 +21,34 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.cli import reaper
 from services.cli.layout import PROJECT, RunFolder
-from shared import config
+from shared import config, pinned
+from shared import state as states
 from shared.config import Loaded
 from shared.errors import ConfigError
+from shared.state import TrainerState
 from shared.storage import replace
+from shared.weights import MANIFEST
 
 _ORPHANS_S = reaper.GRACE_S + 10.0
 """How long the processes of a supervisor that was killed may take to end, in seconds."""
 _PACKAGES = ("jax", "flax", "sglang-jax", "google-tunix", "orbax-checkpoint")
-_IRRELEVANT = ("services.", "run.dir", "orchestrator.max_concurrent_episodes", "orchestrator.lease_s", "orchestrator.episode_timeout_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Amendment:
+    """What was changed in a run that had begun: when, in seconds since 1970, from which step on, and the values by key, (was, now)."""
+
+    time: float
+    from_step: int
+    changes: Mapping[str, tuple[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What run.json says: what the run is, where it was started, and how long it has been worked on, in seconds."""
+    """What run.json says: what the run is, where it was started, and how long it has been worked on, in seconds.
+
+    `config` is what is in force now (see shared.pinned), after `amendments`. `final` is the last version of a finished run.
+    """
 
     digest: str
     seed: int
@@ -43,6 +58,8 @@ class Record:
     elapsed_s: float
     finished: bool
     cwd: str = "."
+    amendments: tuple[Amendment, ...] = ()
+    final: str | None = None
 
 
 _RECORD = TypeAdapter(Record)
@@ -60,8 +77,9 @@ class Claim(NamedTuple):
 def claimed(loaded: Loaded, say: Callable[[str], None] = print) -> Iterator[Claim]:
     """Makes the run's folder, or takes up the one that exists, for this process alone.
 
-    Where a supervisor was killed, it waits until the last process of it has ended.
-    Raises ConfigError: another process works on it, it belongs to another configuration, or it is finished.
+    Where a supervisor was killed, it waits until the last process of it has ended. Says what changes in a run that has begun; one
+    that has not only takes another configuration.
+    Raises ConfigError: another process works on it, something differs that may not change, or it is finished.
     """
     folder = RunFolder(loaded.config.run.folder.absolute())
     try:
@@ -71,7 +89,7 @@ def claimed(loaded: Loaded, say: Callable[[str], None] = print) -> Iterator[Clai
     except OSError as error:
         raise ConfigError(f"run folder {folder.path}: {error.strerror}", "choose another with run.dir=…") from error
     with _locked(folder, say) as lock:
-        record = _continued(folder, loaded) or _new(loaded)
+        record = _continued(folder, loaded, say) or _new(loaded)
         replace(folder.config, loaded.to_yaml().encode())
         write_record(folder, record)
         yield Claim(folder, record, lock)
@@ -117,42 +135,84 @@ def secret(folder: RunFolder, name: str) -> Path:
     return path
 
 
-def relevant(loaded: Loaded) -> dict[str, Any]:
-    """The configuration with defaults filled in, flat, without what may change between two sessions of a run."""
-    flat: dict[str, Any] = {}
-    _flatten("", orjson.loads(loaded.config.model_dump_json()), flat)
-    return {key: value for key, value in flat.items() if not key.startswith(_IRRELEVANT)}
+def finished(folder: RunFolder, record: Record) -> Record:
+    """Writes and returns the record of a run whose last step is trained: its last version, and what the checkpoints say was in force."""
+    head = states.newest_state(folder.checkpoints)
+    record = dataclasses.replace(record, finished=True)
+    if head is not None:
+        in_force = pinned.in_force(head.settings, head.epoch) or record.config
+        record = dataclasses.replace(record, final=str(head.version), config=in_force, amendments=_amendments(record, head, in_force))
+        _agree(folder, in_force)
+    write_record(folder, record)
+    return record
 
 
-def _flatten(prefix: str, value: Any, into: dict[str, Any]) -> None:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            _flatten(f"{prefix}.{key}" if prefix else str(key), inner, into)
-    else:
-        into[prefix] = value
+def _agree(folder: RunFolder, in_force: Mapping[str, Any]) -> None:
+    """config.yaml with the values in force: a trainer that others started may have been given others than we were."""
+    loaded = config.load([folder.config])
+    changed = pinned.changes(pinned.relevant(loaded.config), in_force)
+    if changed:
+        replace(folder.config, config.changed(loaded, {change.key: change.now for change in changed}).to_yaml().encode())
 
 
-def _continued(folder: RunFolder, loaded: Loaded) -> Record | None:
+def _continued(folder: RunFolder, loaded: Loaded, say: Callable[[str], None]) -> Record | None:
     record = read_record(folder)
     if record is None:
         if folder.record.exists() or folder.metrics.exists():
             raise ConfigError(f"{folder.path} holds files but no readable run.json", "choose another run.name=…")
         return None
-    now = relevant(loaded)
-    differing = sorted(key for key in {*now, *record.config} if now.get(key) != record.config.get(key))
-    if differing:
-        changes = ", ".join(f"{key} (was {record.config.get(key)!r}, now {now.get(key)!r})" for key in differing[:5])
-        raise ConfigError(f"run {folder.name} in {folder.path} was started with another configuration: {changes}", "choose run.name=…")
-    if record.finished:
-        raise ConfigError(
-            f"run {folder.name} in {folder.path} is finished", f"choose run.name=… to train again; `volley report {folder.path}` shows it"
-        )
-    return record
+    if not (record.finished or _has_begun(folder)):
+        if differing := pinned.changes(record.config, pinned.relevant(loaded.config)):
+            say(f"run {folder.name} has trained nothing yet: its configuration is replaced ({'; '.join(map(str, differing[:5]))})")
+        return dataclasses.replace(_new(loaded), created=record.created, elapsed_s=record.elapsed_s)
+    return _amended(folder, record, loaded, say)
+
+
+def _has_begun(folder: RunFolder) -> bool:
+    """Whether anything rests on the configuration: a checkpoint, a ticket that ended, a step, a measurement."""
+    files = (folder.ledger, folder.metrics, folder.evals)
+    return any(file.exists() and file.stat().st_size for file in files) or any(folder.checkpoints.rglob(MANIFEST))
+
+
+def _amended(folder: RunFolder, record: Record, loaded: Loaded, say: Callable[[str], None]) -> Record:
+    """The record of a run that goes on, perhaps with other settings from its newest step on. Raises ConfigError."""
+    head, now = states.newest_state(folder.checkpoints), pinned.relevant(loaded.config)
+    step = head.step if head else 0
+    try:
+        found = pinned.permitted(_in_force(record, head), now, step=step)
+    except ConfigError as error:
+        raise ConfigError(f"run {folder.name} in {folder.path}: {error.detail}", error.hint) from None
+    if record.finished and (head is None or loaded.config.trainer.max_steps <= step):
+        more = f"extend it with `volley up {folder.path} {pinned.MAX_STEPS}=N`, N above {step}, or choose another run.name=…"
+        raise ConfigError(f"run {folder.name} in {folder.path} is finished", f"{more}; `volley report {folder.path}` shows it")
+    for change in found:
+        say(f"{change} from step {step} on")
+    amendments = _amendments(record, head, now)
+    return dataclasses.replace(record, digest=loaded.digest, config=now, finished=False, final=None, amendments=amendments)
+
+
+def _in_force(record: Record, head: TrainerState | None) -> Mapping[str, Any]:
+    """What the newest checkpoint was made under; what the run was started with, where the checkpoint is too old to know."""
+    recorded = pinned.in_force(head.settings, head.epoch) if head else {}
+    return recorded or pinned.undone(record.config, [one.changes for one in record.amendments])
+
+
+def _amendments(record: Record, head: TrainerState | None, now: Mapping[str, Any]) -> tuple[Amendment, ...]:
+    """What the lineage says was changed, then what `now` is about to change; what was known before keeps its time."""
+    found: list[tuple[int, dict[str, tuple[Any, Any]]]] = []
+    began, before = dict(head.lineage) if head else {}, dict[str, Any]()
+    for epoch, changed in head.settings if head else ():
+        found += [(began.get(epoch, 0), {key: (before.get(key), value) for key, value in changed.items()})] if before else []
+        before |= changed
+    pending = pinned.changes(_in_force(record, head), now)
+    found += [(head.step if head else 0, {c.key: (c.was, c.now) for c in pending})] if pending else []
+    times = {(one.from_step, tuple(sorted(one.changes))): one.time for one in record.amendments}
+    return tuple(Amendment(times.get((step, tuple(sorted(changed))), time.time()), step, changed) for step, changed in found)
 
 
 def _new(loaded: Loaded) -> Record:
-    seed = loaded.config.run.seed
-    return Record(loaded.digest, seed, relevant(loaded), _versions(), time.time(), elapsed_s=0.0, finished=False, cwd=str(Path.cwd()))
+    seed, flat = loaded.config.run.seed, pinned.relevant(loaded.config)
+    return Record(loaded.digest, seed, flat, _versions(), time.time(), elapsed_s=0.0, finished=False, cwd=str(Path.cwd()))
 
 
 def _versions() -> dict[str, str]:

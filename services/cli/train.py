@@ -18,7 +18,7 @@ from services.cli import report, stack
 from services.cli.layout import RunFolder
 from services.cli.processes import Reaper
 from services.cli.progress import Progress
-from services.cli.runs import Claim, Record, claimed, read_record, stored, write_record
+from services.cli.runs import Claim, Record, claimed, finished, read_record, stored, write_record
 from services.cli.supervisor import Patience, Say, ServiceFailed
 from shared import config
 from shared.clients.base import HttpClient
@@ -120,7 +120,7 @@ def _is_finished(folder: RunFolder) -> bool:
 
 
 def finish(folder: RunFolder, record: Record) -> int:
-    write_record(folder, dataclasses.replace(record, finished=True))
+    finished(folder, record)
     summary = report.make(folder)
     say(report.table(summary, folder))
     say(f"DONE: steps={summary['steps']} elapsed_sec={summary['elapsed_sec']:.1f}")

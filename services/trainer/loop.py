@@ -8,11 +8,12 @@ and saves what is not durable.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from services.trainer.board import Board
 from services.trainer.course import Course
 from services.trainer.parts import Parts, Plan, Waiter
-from shared import telemetry
+from shared import pinned, telemetry
 from shared.errors import Unavailable, first_error
 from shared.state import TrainerState, fresh
 
@@ -80,9 +81,10 @@ class Loop:
         board.phase = "stopped"
 
     async def _restore(self) -> TrainerState | None:
-        """The model of the newest checkpoint, or a new one."""
+        """The model of the newest checkpoint, or a new one. Raises ConfigError if the run is not that of this configuration."""
         found = await self._waiter.blocking(self._parts.backend.restore)
         self._board.set_aside = dict(self._parts.checkpoints.bad)
+        found = self._pinned(found) if found else None
         await self._waiter.blocking(self._parts.backend.build)
         return found
 
@@ -101,8 +103,25 @@ class Loop:
                 _log.warning("another trainer has made a newer checkpoint", version=str(newest))
                 found = await self._restore()
             elif claimed and await asyncio.to_thread(self._known, found) == known:
-                return found, known.under(epoch, keep_reference=self._plan.keep_reference)
+                return found, self._begun(known, epoch)
         raise Unavailable("other trainers of this run begin at the same time", "let one of them work")
+
+    def _pinned(self, found: TrainerState) -> TrainerState:
+        """The state with the settings it was made under. Raises ConfigError if ours are others that may not change."""
+        plan = self._plan
+        began = plan.original or plan.settings
+        if not found.settings and found.lineage and began:
+            found = replace(found, settings=((found.lineage[0][0], began),))
+        if found.settings and plan.settings:
+            for change in pinned.permitted(pinned.in_force(found.settings, found.epoch), plan.settings, step=found.step):
+                _log.info("setting changed", change=str(change), from_step=found.step)
+        return found
+
+    def _begun(self, known: TrainerState, epoch: int) -> TrainerState:
+        """The state at the start of this epoch; a run whose last step has moved on is no longer done."""
+        plan = self._plan
+        state = known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings)
+        return replace(state, phase="done" if state.step >= plan.max_steps else "rl")
 
     async def _begin(self, known: TrainerState) -> int:
         above = await asyncio.to_thread(self._parts.archive.last_epoch)

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.trainer.board import Board
 from services.trainer.intake import Held, Rules
@@ -18,6 +18,7 @@ from services.trainer.records import Ledger, StepLog
 from shared import telemetry
 from shared.archive import Archive
 from shared.errors import QueueUnavailable, Unavailable
+from shared.pinned import Flat
 from shared.queue.records import Entry, Finished
 from shared.state import TrainerState
 from shared.types import WeightVersion
@@ -66,7 +67,11 @@ class Shelf(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`groups_per_step` tickets a step, a checkpoint every `save_interval_steps`; `grace_s` to end in; `keep_reference` for a KL term."""
+    """`groups_per_step` tickets a step, a checkpoint every `save_interval_steps`; `grace_s` to end in; `keep_reference` for a KL term.
+
+    `settings` is what of the configuration a checkpoint records (see shared.pinned); `original` is what the run was started with,
+    for a checkpoint that is older than its settings.
+    """
 
     max_steps: int
     groups_per_step: int
@@ -75,6 +80,8 @@ class Plan:
     seed: int
     keep_reference: bool
     rules: Rules
+    settings: Flat = field(default_factory=dict[str, Any])
+    original: Flat = field(default_factory=dict[str, Any])
 
     @property
     def enough(self) -> int:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from services.trainer.intake import Rules
 from services.trainer.parts import Plan
+from shared import pinned
 from shared.errors import ConfigError
 from shared.schema import Limits, RunConfig, TokenFiles
 
@@ -76,4 +77,6 @@ def plan(config: RunConfig, tokens: Tokens) -> Plan:
             vocab_size=tokens.vocab_size,
             group_size=grpo.num_generations,
         ),
+        settings=pinned.relevant(config),
+        original=pinned.original(config.run.folder / "run.json"),
     )

@@ -71,9 +71,9 @@ def test_going_on_with_a_finished_run_shows_its_report(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("run r is finished\n")
     assert "e000001-s000001" in done.stdout
-    refused = volley("up", str(folder.path), "trainer.max_steps=11")
+    refused = volley("up", str(folder.path), "trainer.groups_per_step=11")
     assert refused.returncode == 2
-    assert "max_steps (was 10, now 11)" in refused.stderr
+    assert "groups_per_step (was 8, now 11) may not change" in refused.stderr
 
 
 def test_status_of_a_service_that_is_not_there(tmp_path: Path) -> None:

@@ -7,16 +7,22 @@ import dataclasses
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from services.cli import runs
 from services.cli.layout import PROJECT, RunFolder
 from services.cli.train import fresh_name
+from services.trainer.checkpoint import Checkpoints, Contents
+from services.trainer.simulated import NumpyArrays
 from shared.config import Loaded, validate
 from shared.errors import ConfigError
+from shared.pinned import relevant
+from shared.state import fresh
 
 
 def loaded(folder: Path, **sections: Any) -> Loaded:
@@ -43,17 +49,66 @@ def test_it_is_continued_by_the_same_configuration_wherever_its_services_listen(
         assert again.elapsed_s == 12.0
 
 
+def begun(folder: Path, step: int = 4, **sections: Any) -> Loaded:
+    """A run with a checkpoint of this step."""
+    wanted = loaded(folder, **sections)
+    claim(wanted)
+    state = fresh(0).under(1, keep_reference=False, settings=relevant(wanted.config))
+    checkpoints = Checkpoints(folder / "r" / "checkpoints", "r", 3, NumpyArrays())
+    checkpoints.save(replace(state, step=step, low=step), Contents({"w": np.zeros(1)}, {"count": np.zeros(1)}, None, {}, None), None)
+    return wanted
+
+
 def test_another_configuration_is_refused_by_its_keys(tmp_path: Path) -> None:
-    claim(loaded(tmp_path))
-    with pytest.raises(ConfigError, match=r"trainer\.max_steps \(was 10, now 11\).*run\.name"):
-        claim(loaded(tmp_path, trainer={"max_steps": 11}))
+    begun(tmp_path)
+    with pytest.raises(ConfigError, match=r"run r in .*trainer\.groups_per_step \(was 8, now 4\).*run\.name"):
+        claim(loaded(tmp_path, trainer={"groups_per_step": 4}))
 
 
-def test_a_finished_run_says_so(tmp_path: Path) -> None:
-    with runs.claimed(loaded(tmp_path)) as (folder, record, _):
-        runs.write_record(folder, dataclasses.replace(record, finished=True))
-    with pytest.raises(ConfigError, match="is finished"), runs.claimed(loaded(tmp_path)):
-        pass
+def test_a_try_that_trained_nothing_pins_nothing(tmp_path: Path) -> None:
+    claim(loaded(tmp_path, trainer={"groups_per_step": 4}))
+    said: list[str] = []
+    with runs.claimed(loaded(tmp_path), said.append) as (folder, record, _):
+        assert record.config["trainer.groups_per_step"] == 8
+    assert said == ["run r has trained nothing yet: its configuration is replaced (trainer.groups_per_step: 4 → 8)"]
+    assert runs.stored(folder.path)[0].config.trainer.groups_per_step == 8
+
+
+def test_what_may_change_is_said_and_listed_before_it_does(tmp_path: Path) -> None:
+    begun(tmp_path)
+    said: list[str] = []
+    with runs.claimed(loaded(tmp_path, trainer={"max_steps": 40}), said.append) as (folder, record, _):
+        assert record.config["trainer.max_steps"] == 40
+    assert said == ["trainer.max_steps: 10 → 40 from step 4 on"]
+    assert [(one.from_step, dict(one.changes)) for one in record.amendments] == [(4, {"trainer.max_steps": (10, 40)})]
+    claim(loaded(tmp_path))  # no trainer has begun with it: it is as if it had not been asked for
+    record = runs.read_record(folder)
+    assert record is not None
+    assert record.amendments == ()
+
+
+def test_a_finished_run_says_so_and_goes_on_with_more_steps(tmp_path: Path) -> None:
+    wanted = begun(tmp_path, 10)
+    with runs.claimed(wanted) as (folder, record, _):
+        done = runs.finished(folder, record)
+    assert (done.finished, done.final) == (True, "e000001-s000010")
+    with pytest.raises(ConfigError, match=r"is finished.*trainer\.max_steps=N"):
+        claim(wanted)
+    with runs.claimed(loaded(tmp_path, trainer={"max_steps": 12})) as (_, again, _):
+        assert (again.finished, again.final) == (False, None)
+
+
+def test_a_finished_run_tells_what_its_trainer_had_in_force(tmp_path: Path) -> None:
+    wanted = begun(tmp_path)
+    state = fresh(0).under(1, keep_reference=False, settings=relevant(wanted.config))
+    other = relevant(loaded(tmp_path, trainer={"max_steps": 5}).config)
+    state = replace(replace(state, step=4).under(2, keep_reference=False, settings=other), step=5, low=5)
+    Checkpoints(tmp_path / "r" / "checkpoints", "r", 3, NumpyArrays()).save(state, Contents({}, {}, None, {}, None), None)
+    with runs.claimed(loaded(tmp_path, trainer={"max_steps": 10})) as (folder, record, _):
+        done = runs.finished(folder, record)
+    assert (done.final, done.config["trainer.max_steps"]) == ("e000002-s000005", 5)
+    assert [(one.from_step, dict(one.changes)) for one in done.amendments] == [(4, {"trainer.max_steps": (10, 5)})]
+    assert runs.stored(folder.path)[0].config.trainer.max_steps == 5
 
 
 def test_two_processes_cannot_train_one_run(tmp_path: Path) -> None:
@@ -146,9 +201,9 @@ def test_a_folder_that_cannot_be_continued_says_why(tmp_path: Path, what: str, m
 
 
 def test_an_edited_configuration_is_refused(tmp_path: Path) -> None:
-    claim(loaded(tmp_path))
-    (tmp_path / "r" / "config.yaml").write_text(loaded(tmp_path, trainer={"max_steps": 11}).to_yaml())
-    with pytest.raises(ConfigError, match=r"max_steps \(was 10, now 11\)"):
+    begun(tmp_path)
+    (tmp_path / "r" / "config.yaml").write_text(loaded(tmp_path, trainer={"groups_per_step": 4}).to_yaml())
+    with pytest.raises(ConfigError, match=r"groups_per_step \(was 8, now 4\)"):
         claim(runs.stored(tmp_path / "r")[0])
 
 

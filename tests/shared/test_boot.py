@@ -19,7 +19,7 @@ PROGRAM = """
     import asyncio, sys, time
     from contextlib import asynccontextmanager
     from pathlib import Path
-    from shared import boot, telemetry
+    from shared import boot, errors, telemetry
     from shared.http import create_app
     from shared.schema import Data, Endpoint, Limits, Model, RunConfig, Services
     from shared.errors import ServiceUnreachable
@@ -47,6 +47,8 @@ PROGRAM = """
                 if mode == "crash":
                     await asyncio.sleep(0.2)
                     raise RuntimeError("boom")
+                if mode == "configuration":
+                    raise errors.ConfigError("trainer.groups_per_step may not change", "choose run.name=…")
                 if mode == "stuck thread":
                     (folder / "stuck").touch()
                     await asyncio.to_thread(time.sleep, 100)
@@ -107,6 +109,13 @@ def test_crashed_worker_ends_with_one_and_cleanup(start, tmp_path):
     code, err = start("crash").end()
     assert code == 1
     assert "boom" in err
+    assert (tmp_path / "cleaned").exists()
+
+
+def test_a_worker_that_finds_the_configuration_wrong_ends_with_two(start, tmp_path):
+    code, err = start("configuration").end()
+    assert code == 2
+    assert "trainer.groups_per_step may not change (choose run.name=…)" in err
     assert (tmp_path / "cleaned").exists()
 
 

@@ -25,8 +25,11 @@ from services.trainer.metrics import StepMetrics, of_groups
 from services.trainer.parts import Parts, Plan, Queue
 from services.trainer.records import Ledger, StepLog
 from services.trainer.simulated import NumpyArrays
+from shared import pinned
 from shared.archive import Archive
+from shared.config import load
 from shared.queue.records import Entry
+from shared.schema import RunConfig
 from shared.state import TrainerState
 from shared.types import Group, Trajectory, VersionSpan, WeightVersion
 
@@ -119,23 +122,38 @@ class Given:
 class Incarnation:
     """One trainer on the folder."""
 
-    def __init__(self, folder: Path, executor: ThreadPoolExecutor, *, max_to_keep: int = 3, queue: Queue | None = None) -> None:
-        self.queue, self.board = Given(), Board(RUN, STEPS)
+    def __init__(
+        self,
+        folder: Path,
+        executor: ThreadPoolExecutor,
+        *,
+        max_to_keep: int = 3,
+        queue: Queue | None = None,
+        config: RunConfig | None = None,
+    ) -> None:
+        run = config or load([folder / "config.yaml"]).config
+        steps = run.trainer.max_steps
+        self.queue, self.board = Given(), Board(RUN, steps)
         metrics, handovers = (StepLog(folder / f"{name}.jsonl") for name in ("metrics", "handovers"))
         checkpoints = Checkpoints(folder / "checkpoints", RUN, max_to_keep, NumpyArrays())
         ledger, archive = Ledger(folder / "ledger.jsonl"), Archive(folder / "archive", RUN)
         self.backend = Weightless(checkpoints)
         parts = Parts(self.backend, checkpoints, queue or self.queue, ledger, archive, metrics, handovers, executor, _nothing, _published)
         rules = Rules("arrival", ETA, 32, 96, SIZE)
-        self.loop = Loop(Plan(STEPS, BATCH, 1, 5.0, 0, False, rules), parts, self.board)
+        settings, original = pinned.relevant(run), pinned.original(folder / "run.json")
+        self.loop = Loop(Plan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original), parts, self.board)
 
     def feed(self, *tickets: int, version: WeightVersion) -> None:
         self.queue.entries += [group(ticket, version) for ticket in tickets]
 
     async def run(self, script: Callable[[Incarnation], Awaitable[None]]) -> None:
-        """Runs `script` beside the loop, then stops it."""
-        running = asyncio.ensure_future(self.loop.run())
-        await script(self)
+        """Runs `script` beside the loop, then stops it; a loop that fails first ends both."""
+        running, scripted = asyncio.ensure_future(self.loop.run()), asyncio.ensure_future(script(self))
+        await asyncio.wait({running, scripted}, return_when=asyncio.FIRST_COMPLETED)
+        if running.done():
+            scripted.cancel()
+            await running
+        await scripted
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running

@@ -1,0 +1,98 @@
+"""What pins a run: which settings may change, and what was in force when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shared import pinned
+from shared.config import Loaded, validate
+from shared.errors import ConfigError
+
+
+def flat(**sections: Any) -> dict[str, Any]:
+    return pinned.relevant(loaded(**sections).config)
+
+
+def loaded(**sections: Any) -> Loaded:
+    return validate({"run": {"name": "r"}, "model": {"path": "m"}, "data": {"env": "e"}, **sections})
+
+
+def test_every_key_has_a_rule_with_a_reason():
+    assert all(pinned.rule_of(key).reason for key in flat())
+    assert not any(key.startswith(pinned.IRRELEVANT) for key in flat())
+
+
+def test_every_rule_is_the_first_for_some_key():
+    assert {pinned.rule_of(key) for key in flat()} == set(pinned.RULES)
+
+
+def test_the_first_epoch_has_all_and_later_ones_what_they_changed():
+    first, second = flat(), flat(trainer={"max_steps": 40})
+    settings = pinned.amended((), 1, first)
+    assert settings == ((1, first),)
+    assert pinned.amended(settings, 2, first) == settings
+    settings = pinned.amended(settings, 3, second)
+    assert settings[1:] == ((3, {"trainer.max_steps": 40}),)
+    assert pinned.in_force(settings, 2) == first
+    assert pinned.in_force(settings, 3) == pinned.in_force(settings, 9) == second
+    assert pinned.in_force(settings, 0) == first, "nothing had changed before the first entry"
+    assert pinned.in_force((), 1) == {}
+
+
+def test_what_may_change_is_listed():
+    now = flat(trainer={"max_steps": 40, "optimizer_config": {"learning_rate": 1e-6}}, orchestrator={"eval_every_n_steps": 2})
+    assert [str(change) for change in pinned.permitted(flat(), now, step=20)] == [
+        "orchestrator.eval_every_n_steps: null → 2",
+        "trainer.max_steps: 10 → 40",
+        "trainer.optimizer_config.learning_rate: 1e-05 → 1e-06",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"trainer": {"groups_per_step": 4}}, r"trainer\.groups_per_step \(was 8, now 4\) may not change: tickets"),
+        ({"grpo_config": {"off_policy_steps": 3}}, r"off_policy_steps \(was 1, now 3\) may not change"),
+        ({"rollout": {"sampling": {"temperature": 0.5}}}, r"temperature \(was 1\.0, now 0\.5\)"),
+        ({"data": {"env": "e", "env_config": {"size": 5}}}, r"data\.env_config\.size \(was null, now 5\)"),
+        ({"trainer": {"max_steps": 3}}, r"max_steps \(was 10, now 3\) may not change: 5 steps are trained already"),
+        ({"grpo_config": {"beta": 0.1}}, r"beta \(was 0\.0, now 0\.1\) may not change: the weights of step 0"),
+    ],
+)
+def test_what_may_not_change_is_refused_with_what_it_was_and_what_to_do(sections: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said) as raised:
+        pinned.permitted(flat(), flat(**sections), step=5)
+    assert "go back to" in raised.value.hint
+    assert "run.name" in raised.value.hint
+
+
+def test_a_key_that_an_older_record_lacks_had_its_default():
+    was = {key: value for key, value in flat().items() if key != "grpo_config.beta"}
+    assert pinned.changes(was, flat()) == []
+    assert pinned.changes(was, flat(grpo_config={"beta": 0.5})) == [pinned.Change("grpo_config.beta", 0.0, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("configs/tiny", "/home/me/configs/tiny", True),
+        ("./configs/../configs/tiny", "/home/me/configs/tiny", True),
+        ("../tiny", "/home/tiny", True),
+        ("configs/tiny", "/home/me/configs/small", False),
+        ("/a/tiny", "/b/tiny", False),
+        ("a/tiny", "tiny", False),
+        (".", "/a", False),
+        (None, "/a", False),
+    ],
+)
+def test_a_relative_path_is_the_absolute_one_it_ends(a: Any, b: Any, same: bool):
+    assert pinned.same_path(a, b) is same
+    assert bool(pinned.changes({"data.train": a}, {"data.train": b})) is not same
+
+
+@pytest.mark.parametrize("raw", [[[1]], [["1", {}]], [[1, []], [1, {}]], [[2, {}], [1, {}]], [[1, {"a": 1}], 7], 3])
+def test_settings_that_are_none_are_refused(raw: Any):
+    with pytest.raises((TypeError, ValueError)):
+        pinned.parse(raw)

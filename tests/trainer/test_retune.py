@@ -1,0 +1,108 @@
+"""A trainer that is given other settings: recorded at its epoch, or refused; a run with more steps goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import orjson
+import pytest
+
+from shared import pinned
+from shared import state as states
+from shared.config import load
+from shared.errors import ConfigError
+from shared.schema import RunConfig
+from shared.types import WeightVersion
+from shared.weights import newest
+from tests.support.small_run import STEPS, Incarnation, make
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run that is done: two epochs, five steps."""
+    return make(tmp_path / "runs" / "r")
+
+
+def configured(folder: Path, *overrides: str) -> RunConfig:
+    return load([folder / "config.yaml"], overrides).config
+
+
+def head(folder: Path) -> states.TrainerState:
+    found = newest(folder / "checkpoints")
+    assert found is not None
+    return states.verify(found)[1]
+
+
+def go_on(folder: Path, *overrides: str) -> None:
+    """Until the trainer has nothing to do; two more steps at most."""
+
+    async def script(trainer: Incarnation) -> None:
+        await trainer.until(lambda board: board.epoch)
+        trainer.feed(13, 14, version=WeightVersion(trainer.board.epoch, STEPS))
+        await trainer.until(lambda board: board.phase == "done" or board.durable_step == STEPS + 1)
+
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.run(Incarnation(folder, executor, config=configured(folder, *overrides)).run(script))
+
+
+def test_what_is_in_force_is_recorded_once(folder: Path) -> None:
+    state = head(folder)
+    assert (state.phase, [epoch for epoch, _ in state.lineage]) == ("done", [1, 2])
+    assert state.settings == ((1, pinned.relevant(configured(folder))),)
+
+
+def test_a_run_with_more_steps_and_another_rate_goes_on_as_a_branch(folder: Path) -> None:
+    go_on(folder, "trainer.max_steps=7", "trainer.optimizer_config.learning_rate=1e-6")
+    state = head(folder)
+    assert (state.phase, state.step, state.lineage[-1]) == ("rl", STEPS + 1, (3, STEPS))
+    assert state.settings[1:] == ((3, {"trainer.max_steps": 7, "trainer.optimizer_config.learning_rate": 1e-6}),)
+    assert pinned.in_force(state.settings, 2)["trainer.optimizer_config.learning_rate"] == 1e-5
+
+
+def test_a_run_that_may_end_where_it_is_is_done(folder: Path) -> None:
+    go_on(folder, "trainer.max_steps=6")
+    assert head(folder).phase == "done"
+    with pytest.raises(ConfigError, match=r"max_steps \(was 6, now 5\) may not change: 6 steps are trained already"):
+        go_on(folder)
+
+
+def test_what_may_not_change_ends_the_trainer_before_it_begins(folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(ConfigError, match=r"run\.seed \(was 0, now 1\) may not change"):
+        go_on(folder, "run.seed=1")
+    assert sorted(folder.rglob("*")) == before
+
+
+def older(folder: Path) -> None:
+    """The newest checkpoint as it was written before settings were recorded."""
+    from dataclasses import replace
+
+    from shared.weights import MANIFEST, digest, read_manifest, write_manifest
+
+    found = newest(folder / "checkpoints")
+    assert found is not None
+    raw = orjson.loads((found / states.STATE).read_bytes())
+    del raw["settings"]
+    (found / states.STATE).write_bytes(orjson.dumps(raw))
+    write_manifest(found, replace(read_manifest(found / MANIFEST), state=digest(found / states.STATE)))
+
+
+def test_an_older_checkpoint_is_held_to_what_the_run_was_started_with(folder: Path) -> None:
+    older(folder)
+    assert head(folder).settings == ()
+    began = pinned.relevant(configured(folder))
+    amendment = {"time": 0.0, "from_step": STEPS, "changes": {"trainer.max_steps": [STEPS, 7]}}
+    record = {"config": {**began, "trainer.max_steps": 7}, "amendments": [amendment]}
+    (folder / "run.json").write_bytes(orjson.dumps(record))
+    with pytest.raises(ConfigError, match=r"run\.seed \(was 0, now 1\)"):
+        go_on(folder, "run.seed=1")
+    go_on(folder, "trainer.max_steps=7")
+    assert head(folder).settings == ((1, began), (3, {"trainer.max_steps": 7}))
+
+
+def test_an_older_checkpoint_of_which_nothing_tells_is_taken_as_it_is(folder: Path) -> None:
+    older(folder)
+    go_on(folder, "trainer.max_steps=7")
+    assert head(folder).settings == ((1, pinned.relevant(configured(folder, "trainer.max_steps=7"))),)
