@@ -173,12 +173,34 @@ def _without_password(url: str) -> str:
 Url = Annotated[str, AfterValidator(_without_password)]
 
 
+type Port = Annotated[int, Field(ge=0, le=65535)]
+
+
 class Endpoint(Section):
-    """Where a service listens; `url` is how others reach it (default: from host and port, see `Services.base_url`)."""
+    """Where a service listens; `url` is how others reach it (default: from host and port, see `Services.base_url`).
+
+    Each service has a class of its own, so that naming one key of an endpoint leaves the others at their defaults.
+    """
 
     host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)]
+    port: Port = 0
     url: Url | None = None
+
+
+class EnvEndpoint(Endpoint):
+    port: Port = 8101
+
+
+class RolloutEndpoint(Endpoint):
+    port: Port = 8102
+
+
+class OrchestratorEndpoint(Endpoint):
+    port: Port = 8103
+
+
+class TrainerEndpoint(Endpoint):
+    port: Port = 8104
 
 
 class Limits(Section):
@@ -230,16 +252,19 @@ class Tls(Section):
 
 
 class Services(Section):
-    """`redis_url: null` starts the embedded server. Rollout servers register themselves; `rollout_urls` adds fixed ones."""
+    """`redis_url: null` starts the embedded server. Rollout servers register themselves; `rollout_urls` adds fixed ones.
+
+    `volley train` starts what is not named here: no env service with `env.url`, no rollout server with `rollout_urls`.
+    """
 
     redis_url: Url | None = None
     redis_password_file: Path | None = None
     token_files: TokenFiles = TokenFiles()
     tls: Tls = Tls()
-    env: Endpoint = Endpoint(port=8101)
-    rollout: Endpoint = Endpoint(port=8102)
-    orchestrator: Endpoint = Endpoint(port=8103)
-    trainer: Endpoint = Endpoint(port=8104)
+    env: EnvEndpoint = EnvEndpoint()
+    rollout: RolloutEndpoint = RolloutEndpoint()
+    orchestrator: OrchestratorEndpoint = OrchestratorEndpoint()
+    trainer: TrainerEndpoint = TrainerEndpoint()
     rollout_urls: tuple[Url, ...] = ()
     rollout_replicas: PositiveInt = 1
     limits: Limits = Limits()

@@ -27,7 +27,7 @@ class Seen:
 
     `error` is why it does not answer at all, `not_ready` what its /ready says, `said` its own description: /status of the
     trainer, /runs of the orchestrator, `internal_state` and `weights` of a rollout server. `tokens_per_s` is measured there
-    by asking twice, None if it was not.
+    by asking twice, None if it was not. `external`: it is not the run's own; nobody here starts it again.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Seen:
     not_ready: str | None = None
     said: Mapping[str, Any] = field(default_factory=dict)
     tokens_per_s: float | None = None
+    external: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ class _Walk:
 def _node(seen: Seen, trainer: Mapping[str, Any], server: Mapping[str, Any]) -> Node:
     who = (seen.name, seen.kind, seen.url)
     if seen.error is not None:
-        return Node(*who, halted=f"does not answer: {seen.error}")
+        return Node(*who, halted=f"{'(external) ' if seen.external else ''}does not answer: {seen.error}")
     if seen.kind == "trainer":
         return _trainer(who, seen.said)
     if seen.kind == "orchestrator":

@@ -77,6 +77,11 @@ def _add_looking(commands: _Commands) -> None:
     status.add_argument("--ca-file", type=Path, metavar="FILE", help="who vouches for services given by address")
     status.set_defaults(command=_status)
 
+    access = commands.add_parser("access", help="print addresses and token files of a running run, for a shell to evaluate")
+    access.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    access.add_argument("--json", action="store_true", help="for programs")
+    access.set_defaults(command=_access)
+
 
 def _add_proving(commands: _Commands) -> None:
     verify = commands.add_parser("verify", help="prove that no ticket of a run was lost or trained twice, from its folder")
@@ -155,6 +160,12 @@ def _status(arguments: argparse.Namespace) -> int:
     from services.cli import status
 
     return status.main(arguments.targets, as_json=arguments.json, token_file=arguments.token_file, ca_file=arguments.ca_file)
+
+
+def _access(arguments: argparse.Namespace) -> int:
+    from services.cli import access
+
+    return access.main(arguments.run_dir, as_json=arguments.json)
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -11,14 +11,13 @@ import time
 from collections.abc import Sequence
 
 from services.cli import report, stack, train
+from services.cli.addresses import FOLLOWED
 from services.cli.layout import RunFolder
 from services.cli.progress import Progress
 from services.cli.runs import claimed, read_record, write_record
 from shared import config
 from shared.access import Role, token_for
 from shared.config import Loaded
-
-_NAMES = ("env", "orchestrator", "trainer")
 
 
 def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
@@ -39,7 +38,7 @@ def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
 
 async def _watch(loaded: Loaded, folder: RunFolder) -> None:
     services = loaded.config.services
-    urls = {name: services.base_url(name) for name in _NAMES}
+    urls = {name: services.base_url(name) for name in FOLLOWED}
     train.say(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
     running = stack.Stack(urls, token_for(services.token_files, Role.VIEWER), services.tls.ca_file, [])
     await train.follow(running, folder, Progress(folder, loaded.config.trainer.max_steps, train.say))

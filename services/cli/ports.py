@@ -1,54 +1,75 @@
-"""Ports of the local services: those the user named must be free, the rest are chosen."""
+"""Ports of the local services: those the user named must be free, the rest are chosen, as they were before where that can be."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shared.errors import ConfigError
+from shared.ports import hold, hold_free
 from shared.schema import Services
 
 
-def choose(services: Services, given: Mapping[str, Any], n_rollout: int) -> dict[str, list[int]]:
+def choose(
+    services: Services,
+    given: Mapping[str, Any],
+    counts: Mapping[str, int],
+    before: Mapping[str, int] | None = None,
+    say: Callable[[str], None] = lambda _line: None,
+) -> dict[str, list[int]]:
     """Ports by service; several for rollout, in a row if the user named the first.
 
     Args:
         given: the section `services` as the user wrote it; a port named there is kept.
+        counts: processes by service.
+        before: by name of a process, the port it had when the run was last at work; taken again if it is free.
 
     Raises:
         ConfigError: a port the user named is taken.
     """
-    counts = {"env": 1, "rollout": n_rollout, "orchestrator": 1, "trainer": 1}
     ports: dict[str, list[int]] = {}
     with contextlib.ExitStack() as held:
-        for name, n in counts.items():
-            endpoint = getattr(services, name)
-            first = int((given.get(name) or {}).get("port") or 0)
-            wanted = [first + i if first else 0 for i in range(n)]
-            ports[name] = [_hold(held, endpoint.host, port, name) for port in wanted]
+        for service, n in counts.items():
+            host: str = getattr(services, service).host
+            first = int((given.get(service) or {}).get("port") or 0)
+            ports[service] = []
+            for i in range(n):
+                old = (before or {}).get(name_of(service, i))
+                listener = held.enter_context(_named(service, host, first + i) if first else _chosen(service, host, old))
+                port = int(listener.getsockname()[1])
+                ports[service].append(port)
+                if not first and old not in (None, port):
+                    say(f"{name_of(service, i)} listens on port {port} now: another program uses {old}, its port until now")
     return ports
 
 
-def _hold(held: contextlib.ExitStack, host: str, port: int, name: str) -> int:
-    """Binds a port (0: any) until all are chosen, so that no two services get the same."""
-    listener = held.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM))
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def name_of(service: str, i: int) -> str:
+    """The name of a process: env, rollout-0, …, orchestrator, trainer."""
+    return f"rollout-{i}" if service == "rollout" else service
+
+
+def _named(service: str, host: str, port: int) -> socket.socket:
     try:
-        listener.bind((host, port))
+        return hold(host, port)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"services.{service}.port={port}: {host}:{port} cannot be used ({getattr(error, 'strerror', None) or error})",
+            f"another program may use it; choose another port, or leave services.{service}.port out to get a free one",
+        ) from error
+
+
+def _chosen(service: str, host: str, before: int | None) -> socket.socket:
+    """Held until all are chosen, so that no two services get the same."""
+    try:
+        return hold_free(host, before)
     except OSError as error:
         raise ConfigError(
-            f"services.{name}.port={port}: {host}:{port} cannot be used ({error.strerror})",
-            f"another program may use it; choose another port, or leave services.{name}.port out to get a free one",
+            f"services.{service}.host={host}: cannot listen there ({error.strerror})", "name an address of this machine"
         ) from error
-    return int(listener.getsockname()[1])
 
 
 def urls(services: Services, ports: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Base address of every process by its name: env, rollout-0, …, orchestrator, trainer."""
-    found = {}
-    for name, numbers in ports.items():
-        for i, port in enumerate(numbers):
-            found[f"rollout-{i}" if name == "rollout" else name] = services.local_url(name, port)
-    return found
+    """Base address of every process by its name."""
+    return {name_of(service, i): services.local_url(service, port) for service, all_of in ports.items() for i, port in enumerate(all_of)}

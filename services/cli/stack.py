@@ -16,10 +16,10 @@ from typing import Any
 
 import yaml
 
-from services.cli import ports
+from services.cli import addresses, external, ports
 from services.cli.layout import RunFolder, python_of, variables_of
 from services.cli.processes import Reaper, Spec
-from services.cli.runs import secret, write_json
+from services.cli.runs import secret
 from services.cli.supervisor import Kept, Member, Patience, Say, keeping
 from shared import boot
 from shared.access import Role, token_for
@@ -42,7 +42,7 @@ _QUEUE_FREE_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A running local stack: the address of every service that answers HTTP, a token that may read their state, and the processes."""
+    """A running stack: the address of every service that answers HTTP, a token that may read their state, and the local processes."""
 
     urls: dict[str, str]
     token: str | None
@@ -72,7 +72,7 @@ async def running(
     """All services of the run, answering. Raises VolleyError, also inside an ExceptionGroup."""
     with ExitStack() as held:
         locks = () if loaded.config.services.redis_url else (await _queue_lock(held, folder),)
-        builder = _Builder(loaded, folder, seams)
+        builder = _Builder(loaded, folder, seams, say)
         redis = [] if builder.redis is None else [builder.redis_member(builder.redis, locks)]
         await builder.check_redis()
         async with (
@@ -80,7 +80,7 @@ async def running(
             keeping(builder.members("env"), reaper, say, patience) as second,
             keeping(builder.members("trainer", "rollout", "orchestrator"), reaper, say, patience) as third,
         ):
-            yield Stack(builder.urls, builder.token, builder.ca_file, [*first, *second, *third])
+            yield Stack({**builder.urls, **builder.external}, builder.token, builder.ca_file, [*first, *second, *third])
 
 
 async def _queue_lock(held: ExitStack, folder: RunFolder) -> int:
@@ -98,19 +98,22 @@ async def _queue_lock(held: ExitStack, folder: RunFolder) -> int:
 class _Builder:
     """Turns a configuration into processes. What the supervisor chose (ports, secrets) goes to services.yaml of the run."""
 
-    def __init__(self, loaded: Loaded, folder: RunFolder, seams: Seams) -> None:
+    def __init__(self, loaded: Loaded, folder: RunFolder, seams: Seams, say: Say) -> None:
         self._folder, self._seams = folder, seams
         services = loaded.config.services
-        self._local = ["env"] * (services.env.url is None) + ["orchestrator", "trainer"] + ["rollout"] * (not services.rollout_urls)
-        n_rollout = services.rollout_replicas if "rollout" in self._local else 0
-        self._ports = ports.choose(services, loaded.tree.get("services") or {}, n_rollout)
+        self.external = external.find(services)
+        n_rollout = 0 if services.rollout_urls else services.rollout_replicas
+        counts = {"env": int("env" not in self.external), "rollout": n_rollout, "orchestrator": 1, "trainer": 1}
+        given: Mapping[str, Any] = loaded.tree.get("services") or {}
+        self._ports = ports.choose(services, given, counts, addresses.ports_before(folder), say)
         self.redis = redis_server.prepare(folder.redis) if services.redis_url is None else None
-        self.urls = ports.urls(services, {name: self._ports[name] for name in self._local})
+        self.urls = ports.urls(services, self._ports)
         self._services = self._resolved(services)
         self.token, self.ca_file = token_for(self._services.token_files, Role.VIEWER), services.tls.ca_file
         self._stop_s = services.limits.grace_s + boot.CLEANUP_S + _STOP_MARGIN_S
         self._cpu = loaded.config.rollout.engine.device == "cpu"
-        self._write_services()
+        replace(folder.services, yaml.safe_dump({"services": self._services.model_dump(mode="json")}, sort_keys=True).encode())
+        addresses.write(folder, self.urls, self.external, self._services)
 
     async def check_redis(self) -> None:
         """Raises QueueUnavailable if a Redis of the user's does not answer, ConfigError if it refuses us."""
@@ -133,10 +136,10 @@ class _Builder:
         return Member(Spec("redis", tuple(spec.argv), dict(os.environ), log, inherits=locks), answers, _START_S["redis"])
 
     def members(self, *kinds: str) -> list[Member]:
-        return [self._member(kind, i) for kind in kinds if kind in self._local for i in range(len(self._ports[kind]))]
+        return [self._member(kind, i) for kind in kinds for i in range(len(self._ports[kind]))]
 
     def _member(self, kind: str, i: int) -> Member:
-        name = f"{kind}-{i}" if kind == "rollout" else kind
+        name = ports.name_of(kind, i)
         module, url = self._seams.modules.get(kind, f"services.{kind}"), self.urls[name]
         command = [str(python_of(self._environment_of(kind))), "-P", "-m", module]
         command += ["--config", str(self._folder.config), "--config", str(self._folder.services)]
@@ -167,12 +170,6 @@ class _Builder:
         if services.token_files == TokenFiles():
             update["token_files"] = TokenFiles(**{role: secret(self._folder, f"token_{role}") for role in TokenFiles.model_fields})
         return services.model_copy(update=update)
-
-    def _write_services(self) -> None:
-        tree = {"services": self._services.model_dump(mode="json")}
-        replace(self._folder.services, yaml.safe_dump(tree, sort_keys=True).encode())
-        token_files = self._services.token_files.model_dump(mode="json")
-        write_json(self._folder.processes, {"urls": self.urls, "token_files": token_files, "ca_file": self.ca_file})
 
 
 async def _ping(services: Services) -> None:

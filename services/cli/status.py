@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ValidationError
 
+from services.cli import addresses
 from services.cli.layout import RunFolder
 from shared import wedge
 from shared.access import Role, read_secret, token_for
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, ServiceUnreachable, VolleyError
-from shared.schema import TokenFiles
 from shared.wedge import Seen, Verdict
 
 _TIMEOUT_S = 5.0
@@ -28,21 +27,14 @@ _DETAILS = {"rollout": ("/weights", "/get_server_info"), "trainer": ("/status",)
 _KEYS = ("current", "staged", "state", "step", "version", "epoch", "phase")
 
 
-class _Processes(BaseModel):
-    """What processes.json says: base URLs by name of the process, and how to call them."""
-
-    urls: dict[str, str]
-    token_files: TokenFiles
-    ca_file: Path | None
-
-
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One to ask; `kind` is None for an address alone, which then says itself what it is."""
+    """One to ask; `kind` is None for an address alone, which then says itself what it is. `external`: others started it."""
 
     name: str
     kind: str | None
     client: HttpClient
+    external: bool = False
 
 
 def main(targets: Sequence[str], *, as_json: bool = False, token_file: Path | None = None, ca_file: Path | None = None) -> int:
@@ -82,14 +74,16 @@ def _services(targets: Sequence[str], token_file: Path | None, ca_file: Path | N
     if len(targets) > 1:
         raise ConfigError("give one run's folder, or addresses like http://127.0.0.1:8102")
     folder = RunFolder(Path(targets[0]).absolute() if targets else _newest())
-    try:
-        record = _Processes.model_validate_json(folder.processes.read_bytes())
-    except (OSError, ValidationError) as error:
-        raise ConfigError(f"{folder.path} is not the folder of a run started here", "give RUN_DIR or the services' addresses") from error
-    token = token_for(record.token_files, Role.VIEWER)
+    found = addresses.read(folder)
+    token = token_for(found.token_files, Role.VIEWER)
     return [
-        Service(name, name.partition("-")[0], HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=record.ca_file))
-        for name, url in record.urls.items()
+        Service(
+            name,
+            name.partition("-")[0],
+            HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=found.ca_file),
+            external=name in found.external,
+        )
+        for name, url in found.urls.items()
     ]
 
 
@@ -106,7 +100,7 @@ async def _ask_all(services: Sequence[Service]) -> list[Seen]:
 
 async def _ask(service: Service) -> Seen:
     async with service.client as client:
-        seen = Seen(service.name, service.kind or "", client.base_url)
+        seen = Seen(service.name, service.kind or "", client.base_url, external=service.external)
         try:
             kind = service.kind or str((await client.get("/health", attempts=1)).get("service"))
             seen = replace(seen, kind=kind, name=service.name if service.kind or kind == "rollout" else kind)
@@ -138,7 +132,7 @@ def _made(seen: Seen) -> int:
 
 
 def _text(seen: Sequence[Seen], verdict: Verdict) -> str:
-    rows = [(s.name, s.url, _state(s), _details_of(s)) for s in seen]
+    rows = [(f"{s.name} (external)" if s.external else s.name, s.url, _state(s), _details_of(s)) for s in seen]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip() for row in rows]
     quiet = f", nothing has advanced for {verdict.quiet_s:.0f} s" if verdict.quiet_s and verdict.quiet_s >= wedge.FRESH_S else ""

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from services.cli import report, stack
+from services.cli import external, report, stack
 from services.cli.layout import RunFolder
 from services.cli.processes import Reaper
 from services.cli.progress import Progress
@@ -92,12 +92,13 @@ def supervise(loaded: Loaded, claim: Claim, work: Work, say: Say) -> Record:
 
 
 def check_inputs(loaded: Loaded) -> None:
-    """Finds what is wrong with the inputs before anything is started. Raises ConfigError."""
+    """Finds what is wrong with the inputs, files and services of others, before anything is started. Raises VolleyError."""
     for key in ("train", "eval"):
         path: Path | None = getattr(loaded.config.data, key)
-        if path is not None and not path.is_file():
+        if path is not None and not path.is_file() and loaded.config.services.env.url is None:  # else it lies on that service's host
             raise ConfigError(f"data.{key}={path}: no such file", f"give an existing file with data.{key}=…")
     model_folder(loaded.config.model.path)
+    asyncio.run(external.check(loaded.config))
 
 
 def fresh_name(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from shared.errors import ConfigError, QueueUnavailable
+from shared.ports import free_port
 
 _OLDEST_REDIS = (6, 2)
 _CONFIG = """\
@@ -67,12 +68,12 @@ class ServerSpec:
 
 
 def prepare(folder: Path, binary: Path | None = None) -> ServerSpec:
-    """Makes the folder (mode 0700) and the configuration file (0600) with a free port and a new password.
+    """Makes the folder (mode 0700) and the configuration file (0600) with a new password and the port it had before, or a free one.
 
     Raises:
         ConfigError: no usable server program is found, or the folder cannot be written.
     """
-    spec = ServerSpec(binary or find_binary(), folder.absolute(), _free_port(), secrets.token_hex(24))
+    spec = ServerSpec(binary or find_binary(), folder.absolute(), free_port(_port_before(folder)), secrets.token_hex(24))
     text = _CONFIG.format(port=spec.port, password=spec.password, folder=_quoted(spec.folder))
     try:
         spec.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -177,10 +178,11 @@ def _bundled_binary() -> Path | None:
     return binary if os.access(binary, os.X_OK) else None
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _port_before(folder: Path) -> int | None:
+    with suppress(OSError, UnicodeDecodeError):
+        found = re.search(r"^port (\d{1,5})$", (folder / "redis.conf").read_text(), re.MULTILINE)
+        return int(found[1]) if found else None
+    return None
 
 
 def _quoted(path: Path) -> str:

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.cli.chaos.ports import free_port
 from services.cli.chaos.proxy import Proxy
+from shared.ports import free_port
 
 type Link = tuple[Proxy, asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -87,14 +87,14 @@ def test_a_taken_port_is_named() -> None:
         port = taken.getsockname()[1]
         services = Services.model_validate({"env": {"port": port}})
         with pytest.raises(ConfigError, match=rf"services\.env\.port={port}"):
-            ports.choose(services, {"env": {"port": port}}, 1)
+            ports.choose(services, {"env": {"port": port}}, {"env": 1})
 
 
 def test_free_ports_are_distinct_and_named_ones_are_kept() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         free = probe.getsockname()[1]
     services = Services.model_validate({"trainer": {"port": free}})
-    chosen = ports.choose(services, {"trainer": {"port": free}}, 3)
+    chosen = ports.choose(services, {"trainer": {"port": free}}, {"env": 1, "rollout": 3, "orchestrator": 1, "trainer": 1})
     numbers = [port for found in chosen.values() for port in found]
     assert chosen["trainer"] == [free]
     assert len(chosen["rollout"]) == 3

@@ -21,12 +21,12 @@ PROGRAM = """
     from pathlib import Path
     from shared import boot, errors, telemetry
     from shared.http import create_app
-    from shared.schema import Data, Endpoint, Limits, Model, RunConfig, Services
+    from shared.schema import Data, EnvEndpoint, Limits, Model, RunConfig, Services
     from shared.errors import ServiceUnreachable
 
     folder, port, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     config = RunConfig(model=Model(path="x"), data=Data(env="e"),
-                       services=Services(env=Endpoint(port=port), limits=Limits(grace_s=1)))
+                       services=Services(env=EnvEndpoint(port=port), limits=Limits(grace_s=1)))
 
     @asynccontextmanager
     async def open_service(config):

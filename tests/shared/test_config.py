@@ -1,11 +1,13 @@
 """Configuration: every committed file parses, and every mistake is one line that names it."""
 
+import functools
 from pathlib import Path
 
 import pytest
 
 from shared import config
 from shared.errors import ConfigError
+from shared.schema import RunConfig, Section
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = "model: {path: m}\ndata: {env: frozen_lake}\n"
@@ -82,3 +84,36 @@ def test_an_address_with_a_password_is_refused_and_not_shown(tmp_path, key, url)
     with pytest.raises(ConfigError, match=rf"services\.{key}: holds a password.*redis_password_file") as caught:
         config.load([write(tmp_path, MINIMAL)], ["services.env.port=1", f"services.{key}={url}"])
     assert "hunter2" not in str(caught.value)
+
+
+def leaves(model, prefix=()):
+    """Every key of the configuration with a default, as its path."""
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from leaves(field.annotation, (*prefix, name))
+        elif not field.is_required():
+            yield (*prefix, name)
+
+
+LEAVES = [".".join(path) for path in leaves(RunConfig)]
+
+
+def test_all_keys_are_walked():
+    assert len(LEAVES) > 80
+    assert {"services.rollout.port", "services.limits.grace_s", "trainer.mesh.shape", "sft.optimizer_config.b2"} <= set(LEAVES)
+
+
+@pytest.mark.parametrize("key", LEAVES)
+def test_naming_one_key_leaves_all_others_at_their_defaults(key):
+    plain = RunConfig.model_validate({"model": {"path": "m"}, "data": {"env": "frozen_lake"}}).model_dump(mode="json")
+    value = functools.reduce(lambda tree, part: tree[part], key.split("."), plain)
+    given = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), value)
+    required = {"model": {"path": "m"}, "data": {"env": "frozen_lake"}}
+    named = {**given, **{name: {**section, **given.get(name, {})} for name, section in required.items()}}
+    assert RunConfig.model_validate(named).model_dump(mode="json") == plain
+
+
+def test_naming_the_address_of_a_service_keeps_its_port(tmp_path):
+    loaded = config.load([write(tmp_path, MINIMAL)], ["services.rollout.url=http://here:8102", "services.trainer.host=0.0.0.0"])
+    services = loaded.config.services
+    assert (services.env.port, services.rollout.port, services.orchestrator.port, services.trainer.port) == (8101, 8102, 8103, 8104)

@@ -24,10 +24,10 @@ PROGRAM = """
     from fastapi.responses import Response
     from shared import boot
     from shared.http import create_app
-    from shared.schema import Data, Endpoint, Limits, Model, RunConfig, Services, Tls
+    from shared.schema import Data, EnvEndpoint, Limits, Model, RunConfig, Services, Tls
 
     port, tls = int(sys.argv[1]), Tls.model_validate_json(sys.argv[2])
-    services = Services(env=Endpoint(port=port), limits=Limits(grace_s=1), tls=tls)
+    services = Services(env=EnvEndpoint(port=port), limits=Limits(grace_s=1), tls=tls)
     config = RunConfig(model=Model(path="x"), data=Data(env="e"), services=services)
 
     @asynccontextmanager

@@ -20,7 +20,6 @@ from services.cli.chaos import lineage, logs
 from services.cli.chaos import plan as plans
 from services.cli.chaos.arena import Arena, TooLong, open_arena
 from services.cli.chaos.plan import Amounts, Round
-from services.cli.chaos.ports import free_port
 from services.cli.chaos.proxy import Proxy
 from services.cli.chaos.siege import Log, lay
 from services.cli.chaos.verdict import Evidence, judge, spread
@@ -173,12 +172,7 @@ def _replayed(folder: RunFolder) -> str | None:
 
 
 def _load(path: Path, wanted: Wanted, name: str, *more: str) -> Loaded:
-    """Fixed ports, so that a service that is dead for a moment finds its own again."""
-    replicas = config.load([path]).config.services.rollout_replicas
-    ports = {"env": free_port(), "orchestrator": free_port(), "trainer": free_port(), "rollout": free_port(replicas)}
-    overrides = [f"services.{service}.port={port}" for service, port in ports.items()]
-    overrides += [f"run.name={name}", f"run.dir={wanted.folder}", f"run.seed={wanted.seed}"]
-    return config.load([path], [*overrides, *more])
+    return config.load([path], [f"run.name={name}", f"run.dir={wanted.folder}", f"run.seed={wanted.seed}", *more])
 
 
 def _name(wanted: Wanted) -> str:

@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from services.cli.chaos.arena import Arena, TooLong, Zombie
 from services.cli.chaos.plan import Fault, Kind
-from services.cli.chaos.ports import free_port
 from services.cli.processes import Child, last_error
 from shared.errors import QueueUnavailable
+from shared.ports import free_port
 from shared.types import WeightVersion
 
 _AHEAD = 2

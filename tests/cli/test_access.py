@@ -1,0 +1,106 @@
+"""`volley access`: evaluated by a real shell, for runs started here, with services of others, and for runs that others started."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import orjson
+import pytest
+import yaml
+
+from services.cli import access, addresses
+from services.cli.layout import RunFolder
+from shared.errors import ConfigError, ServiceUnreachable
+from shared.http import create_app
+from shared.schema import Limits, Services, Tls
+from tests.support.asgi import served
+from tests.support.net import free_port
+from tests.support.tokens import write_tokens
+
+
+@asynccontextmanager
+async def answering(name):
+    async with served(create_app(name, limits=Limits(), tokens=None, ready=lambda: None)) as url:
+        yield url
+
+
+async def shell(script: str, folder: str) -> tuple[int, str]:
+    environment = {**os.environ, "PYTHON": sys.executable, "FOLDER": folder}
+    done = await asyncio.to_thread(
+        subprocess.run, ["sh", "-c", script], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["plain", 'it\'s $(touch owned) `x`; "y" \\ *\nz'])
+async def test_a_shell_gets_what_it_needs_whatever_the_path(tmp_path, name):
+    folder = RunFolder(tmp_path / name)
+    folder.path.mkdir()
+    tokens = write_tokens(folder.path)
+    async with answering("trainer") as url:
+        services = Services(token_files=tokens, tls=Tls(ca_file=folder.path / "ca.pem"))
+        addresses.write(folder, {"trainer": url, "rollout-0": "http://127.0.0.1:1"}, {}, services)
+        script = (
+            'eval "$("$PYTHON" -m services.cli access "$FOLDER")" && '
+            'printf "%s|" "$VOLLEY_TRAINER_URL" "$VOLLEY_ROLLOUT_0_URL" "$(cat "$VOLLEY_TOKEN_FILE_ADMIN")" "$VOLLEY_CA_FILE"'
+        )
+        code, output = await shell(script, str(folder.path))
+    assert (code, output) == (0, f"{url}|http://127.0.0.1:1|admin-token-of-a-test|{folder.path / 'ca.pem'}|")
+    assert "owned" not in os.listdir()
+
+
+async def test_a_run_that_does_not_run_gives_a_shell_nothing(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    async with answering("env") as url:
+        addresses.write(folder, {"trainer": f"http://127.0.0.1:{free_port()}"}, {"env": url}, Services())
+        code, output = await shell('"$PYTHON" -m services.cli access "$FOLDER" 2>/dev/null', str(tmp_path))
+        assert (code, output) == (1, "")
+        code, output = await shell('"$PYTHON" -m services.cli access "$FOLDER"', str(tmp_path))
+        assert "is not running: none of its services answers" in output
+        assert "`volley up" in output
+        code, output = await shell('"$PYTHON" -m services.cli access --json "$FOLDER"', str(tmp_path))
+    told = orjson.loads(output)
+    assert (code, told["running"], told["services"]["env"]["external"]) == (1, False, True)
+
+
+async def test_no_token_is_printed(tmp_path):
+    folder = RunFolder(tmp_path)
+    tokens = write_tokens(tmp_path)
+    async with answering("trainer") as url:
+        addresses.write(folder, {"trainer": url}, {}, Services(token_files=tokens))
+        for option in ("", "--json"):
+            code, output = await shell(f'"$PYTHON" -m services.cli access {option} "$FOLDER"', str(tmp_path))
+            assert code == 0
+            assert "token-of-a-test" not in output
+
+
+def test_of_a_run_that_others_started_the_configuration_tells(tmp_path):
+    folder = RunFolder(tmp_path)
+    services = {"env": {"url": "http://env:8101"}, "trainer": {"host": "10.0.0.1"}, "rollout_urls": ["http://far:1/"]}
+    services["token_files"] = {"service": "secrets/s", "admin": "/run/secrets/a"}
+    folder.config.write_text(yaml.safe_dump({"model": {"path": "m"}, "data": {"env": "e"}, "services": services}))
+    found = addresses.read(folder)
+    assert found.urls == {
+        "env": "http://env:8101",
+        "orchestrator": "http://127.0.0.1:8103",
+        "trainer": "http://10.0.0.1:8104",
+        "rollout-0": "http://far:1",
+    }
+    shown = access.variables(folder, found)
+    assert shown["VOLLEY_TOKEN_FILE_SERVICE"] == str(Path.cwd() / "secrets/s")
+    assert shown["VOLLEY_TOKEN_FILE_ADMIN"] == "/run/secrets/a"
+    assert "VOLLEY_TOKEN_FILE_VIEWER" not in shown
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="not the folder of a run"):
+        access.main(tmp_path)
+
+
+def test_nothing_answers(tmp_path):
+    addresses.write(RunFolder(tmp_path), {"trainer": f"http://127.0.0.1:{free_port()}"}, {}, Services())
+    with pytest.raises(ServiceUnreachable, match="volley up"):
+        access.main(tmp_path)
