@@ -13,12 +13,13 @@ from typing import Any
 
 import orjson
 
+from shared.errors import DecodeError
 from shared.types import WeightVersion
 
 TRAINED = "trained"
 DISPOSITIONS = (TRAINED, "stale", "filtered", "failed", "poison", "superseded")
 _END = ("ticket", "disposition", "epoch", "step", "digest")
-_TYPES = {"ticket": int, "disposition": str, "step": int, "epoch": int, "version": str}
+_MOST = 2**53
 
 type Line = dict[str, Any]
 
@@ -59,16 +60,43 @@ def rollback(step: int, epoch: int) -> Line:
 def parse(text: bytes) -> Line | None:
     """One line of the file; None if it is not of the ledger."""
     try:
-        value = orjson.loads(text)
-    except orjson.JSONDecodeError:
+        return checked(orjson.loads(text))
+    except (orjson.JSONDecodeError, DecodeError):
         return None
+
+
+def checked(value: Any) -> Line:
+    """The value of a line. Raises DecodeError if it is none of the ledger's."""
     if not isinstance(value, dict):
-        return None
+        raise DecodeError("not a line of a ledger")
     if "rollback" in value:
-        return value if type(value["rollback"]) is type(value.get("epoch")) is int else None
-    typed = all(type(value.get(key)) is kind for key, kind in _TYPES.items())
-    plain = all(isinstance(value.get(key), str | None) for key in ("reason", "digest"))
-    return value if typed and plain and value["disposition"] in DISPOSITIONS else None
+        good = all(_is_count(value.get(key)) for key in ("rollback", "epoch"))
+    else:
+        typed = all(_is_count(value.get(key)) for key in ("ticket", "step", "epoch"))
+        plain = all(isinstance(value.get(key), str | None) for key in ("reason", "digest"))
+        good = typed and plain and value.get("disposition") in DISPOSITIONS and _versions_fit(value)
+    if not good:
+        raise DecodeError("not a line of a ledger")
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _versions_fit(value: Mapping[str, Any]) -> bool:
+    """`version` says the same as epoch and step, and `versions` are two of them, the older first."""
+    sampled = value.get("versions")
+    if value.get("version") != f"e{value['epoch']:06d}-s{value['step']:06d}":
+        return False
+    if sampled is None:
+        return True
+    if not isinstance(sampled, list) or len(sampled) != 2 or not all(isinstance(v, str) for v in sampled):
+        return False
+    try:
+        return WeightVersion.parse(sampled[0]) <= WeightVersion.parse(sampled[1])
+    except DecodeError:
+        return False
 
 
 def surviving(lines: Iterable[Line]) -> list[Line]:

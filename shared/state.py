@@ -13,14 +13,19 @@ from typing import Any, Literal, Self
 
 import orjson
 
-from shared import pinned
-from shared.errors import Unavailable, WeightsError
+from shared import ledger, pinned
+from shared.chain import Chain
+from shared.errors import DecodeError, Unavailable, WeightsError
 from shared.pinned import Flat, Settings
 from shared.queue.progress import Progress
 from shared.types import WeightVersion
 from shared.weights import File, Manifest, digest, read_manifest, unreadable, verify_files, versions
 
-SCHEMA = 1
+SCHEMA = 2
+_OLDER = 1  # without `chain` and `metrics`
+_MOST = 2**53
+_MAX_DETAIL = 300
+MAX_STATE_BYTES = 32 * 2**20
 STATE, OPTIMIZER = "state.json", "optimizer"
 Phase = Literal["rl", "done"]
 
@@ -30,8 +35,10 @@ class TrainerState:
     """`step` counts optimizer steps of RL; `low`, `done`, `void` are `Progress`; `issued` is the highest ticket seen.
 
     `lineage` lists (epoch, step it began at), oldest first. `reference` is the version whose weights the KL term compares
-    with. `recent` are the ledger lines of the tickets this checkpoint trained. `seed` is all the randomness there is.
-    `settings` is the configuration that was in force, by epoch (see shared.pinned); empty in checkpoints that are older than it.
+    with. `recent` are the ledger lines of the tickets this checkpoint trained, `metrics` the lines of metrics.jsonl of its steps
+    and of those before them that the file may not durably hold. `seed` is all the randomness there is.
+    `settings` is the configuration that was in force, by epoch (see shared.pinned), `chain` is over everything before; both are
+    missing in checkpoints that are older than they.
     """
 
     epoch: int
@@ -46,6 +53,8 @@ class TrainerState:
     reference: str | None = None
     recent: tuple[Mapping[str, Any], ...] = ()
     settings: Settings = ()
+    metrics: tuple[Mapping[str, Any], ...] = ()
+    chain: Chain | None = None
     schema: int = SCHEMA
 
     @property
@@ -63,9 +72,19 @@ class TrainerState:
         reference = self.reference or (str(WeightVersion(epoch, self.step)) if keep_reference and not self.lineage else None)
         amended = pinned.amended(self.settings, epoch, settings or {})
         lineage = (*self.lineage, (epoch, self.step))
-        return replace(self, epoch=epoch, lineage=lineage, reference=reference, recent=(), settings=amended)
+        return replace(self, epoch=epoch, lineage=lineage, reference=reference, recent=(), metrics=(), settings=amended)
 
-    def at(self, step: int, progress: Progress, *, issued: int, done: bool, recent: tuple[Mapping[str, Any], ...]) -> Self:
+    def at(
+        self,
+        step: int,
+        progress: Progress,
+        *,
+        issued: int,
+        done: bool,
+        chain: Chain | None,
+        recent: tuple[Mapping[str, Any], ...] = (),
+        metrics: tuple[Mapping[str, Any], ...] = (),
+    ) -> Self:
         """The state of the same incarnation after `step` steps."""
         finished = sorted(progress.done)
         issued = max([issued, progress.low, *finished])
@@ -78,44 +97,95 @@ class TrainerState:
             issued=issued,
             phase="done" if done else "rl",
             recent=recent,
+            metrics=metrics,
+            chain=chain,
         )
 
     def to_json(self, **extra: Any) -> bytes:
         return orjson.dumps({**asdict(self), **extra}, option=orjson.OPT_INDENT_2)
 
     @classmethod
-    def from_mapping(cls, raw: Mapping[str, Any]) -> Self:
+    def from_mapping(cls, raw: Any) -> Self:
         """Raises WeightsError naming what is wrong."""
         try:
-            if raw["schema"] != SCHEMA:
-                raise WeightsError(f"state.json has schema {raw['schema']}, expected {SCHEMA}")
+            schema = _count(raw, "schema")
+            if schema not in (_OLDER, SCHEMA):
+                raise WeightsError(f"state.json has schema {schema}, expected {SCHEMA}")
             return cls(
-                epoch=_int(raw["epoch"]),
-                step=_int(raw["step"]),
-                low=_int(raw["low"]),
-                done=tuple(_int(t) for t in raw["done"]),
-                issued=_int(raw["issued"]),
-                void=_int(raw["void"]),
+                epoch=_count(raw, "epoch"),
+                step=_count(raw, "step"),
+                low=_count(raw, "low"),
+                done=tuple(_counts(_list(raw, "done"))),
+                issued=_count(raw, "issued"),
+                void=_count(raw, "void"),
                 seed=_int(raw["seed"]),
-                phase=raw["phase"],
-                lineage=tuple((_int(e), _int(s)) for e, s in raw["lineage"]),
-                reference=raw["reference"],
-                recent=tuple(raw["recent"]),
+                phase=_phase(raw["phase"]),
+                lineage=tuple(_began(pair) for pair in _list(raw, "lineage")),
+                reference=None if raw["reference"] is None else str(WeightVersion.parse(_text(raw["reference"]))),
+                recent=tuple(map(ledger.checked, _list(raw, "recent"))),
                 settings=pinned.parse(raw.get("settings", ())),
+                metrics=tuple(map(_of_metrics, _list(raw, "metrics"))) if schema == SCHEMA else (),
+                chain=Chain.from_mapping(raw["chain"]) if schema == SCHEMA else None,
             )
-        except (KeyError, TypeError, ValueError) as error:
-            raise WeightsError(f"state.json lacks or mistypes a field: {error!r}") from error
+        except (KeyError, TypeError, ValueError, DecodeError) as error:
+            raise WeightsError(f"state.json lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error
 
 
 def _int(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(f"expected an integer, got {type(value).__name__}")
+    if type(value) is not int or abs(value) > _MOST:
+        raise TypeError(f"expected an integer, got {str(value)[:50]!r}")
     return value
+
+
+def _count(raw: Any, key: str) -> int:
+    if not isinstance(raw, dict):
+        raise TypeError(f"expected an object, got {type(raw).__name__}")
+    if _int(raw[key]) < 0:
+        raise ValueError(f"{key} is negative")
+    return raw[key]
+
+
+def _counts(values: list[Any]) -> list[int]:
+    if any(_int(value) < 0 for value in values):
+        raise ValueError("a count is negative")
+    return values
+
+
+def _list(raw: Mapping[str, Any], key: str) -> list[Any]:
+    if not isinstance(raw[key], list):
+        raise TypeError(f"{key} is no list")
+    return raw[key]
+
+
+def _began(pair: Any) -> tuple[int, int]:
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise TypeError("the lineage is no list of pairs")
+    epoch, step = _counts(pair)
+    return epoch, step
+
+
+def _phase(value: Any) -> Phase:
+    if value == "rl" or value == "done":
+        return value
+    raise ValueError(f"unknown phase {str(value)[:50]!r}")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {type(value).__name__}")
+    return value
+
+
+def _of_metrics(line: Any) -> Mapping[str, Any]:
+    if not isinstance(line, dict):
+        raise TypeError("a line of metrics is no object")
+    WeightVersion.parse(_text(line["version"]))
+    return line
 
 
 def fresh(seed: int) -> TrainerState:
     """Before any checkpoint: epoch 0, step 0."""
-    return TrainerState(epoch=0, step=0, low=0, done=(), issued=0, void=0, seed=seed, phase="rl", lineage=())
+    return TrainerState(epoch=0, step=0, low=0, done=(), issued=0, void=0, seed=seed, phase="rl", lineage=(), chain=Chain(0))
 
 
 def read(folder: Path) -> tuple[TrainerState, tuple[File, ...]]:

@@ -19,6 +19,7 @@ from services.trainer.intake import Held, Intake, Void
 from services.trainer.parts import Parts, Plan, Waiter
 from services.trainer.records import StepLog
 from shared import ledger, telemetry
+from shared.chain import Chain, as_read
 from shared.errors import Fenced, Unavailable
 from shared.ledger import TRAINED
 from shared.queue.records import Finished
@@ -49,6 +50,8 @@ class Course:
         self._room = asyncio.Event()
         self._pending: list[tuple[Finished, dict[str, Any]]] = []
         self._base = state.version
+        self._chain = state.chain or Chain(state.step)
+        self._lines: list[dict[str, Any]] = []  # of metrics, that no checkpoint carries and the file may not durably hold
 
     async def follow(self) -> None:
         """Returns when a stop was asked for and met. Raises Fenced.
@@ -182,14 +185,18 @@ class Course:
                 metrics = await self._waiter.blocking(self._parts.backend.step, held, before)
             step_s = time.perf_counter() - started
             digests, archive_s = archived.result()
-            self._pending += [(h.finished, _trained(h, after, digest)) for h, digest in zip(held, digests, strict=True)]
+            trained = [_trained(h, after, digest) for h, digest in zip(held, digests, strict=True)]
         board.trained(metrics)
         board.timed("step", step_s)
         board.timed("wait", wait_s)
         board.timed("archive", archive_s)
         rate = metrics.tokens / (step_s + wait_s)
         seconds = {"step_s": round(step_s, 4), "wait_s": round(wait_s, 4), "archive_s": round(archive_s, 4)}
-        await self._note(self._parts.metrics, asdict(metrics) | {"time": time.time(), **seconds, "tokens_per_sec": round(rate, 1)})
+        line = as_read(asdict(metrics) | {"time": time.time(), **seconds, "tokens_per_sec": round(rate, 1)})
+        self._pending += [(h.finished, one) for h, one in zip(held, trained, strict=True)]
+        self._lines.append(line)
+        self._chain = self._chain.trained(trained, line)
+        await self._note(self._parts.metrics, line)
         _log.info("step", run=board.run, step=metrics.step, version=metrics.version, loss=metrics.loss, reward=metrics.reward_mean)
 
     async def _note(self, log: StepLog, line: Mapping[str, Any]) -> None:
@@ -223,6 +230,8 @@ class Course:
         for _ in finished:
             board.ended(TRAINED)
         self._pending, self._base = [], state.version
+        if await asyncio.to_thread(parts.metrics.flush):
+            self._lines = []
         timings = {"save_s": saved - started, "commit_s": time.perf_counter() - saved}
         board.timed("save", timings["save_s"])
         self._group.create_task(self.publish(folder, timings))
@@ -234,7 +243,9 @@ class Course:
             progress,
             issued=max(self._start.issued, self._intake.highest),
             done=step == self._plan.max_steps,
+            chain=self._chain,
             recent=tuple(line for _, line in self._pending),
+            metrics=tuple(self._lines),
         )
 
     async def _end(self, voids: Sequence[Void]) -> None:
@@ -246,6 +257,7 @@ class Course:
         lines = [ledger.line(v.entry.ticket, v.reason, at, versions=v.versions, reason=v.detail) for v in voids]
         with self._recorded():
             await self._write(lines)
+            self._chain = self._chain.ended(lines)
         for void in voids:
             board.ended(void.reason)
             _log.warning("ticket ended without training", ticket=void.entry.ticket, reason=void.reason, detail=void.detail)

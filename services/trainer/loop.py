@@ -139,5 +139,5 @@ class Loop:
         state = found or fresh(self._plan.seed)
         self._parts.checkpoints.mend(epoch)
         self._parts.ledger.mend(state, epoch)
-        for log in (self._parts.metrics, self._parts.handovers):
-            log.mend(state, epoch)
+        self._parts.metrics.mend(state, epoch, state.metrics)
+        self._parts.handovers.mend(state, epoch)

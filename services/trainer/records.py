@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from shared import ledger, storage, telemetry
+from shared.chain import Chain
 from shared.errors import DecodeError, StorageFull, WeightsError
 from shared.ledger import TRAINED
 from shared.state import TrainerState, in_lineage
@@ -49,10 +50,10 @@ class Ledger:
         above = max((line["epoch"] for line in lines), default=0) + 1
         settled = ledger.settled([*lines, ledger.rollback(state.step, above)])
         progress = state.progress()
-        for ticket, line in settled.items():
-            if line["disposition"] != TRAINED:
-                progress.finish(ticket, void=True)
-        return state.at(state.step, progress, issued=state.issued, done=state.phase == "done", recent=())
+        voids = [line for line in settled.values() if line["disposition"] != TRAINED]
+        added = [line for line in voids if progress.finish(line["ticket"], void=True)]
+        chain = Chain(state.step).ended(voids) if state.chain is None else state.chain.ended(added)
+        return state.at(state.step, progress, issued=state.issued, done=state.phase == "done", chain=chain)
 
     def mend(self, state: TrainerState, epoch: int) -> None:
         """Brings the file in line with the checkpoint: steps of trainers before `epoch` that it does not contain are rolled back,
@@ -89,6 +90,9 @@ class StepLog:
 
     def append(self, line: Mapping[str, Any]) -> None:
         self._unwritten = [*self._unwritten, _text([line])][-_MOST_UNWRITTEN:]
+        self._write()
+
+    def _write(self) -> None:
         try:
             storage.append(self._path, b"".join(self._unwritten), durable=False)
         except (StorageFull, OSError) as error:
@@ -100,19 +104,37 @@ class StepLog:
         """Starts the file anew. Raises StorageFull."""
         self._keep([])
 
-    def mend(self, state: TrainerState, epoch: int) -> None:
-        """Removes lines of trainers before `epoch` that tell of steps which the checkpoint does not contain, and what is no line.
+    def flush(self) -> bool:
+        """Makes every line durable; False if some cannot be now."""
+        if self._unwritten:
+            self._write()
+        try:
+            if self._path.exists():
+                storage.fsync(self._path)
+                storage.fsync(self._path.parent)
+        except OSError as error:
+            _log.warning("lines are not durable yet", file=self._path.name, reason=str(error))
+            return False
+        return not self._unwritten
+
+    def mend(self, state: TrainerState, epoch: int, lost: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Removes lines of trainers before `epoch` that tell of steps which the checkpoint does not contain, and what is no line;
+        adds those of `lost` that are not there, in their place.
 
         Raises StorageFull.
         """
-        lines = filter(None, map(_parsed, storage.whole_lines(self._path)))
-        self._keep([line for line, version in lines if version.epoch >= epoch or _contains(state, version)])
+        read = filter(None, map(_parsed, storage.whole_lines(self._path)))
+        lines = [line for line, version in read if version.epoch >= epoch or _contains(state, version)]
+        there = {line["version"] for line in lines}
+        if added := [dict(line) for line in lost if line["version"] not in there]:
+            lines = sorted([*lines, *added], key=lambda line: WeightVersion.parse(line["version"]))
+        self._keep(lines)
 
     def _keep(self, lines: Sequence[Mapping[str, Any]]) -> None:
         text = _text(lines)
-        if self._path.exists() and self._path.read_bytes() != text:
+        if (self._path.read_bytes() if self._path.exists() else b"") != text:
             storage.replace(self._path, text)
-            _log.info("undone lines removed", file=self._path.name, kept=len(lines))
+            _log.info("file brought in line with the checkpoint", file=self._path.name, lines=len(lines))
 
 
 def _parsed(line: bytes) -> tuple[dict[str, Any], WeightVersion] | None:

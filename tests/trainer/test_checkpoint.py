@@ -12,7 +12,7 @@ import pytest
 from services.trainer.checkpoint import Checkpoints, Contents
 from services.trainer.orbax_arrays import OrbaxArrays
 from services.trainer.replay import Recorded
-from shared import weights
+from shared import ledger, weights
 from shared.errors import ConfigError, Fenced, StorageFull, Unavailable, WeightsError
 from shared.state import TrainerState, fresh
 from shared.types import WeightVersion
@@ -38,7 +38,7 @@ def names(checkpoints: Checkpoints) -> list[str]:
 
 
 def test_what_is_saved_comes_back_bit_by_bit(checkpoints: Checkpoints):
-    saved = state(4, done=(6, 9), void=1, issued=12, recent=({"ticket": 4},))
+    saved = state(4, done=(6, 9), void=1, issued=12, recent=(ledger.line(4, "trained", WeightVersion(1, 4)),))
     folder = checkpoints.save(saved, CONTENTS, WeightVersion(1, 3))
     restored = checkpoints.newest()
     assert restored is not None

@@ -5,6 +5,7 @@ import orjson
 import pytest
 
 from services.trainer.records import Ledger, StepLog
+from shared.chain import Chain
 from shared.errors import WeightsError
 from shared.queue.progress import Progress
 from shared.state import fresh, in_lineage
@@ -30,7 +31,7 @@ def ledger(tmp_path: Path) -> Ledger:
 
 
 def state(step: int, trained: int, recent: tuple = ()):
-    return fresh(0).under(1, keep_reference=False).at(step, Progress(trained), issued=trained, done=False, recent=recent)
+    return fresh(0).under(1, keep_reference=False).at(step, Progress(trained), issued=trained, done=False, chain=None, recent=recent)
 
 
 def test_lines_lost_after_a_durable_checkpoint_are_added_once(ledger: Ledger):
@@ -127,3 +128,36 @@ def test_lineage():
     outside = [(1, 4), (2, 2), (2, 6), (3, 5), (4, 4), (5, 6)]
     assert all(in_lineage(WeightVersion(*v), lineage) for v in inside)
     assert not any(in_lineage(WeightVersion(*v), lineage) for v in outside)
+
+
+def test_lines_of_metrics_that_the_checkpoint_carries_fill_holes_in_their_place(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": step, "version": f"e000001-s00000{step}", "loss": 0.5} for step in (1, 2, 3)]
+    log = StepLog(path)
+    log.append(lines[2])
+    assert log.flush()
+    for _ in range(2):
+        log.mend(state(3, 3), 2, lines)
+        assert [orjson.loads(line) for line in path.read_bytes().splitlines()] == lines
+    path.unlink()
+    log.mend(state(3, 3), 2, lines)
+    assert [orjson.loads(line) for line in path.read_bytes().splitlines()] == lines
+
+
+def test_the_chain_goes_on_with_what_ended_after_the_checkpoint(ledger: Ledger):
+    before, after = line(1, "stale"), line(3, "failed")
+    ledger.append([before, after])
+    held = replace(state(1, 2), void=1)
+    chained = replace(held, chain=Chain(0).ended([before]))
+    assert ledger.known(chained).chain == ledger.known(replace(held, low=0, chain=Chain(0))).chain == Chain(0).ended([after, before])
+    assert ledger.known(held).chain == Chain(1).ended([before, after]), "a checkpoint without a chain: it begins with what the ledger says"
+
+
+def test_a_chain_tells_steps_and_dispositions_apart():
+    one, other, metrics = line(1), line(2), {"step": 1, "loss": 0.5}
+    chain = Chain(0).trained([one, other], metrics)
+    assert chain == Chain(0).trained([one, other], {"loss": 0.5, "step": 1})
+    assert chain.steps not in {
+        Chain(0).trained(lines, m).steps for lines, m in (([other, one], metrics), ([one], metrics), ([one, other], {}))
+    }
+    assert Chain(0).ended([one, other]) == Chain(0).ended([other]).ended([one]) != Chain(0).ended([one])
