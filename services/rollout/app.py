@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 
@@ -19,8 +17,9 @@ from services.rollout.updates import Updates
 from shared.access import Tokens, read_tokens
 from shared.boot import Service
 from shared.chat import ChatTokenizer
-from shared.errors import ConfigError, DecodeError
+from shared.errors import DecodeError
 from shared.http import create_app
+from shared.model_config import ModelConfig
 from shared.queue.client import connect
 from shared.registry import Registry, Server
 from shared.schema import RunConfig
@@ -43,7 +42,7 @@ async def open_service(config: RunConfig) -> AsyncIterator[Service]:
 @asynccontextmanager
 async def open_rollout(settings: RolloutSettings, open_engine: OpenEngine = open_sglang) -> AsyncIterator[Service]:
     """The service from plain settings, around the engine that `open_engine` starts; Redis is used only if given."""
-    model = _model_config(Path(settings.engine.model_path))
+    model = ModelConfig.read(Path(settings.engine.model_path))
     tokens = read_tokens(settings.token_files)
     async with open_engine(settings.engine) as engine:
         _log.info("engine ready", boot_s=engine.info.boot_s, pid=engine.info.pid, kv_tokens=engine.info.max_total_tokens)
@@ -105,15 +104,6 @@ def _epoch(version: str) -> int:
 
 def _first_version(settings: RolloutSettings) -> str | None:
     return BASE_VERSION if settings.engine.load_weights else None
-
-
-def _model_config(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / "config.json").read_text())
-    except OSError as error:
-        raise ConfigError(f"{folder}/config.json: {error.strerror}", "model.path must name a Hugging Face model folder") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{folder}/config.json is not valid JSON: {error}") from error
 
 
 def _tokenizer(folder: Path) -> ChatTokenizer | None:

@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from services.rollout.engine.protocol import StagedWeights
 from shared import weights
-from shared.errors import DecodeError, WeightsError
+from shared.errors import ConfigError, DecodeError, WeightsError
+from shared.model_config import ModelConfig
 from shared.types import WeightVersion
 from shared.weights import Manifest
 
-_MODEL_KEYS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "rope_theta",
-    "rms_norm_eps",
-    "tie_word_embeddings",
-)
 
-
-def examine(path: Path, model: Mapping[str, Any], run: str) -> StagedWeights:
+def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
     """A checkpoint (its manifest or its folder) or a Hugging Face folder, whole and of this run and model.
 
     Raises WeightsError or Forbidden.
@@ -44,7 +31,7 @@ def examine(path: Path, model: Mapping[str, Any], run: str) -> StagedWeights:
     _same_model(manifest, model)
     weights.verify_files(folder, manifest)
     digest = hashlib.sha256("".join(f.name + f.blake3 for f in manifest.files).encode()).hexdigest()
-    ids, logprobs = _probe(manifest, int(model["vocab_size"]))
+    ids, logprobs = _probe(manifest, model.vocab_size)
     location = str(weights.confined(folder, manifest.path))
     return StagedWeights(location, manifest.version, digest, tree=manifest.tree, probe_ids=ids, probe_logprobs=logprobs)
 
@@ -66,10 +53,16 @@ def _belongs(manifest: Manifest, folder: Path, run: str) -> None:
         raise WeightsError(f"{manifest.version} is of kind {manifest.kind!r}; this server loads full weights")
 
 
-def _same_model(manifest: Manifest, model: Mapping[str, Any]) -> None:
-    for key in _MODEL_KEYS:
-        if key in manifest.model and key in model and manifest.model[key] != model[key]:
-            raise WeightsError(f"{manifest.version} is of another model: {key} is {manifest.model[key]}, this server's is {model[key]}")
+def _same_model(manifest: Manifest, model: ModelConfig) -> None:
+    try:
+        theirs = ModelConfig.parse(manifest.model, f"the manifest of {manifest.version}")
+    except ConfigError as error:
+        raise WeightsError(f"{manifest.version} is of no model that this server computes: {error}") from error
+    if key := model.difference(theirs):
+        says, ours = getattr(theirs, key), getattr(model, key)
+        raise WeightsError(
+            f"{manifest.version} is of another model: {key} is {says}, this server's is {ours}", "is model.path the trainer's?"
+        )
 
 
 def _probe(manifest: Manifest, vocab_size: int) -> tuple[np.ndarray | None, np.ndarray | None]:

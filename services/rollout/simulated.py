@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import time
 from collections.abc import AsyncIterator
@@ -38,6 +37,7 @@ from services.rollout.engine.protocol import (
 from services.rollout.settings import from_config
 from shared.boot import Service, main
 from shared.errors import Conflict, Unavailable, WeightsError
+from shared.model_config import ModelConfig
 from shared.schema import RunConfig
 from shared.types import spans
 
@@ -196,11 +196,9 @@ def draw(prompt: np.ndarray, sampling: SamplingParams, info: EngineInfo) -> tupl
 @asynccontextmanager
 async def open_engine(spec: EngineSpec) -> AsyncIterator[SimulatedEngine]:
     """An engine of the sizes of `spec`; it serves no version before its first commit."""
-    config = json.loads((Path(spec.model_path) / "config.json").read_text())
-    eos = config["eos_token_id"]
-    stops = tuple(eos) if isinstance(eos, list) else (eos,)
+    model = ModelConfig.read(Path(spec.model_path))
     tokens = spec.max_total_tokens or spec.context_length * spec.max_running_requests
-    info = EngineInfo(config["vocab_size"], spec.context_length, tokens, spec.max_running_requests, stops, 0.0, os.getpid())
+    info = EngineInfo(model.vocab_size, spec.context_length, tokens, spec.max_running_requests, model.eos_token_ids, 0.0, os.getpid())
     async with contextlib.AsyncExitStack() as stack:
         engine = SimulatedEngine(info)
         stack.push_async_callback(engine.close)

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,6 +25,7 @@ from services.rollout.engine.protocol import CommitMode, CommitResult, Engine, L
 from services.rollout.examine import examine, parse
 from shared import telemetry, weights
 from shared.errors import Conflict, Forbidden, OutOfMemory, Unavailable, VolleyError, WeightsError
+from shared.model_config import ModelConfig
 from shared.types import WeightVersion
 
 POLL_S = 1.0
@@ -68,7 +68,7 @@ class Updates:
 
     Args:
         root: the only folder weights are read from; None refuses every update.
-        model: the engine's own config.json.
+        model: what the engine computes.
         run: the run whose weights are taken.
         current: the version the engine serves from the start, if any.
         dtype: the engine's.
@@ -80,7 +80,7 @@ class Updates:
 
     engine: Engine
     root: Path | None
-    model: Mapping[str, Any]
+    model: ModelConfig
     run: str
     default_mode: CommitMode = "retract"
     current: str | None = None

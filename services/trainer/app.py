@@ -10,7 +10,6 @@ from services.trainer import options as from_run
 from services.trainer.backend import Backend, check_vocabulary
 from services.trainer.board import Board
 from services.trainer.checkpoint import Checkpoints
-from services.trainer.model.shape import ModelShape
 from services.trainer.orbax_arrays import OrbaxArrays
 from services.trainer.records import StepLog
 from services.trainer.settings import Tokens
@@ -18,6 +17,7 @@ from services.trainer.warmup import WarmStart
 from services.trainer.wiring import Given, Learns, open_trainer
 from shared.boot import Service
 from shared.clients.env import EnvClient
+from shared.model_config import ModelConfig
 from shared.schema import RunConfig
 
 
@@ -32,11 +32,11 @@ def _tunix(given: Given) -> Learns:
     """Raises ConfigError."""
     config, settings = given.config, given.settings
     model = from_run.model_options(config, given.folder)
-    shape = ModelShape.read(model.folder)
-    check_vocabulary(given.tokenizer, shape)
-    tokens = Tokens(shape.vocab_size, given.tokenizer.pad_id)
+    described = ModelConfig.read(model.folder)
+    check_vocabulary(given.tokenizer, described)
+    tokens = Tokens(described.vocab_size, given.tokenizer.pad_id)
     checkpoints = Checkpoints(settings.run_folder / "checkpoints", settings.run, settings.max_to_keep, OrbaxArrays())
-    backend = Backend(model, shape, from_run.policy_options(config, tokens), checkpoints)
+    backend = Backend(model, described, from_run.policy_options(config, tokens), checkpoints)
     sft = from_run.sft_options(config, tokens)
 
     async def warm_start(environments: EnvClient, board: Board, executor: Executor) -> None:

@@ -16,13 +16,13 @@ from services.trainer.checkpoint import Checkpoints, Restored
 from services.trainer.intake import Held
 from services.trainer.metrics import StepMetrics
 from services.trainer.model.qwen3 import Qwen3, Remat, build, make_mesh
-from services.trainer.model.shape import ModelShape
 from services.trainer.model.weights import Leaves, leaves_of
 from services.trainer.policy import Policy, PolicyOptions
 from services.trainer.sft import SftMetrics, SftOptions
 from services.trainer.tunix_learner import make_logger
 from shared.chat import ChatTokenizer, Messages
 from shared.errors import ConfigError, WeightsError
+from shared.model_config import ModelConfig
 from shared.state import TrainerState
 from shared.types import WeightVersion
 
@@ -42,8 +42,8 @@ class ModelOptions:
 class Backend:
     """The trainer's heavy half. Every method blocks; none may run beside another."""
 
-    def __init__(self, model: ModelOptions, shape: ModelShape, policy: PolicyOptions, checkpoints: Checkpoints) -> None:
-        self._options, self._shape, self._policy_options, self._checkpoints = model, shape, policy, checkpoints
+    def __init__(self, model: ModelOptions, described: ModelConfig, policy: PolicyOptions, checkpoints: Checkpoints) -> None:
+        self._options, self._described, self._policy_options, self._checkpoints = model, described, policy, checkpoints
         self._logger = make_logger()
         self._restored: Restored | None = None
         self._model: Qwen3 | None = None
@@ -58,8 +58,8 @@ class Backend:
         """Makes the model, from the checkpoint if there is one. Raises ConfigError, WeightsError."""
         options = self._options
         mesh = make_mesh(options.mesh_shape, options.mesh_axes)
-        leaves = restored_leaves(self._restored) if self._restored else leaves_of(options.folder, self._shape, options.seed)
-        self._model = build(self._shape, leaves, mesh, dtype=options.dtype, remat=options.remat)
+        leaves = restored_leaves(self._restored) if self._restored else leaves_of(options.folder, self._described, options.seed)
+        self._model = build(self._described, leaves, mesh, dtype=options.dtype, remat=options.remat)
 
     def warm_start(self, tokenizer: ChatTokenizer, demonstrations: Sequence[Messages], options: SftOptions) -> Iterator[SftMetrics]:
         """Supervised steps on the built model, one for each item asked for. Raises ConfigError."""
@@ -71,7 +71,7 @@ class Backend:
         """Readies RL and makes the first checkpoint of this incarnation; returns its folder."""
         assert self._model is not None
         reference = self._checkpoints.params_of(state.reference) if self._restored and state.reference else None
-        self._policy = Policy(self._model, self._policy_options, self._shape.raw, self._logger, reference)
+        self._policy = Policy(self._model, self._policy_options, self._described.to_hf(), self._logger, reference)
         if self._restored is None:
             return self.save(state, None)
         self._policy.load_optimizer(self._restored.optimizer)
@@ -90,11 +90,11 @@ class Backend:
         return self._checkpoints.save(state, self._policy.contents(), base)
 
 
-def check_vocabulary(tokenizer: ChatTokenizer, shape: ModelShape) -> None:
+def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:
     """Raises ConfigError if the tokenizer can make ids that the model has no embedding for."""
-    if tokenizer.vocab_size > shape.vocab_size:
+    if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {shape.vocab_size}", "do they belong together?"
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {model.vocab_size}", "do they belong together?"
         )
 
 

@@ -20,15 +20,15 @@ from flax import nnx
 from services.trainer.batch import Batch, Layout, Row, micro_batches, row_weights
 from services.trainer.loss import GRPO_SUMS, GrpoOptions, grpo_loss
 from services.trainer.model.qwen3 import Qwen3, build, make_mesh
-from services.trainer.model.shape import ModelShape
 from services.trainer.model.weights import random_leaves
 from services.trainer.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.tunix_learner import Learner, make_logger, model_loss
+from shared.model_config import ModelConfig
 
 N_ROWS, LENGTH, N_ROUNDS = 16, 128, 15
 _OPTIONS = GrpoOptions(0.2, 0.2, 0.0, "grpo", "low_var_kl", None)
 _OPTIMIZER = OptimizerOptions(1e-4, "constant", 0, 100, 0.9, 0.95, 0.0, 1.0)
-_SHAPE = ModelShape.parse(
+_MODEL = ModelConfig.parse(
     {
         "model_type": "qwen3",
         "vocab_size": 2048,
@@ -58,13 +58,13 @@ def main() -> None:
 
 
 def make_model() -> Qwen3:
-    return build(_SHAPE, random_leaves(_SHAPE, seed=0), make_mesh((1, 1), ("fsdp", "tp")), dtype="float32")
+    return build(_MODEL, random_leaves(_MODEL, seed=0), make_mesh((1, 1), ("fsdp", "tp")), dtype="float32")
 
 
 def make_batch(rng: np.random.Generator) -> Batch:
     """Full rows, all but the first quarter sampled."""
     mask = (np.arange(LENGTH) >= LENGTH // 4).astype(np.uint8)
-    ids = [rng.integers(1, _SHAPE.vocab_size, LENGTH).astype(np.int32) for _ in range(N_ROWS)]
+    ids = [rng.integers(1, _MODEL.vocab_size, LENGTH).astype(np.int32) for _ in range(N_ROWS)]
     rows = [Row(x, mask, -7.6 * mask.astype(np.float32), mask, float(rng.standard_normal())) for x in ids]
     return micro_batches(rows, row_weights(rows, "token-mean", LENGTH), Layout((LENGTH,), N_ROWS, 0), 1)[0]
 

@@ -7,7 +7,6 @@ a group that is lost, doubled or swapped, and every bit after it differs. Needs 
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from services.trainer.settings import Tokens
 from services.trainer.wiring import Given, Learns, open_trainer
 from shared.boot import Service, main
 from shared.errors import ConfigError, WeightsError
+from shared.model_config import ModelConfig
 from shared.schema import RunConfig
 from shared.state import TrainerState
 from shared.types import Group, WeightVersion
@@ -121,10 +121,10 @@ async def open_service(config: RunConfig) -> AsyncIterator[Service]:
 def _simulated(given: Given) -> Learns:
     if given.config.sft.max_steps:
         raise ConfigError("the simulated trainer has no warm start", "set sft.max_steps=0")
-    settings, model = given.settings, json.loads((given.folder / "config.json").read_text())
+    settings, model = given.settings, ModelConfig.read(given.folder)
     checkpoints = Checkpoints(settings.run_folder / "checkpoints", settings.run, settings.max_to_keep, NumpyArrays())
-    backend = SimulatedBackend(checkpoints, model, given.config.run.seed)
-    return Learns(backend, checkpoints, Tokens(int(model["vocab_size"]), given.tokenizer.pad_id), _no_warm_start)
+    backend = SimulatedBackend(checkpoints, model.to_hf(), given.config.run.seed)
+    return Learns(backend, checkpoints, Tokens(model.vocab_size, given.tokenizer.pad_id), _no_warm_start)
 
 
 async def _no_warm_start(*_: object) -> None: ...

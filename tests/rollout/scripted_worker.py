@@ -35,8 +35,8 @@ def answer(op: str, message: dict[str, Any], state: dict[str, Any]) -> Any:
 
 def run(link: Link) -> None:
     state: dict[str, Any] = {}
-    (start,) = link.receive(60.0)
-    script = Path(start["spec"]["model_path"])
+    link.receive(60.0)
+    script = Path(os.environ["SCRIPT"])
     if not (script / "hang-boot").exists():
         link.send({"op": "ready", "info": {**INFO, "pid": os.getpid()}})
     (script / "pid").write_text(str(os.getpid()))

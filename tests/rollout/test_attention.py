@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from services.rollout.engine.attention import attend_blocks
+from services.rollout.engine.attention import attend_blocks, write_and_attend
 from services.rollout.engine.step import float32_logits
 
 HEADS, KV, DIM, SLOTS = 4, 2, 128, 700
@@ -47,6 +47,20 @@ def test_ragged_requests_attend_to_their_own_past(block_q: int) -> None:
             keys, values = pool[where, ::2], pool[where, 1::2]
             np.testing.assert_allclose(out[at : at + n], reference(q[at : at + n], keys, values, length - n, DIM**-0.5), atol=2e-5)
         at += n
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 192])
+def test_heads_of_any_size_fit_the_pools_longer_rows(dim: int) -> None:
+    """The engine's pool [slots, 1, 2 K, 1, D'] has D rounded up to a multiple of 128; one prefill of 20 tokens."""
+    length, width = 20, -(-dim // 128) * 128
+    q, k, v = (rng.normal(size=(length, n, dim)).astype(np.float32) for n in (HEADS, KV, KV))
+    slots = rng.permutation(SLOTS)[:length].astype(np.int32)
+    pool = jnp.full((SLOTS, 1, 2 * KV, 1, width), 7.0)
+    lens = jnp.array([length, 0], jnp.int32)
+    out, written = write_and_attend(q, k, v, pool, jnp.array(slots), jnp.array(slots), lens, lens, scale=dim**-0.5, block_q=16)
+    np.testing.assert_allclose(out, reference(q, k, v, 0, dim**-0.5), atol=2e-5)
+    assert written.shape == pool.shape
+    np.testing.assert_array_equal(written[slots, 0, ::2, 0, :dim], k)
 
 
 def test_bfloat16_models_get_float32_logits() -> None:

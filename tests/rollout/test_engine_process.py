@@ -20,11 +20,13 @@ from services.rollout.engine.client import open_engine
 from services.rollout.engine.protocol import EngineSpec
 from services.rollout.updates import Updates
 from shared.errors import Unavailable
+from shared.model_config import ModelConfig
 from tests.rollout.server import wait_until
 from tests.support import models
 from tests.support.net import free_port, wait_http
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
+MODEL = ModelConfig.parse(CONFIG)
 VERSION = "e000001-s000001"
 
 
@@ -81,7 +83,7 @@ def scripted(tmp_path: Path, op: str) -> Iterator[Scripted]:
     if op not in ("stage", "commit"):
         models.write_checkpoint(root, VERSION, CONFIG, models.random_weights(CONFIG, 0), run="run")
     command = [sys.executable, "-m", "tests.rollout.scripted", "--config", str(config)]
-    with subprocess.Popen(command) as process:
+    with subprocess.Popen(command, env=os.environ | {"SCRIPT": str(folder)}) as process:
         try:
             server = Scripted(folder, root, f"http://127.0.0.1:{port}", process)
             if op != "boot":
@@ -150,7 +152,7 @@ async def test_an_engine_too_busy_to_answer_is_not_waited_for(tmp_path: Path, mo
     monkeypatch.setattr("services.rollout.updates.AUDIT_S", 0.01)
     model, root = models.write_hf(tmp_path / "model", CONFIG), tmp_path / "checkpoints"
     async with open_engine(EngineSpec(str(model)), "tests.rollout.scripted_worker") as engine:
-        updates = Updates(engine, root, CONFIG, "test")
+        updates = Updates(engine, root, MODEL, "test")
         folder = models.write_checkpoint(root, VERSION, CONFIG, models.random_weights(CONFIG, 0))
         await updates.update(str(folder), None)
         for op in ("audit", "status", "abort"):

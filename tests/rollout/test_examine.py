@@ -16,11 +16,13 @@ from services.rollout.app import build_app
 from services.rollout.generation import Generation
 from services.rollout.updates import Updates
 from shared.errors import Conflict, Forbidden, WeightsError
+from shared.model_config import ModelConfig
 from shared.weights import MANIFEST, MAX_MANIFEST_BYTES, Probe
 from tests.rollout.fakes import SETTINGS, FakeEngine
 from tests.support import models
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
+MODEL = ModelConfig.parse(CONFIG)
 VERSION = "e000001-s000005"
 PROBE = Probe((1, 2, 3), (-0.5, -1.5))
 
@@ -44,7 +46,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def updates(engine: FakeEngine, tmp_path: Path) -> Updates:
-    return Updates(engine, tmp_path, CONFIG, "test")
+    return Updates(engine, tmp_path, MODEL, "test")
 
 
 def files(folder: Path) -> list[Path]:
@@ -192,7 +194,7 @@ FIELD = st.sampled_from(
 async def test_any_manifest_is_taken_or_refused_but_never_an_error_of_ours(checkpoint: Path, field: str, value: Any) -> None:
     root = checkpoint.parent
     engine = FakeEngine()
-    updates = Updates(engine, root, CONFIG, "test")
+    updates = Updates(engine, root, MODEL, "test")
     app = build_app(SETTINGS, engine, updates, Generation(engine, 1.0, updates), None)
     whole = (checkpoint / MANIFEST).read_text()
     edited(checkpoint, **{field: value})

@@ -17,12 +17,14 @@ from services.rollout.generation import Generation
 from services.rollout.updates import Updates
 from shared import codec
 from shared.errors import Forbidden, WeightsError
+from shared.model_config import ModelConfig
 from shared.weights import MANIFEST, digest_files, read_manifest, write_manifest
 from tests.rollout.fakes import SETTINGS, FakeEngine
 from tests.support import models
 from tests.support.hostile import infect, works
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
+MODEL = ModelConfig.parse(CONFIG)
 VERSION = "e000001-s000005"
 ROUTES = {"/weights/stage": "manifest", "/update_weights": "manifest", "/update_weights_from_disk": "model_path"}
 PATHS = {
@@ -69,7 +71,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def http(engine: FakeEngine, root: Path) -> AsyncIterator[httpx.AsyncClient]:
-    updates = Updates(engine, root, CONFIG, "test")
+    updates = Updates(engine, root, MODEL, "test")
     app = build_app(SETTINGS, engine, updates, Generation(engine, 0.2, updates), None)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         yield client
@@ -108,21 +110,21 @@ def test_weights_of_a_hugging_face_folder_that_lie_elsewhere_are_refused(root: P
     (root / "hf").mkdir()
     (root / "hf" / "model.safetensors").symlink_to(tmp_path / "secret.safetensors")
     with pytest.raises(Forbidden, match="outside"):
-        examine(root / "hf", CONFIG, "test")
+        examine(root / "hf", MODEL, "test")
 
 
 def test_a_checkpoint_of_pickles_is_refused_by_its_digests(root: Path, tmp_path: Path) -> None:
     assert works(tmp_path)
     infect(root / VERSION, tmp_path / "canary", keep=(MANIFEST,))
     with pytest.raises(WeightsError):
-        examine(root / VERSION, CONFIG, "test")
+        examine(root / VERSION, MODEL, "test")
     assert not (tmp_path / "canary").exists()
 
 
 def test_a_manifest_of_pickles_is_malformed(root: Path, tmp_path: Path) -> None:
     infect(root / VERSION, tmp_path / "canary")
     with pytest.raises(WeightsError, match="malformed"):
-        examine(root / VERSION, CONFIG, "test")
+        examine(root / VERSION, MODEL, "test")
     assert not (tmp_path / "canary").exists()
 
 
@@ -131,7 +133,7 @@ def test_a_checkpoint_of_pickles_with_true_digests_is_not_executed(root: Path, t
     infect(root / VERSION / "params", tmp_path / "canary")
     files = digest_files(root / VERSION, "params")
     write_manifest(root / VERSION, dataclasses.replace(read_manifest(root / VERSION), files=files))
-    staged = examine(root / VERSION, CONFIG, "test")
+    staged = examine(root / VERSION, MODEL, "test")
     with pytest.raises(WeightsError):
         restore(staged.path, "orbax")
     assert not (tmp_path / "canary").exists()

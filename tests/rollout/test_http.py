@@ -19,11 +19,13 @@ from shared import codec
 from shared.clients.rollout import RolloutClient
 from shared.config import validate
 from shared.errors import Conflict, InputError, Unavailable
+from shared.model_config import ModelConfig
 from tests.rollout.fakes import SETTINGS, FakeEngine
 from tests.support import models
 
 VERSION = "e000001-s000000"
 CONFIG = models.tiny_config()
+MODEL = ModelConfig.parse(CONFIG)
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def updates(engine: FakeEngine, tmp_path: Path) -> Updates:
-    return Updates(engine, tmp_path, CONFIG, "test", current=VERSION)
+    return Updates(engine, tmp_path, MODEL, "test", current=VERSION)
 
 
 @pytest.fixture

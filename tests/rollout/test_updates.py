@@ -13,11 +13,13 @@ from services.rollout.engine.protocol import GenerateRequest, SamplingParams
 from services.rollout.generation import Generation
 from services.rollout.updates import MAX_WAITING, Updates
 from shared.errors import Conflict, Forbidden, Unavailable, WeightsError
+from shared.model_config import ModelConfig
 from shared.weights import BAD, MANIFEST, Probe
 from tests.rollout.fakes import FakeEngine
 from tests.support import models
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
+MODEL = ModelConfig.parse(CONFIG)
 
 
 def publish(root: Path, version: str, seed: int = 0) -> Path:
@@ -31,7 +33,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def updates(engine: FakeEngine, tmp_path: Path) -> Updates:
-    return Updates(engine, tmp_path, CONFIG, "test")
+    return Updates(engine, tmp_path, MODEL, "test")
 
 
 async def test_the_newest_version_is_found_and_only_once(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ async def test_a_commit_on_the_wrong_base_is_a_conflict(updates: Updates, tmp_pa
 
 async def test_a_server_without_a_root_takes_no_weights(engine: FakeEngine) -> None:
     with pytest.raises(Forbidden):
-        await Updates(engine, None, CONFIG, "test").stage("/etc")
+        await Updates(engine, None, MODEL, "test").stage("/etc")
 
 
 async def test_weights_loaded_by_hand_stay_until_the_run_goes_on(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:

@@ -11,11 +11,13 @@ from services.rollout.generation import Generation
 from services.rollout.intake import generate_request
 from services.rollout.updates import Updates
 from shared.errors import Unavailable, WeightsError
+from shared.model_config import ModelConfig
 from shared.weights import Probe
 from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING
 from tests.support import models, qwen3_ref
 
 CONFIG = models.tiny_config()
+MODEL = ModelConfig.parse(CONFIG)
 PROMPT = list(range(5, 21))
 
 
@@ -40,7 +42,7 @@ async def test_a_server_that_computes_with_other_weights_than_it_says_answers_no
     nudged = weights | {"model.norm.weight": weights["model.norm.weight"].copy()}
     nudged["model.norm.weight"][3] = np.nextafter(nudged["model.norm.weight"][3], np.float32(2))
     async with open_engine(spec, "tests.rollout.stubborn_worker") as engine:
-        updates = Updates(engine, tmp_path, CONFIG, "test")
+        updates = Updates(engine, tmp_path, MODEL, "test")
         generation = Generation(engine, 1.0, updates)
         wanted = generate_request({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}}, engine.info)
         await updates.update(publish(tmp_path, "e000001-s000000", weights), None)

@@ -17,7 +17,7 @@ Weights = dict[str, np.ndarray]
 
 
 def tiny_config(**overrides: Any) -> dict[str, Any]:
-    """config.json of a 2-layer Qwen3 with 0.3 M parameters; head_dim stays 128, which the engine's kernels need."""
+    """config.json of a 2-layer Qwen3 with 0.3 M parameters."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",

@@ -11,7 +11,8 @@ import numpy as np
 
 from services.trainer.batch import Row
 from services.trainer.model import qwen3
-from services.trainer.model.shape import ModelShape, from_hf, hf_name
+from services.trainer.model.names import from_hf, hf_name
+from shared.model_config import ModelConfig
 from shared.types import Group, Trajectory, VersionSpan
 from tests.support import models
 
@@ -19,7 +20,7 @@ CONFIG = models.tiny_config(vocab_size=96, hidden_size=32, intermediate_size=64,
 
 
 def model_of(weights: models.Weights, config: dict[str, Any], mesh: jax.sharding.Mesh | None = None, **options: Any) -> qwen3.Qwen3:
-    shape = ModelShape.parse(config)
+    shape = ModelConfig.parse(config)
     mesh = mesh or qwen3.make_mesh((1, 1), ("fsdp", "tp"))
     return qwen3.build(shape, partial(_leaf, weights), mesh, **({"dtype": "float32"} | options))
 

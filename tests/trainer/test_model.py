@@ -14,11 +14,12 @@ from flax import nnx
 from services.trainer.batch import Layout, micro_batches, row_weights
 from services.trainer.loss import GRPO_SUMS, GrpoOptions, grpo_loss
 from services.trainer.model import qwen3
-from services.trainer.model.shape import ModelShape, hf_name
+from services.trainer.model.names import hf_name
 from services.trainer.model.weights import leaves_of, random_leaves
 from services.trainer.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.tunix_learner import Learner, flat, make_logger
 from shared.errors import ConfigError
+from shared.model_config import ModelConfig
 from tests.support import models, qwen3_ref
 from tests.trainer.support import CONFIG, model_of, rows, write_shards
 
@@ -28,7 +29,7 @@ LOSS = GrpoOptions(0.2, 0.2, 0.0, "grpo", "low_var_kl", None)
 
 
 def load(folder: Path, mesh: jax.sharding.Mesh, **options) -> qwen3.Qwen3:
-    shape = ModelShape.read(folder)
+    shape = ModelConfig.read(folder)
     return qwen3.build(shape, leaves_of(folder, shape, seed=0), mesh, **({"dtype": "float32"} | options))
 
 
@@ -65,7 +66,14 @@ def test_two_shards_on_a_2x2_mesh_equal_the_reference(tmp_path: Path):
         np.testing.assert_allclose(found[i, : len(row.ids) - 1], expected(WEIGHTS, CONFIG, row.ids), atol=2e-5)
 
 
-@pytest.mark.parametrize("overrides", [{"rope_theta": 5e6}, {"tie_word_embeddings": True}, {"rope_theta": 1e6, "head_dim": 32}])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope_theta": 5e6},
+        {"tie_word_embeddings": True},
+        {"rope_theta": 1e6, "head_dim": 64, "num_attention_heads": 9, "num_key_value_heads": 3},
+    ],
+)
 def test_architecture_variants_equal_the_reference(overrides: dict):
     config = CONFIG | overrides
     weights = models.random_weights(config, seed=3)
@@ -127,7 +135,7 @@ def test_bfloat16_checkpoints_load_and_bfloat16_activations_stay_close(tmp_path:
 
 
 def test_random_weights_depend_on_seed_and_name_only():
-    shape = ModelShape.parse(CONFIG)
+    shape = ModelConfig.parse(CONFIG)
     a, b, c = (random_leaves(shape, seed) for seed in (1, 1, 2))
     name, size = "layers.1.mlp.down_proj.kernel", (64, 32)
     assert np.array_equal(a(name, size), b(name, size))
@@ -169,7 +177,7 @@ def test_an_incomplete_download_is_named(tmp_path: Path):
 )
 def test_what_is_not_computed_here_is_refused(change: dict):
     with pytest.raises(ConfigError, match=next(iter(change)).replace("rope_scaling", "rope_type")):
-        ModelShape.parse(CONFIG | change)
+        ModelConfig.parse(CONFIG | change)
 
 
 def test_bad_meshes_and_folders_are_refused(tmp_path: Path):
@@ -179,7 +187,7 @@ def test_bad_meshes_and_folders_are_refused(tmp_path: Path):
         model_of(WEIGHTS, CONFIG, mesh(1, 4))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
-        ModelShape.read(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "head_dim"}))
-    with pytest.raises(ConfigError, match="lacks head_dim"):
-        ModelShape.read(tmp_path)
+        ModelConfig.read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "hidden_size"}))
+    with pytest.raises(ConfigError, match="lacks hidden_size"):
+        ModelConfig.read(tmp_path)

@@ -65,9 +65,9 @@ def test_the_same_groups_give_bit_identical_weights_also_from_a_checkpoint():
 
 def model_of_leaves(leaves: dict[str, np.ndarray]):
     from services.trainer.model.qwen3 import build, make_mesh
-    from services.trainer.model.shape import ModelShape
+    from shared.model_config import ModelConfig
 
-    return build(ModelShape.parse(CONFIG_1), lambda name, _: leaves[name], make_mesh((1, 1), ("fsdp", "tp")), dtype="float32")
+    return build(ModelConfig.parse(CONFIG_1), lambda name, _: leaves[name], make_mesh((1, 1), ("fsdp", "tp")), dtype="float32")
 
 
 def test_reported_numbers_equal_their_definitions():

@@ -62,12 +62,17 @@ def write_and_attend(
     scale: float,
     block_q: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes the new keys and values [T, K, D] to slots `out_cache_loc` (int32[T]; -1 is padding), then attends."""
+    """Writes the new keys and values [T, K, D] to slots `out_cache_loc` (int32[T]; -1 is padding), then attends.
+
+    The pool's rows are as long as the engine makes them, D rounded up to a multiple of 128: what is beyond D stays 0.
+    """
     tokens, kv_heads, dim = k.shape
-    new = jnp.stack([k, v], axis=2).reshape(tokens, *pool.shape[1:]).astype(pool.dtype)
+    width = pool.shape[-1]
+    new = jnp.pad(jnp.stack([k, v], axis=2), ((0, 0), (0, 0), (0, 0), (0, width - dim)))
+    new = new.reshape(tokens, *pool.shape[1:]).astype(pool.dtype)
     at = jnp.where(out_cache_loc >= 0, out_cache_loc, pool.shape[0])
     pool = pool.at[at].set(new, mode="drop")  # in place only while the pool keeps its shape: a reshape here copies it twice
-    rows = pool.reshape(-1, dim)
+    rows = pool.reshape(-1, width)
     return attend_blocks(q, rows, cache_loc, seq_lens, query_lens, kv_heads=kv_heads, scale=scale, block_q=block_q), pool
 
 
@@ -86,7 +91,7 @@ def attend_blocks(
 
     Args:
         q: [T, H, D], the queries of all requests one after another; T is padded.
-        rows: [slots * 2 K, D], for each slot the key and the value of each head in turn.
+        rows: [slots * 2 K, at least D], for each slot the key and the value of each head in turn.
         cache_loc: int32[C], the slots of all tokens of all requests one after another.
         seq_lens, query_lens: int32[B]; 0 for padding, which comes last.
         scale: factor on the scores.
@@ -129,8 +134,8 @@ def _one_block(
         top, total, mixed = state
         slot = jax.lax.dynamic_slice_in_dim(slots, key_start + i * BLOCK_K, BLOCK_K)
         index = slot[None, :] * (2 * kv_heads) + head_rows
-        k = rows.at[index].get(mode="promise_in_bounds").astype(jnp.float32)
-        v = rows.at[index + 1].get(mode="promise_in_bounds").astype(jnp.float32)
+        k = rows.at[index].get(mode="promise_in_bounds")[..., :dim].astype(jnp.float32)
+        v = rows.at[index + 1].get(mode="promise_in_bounds")[..., :dim].astype(jnp.float32)
         scores = jnp.matmul(k, q_KDN).transpose(0, 2, 1) * scale
         visible = (i * BLOCK_K + jnp.arange(BLOCK_K))[None, :] <= causal_N[:, None]
         scores = jnp.where(visible, scores, -1e30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,11 @@ from services.rollout.engine.link import Link, Message
 from services.rollout.engine.protocol import EngineSpec
 from services.rollout.engine.scheduler import RolloutScheduler
 from services.rollout.engine.step import SamplingRows, float32_logits
+from shared.model_config import ModelConfig
 
 _WATCHDOG_S = 900.0
 _POOL_SHARE = 1 / 16  # of the host's memory
+_POOL_ALIGNMENT = 128  # the engine rounds head_dim up to a multiple of it in its pool
 
 
 class _ThisProcess:
@@ -101,11 +102,10 @@ def _server_args(spec: EngineSpec) -> ServerArgs:
 
 def _default_pool(spec: EngineSpec) -> int:
     """Room for four times the requests that run, so that conversations stay cached between their turns, within memory."""
-    config = json.loads((Path(spec.model_path) / "config.json").read_text())
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    model = ModelConfig.read(Path(spec.model_path))
+    row = -(-model.head_dim // _POOL_ALIGNMENT) * _POOL_ALIGNMENT
     itemsize = 4 if spec.dtype == "float32" else 2
-    token_bytes = 2 * config["num_hidden_layers"] * kv_heads * head_dim * itemsize
+    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * row * itemsize
     fitting = int(psutil.virtual_memory().total * _POOL_SHARE) // token_bytes
     return min(4 * spec.max_running_requests * spec.context_length, max(fitting, 2 * spec.context_length))
 

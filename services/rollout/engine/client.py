@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from services.rollout.engine.link import BEAT_S, Message, frame, split
+from services.rollout.engine.model_files import normalised
 from services.rollout.engine.protocol import (
     CommitMode,
     CommitResult,
@@ -39,6 +39,7 @@ from services.rollout.engine.protocol import (
     StagedWeights,
 )
 from shared.errors import Conflict, EngineDied, Unavailable, from_problem
+from shared.model_config import ModelConfig
 from shared.types import VersionSpan
 
 WORKER = "services.rollout.engine.worker"
@@ -256,17 +257,19 @@ class SglangEngine(asyncio.Protocol):
 async def open_engine(spec: EngineSpec, module: str = WORKER) -> AsyncIterator[SglangEngine]:
     """A running engine; its process, which runs `module`, has ended when the block is left.
 
-    Raises EngineDied if it cannot start, with the engine's own reason.
+    Raises ConfigError for a model that is not computed here, EngineDied if it cannot start, with the engine's own reason.
     """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = _spawn(spec, theirs, module)
-    _, engine = await asyncio.get_running_loop().create_connection(lambda: SglangEngine(process), sock=ours)
-    try:
-        await engine.start(spec)
-        yield engine
-    finally:
-        await asyncio.shield(engine.close())
+    with normalised(Path(spec.model_path)) as folder:
+        spec = dataclasses.replace(spec, model_path=str(folder))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = _spawn(spec, theirs, module)
+        _, engine = await asyncio.get_running_loop().create_connection(lambda: SglangEngine(process), sock=ours)
+        try:
+            await engine.start(spec)
+            yield engine
+        finally:
+            await asyncio.shield(engine.close())
 
 
 def _spawn(spec: EngineSpec, sock: socket.socket, module: str) -> subprocess.Popen[bytes]:
@@ -279,11 +282,7 @@ def _spawn(spec: EngineSpec, sock: socket.socket, module: str) -> subprocess.Pop
 
 def _is_small(model_path: str) -> bool:
     """Whether a step's operations are too short to share among threads: handing them over costs more than it saves."""
-    try:
-        config = json.loads((Path(model_path) / "config.json").read_text())
-        return config["hidden_size"] <= _ONE_THREAD_HIDDEN_SIZE
-    except (OSError, ValueError, KeyError):
-        return False
+    return ModelConfig.read(Path(model_path)).hidden_size <= _ONE_THREAD_HIDDEN_SIZE
 
 
 def _resolve(future: asyncio.Future[Any], message: Message) -> None:

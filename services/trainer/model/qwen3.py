@@ -14,9 +14,9 @@ import numpy as np
 from flax import nnx
 from tunix.models.qwen3 import model as tunix_qwen3
 
-from services.trainer.model.shape import ModelShape
 from services.trainer.model.weights import Leaves
 from shared.errors import ConfigError
+from shared.model_config import ModelConfig
 
 type Qwen3 = tunix_qwen3.Qwen3
 type Remat = Literal["none", "block", "decoder"]
@@ -42,12 +42,12 @@ def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> jax.shardi
     return jax.make_mesh(shape, axis_names, axis_types=axis_types, devices=jax.devices()[:n])
 
 
-def build(shape: ModelShape, leaves: Leaves, mesh: jax.sharding.Mesh, *, dtype: str, remat: Remat = "none") -> Qwen3:
+def build(model: ModelConfig, leaves: Leaves, mesh: jax.sharding.Mesh, *, dtype: str, remat: Remat = "none") -> Qwen3:
     """A model whose parameters are float32 and sharded over `mesh`; `dtype` is that of activations.
 
     Raises ConfigError if a dimension does not divide over its mesh axis, or a tensor is missing.
     """
-    config = _config(shape, dtype, remat)
+    config = _config(model, dtype, remat)
     with mesh:
         abstract = nnx.eval_shape(lambda: tunix_qwen3.Qwen3(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
@@ -71,18 +71,18 @@ def leaf_name(path: tuple[Any, ...]) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _config(shape: ModelShape, dtype: str, remat: Remat) -> tunix_qwen3.ModelConfig:
+def _config(model: ModelConfig, dtype: str, remat: Remat) -> tunix_qwen3.ModelConfig:
     return tunix_qwen3.ModelConfig(
-        num_layers=shape.n_layers,
-        vocab_size=shape.vocab_size,
-        embed_dim=shape.hidden_size,
-        hidden_dim=shape.intermediate_size,
-        num_heads=shape.n_heads,
-        head_dim=shape.head_dim,
-        num_kv_heads=shape.n_kv_heads,
-        rope_theta=shape.rope_theta,  # pyright: ignore[reportArgumentType]  (declared int, and unused by Tunix)
-        norm_eps=shape.norm_eps,
-        use_tied_embedding=shape.tied,
+        num_layers=model.num_hidden_layers,
+        vocab_size=model.vocab_size,
+        embed_dim=model.hidden_size,
+        hidden_dim=model.intermediate_size,
+        num_heads=model.num_attention_heads,
+        head_dim=model.head_dim,
+        num_kv_heads=model.num_key_value_heads,
+        rope_theta=model.rope_theta,  # pyright: ignore[reportArgumentType]  (declared int, and unused by Tunix)
+        norm_eps=model.rms_norm_eps,
+        use_tied_embedding=model.tie_word_embeddings,
         remat_config=_REMAT[remat],
         dtype=jnp.dtype(dtype),
         param_dtype=jnp.float32,

@@ -15,21 +15,22 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from services.trainer.model.shape import ModelShape, from_hf, hf_name
+from services.trainer.model.names import from_hf, hf_name
 from shared.errors import ConfigError
+from shared.model_config import ModelConfig
 
 type Leaves = Callable[[str, tuple[int, ...]], np.ndarray]
 
 _RESIDUAL = (".attn.o_proj.w", ".mlp.down_proj.kernel")
 
 
-def leaves_of(folder: Path, shape: ModelShape, seed: int) -> Leaves:
+def leaves_of(folder: Path, model: ModelConfig, seed: int) -> Leaves:
     """The folder's safetensors if it has any, else random weights of `seed`."""
     files = sorted(folder.glob("*.safetensors"))
-    return safetensors_leaves(folder, files) if files else random_leaves(shape, seed)
+    return safetensors_leaves(folder, files) if files else random_leaves(model, seed)
 
 
-def random_leaves(shape: ModelShape, seed: int) -> Leaves:
+def random_leaves(model: ModelConfig, seed: int) -> Leaves:
     """Normal weights with the config's initializer_range; projections onto the residual stream are scaled by 1/sqrt(2 L).
 
     Every leaf has a generator of its own, seeded by its name, so values depend on neither order nor sharding.
@@ -39,9 +40,9 @@ def random_leaves(shape: ModelShape, seed: int) -> Leaves:
         if name.endswith("norm.w"):
             return np.ones(size, np.float32)
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        scale = shape.initializer_range
+        scale = model.initializer_range
         if name.endswith(_RESIDUAL):
-            scale /= math.sqrt(2 * shape.n_layers)
+            scale /= math.sqrt(2 * model.num_hidden_layers)
         return rng.standard_normal(size, np.float32) * np.float32(scale)
 
     return leaf
