@@ -1,7 +1,7 @@
 """What every service's HTTP face has in common: problem bodies, limits, roles, health, metrics, msgpack.
 
-`/health` says the process lives, `/ready` says "route to me"; both need no token. Every other route asks for a role
-(shared.access), checked before its body is read.
+`/health` says the process lives, `/ready` says "route to me"; neither needs a token, nor does the page `/docs`. Every other route
+asks for a role (shared.access), checked before its body is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shared import codec, offload, telemetry
+from shared import codec, docs_page, offload, telemetry
 from shared.access import Role, RoleTable, Tokens
 from shared.bounds import MAX_OBJECTS
 from shared.errors import DecodeError, Forbidden, InputError, RateLimited, TooLarge, Unauthorized, Unavailable, VolleyError, problem
@@ -32,14 +32,14 @@ COMMON_ROLES = {
     "GET /health": Role.ANYONE,
     "GET /ready": Role.ANYONE,
     "GET /metrics": Role.VIEWER,
-    "GET /docs": Role.VIEWER,
-    "GET /openapi.json": Role.VIEWER,
+    **docs_page.ROLES,
 }
 _SMALL_BODY = 256 * 1024  # bytes that every request may send, however many there are
 _LARGE_BODIES = 16  # so many of the largest size may be arriving at once
 _REQUESTS = telemetry.Histogram(
     "volley_http_request_seconds", "Duration of a request", ["method", "route", "status"], registry=telemetry.REGISTRY
 )
+_METHODS_COUNTED = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _MAX_ERRORS, _MAX_NAME = 10, 80
 _log = telemetry.Log("http")
 
@@ -61,13 +61,15 @@ def create_app(
         ready: returns None when requests may be routed here, else the reason why not.
         max_objects: values that one body may hold.
     """
-    app = FastAPI(title=title, version="1", docs_url="/docs", redoc_url=None, swagger_ui_oauth2_redirect_url=None, responses=PROBLEMS)
+    app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, responses=PROBLEMS)
     app.state.max_objects = max_objects
     app.add_exception_handler(VolleyError, _on_volley_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(_Edge, limits=limits, tokens=tokens, roles=RoleTable({**COMMON_ROLES, **(roles or {})}))
+    declared = {**COMMON_ROLES, **(roles or {})}
+    app.add_middleware(_Edge, limits=limits, tokens=tokens, roles=RoleTable(declared))
+    docs_page.add(app, declared, secured=tokens is not None)
 
     @app.get("/health", tags=["common"])
     async def health() -> dict[str, str]:
@@ -81,8 +83,9 @@ def create_app(
         return {"status": "ready"}
 
     @app.get("/metrics", tags=["common"], response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        return Response(telemetry.exposition(), media_type="text/plain; version=0.0.4")
+    async def metrics(request: Request) -> Response:
+        content, media_type = telemetry.exposition(request.headers.get("accept", ""))
+        return Response(content, media_type=media_type)
 
     return app
 
@@ -196,7 +199,9 @@ class _Edge:
             await self._guarded(scope, receive, watched_send)
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
-            _REQUESTS.labels(scope["method"], route, status).observe(time.perf_counter() - started)
+            _REQUESTS.labels(scope["method"] if scope["method"] in _METHODS_COUNTED else "other", route, status).observe(
+                time.perf_counter() - started
+            )
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -46,16 +46,20 @@ def declares(
         extra["responses"] = {str(status): {"description": "Done", "content": _content(answer)} for status in statuses}
     if query is not None:
         schema = _plain(query)
-        required = schema.get("required", ())
+        required, examples = schema.get("required", ()), schema.get("examples", ({},))[0]
         extra["parameters"] = [
-            {"name": name, "in": "query", "required": name in required, "schema": field} for name, field in schema["properties"].items()
+            {"name": name, "in": "query", "required": name in required, "schema": field}
+            | ({"example": examples[name]} if name in examples else {})
+            for name, field in schema["properties"].items()
         ]
     return extra
 
 
 def _content(schema: Schema) -> dict[str, Any]:
+    """With an example where the schema has one: of JSON alone, which is what a page can send."""
     plain = _plain(schema)
-    return {"application/json": {"schema": plain}, codec.MEDIA_TYPE: {"schema": plain}}
+    examples = plain.pop("examples", ())
+    return {"application/json": {"schema": plain, **({"example": examples[0]} if examples else {})}, codec.MEDIA_TYPE: {"schema": plain}}
 
 
 def _plain(schema: Schema) -> dict[str, Any]:

@@ -8,13 +8,18 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
-__all__ = ["REGISTRY", "Counter", "Gauge", "Histogram", "Log", "configure", "exposition"]
+__all__ = ["REGISTRY", "Counter", "Gauge", "Histogram", "Log", "Totals", "configure", "exposition"]
 
+disable_created_metrics()  # a second series for every counter, which Prometheus' text format knows nothing of
 REGISTRY = CollectorRegistry()
 ProcessCollector(registry=REGISTRY)  # memory, file descriptors and CPU time of the process
 _LEVELS = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning", logging.ERROR: "error", logging.CRITICAL: "error"}
@@ -75,6 +80,26 @@ def configure(service: str, level: int = logging.INFO) -> None:
     logging.getLogger("volley").setLevel(level)
 
 
-def exposition() -> bytes:
-    """All metrics of the process in Prometheus' text format."""
-    return generate_latest(REGISTRY)
+class Totals(Collector):
+    """A counter whose total others count: it shows what it was last told, and begins again when they do."""
+
+    def __init__(self, name: str, help_text: str, label: str) -> None:
+        self._name, self._help, self._label = name, help_text, label
+        self._totals: Mapping[str, float] = {}
+        REGISTRY.register(self)
+
+    def set(self, totals: Mapping[str, float]) -> None:
+        """Args: totals: by value of the label."""
+        self._totals = dict(totals)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(self._name, self._help, labels=[self._label])
+        for value, total in self._totals.items():
+            family.add_metric([value], total)
+        yield family
+
+
+def exposition(accept: str = "") -> tuple[bytes, str]:
+    """All metrics of the process, and their media type: OpenMetrics where the client's Accept asks for it, else Prometheus' text format."""
+    encode, media_type = choose_encoder(accept)
+    return encode(REGISTRY), media_type

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic.config import JsonDict
 
 from services.env.environments.base import Fault, Message, StepResult
 from services.env.episodes import Slot
@@ -17,20 +18,25 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 Index = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
+def _example(**body: JsonValue) -> JsonDict:
+    """What the OpenAPI page offers to send."""
+    return {"examples": [body]}
+
+
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class SplitBody(Body):
-    split: Name
+class SplitBody(Body, json_schema_extra=_example(split="train")):
+    split: Annotated[Name, Field(examples=["train"])]
 
 
-class TaskBody(Body):
-    split: Name
-    index: Index
+class TaskBody(Body, json_schema_extra=_example(split="train", index=0)):
+    split: Annotated[Name, Field(examples=["train"])]
+    index: Annotated[Index, Field(examples=[0])]
 
 
-class RegisterBody(Body):
+class RegisterBody(Body, json_schema_extra=_example(name="frozen_lake-6", base="frozen_lake", config={"size": 6})):
     """A configured variant of the environment `base`."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -38,7 +44,7 @@ class RegisterBody(Body):
     config: dict[str, JsonValue] = {}
 
 
-class CreateBody(Body):
+class CreateBody(Body, json_schema_extra=_example(request_id="1", env="frozen_lake", split="train", index=0)):
     """`seed` drives what is random in the episode; left out, it is made from `request_id`."""
 
     request_id: RequestId
@@ -68,7 +74,10 @@ class AssistantMessage(BaseModel):
         return {**message, "tool_calls": self.tool_calls} if self.tool_calls else message
 
 
-class StepBody(Body):
+_ACTION: JsonDict = {"role": "assistant", "content": "<answer>Right || Down</answer>"}
+
+
+class StepBody(Body, json_schema_extra=_example(request_id="1", message=_ACTION)):
     request_id: RequestId
     message: AssistantMessage
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 
 from services.env.bodies import (
@@ -60,6 +60,9 @@ class State:
     runner: Runner
 
 
+EnvName = Annotated[str, Path(openapi_examples={"built in": {"value": "frozen_lake"}})]
+
+
 def _state(request: Request) -> State:
     return request.app.state.env
 
@@ -109,25 +112,25 @@ async def delete_episode(request: Request, episode_id: str) -> Response:
 
 
 @router.get("/{env}/splits", tags=["tasks"], openapi_extra=declares(answer={"type": "array", "items": {"type": "string"}}))
-async def list_splits(request: Request, env: str) -> Response:
+async def list_splits(request: Request, env: EnvName) -> Response:
     """The names of the task sets."""
     return respond(request, list(await _run(request, env, "list", lambda e: e.splits)))
 
 
-async def count_tasks(request: Request, env: str) -> Response:
+async def count_tasks(request: Request, env: EnvName) -> Response:
     """How many tasks a split has."""
     body = await read(request, SplitBody)
     return respond(request, {"num_tasks": await _run(request, env, "list", lambda e: e.num_tasks(body.split))})
 
 
-async def show_task(request: Request, env: str) -> Response:
+async def show_task(request: Request, env: EnvName) -> Response:
     """The id of a task: split, index, and a digest of what the task is."""
     body = await read(request, TaskBody)
     return respond(request, {"task": await _run(request, env, "reset", lambda e: e.task(body.split, body.index))})
 
 
 @router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=declares(body=TaskBody, answer=Shown))
-async def demonstrate(request: Request, env: str) -> Response:
+async def demonstrate(request: Request, env: EnvName) -> Response:
     """A solved conversation of one task, ending with the assistant's last message."""
     body = await read(request, TaskBody)
     return respond(request, {"messages": list(await _run(request, env, "demonstrate", lambda e: e.demonstration(body.split, body.index)))})

@@ -22,6 +22,11 @@ def _object(required: Mapping[str, Any], optional: Mapping[str, Any] | None = No
     return {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required), **closing}
 
 
+def _with_example(schema: Schema, **body: Any) -> Schema:
+    """For the page, which offers to send it."""
+    return {**schema, "examples": [body]}
+
+
 def _or_null(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
@@ -49,7 +54,9 @@ _ROW: Schema = {"type": "array", "description": "[log-probability, token id, nul
 _TIMINGS: Schema = {"type": "object", "description": "seconds", "additionalProperties": {"type": "number"}}
 _COMMITTED = {"version": {"type": "string"}, "previous": _VERSION, "continued": _COUNT, "aborted": _COUNT, "timings": _TIMINGS}
 
-GENERATE: Schema = _object(
+_VERSION_NAME = "e000001-s000001"
+_CHECKPOINT = f"runs/quickstart/checkpoints/{_VERSION_NAME}"
+_GENERATE: Schema = _object(
     {},
     {
         "input_ids": {"type": "array", "items": _COUNT, "minItems": 1},
@@ -66,6 +73,7 @@ GENERATE: Schema = _object(
     "oneOf": [{"required": ["input_ids"]}, {"required": ["text"]}],
     "description": "As msgpack, input_ids may be an array.",
 }
+GENERATE = _with_example(_GENERATE, input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 8, "temperature": 1.0})
 GENERATED = _object(
     {
         "output_ids": {"type": "array", "items": _COUNT},
@@ -84,17 +92,17 @@ GENERATED = _object(
     }
 )
 
-STAGE = _object({"manifest": _TEXT})
+STAGE = _with_example(_object({"manifest": _TEXT}), manifest=_CHECKPOINT)
 STAGED = _object({"staged": {"type": "string"}, "digest": {"type": "string"}, "timings": _TIMINGS})
-COMMIT = _object({"version": _TEXT}, {"base_version": _or_null(_TEXT), "mode": _MODE})
+COMMIT = _with_example(_object({"version": _TEXT}, {"base_version": _or_null(_TEXT), "mode": _MODE}), version=_VERSION_NAME)
 COMMITTED = _object(_COMMITTED)
-UPDATE = _object({"manifest": _TEXT}, {"mode": _MODE})
-UPDATE_FROM_DISK = _object({"model_path": _TEXT}, {"mode": _MODE})
+UPDATE = _with_example(_object({"manifest": _TEXT}, {"mode": _MODE}), manifest=_CHECKPOINT)
+UPDATE_FROM_DISK = _with_example(_object({"model_path": _TEXT}, {"mode": _MODE}), model_path=_CHECKPOINT)
 UPDATED_FROM_DISK = _object({"success": {"const": True}, "message": {"type": "string"}, **_COMMITTED})
 WEIGHTS = _object({"current": _VERSION, "staged": _VERSION, "digest": _VERSION})
-ABORT = {"anyOf": [_object({"rid": _TEXT}), _object({"abort_all": {"const": True}})]}
+ABORT = _with_example({"anyOf": [_object({"rid": _TEXT}), _object({"abort_all": {"const": True}})]}, rid="1")
 ABORTED = _object({"aborted": _COUNT})
-PAUSE = _object({}, {"mode": _MODE})
+PAUSE = _with_example(_object({}, {"mode": _MODE}), mode="in_place")
 STATE = _object({"status": {"type": "string"}})
 MODEL = _object(
     {

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from contextlib import suppress
 
 from services.rollout.engine.protocol import Engine, EngineStatus, GenerateResult
-from shared.errors import Unavailable
-from shared.telemetry import REGISTRY, Counter, Gauge, Histogram, Log
+from shared.errors import DecodeError, Unavailable
+from shared.telemetry import REGISTRY, Counter, Gauge, Histogram, Log, Totals
+from shared.types import WeightVersion
 
 PERIOD_S = 1.0
 _log = Log("metrics")
@@ -18,9 +21,10 @@ PAUSE_SECONDS = Histogram("volley_rollout_pause_seconds", "Decoding stood still 
 DISTRUSTED = Counter("volley_rollout_weights_distrusted", "Times that what served was not what was loaded", registry=REGISTRY)
 _REQUESTS = Gauge("volley_rollout_engine_requests", "Requests in the engine", ["state"], registry=REGISTRY)
 _FREE = Gauge("volley_rollout_free_kv_tokens", "Free slots of the key/value pool", registry=REGISTRY)
-_STEPS = Gauge("volley_rollout_steps", "Steps since the start", ["kind"], registry=REGISTRY)
-_SHAPES = Gauge("volley_rollout_compiled_shapes", "Compiled shapes", registry=REGISTRY)
-_VERSION = Gauge("volley_rollout_weights", "1 for the serving version", ["version"], registry=REGISTRY)
+_STEPS = Totals("volley_rollout_engine_steps", "Steps of the engine since its start", "kind")
+_COMPILATIONS = Totals("volley_rollout_engine_compilations", "Shapes the engine has compiled since its start", "what")
+_EPOCH = Gauge("volley_rollout_weights_epoch", "Epoch of the serving weights; NaN while none serve", registry=REGISTRY)
+_STEP = Gauge("volley_rollout_weights_step", "Step of the serving weights; NaN while none serve", registry=REGISTRY)
 
 
 def count(result: GenerateResult) -> None:
@@ -44,8 +48,17 @@ def _show(status: EngineStatus) -> None:
     _REQUESTS.labels("running").set(status.running)
     _REQUESTS.labels("queued").set(status.queued)
     _FREE.set(status.free_kv_tokens)
-    _SHAPES.set(status.compilations)
-    for kind, steps in status.steps.items():
-        _STEPS.labels(kind).set(steps)
-    _VERSION.clear()
-    _VERSION.labels(status.current or "none").set(1)
+    _COMPILATIONS.set({"shape": status.compilations})
+    _STEPS.set(status.steps)
+    epoch, step = _numbers(status.current)
+    _EPOCH.set(epoch)
+    _STEP.set(step)
+
+
+def _numbers(version: str | None) -> tuple[float, float]:
+    """Epoch and step of a version as values: as a label, every version would be a series of its own."""
+    with suppress(DecodeError):
+        if version is not None:
+            known = WeightVersion.parse(version)
+            return known.epoch, known.step
+    return math.nan, math.nan

@@ -10,6 +10,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
 
 from services.rollout import declared, intake
 from services.rollout.engine.protocol import GenerateResult, SamplingParams
@@ -50,7 +51,7 @@ class Sampling(BaseModel):
     logprobs: bool | int | None = None
 
 
-class Completion(Sampling):
+class Completion(Sampling, json_schema_extra={"examples": [{"prompt": "2 + 2 =", "max_tokens": 8}]}):
     prompt: str | Annotated[list[TokenId], Field(fail_fast=True)]
 
 
@@ -61,7 +62,10 @@ class ChatMessage(BaseModel):
     content: str | None = None
 
 
-class ChatCompletion(Sampling):
+_CHAT: JsonDict = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 8}
+
+
+class ChatCompletion(Sampling, json_schema_extra={"examples": [_CHAT]}):
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = []
 

@@ -8,19 +8,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from services.trainer import prometheus
 from services.trainer.metrics import StepMetrics
-from shared import telemetry
 
 Phase = Literal["loading", "warm start", "starting", "waiting", "training", "saving", "paused", "done", "stopped"]
 _LAST_S = 1.0
 _STARTING: frozenset[Phase] = frozenset({"loading", "warm start", "starting"})
-_STEP = telemetry.Gauge("volley_trainer_step", "Optimizer steps of RL", registry=telemetry.REGISTRY)
-_DURABLE = telemetry.Gauge("volley_trainer_durable_step", "Step of the newest checkpoint", registry=telemetry.REGISTRY)
-_REWARD = telemetry.Gauge("volley_trainer_reward_mean", "Mean reward of the last step", registry=telemetry.REGISTRY)
-_LOSS = telemetry.Gauge("volley_trainer_loss", "Loss of the last step", registry=telemetry.REGISTRY)
-_TOKENS = telemetry.Counter("volley_trainer_tokens", "Tokens trained on", registry=telemetry.REGISTRY)
-_TICKETS = telemetry.Counter("volley_trainer_tickets", "Tickets by how they ended", ["disposition"], registry=telemetry.REGISTRY)
-_SECONDS = telemetry.Histogram("volley_trainer_seconds", "Duration of a part of a step", ["part"], registry=telemetry.REGISTRY)
 
 
 @dataclass
@@ -99,18 +92,15 @@ class Board:
 
     def trained(self, metrics: StepMetrics) -> None:
         self.step, self.version, self.last = metrics.step, metrics.version, metrics
-        _STEP.set(metrics.step)
-        _REWARD.set(metrics.reward_mean)
-        _LOSS.set(metrics.loss)
-        _TOKENS.inc(metrics.tokens)
+        prometheus.show(metrics, self.epoch)
 
     def durable(self, step: int) -> None:
         self.durable_step = step
-        _DURABLE.set(step)
+        prometheus.DURABLE.set(step)
 
     def ended(self, disposition: str) -> None:
         self.tickets[disposition] = self.tickets.get(disposition, 0) + 1
-        _TICKETS.labels(disposition).inc()
+        prometheus.TICKETS.labels(disposition).inc()
 
     def timed(self, part: str, seconds: float) -> None:
-        _SECONDS.labels(part).observe(seconds)
+        prometheus.PART_SECONDS.labels(part).observe(seconds)

@@ -29,8 +29,12 @@ EXPECTED = """
 common        anyone  GET /health
 common        anyone  GET /ready
 common        viewer  GET /metrics
-common        viewer  GET /docs
-common        viewer  GET /openapi.json
+common        anyone  GET /docs
+common        anyone  GET /docs/favicon.png
+common        anyone  GET /docs/start.js
+common        anyone  GET /docs/swagger-ui-bundle.js
+common        anyone  GET /docs/swagger-ui.css
+common        anyone  GET /openapi.json
 env           viewer  GET /environments
 env           admin   POST /environments
 env           service POST /episodes

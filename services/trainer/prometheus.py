@@ -1,0 +1,64 @@
+"""The trainer's Prometheus metrics. The measures of the last step have the names of `metrics.jsonl`; what a step adds up is counted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from services.trainer.metrics import StepMetrics
+from shared.telemetry import REGISTRY, Counter, Gauge, Histogram
+
+_OF_THE_LAST_STEP = {
+    "loss": "Loss",
+    "grad_norm": "Norm of the gradient before clipping",
+    "reward_mean": "Mean reward of an episode",
+    "reward_std": "Standard deviation of the rewards of all episodes",
+    "success": "Share of the episodes that succeeded",
+    "truncation_rate": "Share of the episodes that were truncated",
+    "kl": "Mean Kullback-Leibler divergence from the reference model in nats a token; 0 without one",
+    "entropy": "Mean entropy of the policy in nats a token",
+    "clip_fraction": "Share of the tokens whose ratio was clipped",
+    "logprob_abs_diff": "Mean |log p(trainer) - log p(rollout)| in nats a token",
+    "logprob_abs_diff_current": "The same over tokens sampled with the weights that were trained; NaN without any",
+    "logprob_abs_diff_current_max": "The largest of these; NaN without any",
+    "staleness_mean": "Mean staleness of a group in steps, by its oldest token",
+    "staleness_max": "Largest staleness of a group in steps",
+}
+_LAST = {name: Gauge(f"volley_trainer_{name}", f"{text} (of the last step)", registry=REGISTRY) for name, text in _OF_THE_LAST_STEP.items()}
+_EPOCH = Gauge("volley_trainer_epoch", "Epoch of the trainer: how often one has begun on this run", registry=REGISTRY)
+_STEP = Gauge(
+    "volley_trainer_step", "Step of the newest weights; a restart takes it back to that of the newest checkpoint", registry=REGISTRY
+)
+DURABLE = Gauge("volley_trainer_durable_step", "Step of the newest checkpoint", registry=REGISTRY)
+_STEPS = Counter("volley_trainer_steps", "Optimizer steps of RL made by this process", registry=REGISTRY)
+_TOKENS = Counter("volley_trainer_tokens", "Tokens trained on", registry=REGISTRY)
+_SEQUENCE_TOKENS = Counter(
+    "volley_trainer_sequence_tokens", "Tokens of the episodes trained on, prompts and observations too", registry=REGISTRY
+)
+_GROUPS = Counter("volley_trainer_groups", "Groups trained on", registry=REGISTRY)
+_EPISODES = Counter("volley_trainer_episodes", "Episodes trained on", registry=REGISTRY)
+TICKETS = Counter("volley_trainer_tickets", "Tickets by how they ended", ["disposition"], registry=REGISTRY)
+PART_SECONDS = Histogram(
+    "volley_trainer_part_seconds",
+    "Duration of a part of a step",
+    ["part"],
+    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
+    registry=REGISTRY,
+)
+
+for _gauge in _LAST.values():
+    _gauge.set(math.nan)
+
+
+def show(metrics: StepMetrics, epoch: int) -> None:
+    """A step was made."""
+    for name, gauge in _LAST.items():
+        value: Any = getattr(metrics, name)
+        gauge.set(math.nan if value is None else value)
+    _EPOCH.set(epoch)
+    _STEP.set(metrics.step)
+    _STEPS.inc()
+    _TOKENS.inc(metrics.tokens)
+    _SEQUENCE_TOKENS.inc(metrics.sequence_tokens)
+    _GROUPS.inc(metrics.groups)
+    _EPISODES.inc(metrics.episodes)

@@ -1,0 +1,92 @@
+"""Prometheus: every series of every service, by a real parser: its type, its name, its labels, and that a run does not add series."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import httpx
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from services.trainer.metrics import StepMetrics
+from shared.telemetry import REGISTRY
+from tests.fuzz.stack import OPENERS, RUN, TOKEN, open_stack, run_config
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| ([\w, ]*) \| (.+) \|$", re.MULTILINE)
+LABELS = {name: set(filter(None, labels.split(", "))) for name, _, labels, _ in ROW.findall(DOCS.read_text())}
+UNITS = re.compile(r"_(ms|milliseconds|minutes|hours|kb|mb|percent)(_|$)")
+
+
+def name_of(family):
+    return f"{family.name}_total" if family.type == "counter" and not family.name.endswith("_total") else family.name
+
+
+def ours(families):
+    return {name_of(family): family for family in families if not family.name.startswith(("process_", "python_"))}
+
+
+def test_the_tables_of_the_documentation_are_the_metrics():
+    assert OPENERS, "their import defines all metrics"
+    defined = {(name, f.type, f.documentation) for name, f in ours(REGISTRY.collect()).items()}
+    documented = {(name, kind, text.replace("\\|", "|")) for name, kind, _, text in ROW.findall(DOCS.read_text())}
+    assert documented == defined
+
+
+def test_names_follow_the_conventions():
+    for name, family in ours(REGISTRY.collect()).items():
+        assert name.startswith("volley_")
+        assert family.documentation
+        assert not UNITS.search(name), "base units: seconds, bytes, ratios"
+        assert name.endswith("_total") == (family.type == "counter")
+        if "_seconds" in name:
+            assert family.type in ("histogram", "counter")
+
+
+def test_every_measure_of_a_step_is_served():
+    measures = {name for name, kind in StepMetrics.__annotations__.items() if str(kind).startswith("float")} - {"retried_tokens"}
+    assert measures <= {name.removeprefix("volley_trainer_") for name in ours(REGISTRY.collect())}
+
+
+def series(text, parse=parse_text):
+    """{(series, labels)}, each of a documented metric; raises where the text is no valid exposition."""
+    found = set()
+    for family in parse(text):
+        if family.name.startswith(("process_", "python_")):
+            continue
+        documented = LABELS[name_of(family)]
+        for sample in family.samples:
+            assert not sample.name.endswith("_created")
+            assert set(sample.labels) - {"le"} == documented, sample
+            assert not any(re.search(r"e\d{6}-s\d{6}", value) for value in sample.labels.values()), sample
+            found.add((sample.name, tuple(sorted(sample.labels.items()))))
+    return found
+
+
+async def test_a_run_that_goes_on_adds_no_series_with_its_versions(tmp_path, redis_server):
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    async with open_stack(run_config(tmp_path, redis_server.url)) as urls, httpx.AsyncClient(trust_env=False, headers=headers) as client:
+        await client.post(f"{urls['orchestrator']}/runs/{RUN}/resume")
+
+        async def at_step(n):
+            async with asyncio.timeout(120):
+                while (await client.get(f"{urls['trainer']}/status")).json()["step"] < n:
+                    await asyncio.sleep(0.05)
+            await asyncio.sleep(1.2)  # the rollout server looks at its engine once a second
+            return {name: (await client.get(f"{url}/metrics")).text for name, url in urls.items()}
+
+        def steady(texts):
+            return {found for text in texts.values() for found in series(text) if found[0].startswith(("volley_trainer", "volley_rollout"))}
+
+        first, later = await at_step(4), await at_step(12)
+        assert steady(first) == steady(later)
+        assert (("volley_rollout_weights_step"), ()) in steady(later)
+        accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+        for url in urls.values():
+            answer = await client.get(f"{url}/metrics", headers=accept)
+            assert answer.headers["content-type"].startswith("application/openmetrics-text")
+            assert series(answer.text, parse_openmetrics)
+        values = {family.name: family.samples for family in parse_text(later["trainer"])}
+        for name in ("kl", "entropy", "staleness_mean", "staleness_max", "logprob_abs_diff", "clip_fraction", "grad_norm", "reward_mean"):
+            (sample,) = values[f"volley_trainer_{name}"]
+            assert sample.value == sample.value, f"{name} is NaN after a step"
