@@ -1,7 +1,7 @@
 """The archive of trained groups: `archive/e000001/s000042.zst` holds the wire bytes of the groups that made e000001-s000042.
 
-A file is a stream of zstd frames whose content is a stream of msgpack values: a header {schema, run, version, n, digests}, then `n`
-groups as binary, in the order they were trained in; `zstd -d` opens it. Writer and reader hold one group at a time.
+A file is a stream of zstd frames, each of them one msgpack value: a header {schema, run, version, n, digests}, then `n` groups as
+binary, in the order they were trained in; `zstd -d` opens it. Writer and reader hold one group at a time.
 
 Invariants: a file is whole or absent (written beside its place, fsynced, renamed, parent fsynced); a file alone claims
 nothing, because a crash may undo its step: what counts is the ledger's lines of the surviving lineage, and their digests.
@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import blake3
 import msgpack
@@ -23,12 +23,17 @@ import zstandard
 
 from shared import codec
 from shared.errors import DecodeError
+from shared.files import open_file
 from shared.storage import fsync, storage
 from shared.types import WeightVersion
 
 SCHEMA = 1
 _LEVEL = 1
 _SMALL = 2**16
+_PORTION = 2**20
+_SIP = 2**6  # bytes of a frame decompressed at once: 4 may become 128 kB
+_MAX_WINDOW = 2**23
+_MOST_GROUPS = 2**20
 MAX_GROUP_BYTES = 2**28
 """A reader refuses more, so that a damaged or hostile file costs little memory; the trainer takes no larger group in."""
 
@@ -118,8 +123,8 @@ def read(root: Path, run: str, version: WeightVersion) -> Iterator[bytes]:
     """
     path = path_of(root, version)
     try:
-        with path.open("rb") as file:
-            yield from _payloads(path, file, run, version)
+        with open_file(path) as file:
+            yield from _payloads(path, _values(file), run, version)
     except OSError as error:
         raise DecodeError(f"archive {path}: {error.strerror}") from error
     except (zstandard.ZstdError, msgpack.UnpackException, ValueError) as error:
@@ -136,26 +141,55 @@ def _epoch(folder: Path) -> int:
     return int(name[1]) if name else 0
 
 
-def _payloads(path: Path, file: Any, run: str, version: WeightVersion) -> Iterator[bytes]:
-    stream = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-    values = msgpack.Unpacker(stream, max_buffer_size=MAX_GROUP_BYTES + _SMALL, raw=False)
-    header = next(values, None)
+def _values(file: IO[bytes]) -> Iterator[bytes]:
+    """The contents of the frames, one at a time. Raises ValueError if the last one has no end, or one holds too much."""
+    read = memoryview(b"")
+    while read or (read := memoryview(file.read(_PORTION))):
+        frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
+        parts, size = list[bytes](), 0
+        while not frame.eof:
+            if not read and not (read := memoryview(file.read(_PORTION))):
+                raise ValueError("the last frame has no end")
+            part = frame.decompress(read[:_SIP])
+            used, read = read[:_SIP], read[_SIP:]
+            size += len(part)
+            if size > MAX_GROUP_BYTES + _SMALL:
+                raise ValueError(f"a frame holds more than {MAX_GROUP_BYTES} bytes")
+            parts.append(part)
+            if frame.eof and frame.unused_data:
+                read = memoryview(bytes(used[len(used) - len(frame.unused_data) :]) + bytes(read))
+        del frame
+        yield b"".join(parts)
+
+
+def _payloads(path: Path, values: Iterator[bytes], run: str, version: WeightVersion) -> Iterator[bytes]:
+    header = _unpacked(path, next(values, b""), _MOST_GROUPS)
     if not isinstance(header, dict) or header.get("schema") != SCHEMA:
         raise DecodeError(f"archive {path} is not of schema {SCHEMA}")
     if (header.get("run"), header.get("version")) != (run, str(version)):
-        raise DecodeError(f"archive {path} is of run {header.get('run')}, version {header.get('version')}, not of {run}, {version}")
+        said = f"run {str(header.get('run'))[:100]}, version {str(header.get('version'))[:100]}"
+        raise DecodeError(f"archive {path} is of {said}, not of {run}, {version}")
     expected, n = header.get("n"), 0
     digests = header.get("digests")
     if type(expected) is not int or not isinstance(digests, list | None):
         raise DecodeError(f"archive {path} does not say what groups it holds")
     for value in values:
-        if not isinstance(value, bytes):
+        group = _unpacked(path, value, 1)
+        if not isinstance(group, bytes):
             raise DecodeError(f"archive {path} holds something else than groups")
+        del value
         n += 1
         if n > expected:
             break
-        if digests is not None and digest(value) not in digests[n - 1 : n]:
+        if digests is not None and digest(group) not in digests[n - 1 : n]:
             raise DecodeError(f"archive {path}: group {n} is not the one that was written")
-        yield value
+        yield group
     if n != expected:
         raise DecodeError(f"archive {path} holds {f'more than {expected}' if n > expected else n} groups, its header says {expected}")
+
+
+def _unpacked(path: Path, value: bytes, most: int) -> Any:
+    try:
+        return codec.unpack(value, "a frame", most)
+    except DecodeError as error:
+        raise DecodeError(f"archive {path} is damaged: {error.detail}") from error

@@ -13,9 +13,10 @@ from typing import Any, Literal, Self
 
 import orjson
 
-from shared import ledger, pinned
+from shared import codec, ledger, pinned
 from shared.chain import Chain
 from shared.errors import DecodeError, Unavailable, WeightsError
+from shared.files import read_file
 from shared.pinned import Flat, Settings
 from shared.queue.progress import Progress
 from shared.types import WeightVersion
@@ -25,7 +26,8 @@ SCHEMA = 2
 _OLDER = 1  # without `chain` and `metrics`
 _MOST = 2**53
 _MAX_DETAIL = 300
-MAX_STATE_BYTES = 32 * 2**20
+MAX_STATE_BYTES = 64 * 2**20
+_MOST_VALUES = 1_000_000
 STATE, OPTIMIZER = "state.json", "optimizer"
 Phase = Literal["rl", "done"]
 
@@ -194,12 +196,12 @@ def read(folder: Path) -> tuple[TrainerState, tuple[File, ...]]:
     Raises WeightsError, and Unavailable if it cannot be read now.
     """
     try:
-        raw = orjson.loads((folder / STATE).read_bytes())
-        return TrainerState.from_mapping(raw), tuple(File(**f) for f in raw["optimizer_files"])
+        raw = codec.from_json(read_file(folder / STATE, MAX_STATE_BYTES), STATE, _MOST_VALUES)
+        return TrainerState.from_mapping(raw), tuple(map(File.from_mapping, _list(raw, "optimizer_files")))
     except OSError as error:
         raise unreadable(str(folder / STATE), error) from error
-    except (KeyError, TypeError, orjson.JSONDecodeError) as error:
-        raise WeightsError(f"{folder / STATE} cannot be read: {error}") from error
+    except (KeyError, TypeError, DecodeError) as error:
+        raise WeightsError(f"{folder / STATE} cannot be read: {error!r}"[:_MAX_DETAIL]) from error
 
 
 def verify(folder: Path) -> tuple[Manifest, TrainerState]:

@@ -16,16 +16,28 @@ from typing import Any, Self
 import blake3
 import orjson
 
+from shared import codec
 from shared.errors import DecodeError, Forbidden, Unavailable, VolleyError, WeightsError
+from shared.files import open_file, read_file
 from shared.storage import fsync
 from shared.types import WeightVersion
 
 SCHEMA = 1
-MANIFEST = "manifest.json"
+MANIFEST, PARAMS = "manifest.json", "params"
 BAD = "bad"  # below the root: where damaged checkpoints are set aside, each in a folder with its name
 MAX_MANIFEST_BYTES = 16 * 2**20
 _BLOCK_BYTES = 16 * 2**20
-_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+_MAX_DETAIL = 300
+_DAMAGE = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EMEDIUMTYPE,
+    errno.EFBIG,
+    errno.EINVAL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +47,11 @@ class File:
     name: str
     size: int
     blake3: str
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any]) -> Self:
+        """Raises KeyError or TypeError."""
+        return cls(_text(raw, "name"), _count(raw, "size"), _text(raw, "blake3"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +98,7 @@ class Manifest:
     def from_json(cls, data: bytes) -> Self:
         """Raises WeightsError naming what is wrong."""
         try:
-            raw = orjson.loads(data)
+            raw = codec.from_json(data, "manifest")
             if raw["schema"] != SCHEMA:
                 raise WeightsError(f"manifest has schema {raw['schema']!r:.50}, expected {SCHEMA}")
             base, probe, state = raw["base_version"], raw["probe"], raw.get("state")
@@ -92,15 +109,15 @@ class Manifest:
                 step=_count(raw, "step"),
                 kind=_text(raw, "kind"),
                 path=_text(raw, "path"),
-                files=tuple(File(_text(f, "name"), _count(f, "size"), _text(f, "blake3")) for f in raw["files"]),
+                files=tuple(map(File.from_mapping, raw["files"])),
                 tree=tuple(_leaf(leaf) for leaf in raw["tree"]),
                 model=dict(raw["model"]),
                 probe=None if probe is None else _probe(probe),
                 created=float(raw["created"]),
                 state=None if state is None else _text(raw, "state"),
             )
-        except (orjson.JSONDecodeError, DecodeError, KeyError, TypeError, ValueError) as error:
-            raise WeightsError(f"manifest is malformed: {error!r}") from error
+        except (DecodeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise WeightsError(f"manifest is malformed: {error!r}"[:_MAX_DETAIL]) from error
 
 
 def _text(raw: Mapping[str, Any], key: str) -> str:
@@ -157,11 +174,7 @@ def read_manifest(path: Path) -> Manifest:
     """`path` is a manifest or its folder. Raises WeightsError, and Unavailable if it cannot be read now."""
     path = path / MANIFEST if path.is_dir() else path
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_MANIFEST_BYTES + 1)
-        if len(data) > MAX_MANIFEST_BYTES:
-            raise WeightsError(f"manifest {path} has more than {MAX_MANIFEST_BYTES} bytes")
-        return Manifest.from_json(data)
+        return Manifest.from_json(read_file(path, MAX_MANIFEST_BYTES))
     except OSError as error:
         raise unreadable(f"manifest {path}", error) from error
 
@@ -191,7 +204,7 @@ def _verify_files(folder: Path, manifest: Manifest) -> None:
     expected = {file.name: file for file in manifest.files}
     below = confined(folder, manifest.path)
     entries = (path / name for path, _, names in below.walk(on_error=_raise) for name in names)
-    present = {str(p.relative_to(folder.resolve())) for p in entries if p.is_symlink() or p.is_file()}
+    present = {str(p.relative_to(folder.resolve())) for p in entries}
     for name in sorted(present ^ expected.keys()):
         raise WeightsError(f"{manifest.version}: file {name} is {'not in the manifest' if name in present else 'missing'}")
     for file in manifest.files:
@@ -234,9 +247,10 @@ def digest(path: Path, sync: bool = False) -> str:
     if sync:
         fsync(path)
     found = blake3.blake3(max_threads=blake3.blake3.AUTO)
-    block = memoryview(bytearray(min(_BLOCK_BYTES, path.stat().st_size + 1)))
-    with path.open("rb", buffering=0) as file:  # not mapped into memory: a file cut meanwhile would end the process
-        while n := file.readinto(block):
+    with open_file(path) as file:  # not mapped into memory: a file cut meanwhile would end the process
+        size = os.fstat(file.fileno()).st_size
+        block = memoryview(bytearray(min(_BLOCK_BYTES, size + 1)))
+        while n := os.readv(file.fileno(), [block]):
             found.update(block[:n])
     return found.hexdigest()
 

@@ -224,7 +224,45 @@ def repeat_metrics(run: RunFolder) -> None:
     run.metrics.write_bytes(run.metrics.read_bytes() + run.metrics.read_bytes().splitlines(keepends=True)[2])
 
 
+def change_a_reward_everywhere(run: RunFolder) -> None:
+    edit_archive(run, 3, lambda groups: groups.__setitem__(1, group(8, E2[2], reward=5.0)))
+
+
+def change_a_loss(run: RunFolder) -> None:
+    run.metrics.write_bytes(run.metrics.read_bytes().replace(b'"loss":0.0', b'"loss":0.5', 1))
+
+
+def empty_the_metrics(run: RunFolder) -> None:
+    run.metrics.write_bytes(b"")
+
+
+def change_a_reason(run: RunFolder) -> None:
+    edit_ledger(run, lambda lines: of(3, lines).update(reason="nobody's fault"))
+
+
+def change_the_bound(run: RunFolder) -> None:
+    tree = yaml.safe_load(run.config.read_text())
+    tree["grpo_config"]["off_policy_steps"] = 7
+    run.config.write_text(yaml.safe_dump(tree))
+
+
+def change_the_record(run: RunFolder) -> None:
+    edit_json(run.record, config=orjson.loads(run.record.read_bytes())["config"] | {"trainer.groups_per_step": 3})
+
+
+def remove_the_last_checkpoint(run: RunFolder) -> None:
+    shutil.rmtree(run.path / HEAD)
+
+
 PLANTED = [
+    (change_a_reward_everywhere, Kind.LEDGER, {"ticket": 8, "step": 3}),
+    (change_a_reward_everywhere, Kind.CHAIN, {"step": 3}),
+    (change_a_loss, Kind.CHAIN, {"step": 3}),
+    (empty_the_metrics, Kind.METRICS, {"step": 1}),
+    (change_a_reason, Kind.CHAIN, {"file": "ledger.jsonl"}),
+    (change_the_bound, Kind.CONFIG, {"file": "config.yaml"}),
+    (change_the_record, Kind.CONFIG, {"file": "run.json"}),
+    (remove_the_last_checkpoint, Kind.CHECKPOINT, {"file": "run.json"}),
     (lose_a_trained_line, Kind.LOST, {"ticket": 7}),
     (lose_a_void_line, Kind.LOST, {"ticket": 3}),
     (train_twice, Kind.DOUBLY_TRAINED, {"ticket": 7}),
@@ -258,7 +296,7 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("plant", "kind", "named"), PLANTED, ids=[plant.__name__ for plant, _, _ in PLANTED])
+@pytest.mark.parametrize(("plant", "kind", "named"), PLANTED, ids=[f"{plant.__name__}-{kind}" for plant, kind, _ in PLANTED])
 def test_a_planted_violation_is_named(
     run: RunFolder, plant: Callable[[RunFolder], None], kind: Kind, named: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):
@@ -295,6 +333,7 @@ def test_a_torn_last_line_was_promised_to_nobody(run: RunFolder):
 
 def test_steps_beyond_the_newest_checkpoint_are_named_as_undone(run: RunFolder):
     shutil.rmtree(run.path / HEAD)
+    edit_json(run.record, finished=False, final=None)
     result = verify(run)
     assert result["ok"]
     assert result["head"] == str(E2[4])

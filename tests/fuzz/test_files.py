@@ -180,7 +180,7 @@ def test_process_lists(tmp_path_factory: pytest.TempPathFactory, data: bytes) ->
     [
         (b"\xc6" + (2**32 - 1).to_bytes(4, "big") + bytes(2**24), "damaged"),
         (b"\xc6" + (2**23).to_bytes(4, "big") + bytes(2**23), "damaged"),
-        (b"\xc4\x00" * 2**22, "more than 1 groups"),
+        (b"\xc4\x00" * 2**22, "damaged"),
         (b"\x91" * 2**22, "damaged"),
         (b"\xdd\xff\xff\xff\xff" * 2**20, "damaged"),
     ],
@@ -188,7 +188,7 @@ def test_process_lists(tmp_path_factory: pytest.TempPathFactory, data: bytes) ->
 def test_an_archive_that_holds_too_much_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, named: str) -> None:
     """With groups of up to 1 MiB, a file of a few kB that unpacks to megabytes is refused in less than four."""
     monkeypatch.setattr(archive, "MAX_GROUP_BYTES", 2**20)
-    data = zstandard.compress(codec.pack({**HEADER, "n": 1}) + content, 19)
+    data = zstandard.compress(codec.pack({**HEADER, "n": 1})) + zstandard.compress(content, 19)
     assert len(data) < 2**14
     tracemalloc.start()
     try:

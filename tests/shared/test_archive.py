@@ -72,7 +72,7 @@ def test_every_truncation_and_every_flipped_byte_is_damage(tmp_path: Path):
     path = written(tmp_path)
     data = path.read_bytes()
     flipped = [data[:i] + bytes([data[i] ^ 0x5A]) + data[i + 1 :] for i in range(len(data))]
-    damaged = [data[:n] for n in range(len(data) - 4)] + flipped + [bad[:-4] for bad in flipped[:-4]]
+    damaged = [data[:n] for n in range(len(data))] + flipped + [bad[:-4] for bad in flipped[:-4]]
     for bad in [*damaged, data + b"x", data * 2]:
         path.write_bytes(bad)
         with pytest.raises(DecodeError, match=str(path)):

@@ -1,8 +1,9 @@
 """Manifests: a folder is valid only when whole, and every way of being broken is named."""
 
+import contextlib
 import dataclasses
 import os
-import threading
+import socket
 
 import pytest
 
@@ -67,21 +68,34 @@ def test_too_many_open_files_are_no_harm(folder):
     weights.verify_files(folder, manifest)
 
 
-def test_a_state_that_is_removed_while_it_is_verified_is_named(folder):
-    path = folder / "state.json"
-    path.unlink()
-    os.mkfifo(path)
-
-    def write() -> None:
-        with path.open("wb") as file:
-            file.write(states.fresh(7).to_json(optimizer_files=[]))
-            path.unlink()
-
-    writer = threading.Thread(target=write)
-    writer.start()
+def test_a_state_that_was_removed_is_named(folder):
+    (folder / "state.json").unlink()
     with pytest.raises(WeightsError, match=r"state\.json: No such file"):
         states.verify(folder)
-    writer.join()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "params/d/0"])
+@pytest.mark.parametrize("special", ["fifo", "socket", "folder", "loop"])
+def test_what_is_no_file_is_named_and_nobody_waits_for_it(folder, name, special):
+    (folder / "state.json").write_bytes(states.fresh(7).to_json(optimizer_files=[]))
+    (folder / "optimizer").mkdir()
+    states.verify(folder)
+    (folder / name).unlink()
+    put(folder / name, special)
+    with pytest.raises((WeightsError, Forbidden)):
+        states.verify(folder)
+
+
+def put(path, special):
+    if special == "fifo":
+        os.mkfifo(path)
+    elif special == "folder":
+        path.mkdir()
+    elif special == "loop":
+        path.symlink_to(path)
+    else:
+        with socket.socket(socket.AF_UNIX) as one, contextlib.chdir(path.parent):
+            one.bind(path.name)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"schema": 2}', b'{"schema": 1, "version": "x"}'])

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from services.cli.runs import claimed, finished
 from services.trainer.board import Board
 from services.trainer.checkpoint import Checkpoints, Contents, Restored
 from services.trainer.intake import Held, Rules
@@ -170,9 +171,10 @@ class Incarnation:
 def make(folder: Path, *, max_to_keep: int = 3) -> Path:
     """Makes the run of this module; returns its folder."""
     write_config(folder)
-    with ThreadPoolExecutor(1) as executor:
+    with claimed(load([folder / "config.yaml"])) as claim, ThreadPoolExecutor(1) as executor:
         asyncio.run(Incarnation(folder, executor, max_to_keep=max_to_keep).run(_first))
         asyncio.run(Incarnation(folder, executor, max_to_keep=max_to_keep).run(_second))
+        finished(claim.folder, claim.record)
     return folder
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 from services.cli.verify.violation import Kind, Violation
@@ -13,7 +13,11 @@ from shared import weights
 from shared.errors import DecodeError, VolleyError, WeightsError
 from shared.state import TrainerState
 from shared.types import WeightVersion
-from shared.weights import BAD, MANIFEST, Manifest
+from shared.weights import BAD, MANIFEST, PARAMS, Manifest
+
+_DTYPES = {"float16", "bfloat16", "float32", "float64"}
+_ENTRIES = {PARAMS, states.OPTIMIZER, states.STATE, MANIFEST}
+_MOST_S = 1e11
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,13 @@ def _checked(folder: Path, version: WeightVersion, run: str) -> Retained:
     ):
         if said != expected:
             raise WeightsError(f"{what} is {said}, expected {expected}")
+    dtypes = {leaf.dtype for leaf in manifest.tree}
+    if manifest.kind != "full" or not manifest.tree or not manifest.files or not dtypes <= _DTYPES:
+        raise WeightsError("the manifest does not name full weights: kind, tree and files say what there is")
+    if len({leaf.key for leaf in manifest.tree}) < len(manifest.tree) or not 0 <= manifest.created < _MOST_S:
+        raise WeightsError("the manifest names a weight twice, or no time")
+    if extra := sorted({path.name for path in folder.iterdir()} - _ENTRIES):
+        raise WeightsError(f"{extra[0][:100]} does not belong to a checkpoint")
     return Retained(manifest, state)
 
 
@@ -76,6 +87,8 @@ def check(found: Sequence[Retained], root: Path, groups_per_step: int) -> list[V
     """What the newest checkpoint says, against itself and against the older ones of its lineage."""
     head = found[-1].state
     details = [*_lineage(head), *_count(head, groups_per_step)]
+    if head.issued < max(head.low, *head.done, 0) if head.done else head.issued < head.low:
+        details.append(f"{head.issued} tickets were issued, but later ones are finished")
     if head.reference is not None and not (root / head.reference / MANIFEST).exists():
         details.append(f"the reference {head.reference} is missing")
     violations = [Violation(Kind.STATE, detail, step=head.step, file=_file(root, head)) for detail in details]
@@ -103,9 +116,13 @@ def _ancestor(one: Retained, head: TrainerState) -> list[str]:
     if one.state.lineage != head.lineage[: len(one.state.lineage)]:
         details.append(f"its lineage is no beginning of that of {head.version}")
     now, then = head.progress(), one.state.progress()
-    forgotten = [t for t in (*range(now.low + 1, then.low + 1), *sorted(then.done)) if not now.is_finished(t)]
-    if forgotten:
-        details.append(f"ticket {forgotten[0]} is finished here, but not in {head.version}")
+    forgotten = next((t for t in chain(range(now.low + 1, then.low + 1), sorted(then.done)) if not now.is_finished(t)), None)
+    if forgotten is not None:
+        details.append(f"ticket {forgotten} is finished here, but not in {head.version}")
+    if one.state.issued > head.issued or one.state.void > head.void or one.state.seed != head.seed or one.state.reference != head.reference:
+        details.append(f"its issued and void tickets, seed or reference are not what those of {head.version} come from")
+    if one.state.settings != head.settings[: len(one.state.settings)]:
+        details.append(f"its settings are no beginning of those of {head.version}")
     base = _parsed(one.manifest.base_version)
     if base is not None and not states.in_lineage(base, head.lineage):
         details.append(f"its base {base} is not in the lineage")

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from services.cli import jsonl
 from services.cli.layout import RunFolder
-from services.cli.verify import checkpoints, groups, queue, tickets
+from services.cli.verify import checkpoints, configuration, groups, queue, records, tickets
 from services.cli.verify.groups import Bounds
-from services.cli.verify.violation import Kind, Violation
+from services.cli.verify.violation import Findings, Kind, Violation
 from shared import config
-from shared.errors import ConfigError, DecodeError
-from shared.state import TrainerState, maker
-from shared.types import WeightVersion
+from shared.errors import ConfigError
 
+_MOST_TOLD = 1000
 type Result = dict[str, Any]
 
 
@@ -39,31 +35,40 @@ def verify(folder: RunFolder) -> Result:
     run = config.load([folder.config]).config
     batch, name = run.trainer.groups_per_step, run.run.name
     seen = asyncio.run(queue.ask(folder, name))
+    findings = Findings()
     found, violations = checkpoints.retained(folder.checkpoints, name)
-    lines, unreadable = tickets.read(folder.ledger)
-    violations += unreadable
+    findings.add(violations)
     aside = checkpoints.set_aside(folder.checkpoints)
     if not found:
         nothing = Violation(Kind.CHECKPOINT, "there is no whole checkpoint, so nothing is durable", file=folder.checkpoints.name)
-        return _result([*violations, nothing], None, {"set_aside": aside})
+        findings.add([nothing])
+        return _result(findings, None, {"set_aside": aside})
     head = found[-1].state
-    violations += _metrics(folder.metrics, head)
+    lines, unreadable = tickets.read(folder.ledger)
+    findings.add(unreadable)
     lines = tickets.with_pending(lines, head)
     fates = tickets.fates(lines, head)
-    violations += checkpoints.check(found, folder.checkpoints, batch)
-    violations += tickets.check(lines, fates, head, batch)
+    findings.add(configuration.check(folder, run, head))
+    findings.add(checkpoints.check(found, folder.checkpoints, batch))
+    findings.add(tickets.check(lines, fates, head, batch))
+    del lines
+    metrics, unfit = records.read(folder.metrics, head)
+    findings.add(unfit)
+    findings.add(records.check(fates, metrics, found))
     bounds = Bounds(name, run.grpo_config.off_policy_steps, run.grpo_config.num_generations)
-    violations += groups.check(folder.archive, fates.steps, head, bounds)
+    findings.add(groups.check(folder.archive, fates.steps, head, bounds))
     differing = [] if isinstance(seen, str) else queue.check(seen, head, fates.n_trained.keys() | fates.voids.keys())
+    findings.add(differing)
     about = {
         "head": str(head.version),
+        "chain": f"absent before step {head.chain.since + 1}" if head.chain and head.chain.since else "whole" if head.chain else "absent",
         "checkpoints": len(found),
-        "undone": [{key: line[key] for key in ("ticket", "step", "epoch")} for line in fates.undone],
+        "undone": [{key: line[key] for key in ("ticket", "step", "epoch")} for line in fates.undone[:_MOST_TOLD]],
         "set_aside": aside,
-        "superseded_archives": [str(version) for version in groups.superseded(folder.archive, head)],
+        "superseded_archives": [str(version) for version in groups.superseded(folder.archive, head)][:_MOST_TOLD],
         "redis": seen if isinstance(seen, str) else "differs" if differing else "agrees",
     }
-    return _result([*violations, *differing], fates, about)
+    return _result(findings, fates, about)
 
 
 def told(result: Result) -> str:
@@ -71,7 +76,7 @@ def told(result: Result) -> str:
     ends = ", ".join(f"{n} {end}" for end, n in sorted(result["by_disposition"].items())) or "none"
     lines = [
         f"tickets: {result['tickets']} ({ends}); lost: {result['lost']}; doubly trained: {result['doubly_trained']}",
-        *(f"{name.replace('_', ' ')}: {result[name]}" for name in ("head", "checkpoints", "redis") if name in result),
+        *(f"{name.replace('_', ' ')}: {result[name]}" for name in ("head", "checkpoints", "chain", "redis") if name in result),
         *(f"set aside: {version}: {reason}" for version, reason in result["set_aside"].items()),
         *(f"undone: ticket {x['ticket']}, step {x['step']} of epoch {x['epoch']}" for x in result.get("undone", ())),
         *(f"VIOLATION {Violation(**{**x, 'kind': Kind(x['kind'])})}" for x in result["violations"]),
@@ -79,29 +84,14 @@ def told(result: Result) -> str:
     return "\n".join([*lines, "proven" if result["ok"] else f"NOT PROVEN: {len(result['violations'])} violations"])
 
 
-def _result(violations: list[Violation], fates: tickets.Fates | None, about: Result) -> Result:
-    counts = fates.by_disposition() if fates else {}
+def _result(findings: Findings, fates: tickets.Fates | None, about: Result) -> Result:
+    counts, violations = fates.by_disposition() if fates else {}, findings.all()
     return {
         "ok": not violations,
         "tickets": sum(counts.values()),
         "by_disposition": counts,
-        "lost": _tickets(violations, Kind.LOST),
-        "doubly_trained": _tickets(violations, Kind.DOUBLY_TRAINED),
+        "lost": findings.tickets(Kind.LOST),
+        "doubly_trained": findings.tickets(Kind.DOUBLY_TRAINED),
         "violations": [asdict(violation) for violation in violations],
         **about,
     }
-
-
-def _metrics(path: Path, head: TrainerState) -> list[Violation]:
-    """Lines of versions that no ancestor made are of steps that were undone, or of a trainer that woke up after it was replaced."""
-    try:
-        versions = [WeightVersion.parse(str(row.get("version"))) for row in jsonl.read(path)]
-    except DecodeError as error:
-        return [Violation(Kind.METRICS, error.detail, file=path.name)]
-    steps = [version.step for version in versions if maker(version.step, head.lineage) == version.epoch]
-    ascending = all(a < b for a, b in pairwise(steps))
-    return [] if ascending else [Violation(Kind.METRICS, "the steps of its lines do not ascend", file=path.name)]
-
-
-def _tickets(violations: Iterable[Violation], kind: Kind) -> int:
-    return len({violation.ticket for violation in violations if violation.kind == kind})

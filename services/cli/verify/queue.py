@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Set
 from dataclasses import dataclass
 
+from redis.exceptions import RedisError
+
 from services.cli.layout import RunFolder
+from services.cli.verify.tickets import lost
 from services.cli.verify.violation import Kind, Violation
 from shared import config
-from shared.errors import ConfigError, QueueUnavailable
+from shared.errors import VolleyError
 from shared.queue.client import command, connect
 from shared.queue.queue import TicketQueue
 from shared.queue.records import QueueState
+from shared.schema import Services
 from shared.state import TrainerState
+
+_PATIENCE_S = 6.0
+_MOST_DONE = 1_000_000
+_MAX_DETAIL = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +39,24 @@ async def ask(folder: RunFolder, run: str) -> Seen | str:
     if services.redis_url is None:
         return "the run's folder names no Redis"
     try:
-        async with connect(services.redis_url, services.redis_password_file, services.tls.ca_file) as redis:
-            queue = TicketQueue(redis, run)
-            done = frozenset(int(ticket) for ticket in await command(redis, "SMEMBERS", queue.keys.done))
-            state = await queue.state()
-    except (QueueUnavailable, ConfigError) as error:
+        async with asyncio.timeout(_PATIENCE_S):
+            return await _asked(services, run)
+    except TimeoutError:
+        return f"what listens at the Redis address of the run did not answer within {_PATIENCE_S:.0f} s"
+    except VolleyError as error:
         return error.detail
+    except (RedisError, ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError, AttributeError) as error:
+        return f"what listens at the Redis address of the run does not answer as Redis does: {type(error).__name__}: {error}"[:_MAX_DETAIL]
+
+
+async def _asked(services: Services, run: str) -> Seen | str:
+    assert services.redis_url is not None
+    async with connect(services.redis_url, services.redis_password_file, services.tls.ca_file) as redis:
+        queue = TicketQueue(redis, run)
+        if int(await command(redis, "SCARD", queue.keys.done)) > _MOST_DONE:
+            return f"Redis holds more than {_MOST_DONE} finished tickets above its lowest unfinished one: no trainer leaves so many"
+        done = frozenset(int(ticket) for ticket in await command(redis, "SMEMBERS", queue.keys.done))
+        state = await queue.state()
     return Seen(state, done) if state.epoch else "Redis knows nothing of the run"
 
 
@@ -48,5 +69,4 @@ def check(seen: Seen, head: TrainerState, known: Set[int]) -> list[Violation]:
     if state.ready and missing > 0:
         details.append(f"{missing} issued tickets are neither finished, queued nor leased")
     violations = [Violation(Kind.QUEUE, detail, step=head.step) for detail in details]
-    finished = sorted({*range(1, state.low + 1), *seen.done} - known)
-    return violations + [Violation(Kind.LOST, "finished in Redis without a disposition", ticket=ticket) for ticket in finished]
+    return violations + lost(known, state.low, seen.done, "finished in Redis without a disposition")

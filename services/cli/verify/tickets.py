@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
-from services.cli.verify.violation import Kind, Violation
+from services.cli.verify.violation import MOST_OF_A_KIND, Kind, Violation
 from shared import ledger
+from shared.files import whole_lines
 from shared.ledger import TRAINED, Line
 from shared.state import TrainerState, maker
+
+_SHARED = ("disposition", "version")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +42,33 @@ class Fates:
 
 def read(path: Path) -> tuple[list[Line], list[Violation]]:
     """The complete lines of the file; a last one without its end is being written, or was promised to nobody."""
-    data = path.read_bytes() if path.exists() else b""
-    lines, violations = [], []
-    for number, text in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), start=1):
-        line = ledger.parse(text)
-        if line is None:
-            violations.append(Violation(Kind.LEDGER, f"line {number} is not a line of a ledger", file=path.name))
-        else:
-            lines.append(line)
-    return lines, violations
+    lines, bad, said = list[Line](), list[Violation](), dict[str, str]()
+    n_bad = 0
+    try:
+        for number, text in enumerate(whole_lines(path), start=1):
+            line = ledger.parse(text)
+            if line is not None:
+                lines.append(_compact(line, said))
+                continue
+            n_bad += 1
+            if n_bad <= MOST_OF_A_KIND:
+                bad.append(Violation(Kind.LEDGER, f"line {number} is not a line of a ledger", file=path.name))
+    except OSError as error:
+        bad.append(Violation(Kind.LEDGER, f"it cannot be read: {error.strerror}", file=path.name))
+    if n_bad > MOST_OF_A_KIND:
+        more = n_bad - MOST_OF_A_KIND
+        bad.append(Violation(Kind.LEDGER, f"and {more} more are not lines of a ledger", file=path.name, n=more))
+    return lines, bad
+
+
+def _compact(line: Line, said: dict[str, str]) -> Line:
+    """The line with the texts that many lines have in common held once: a ledger may have millions."""
+    for key in _SHARED:
+        if isinstance(text := line.get(key), str):
+            line[key] = said.setdefault(text, text)
+    if isinstance(versions := line.get("versions"), list):
+        line["versions"] = [said.setdefault(text, text) for text in versions]
+    return line
 
 
 def with_pending(lines: Sequence[Line], head: TrainerState) -> list[Line]:
@@ -82,9 +104,15 @@ def check(lines: Sequence[Line], found: Fates, head: TrainerState, groups_per_st
 
 
 def _lost(found: Fates, head: TrainerState) -> list[Violation]:
-    known = found.n_trained.keys() | found.voids.keys()
-    finished = (*range(1, head.low + 1), *head.done)
-    return [Violation(Kind.LOST, "finished without a disposition", ticket=t) for t in finished if t not in known]
+    return lost(found.n_trained.keys() | found.voids.keys(), head.low, head.done, "finished without a disposition")
+
+
+def lost(known: Set[int], low: int, done: Iterable[int], detail: str) -> list[Violation]:
+    """The tickets up to `low`, and those of `done`, that are not in `known`. `low` may be any number: the first ones are named."""
+    n = low - sum(1 <= ticket <= low for ticket in known) + sum(ticket not in known for ticket in done)
+    missing = (ticket for ticket in chain(range(1, low + 1), done) if ticket not in known)
+    named = [Violation(Kind.LOST, detail, ticket=ticket) for ticket in islice(missing, min(n, MOST_OF_A_KIND - 1))]
+    return [*named, *([Violation(Kind.LOST, f"and {n - len(named)} more: {detail}", n=n - len(named))] if n > len(named) else [])]
 
 
 def _twice(lines: Sequence[Line], found: Fates) -> list[Violation]:
@@ -110,7 +138,10 @@ def _unknown(found: Fates, head: TrainerState) -> list[Violation]:
     progress = head.progress()
     before = [line for lines in found.steps.values() for line in lines]
     before += [line for line in found.voids.values() if line["epoch"] == head.epoch and line["step"] < head.step]
+    never = [line for line in found.voids.values() if head.phase == "done" and line["ticket"] > head.issued and line["epoch"] <= head.epoch]
     return [
+        Violation(Kind.NOT_IN_CHECKPOINT, f"{x['disposition']}, but {head.issued} tickets were issued", ticket=x["ticket"]) for x in never
+    ] + [
         Violation(Kind.NOT_IN_CHECKPOINT, f"{x['disposition']}, but unfinished in {head.version}", ticket=x["ticket"], step=x["step"])
         for x in before
         if not progress.is_finished(x["ticket"])
@@ -126,9 +157,16 @@ def _voids(found: Fates, head: TrainerState) -> list[Violation]:
 
 
 def _steps(found: Fates, head: TrainerState, groups_per_step: int) -> list[Violation]:
-    counts = {step: len(found.steps.get(step, ())) for step in range(1, head.step + 1)}
-    return [
+    last = min(head.step, last_step(found))
+    counts = {step: len(found.steps.get(step, ())) for step in range(1, last + 1)}
+    beyond = [Violation(Kind.STEP, f"no groups in the ledger from this step to {head.step}", step=last + 1)] if last < head.step else []
+    return beyond + [
         Violation(Kind.STEP, f"{n} groups in the ledger, expected {groups_per_step}", step=step)
         for step, n in counts.items()
         if n != groups_per_step
     ]
+
+
+def last_step(found: Fates) -> int:
+    """The newest that the ledger knows of: a checkpoint may claim any number. Not beyond as many as there are lines."""
+    return min(max(found.steps, default=0), 2 * len(found.steps) + MOST_OF_A_KIND)

@@ -1,0 +1,80 @@
+"""config.yaml and run.json against the settings that the newest checkpoint was made under (see shared.pinned)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from services.cli.layout import RunFolder
+from services.cli.runs import Record, read_record
+from services.cli.verify.violation import Kind, Violation
+from shared import pinned
+from shared.schema import RunConfig
+from shared.state import TrainerState
+
+_MOST_NAMED = 20
+
+
+def check(folder: RunFolder, config: RunConfig, head: TrainerState) -> Iterator[Violation]:
+    """What differs. A run that is about to go on under amended settings says so in run.json; its next checkpoint records them."""
+    record = read_record(folder)
+    if record is None:
+        if folder.record.is_symlink() or folder.record.exists() or head.settings:
+            yield _of(folder, "it is missing, or no record of a run")
+    in_force = pinned.in_force(head.settings, head.epoch)
+    configured = pinned.relevant(config)
+    if config.run.seed != head.seed:
+        yield Violation(Kind.CONFIG, f"run.seed is {config.run.seed}, {head.version} was made with {head.seed}", file=folder.config.name)
+    expected = in_force if record is None else record.config
+    if expected:
+        where = str(head.version) if record is None else folder.record.name
+        yield from _differing(folder.config.name, pinned.changes(expected, configured), f"in {where}")
+    if record is not None:
+        if in_force:
+            changed = [c for c in pinned.changes(in_force, record.config) if not _announced(c, record, head)]
+            yield from _differing(folder.record.name, changed, f"in force at {head.version}")
+        yield from _record(folder, record, head)
+
+
+def _announced(change: pinned.Change, record: Record, head: TrainerState) -> bool:
+    """Whether run.json says that this changes from the newest step on, and it may; a finished run has nothing before it."""
+    if record.finished or not pinned.rule_of(change.key).may:
+        return False
+    return any(
+        one.from_step == head.step and list(one.changes.get(change.key, ())) == [change.was, change.now] for one in record.amendments
+    )
+
+
+def _record(folder: RunFolder, record: Record, head: TrainerState) -> Iterator[Violation]:
+    if record.seed != head.seed:
+        yield _of(folder, f"seed is {record.seed}, {head.version} was made with {head.seed}")
+    if head.settings and _history(record, head) is not None:
+        yield _of(folder, f"amendments are not those of {head.version}: {_history(record, head)}")
+    if not record.finished:
+        return
+    if record.final is not None and record.final != str(head.version):
+        yield _of(folder, f"the run is finished with {record.final}, the newest whole checkpoint is {head.version}", Kind.CHECKPOINT)
+    if head.phase != "done":
+        yield _of(folder, f"the run is finished, {head.version} is not of its last step", Kind.CHECKPOINT)
+
+
+def _history(record: Record, head: TrainerState) -> str | None:
+    """What of the recorded amendments the checkpoint does not know; None if they agree."""
+    began, before = dict(head.lineage), dict[str, object]()
+    known = list[tuple[int, dict[str, list[object]]]]()
+    for epoch, changed in head.settings:
+        if before:
+            known.append((began.get(epoch, 0), {key: [before.get(key), value] for key, value in changed.items()}))
+        before |= changed
+    said = [(one.from_step, {key: list(values) for key, values in one.changes.items()}) for one in record.amendments]
+    if said[: len(known)] == known and (len(said) <= len(known) + 1):
+        return None
+    return f"it says {said}, known are {known}"[:300]
+
+
+def _differing(file: str, changes: list[pinned.Change], where: str) -> Iterator[Violation]:
+    for change in changes[:_MOST_NAMED]:
+        yield Violation(Kind.CONFIG, f"{change.key} is {str(change.now)[:100]}, {str(change.was)[:100]} {where}", file=file)
+
+
+def _of(folder: RunFolder, detail: str, kind: Kind = Kind.CONFIG) -> Violation:
+    return Violation(kind, detail, file=folder.record.name)
