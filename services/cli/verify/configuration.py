@@ -17,9 +17,8 @@ _MOST_NAMED = 20
 def check(folder: RunFolder, config: RunConfig, head: TrainerState) -> Iterator[Violation]:
     """What differs. A run that is about to go on under amended settings says so in run.json; its next checkpoint records them."""
     record = read_record(folder)
-    if record is None:
-        if folder.record.is_symlink() or folder.record.exists() or head.settings:
-            yield _of(folder, "it is missing, or no record of a run")
+    if record is None and (folder.record.is_symlink() or folder.record.exists() or head.settings):
+        yield _of(folder, "it is missing, or no record of a run")
     in_force = pinned.in_force(head.settings, head.epoch)
     configured = pinned.relevant(config)
     if config.run.seed != head.seed:
