@@ -8,21 +8,33 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from shared.errors import ConfigError
-from shared.schema import RunConfig
+from shared.schema import RunConfig, Tls, TokenFiles
 
 _MAX_NAMED = 10  # mistakes in one message
+_MODEL = "model.path"
+_PATHS = (
+    _MODEL,
+    "data.train",
+    "data.eval",
+    "run.dir",
+    "services.redis_password_file",
+    *(f"services.token_files.{role}" for role in TokenFiles.model_fields),
+    *(f"services.tls.{file}" for file in Tls.model_fields),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +66,53 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Loaded:
     for path in paths:
         with _translated(f"config file {path}"):
             merged = OmegaConf.merge(merged, _read(Path(path)))
+    return validate(_overridden(merged, overrides))
+
+
+def _overridden(tree: Any, overrides: Sequence[str]) -> Any:
+    """Raises ConfigError naming the one that cannot be used."""
     for override in overrides:
         key, sign, _ = override.partition("=")
         if not sign or not key:
             raise ConfigError(f"override {override!r} is not of the form key.path=value")
         with _translated(f"override {override[:200]!r}"):
-            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
-    return validate(merged)
+            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
+    return tree
+
+
+def stored(folder: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """The configuration in a run's folder, with absolute paths: older runs hold some relative to where they were started.
+
+    Paths of `overrides` count from the present directory. Raises ConfigError.
+    """
+    was = rooted(load([folder / "config.yaml"]), _started_in(folder / "run.json"))
+    if not overrides:
+        return was
+    return rooted(validate(_overridden(OmegaConf.create(was.tree), overrides)), Path.cwd())
+
+
+def rooted(loaded: Loaded, base: Path) -> Loaded:
+    """The configuration with the paths in it absolute, where they count from `base`. A hub id, which is no folder there, stays one."""
+    values: dict[str, Any] = {}
+    for key in _PATHS:
+        value: Any = loaded.config
+        for part in key.split("."):
+            value = getattr(value, part)
+        if value is not None and not Path(value).is_absolute() and (key != _MODEL or is_folder(str(value), base)):
+            values[key] = os.path.normpath(base.absolute() / value)
+    return changed(loaded, values) if values else loaded
+
+
+def is_folder(model: str, base: Path) -> bool:
+    """Whether `model.path` is a folder, or a run's version, counted from `base`, there or not, and no hub id."""
+    return "@" in model or model.startswith((".", "/")) or model.count("/") != 1 or (base / model).is_dir()
+
+
+def _started_in(record: Path) -> Path:
+    """Where a run was started, as its run.json tells; the present directory if it does not."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return Path(orjson.loads(record.read_bytes())["cwd"])
+    return Path.cwd()
 
 
 def changed(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:

@@ -73,6 +73,7 @@ RULES = (
     Rule("orchestrator.", False, "it bounds the episodes that are already on their way to the trainer"),
 )
 """The first rule whose prefix a key begins with holds; every key has one, and what is in doubt may not change."""
+_UNKNOWN = Rule("", False, "this version knows no such key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +164,8 @@ def permitted(was: Flat, now: Flat, *, step: int) -> list[Change]:
 
 
 def rule_of(key: str) -> Rule:
-    """The rule for a key of `relevant`."""
-    return next(rule for rule in RULES if key.startswith(rule.prefix))
+    """The rule for a key of `relevant`; of another one, that it may not change."""
+    return next((rule for rule in RULES if key.startswith(rule.prefix)), _UNKNOWN)
 
 
 def same_path(a: Any, b: Any) -> bool:

@@ -41,6 +41,7 @@ class TrainerState:
     and of those before them that the file may not durably hold. `seed` is all the randomness there is.
     `settings` is the configuration that was in force, by epoch (see shared.pinned), `chain` is over everything before; both are
     missing in checkpoints that are older than they.
+    `origin` is the version of another run that the weights were before step 0 (see shared.origin), if they were one.
     """
 
     epoch: int
@@ -57,6 +58,7 @@ class TrainerState:
     settings: Settings = ()
     metrics: tuple[Mapping[str, Any], ...] = ()
     chain: Chain | None = None
+    origin: Mapping[str, Any] | None = None
     schema: int = SCHEMA
 
     @property
@@ -66,15 +68,16 @@ class TrainerState:
     def progress(self) -> Progress:
         return Progress(self.low, self.done, self.void)
 
-    def under(self, epoch: int, *, keep_reference: bool, settings: Flat | None = None) -> Self:
+    def under(self, epoch: int, *, keep_reference: bool, settings: Flat | None = None, origin: Mapping[str, Any] | None = None) -> Self:
         """The same state at the start of a new incarnation, under these settings if some are given.
 
-        The first one's weights are the reference, if one is kept.
+        The first one's weights are the reference, if one is kept; `origin` is where they come from.
         """
         reference = self.reference or (str(WeightVersion(epoch, self.step)) if keep_reference and not self.lineage else None)
         amended = pinned.amended(self.settings, epoch, settings or {})
         lineage = (*self.lineage, (epoch, self.step))
-        return replace(self, epoch=epoch, lineage=lineage, reference=reference, recent=(), metrics=(), settings=amended)
+        origin = self.origin if self.lineage else origin
+        return replace(self, epoch=epoch, lineage=lineage, reference=reference, recent=(), metrics=(), settings=amended, origin=origin)
 
     def at(
         self,
@@ -128,6 +131,7 @@ class TrainerState:
                 settings=pinned.parse(raw.get("settings", ())),
                 metrics=tuple(map(_of_metrics, _list(raw, "metrics"))) if schema == SCHEMA else (),
                 chain=Chain.from_mapping(raw["chain"]) if schema == SCHEMA else None,
+                origin=_origin(raw.get("origin")),
             )
         except (KeyError, TypeError, ValueError, DecodeError) as error:
             raise WeightsError(f"state.json lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error
@@ -183,6 +187,15 @@ def _of_metrics(line: Any) -> Mapping[str, Any]:
         raise TypeError("a line of metrics is no object")
     WeightVersion.parse(_text(line["version"]))
     return line
+
+
+def _origin(value: Any) -> dict[str, str] | None:
+    if value is None:
+        return None
+    origin = dict(value)
+    if not all(isinstance(text, str) for text in (*origin, *origin.values())):
+        raise TypeError("origin is not text by name")
+    return origin
 
 
 def fresh(seed: int) -> TrainerState:

@@ -6,15 +6,14 @@ It starts and stops nothing. Ended early, it leaves the run alone; the same comm
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import time
 from collections.abc import Sequence
 
 from services.cli import report, stack, train
 from services.cli.addresses import FOLLOWED
 from services.cli.layout import RunFolder
 from services.cli.progress import Progress
-from services.cli.runs import claimed, read_record, write_record
+from services.cli.runs import claimed, read_record
+from services.cli.worked import counting
 from shared import config
 from shared.access import Role, token_for
 from shared.config import Loaded
@@ -27,13 +26,9 @@ def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
     if record is not None and record.finished:
         return report.main(loaded.config.run.folder)
     with claimed(loaded) as (folder, record, _):
-        started = time.monotonic()
-        try:
+        with counting(folder, record) as worked:
             asyncio.run(_watch(loaded, folder))
-        finally:
-            record = dataclasses.replace(record, elapsed_s=record.elapsed_s + time.monotonic() - started)
-            write_record(folder, record)
-        return train.finish(folder, record)
+        return train.finish(folder, worked.record())
 
 
 async def _watch(loaded: Loaded, folder: RunFolder) -> None:

@@ -12,18 +12,25 @@ mpl.use("Agg")
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-_HELD_OUT, _TRAIN = "#1b6ca8", "#c65d21"
+_HELD_OUT, _TRAIN, _CHANGED = "#1b6ca8", "#c65d21", "#777777"
 
 type Rows = Sequence[Mapping[str, Any]]
 
 
-def draw(path: Path, run: str, steps: Rows, evals: Rows) -> None:
-    """Writes a PNG of about 1200 × 900 pixels. Rows are those of metrics.jsonl and evals.jsonl, in the order of steps."""
+def draw(path: Path, run: str, steps: Rows, evals: Rows, changed: Sequence[int] = ()) -> None:
+    """Writes a PNG of about 1200 × 900 pixels. Rows are those of metrics.jsonl and evals.jsonl, in the order of steps.
+
+    `changed` are the steps from which on other settings were in force.
+    """
     figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
     success, reward = figure.subplots(2, 1, sharex=True)
     figure.suptitle(f"Run {run}: what the policy learns during RL", fontsize=13)
     _draw_success(success, steps, evals)
     _draw_reward(reward, steps)
+    for axes in (success, reward):
+        for i, step in enumerate(changed):
+            axes.axvline(step, color=_CHANGED, linestyle="--", linewidth=1, label=None if i else "settings changed")
+        axes.legend(loc="best", fontsize=9)
     figure.savefig(path, format="png")
 
 
@@ -57,4 +64,3 @@ def _series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
 
 def _finish(axes: Any) -> None:
     axes.grid(alpha=0.25)
-    axes.legend(loc="best", fontsize=9)

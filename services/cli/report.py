@@ -16,6 +16,7 @@ from services.cli.layout import RunFolder
 from services.cli.runs import Record, read_record, write_json
 from shared import ledger
 from shared.errors import ConfigError
+from shared.pinned import Change
 from shared.state import in_lineage, newest_lineage
 from shared.types import WeightVersion
 
@@ -38,12 +39,13 @@ def make(folder: RunFolder) -> dict[str, Any]:
     lineage = newest_lineage(folder.checkpoints)
     steps, evals = (by_step(row for row in jsonl.read(file) if _counts(row, lineage)) for file in (folder.metrics, folder.evals))
     lines = jsonl.read(folder.ledger)
-    summary = summarize(steps, evals, read_record(folder))
+    record = read_record(folder)
+    summary = summarize(steps, evals, record)
     summary |= {"tickets": dispositions(lines), "episodes": outcomes(steps, lines)}
     write_json(folder.summary, summary)
     from services.cli import plot
 
-    plot.draw(folder.plot, folder.name, steps, evals)
+    plot.draw(folder.plot, folder.name, steps, evals, [one.from_step for one in record.amendments] if record else [])
     return summary
 
 
@@ -71,6 +73,8 @@ def summarize(steps: Rows, evals: Rows, record: Record | None) -> dict[str, Any]
         "kl_last_step": final.get("kl"),
         "logprob_abs_diff_mean": _mean(steps, "logprob_abs_diff"),
         "staleness_max": max((row["staleness_max"] for row in steps if row.get("staleness_max") is not None), default=None),
+        "started_from": dict(record.origin) if record and record.origin else None,
+        "changed": [{"from_step": a.from_step, "changes": dict(a.changes)} for a in record.amendments] if record else [],
         "tokens_trained": sum(int(row.get("tokens") or 0) for row in steps),
     }
 
@@ -117,6 +121,7 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> str:
         ("largest staleness (steps)", _or_dash(summary["staleness_max"], ".0f")),
         ("tokens/s during RL", _or_dash(summary["tokens_per_sec"], ",.0f")),
         ("final weights", str(summary["final_weight_version"] or "–")),
+        *_provenance_rows(summary),
         ("groups", _counted(summary["tickets"])),
         *_outcome_rows(summary["episodes"]),
         ("elapsed", f"{summary['elapsed_sec']:.1f} s"),
@@ -126,6 +131,15 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> str:
     width = max(len(label) for label, _ in rows)
     rule = "─" * (width + 40)
     return "\n".join([rule, f"run {folder.name}", rule, *(f"{label:<{width}}  {value}" for label, value in rows), rule])
+
+
+def _provenance_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Whose weights it began with, and what was changed on the way; only what there is to tell."""
+    origin = summary["started_from"]
+    rows = [("started from", f"{origin['version']} of run {origin['run']}")] if origin else []
+    for one in summary["changed"]:
+        rows += [(f"changed from step {one['from_step']} on", str(Change(key, was, now))) for key, (was, now) in one["changes"].items()]
+    return rows
 
 
 def _outcome_rows(episodes: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -25,6 +25,7 @@ from shared import config, pinned
 from shared import state as states
 from shared.config import Loaded
 from shared.errors import ConfigError
+from shared.hub import keep
 from shared.state import TrainerState
 from shared.storage import replace
 from shared.weights import MANIFEST
@@ -47,7 +48,8 @@ class Amendment:
 class Record:
     """What run.json says: what the run is, where it was started, and how long it has been worked on, in seconds.
 
-    `config` is what is in force now (see shared.pinned), after `amendments`. `final` is the last version of a finished run.
+    `config` is what is in force now (see shared.pinned), after `amendments`. `final` is the last version of a finished run;
+    `origin` the version of another run that it was started from (see shared.origin).
     """
 
     digest: str
@@ -60,6 +62,7 @@ class Record:
     cwd: str = "."
     amendments: tuple[Amendment, ...] = ()
     final: str | None = None
+    origin: Mapping[str, str] | None = None
 
 
 _RECORD = TypeAdapter(Record)
@@ -89,14 +92,21 @@ def claimed(loaded: Loaded, say: Callable[[str], None] = print) -> Iterator[Clai
     except OSError as error:
         raise ConfigError(f"run folder {folder.path}: {error.strerror}", "choose another with run.dir=…") from error
     with _locked(folder, say) as lock:
+        origin = keep(loaded.config)
+        if origin is not None:
+            loaded = config.changed(loaded, {"model.path": origin.path})
         record = _continued(folder, loaded, say) or _new(loaded)
+        record = dataclasses.replace(record, origin=None if origin is None else dataclasses.asdict(origin))
         replace(folder.config, loaded.to_yaml().encode())
         write_record(folder, record)
         yield Claim(folder, record, lock)
 
 
 def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[Loaded, Record]:
-    """The configuration that a run's folder holds, wherever the folder is now, and its record. Raises ConfigError."""
+    """The configuration that a run's folder holds, wherever the folder is now, and its record. Raises ConfigError.
+
+    Relative paths in it count from where the run was started, those of `overrides` from here.
+    """
     folder = RunFolder(run_dir.absolute())
     if not folder.path.is_dir():
         raise ConfigError(f"{run_dir}: no such folder", "give a run's folder to continue it, or --config FILE.yaml to start a run")
@@ -104,11 +114,11 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[Loaded, Record
     if record is None:
         problem = "cannot be read" if folder.record.exists() else "is missing"
         raise ConfigError(f"{run_dir} is not a run that can be continued: its run.json {problem}", "start one with --config FILE.yaml")
-    loaded = config.load([folder.config], overrides)
+    loaded = config.stored(folder.path, overrides)
     name = loaded.config.run.name
     if name != folder.name:
         raise ConfigError(f"{run_dir} holds the run {name}", f"a run's folder has its name: call it {name} again")
-    return config.validate({**loaded.tree, "run": {**(loaded.tree.get("run") or {}), "name": name, "dir": str(folder.path.parent)}}), record
+    return config.changed(loaded, {"run.name": name, "run.dir": str(folder.path.parent)}), record
 
 
 def read_record(folder: RunFolder) -> Record | None:

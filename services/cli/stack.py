@@ -65,9 +65,12 @@ class Seams:
     reach: Callable[[str, str], str] = lambda name, url: url
 
 
+REAL = Seams()
+
+
 @asynccontextmanager
 async def running(
-    loaded: Loaded, folder: RunFolder, reaper: Reaper, say: Say, patience: Patience, seams: Seams = Seams()
+    loaded: Loaded, folder: RunFolder, reaper: Reaper, say: Say, patience: Patience, seams: Seams = REAL
 ) -> AsyncIterator[Stack]:
     """All services of the run, answering. Raises VolleyError, also inside an ExceptionGroup."""
     with ExitStack() as held:

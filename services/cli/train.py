@@ -6,8 +6,6 @@ Whatever happens – the run finishes, a service fails, Ctrl-C, SIGTERM, a secon
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import os
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,8 +16,9 @@ from services.cli import external, report, stack
 from services.cli.layout import RunFolder
 from services.cli.processes import Reaper
 from services.cli.progress import Progress
-from services.cli.runs import Claim, Record, claimed, finished, read_record, stored, write_record
+from services.cli.runs import Claim, Record, claimed, finished, read_record, stored
 from services.cli.supervisor import Patience, Say, ServiceFailed
+from services.cli.worked import counting
 from shared import config
 from shared.clients.base import HttpClient
 from shared.config import Loaded
@@ -42,53 +41,47 @@ class Stopped(Exception):
         self.exit_code = 128 + number
 
 
-def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
-    """A new run, or one with this configuration that goes on. Raises VolleyError; otherwise returns the exit code."""
-    return _train(config.load(paths, overrides))
+def main(paths: Sequence[str], overrides: Sequence[str], seams: stack.Seams = stack.REAL) -> int:
+    """A new run, or one with this configuration that goes on. Raises VolleyError; otherwise returns the exit code.
 
-
-def resume(run_dir: Path, overrides: Sequence[str]) -> int:
-    """Goes on with the run in this folder; one that is finished is only reported. Raises as `main`.
-
-    Relative paths in its configuration count from the directory in which it was started, if that still exists.
+    Relative paths count from the present directory, and are stored absolute.
     """
+    return _train(config.rooted(config.load(paths, overrides), Path.cwd()), seams)
+
+
+def resume(run_dir: Path, overrides: Sequence[str], seams: stack.Seams = stack.REAL) -> int:
+    """Goes on with the run in this folder; one that is finished is only reported. Raises as `main`."""
     loaded, record = stored(run_dir, overrides)
     if record.finished and not overrides:
         say(f"run {loaded.config.run.name} is finished")
         return report.main(run_dir)
-    if Path(record.cwd).is_dir():
-        os.chdir(record.cwd)
-    return _train(loaded)
+    return _train(loaded, seams)
 
 
-def _train(loaded: Loaded) -> int:
+def _train(loaded: Loaded, seams: stack.Seams) -> int:
     check_inputs(loaded)
     with claimed(loaded) as claim:
         folder = claim.folder
         progress = Progress(folder, loaded.config.trainer.max_steps, say)
         try:
-            record = supervise(loaded, claim, lambda running: follow(running, folder, progress), say)
+            record = supervise(loaded, claim, lambda running: follow(running, folder, progress), say, seams)
         except Stopped as stopped:
             say(f"stopped by {stopped}; everything it started has ended. `volley up {folder.path}` continues run {folder.name}.")
             return stopped.exit_code
         return finish(folder, record)
 
 
-def supervise(loaded: Loaded, claim: Claim, work: Work, say: Say) -> Record:
-    """Runs all services for as long as `work` takes. Returns the record, with the time it took.
+def supervise(loaded: Loaded, claim: Claim, work: Work, say: Say, seams: stack.Seams = stack.REAL) -> Record:
+    """Runs all services for as long as `work` takes. Returns the record, with the time it took; it counts also if this is killed.
 
     Raises Stopped when a signal ends it, or VolleyError; whatever it started has ended then.
     """
-    started = time.monotonic()
-    record = claim.record
-    try:
-        asyncio.run(_supervised(loaded, claim, work, say))
-    except BaseExceptionGroup as group:
-        raise first_error(group) from None
-    finally:
-        record = dataclasses.replace(record, elapsed_s=record.elapsed_s + time.monotonic() - started)
-        write_record(claim.folder, record)
-    return record
+    with counting(claim.folder, claim.record) as worked:
+        try:
+            asyncio.run(_supervised(loaded, claim, work, say, seams))
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+    return worked.record()
 
 
 def check_inputs(loaded: Loaded) -> None:
@@ -97,7 +90,7 @@ def check_inputs(loaded: Loaded) -> None:
         path: Path | None = getattr(loaded.config.data, key)
         if path is not None and not path.is_file() and loaded.config.services.env.url is None:  # else it lies on that service's host
             raise ConfigError(f"data.{key}={path}: no such file", f"give an existing file with data.{key}=…")
-    model_folder(loaded.config.model.path)
+    model_folder(loaded.config.model.path, loaded.config.run.folder)
     asyncio.run(external.check(loaded.config))
 
 
@@ -128,12 +121,12 @@ def finish(folder: RunFolder, record: Record) -> int:
     return 0
 
 
-async def _supervised(loaded: Loaded, claim: Claim, work: Work, say: Say) -> None:
+async def _supervised(loaded: Loaded, claim: Claim, work: Work, say: Say, seams: stack.Seams) -> None:
     """Raises Stopped, VolleyError, or a group of them."""
     started, folder = time.monotonic(), claim.folder
     say(f"run {folder.name} in {folder.path}: starting services (logs in {folder.logs})")
     with Reaper.running(holds=[claim.lock]) as reaper:
-        async with _stopping_on_signal(reaper.kill_all, say), stack.running(loaded, folder, reaper, say, Patience()) as running:
+        async with _stopping_on_signal(reaper.kill_all, say), stack.running(loaded, folder, reaper, say, Patience(), seams) as running:
             say(f"all services answer after {time.monotonic() - started:.1f} s")
             await work(running)
 

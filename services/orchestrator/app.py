@@ -40,7 +40,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Ser
     """The service from plain settings. Raises ConfigError."""
     tokens = read_tokens(settings.token_files)
     token = tokens and tokens.of(Role.SERVICE)
-    tokenizer = await asyncio.to_thread(lambda: ChatTokenizer(model_folder(settings.model_path)))
+    tokenizer = await asyncio.to_thread(lambda: ChatTokenizer(model_folder(settings.model_path, settings.folder)))
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(connect(settings.redis_url, settings.redis_password_file, settings.ca_file))
         environments = await stack.enter_async_context(EnvClient(settings.env_url, token=token, ca_file=settings.ca_file))

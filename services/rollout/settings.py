@@ -37,7 +37,7 @@ def from_config(config: RunConfig) -> RolloutSettings:
     """A server of a run starts without weights: the run's newest checkpoint is loaded before it reports ready."""
     services, engine = config.services, config.rollout.engine
     spec = EngineSpec(
-        model_path=str(model_folder(config.model.path)),
+        model_path=str(model_folder(config.model.path, config.run.folder)),
         load_weights=False,
         dtype=config.model.dtype,
         device=engine.device,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from services.trainer import options as from_run
 from services.trainer.backend import Backend, check_vocabulary
@@ -31,7 +32,7 @@ async def open_service(config: RunConfig) -> AsyncIterator[Service]:
 def _tunix(given: Given) -> Learns:
     """Raises ConfigError."""
     config, settings = given.config, given.settings
-    model = from_run.model_options(config, given.folder)
+    model = replace(from_run.model_options(config, given.folder), origin=given.origin)
     described = ModelConfig.read(model.folder)
     check_vocabulary(given.tokenizer, described)
     tokens = Tokens(described.vocab_size, given.tokenizer.pad_id)

@@ -23,13 +23,17 @@ from services.trainer.tunix_learner import make_logger
 from shared.chat import ChatTokenizer, Messages
 from shared.errors import ConfigError, WeightsError
 from shared.model_config import ModelConfig
+from shared.origin import Origin
 from shared.state import TrainerState
 from shared.types import WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """`folder` holds config.json and perhaps safetensors; `dtype` is that of activations and published parameters."""
+    """`folder` holds config.json and perhaps safetensors; `dtype` is that of activations and published parameters.
+
+    `origin` is a version of another run whose weights a new run begins with.
+    """
 
     folder: Path
     dtype: str
@@ -37,6 +41,7 @@ class ModelOptions:
     mesh_shape: tuple[int, ...]
     mesh_axes: tuple[str, ...]
     seed: int
+    origin: Origin | None = None
 
 
 class Backend:
@@ -58,8 +63,15 @@ class Backend:
         """Makes the model, from the checkpoint if there is one. Raises ConfigError, WeightsError."""
         options = self._options
         mesh = make_mesh(options.mesh_shape, options.mesh_axes)
-        leaves = restored_leaves(self._restored) if self._restored else leaves_of(options.folder, self._described, options.seed)
-        self._model = build(self._described, leaves, mesh, dtype=options.dtype, remat=options.remat)
+        self._model = build(self._described, self._leaves(), mesh, dtype=options.dtype, remat=options.remat)
+
+    def _leaves(self) -> Leaves:
+        options = self._options
+        if self._restored is not None:
+            return restored_leaves(self._restored)
+        if options.origin is not None:
+            return restored_leaves(self._checkpoints.foreign(options.origin))
+        return leaves_of(options.folder, self._described, options.seed)
 
     def warm_start(self, tokenizer: ChatTokenizer, demonstrations: Sequence[Messages], options: SftOptions) -> Iterator[SftMetrics]:
         """Supervised steps on the built model, one for each item asked for. Raises ConfigError."""

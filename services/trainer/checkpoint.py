@@ -24,6 +24,7 @@ import numpy as np
 from shared import state as states
 from shared import storage, telemetry, weights
 from shared.errors import ConfigError, DecodeError, Forbidden, WeightsError
+from shared.origin import Origin
 from shared.state import OPTIMIZER, TrainerState
 from shared.types import WeightVersion
 from shared.weights import BAD, Leaf, Manifest, Probe
@@ -171,6 +172,18 @@ class Checkpoints:
     def params_of(self, version: str) -> Mapping[str, np.ndarray]:
         """The float32 parameters of a version, exact where the published ones are rounded. Raises WeightsError."""
         return restore(self.root / version, self._arrays).params
+
+    def foreign(self, origin: Origin) -> Restored:
+        """A checkpoint of another run, to start from. Raises ConfigError if it is not whole, or not the one it was."""
+        try:
+            if weights.digest(origin.checkpoint / weights.MANIFEST) != origin.manifest:
+                raise WeightsError("its manifest is another one than when the run was begun")
+            return restore(origin.checkpoint, self._arrays)
+        except (WeightsError, Forbidden, OSError) as error:
+            there = ", ".join(map(str, weights.versions(origin.checkpoint.parent))) or "none"
+            raise ConfigError(
+                f"model.path={origin.path} cannot be used: {error}", f"choose another version of run {origin.run}: retained are {there}"
+            ) from error
 
     def _candidates(self) -> list[WeightVersion]:
         """Oldest first."""

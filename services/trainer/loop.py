@@ -120,7 +120,7 @@ class Loop:
     def _begun(self, known: TrainerState, epoch: int) -> TrainerState:
         """The state at the start of this epoch; a run whose last step has moved on is no longer done."""
         plan = self._plan
-        state = known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings)
+        state = known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin)
         return replace(state, phase="done" if state.step >= plan.max_steps else "rl")
 
     async def _begin(self, known: TrainerState) -> int:

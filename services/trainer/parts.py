@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -70,7 +70,7 @@ class Plan:
     """`groups_per_step` tickets a step, a checkpoint every `save_interval_steps`; `grace_s` to end in; `keep_reference` for a KL term.
 
     `settings` is what of the configuration a checkpoint records (see shared.pinned); `original` is what the run was started with,
-    for a checkpoint that is older than its settings.
+    for a checkpoint that is older than its settings; `origin` is the version of another run that it starts from.
     """
 
     max_steps: int
@@ -82,6 +82,7 @@ class Plan:
     rules: Rules
     settings: Flat = field(default_factory=dict[str, Any])
     original: Flat = field(default_factory=dict[str, Any])
+    origin: Mapping[str, Any] | None = None
 
     @property
     def enough(self) -> int:

@@ -1,10 +1,13 @@
-"""The policy as it was at a checkpoint, for training again; changes nothing in the run's folder."""
+"""The policy as it was at a checkpoint, for training again, under one configuration or several in turn; changes nothing in the folder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from services.trainer import options as from_run
 from services.trainer.backend import restored_leaves
@@ -20,19 +23,37 @@ from shared.model_config import ModelConfig
 from shared.schema import RunConfig
 
 
-def policy_at(config: RunConfig, checkpoint: Path, root: Path) -> Policy:
-    """Model, optimizer and reference of a checkpoint; `root` holds all of them. Raises ConfigError, WeightsError."""
-    folder = model_folder(config.model.path, weights=False)
-    described = ModelConfig.read(folder)
-    options = from_run.model_options(config, folder)
-    restored = restore(checkpoint, OrbaxArrays())
-    mesh = make_mesh(options.mesh_shape, options.mesh_axes)
-    model = build(described, restored_leaves(restored), mesh, dtype=options.dtype, remat=options.remat)
-    reference = restore(root / restored.state.reference, OrbaxArrays()).params if restored.state.reference else None
-    tokens = Tokens(described.vocab_size, ChatTokenizer(folder).pad_id)
-    policy = Policy(model, from_run.policy_options(config, tokens), described.to_hf(), make_logger(), reference)
-    policy.load_optimizer(restored.optimizer)
-    return policy
+class Rebuilt:
+    """What a run's trainer has: model, optimizer and reference of a checkpoint; `root` holds all of them.
+
+    Raises ConfigError, WeightsError.
+    """
+
+    def __init__(self, config: RunConfig, checkpoint: Path, root: Path) -> None:
+        self._root, self._logger = root, make_logger()
+        self._restored = restore(checkpoint, OrbaxArrays())
+        reference = self._restored.state.reference
+        self._reference = restore(root / reference, OrbaxArrays()).params if reference else None
+        self._config, self.policy = config, self._policy(config)
+
+    def under(self, config: RunConfig) -> Policy:
+        """The policy that goes on from here under this configuration, as after a restart of the trainer with it."""
+        if config != self._config:
+            now = {what: {name: np.asarray(value) for name, value in part.items()} for what, part in tensors_of(self.policy).items()}
+            self._restored = replace(self._restored, params=now["params"], optimizer=now["optimizer"])
+            self._config, self.policy = config, self._policy(config)
+        return self.policy
+
+    def _policy(self, config: RunConfig) -> Policy:
+        folder = model_folder(config.model.path, self._root.parent)
+        described = ModelConfig.read(folder)
+        options = from_run.model_options(config, folder)
+        mesh = make_mesh(options.mesh_shape, options.mesh_axes)
+        model = build(described, restored_leaves(self._restored), mesh, dtype=options.dtype, remat=options.remat)
+        tokens = Tokens(described.vocab_size, ChatTokenizer(folder).pad_id)
+        policy = Policy(model, from_run.policy_options(config, tokens), described.to_hf(), self._logger, self._reference)
+        policy.load_optimizer(self._restored.optimizer)
+        return policy
 
 
 def tensors_of(policy: Policy) -> dict[str, Mapping[str, Any]]:

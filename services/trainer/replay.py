@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import orjson
 
-from shared import archive, config, storage, weights
+from shared import archive, config, pinned, storage, weights
 from shared import state as states
+from shared.config import Loaded
 from shared.errors import ConfigError, Forbidden, VolleyError, WeightsError, problem
+from shared.schema import RunConfig
 from shared.state import TrainerState
 from shared.types import Group, WeightVersion
 
@@ -57,6 +59,11 @@ class Recorded:
     def version(self, step: int) -> WeightVersion:
         epoch = states.maker(step, self.head.lineage)
         return WeightVersion(self.head.lineage[0][0] if epoch is None else epoch, step)
+
+    def config_at(self, step: int, stored: Loaded) -> RunConfig:
+        """The stored configuration with the settings that were in force when `step` was trained."""
+        found = pinned.in_force(self.head.settings, self.version(step).epoch)
+        return config.changed(stored, {key: value for key, value in found.items() if pinned.rule_of(key).may}).config
 
     def groups(self, step: int) -> list[tuple[Group, bytes]]:
         """The groups that made `step`, with their wire bytes. Raises DecodeError."""
@@ -97,16 +104,17 @@ def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
 
     Raises ConfigError, WeightsError, DecodeError.
     """
-    run_config = config.load([folder / "config.yaml"]).config
-    recorded = Recorded.read(folder, run_config.run.name)
+    stored = config.stored(folder)
+    recorded = Recorded.read(folder, stored.config.run.name)
     steps = recorded.bounds(first, last)
     from services.trainer.intake import held_of
-    from services.trainer.rebuild import policy_at, tensors_of
+    from services.trainer.rebuild import Rebuilt, tensors_of
 
-    policy = policy_at(run_config, recorded.checkpoints[first], recorded.checkpoints[first].parent)
+    rebuilt = Rebuilt(recorded.config_at(steps[0], stored), recorded.checkpoints[first], recorded.checkpoints[first].parent)
     counts, n, divergence = {"checkpoint": 0, "metric": 0}, 0, None
     for step in steps:
         held = [held_of(group, payload, "") for group, payload in recorded.groups(step)]
+        policy = rebuilt.under(recorded.config_at(step, stored))
         metrics = policy.step(held, WeightVersion(recorded.version(step).epoch, step - 1))
         n, compared = n + 1, []
         if step in recorded.checkpoints:

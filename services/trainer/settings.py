@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from services.trainer.intake import Rules
 from services.trainer.parts import Plan
 from shared import pinned
 from shared.errors import ConfigError
+from shared.origin import Origin
 from shared.schema import Limits, RunConfig, TokenFiles
 
 
@@ -61,7 +62,7 @@ def from_config(config: RunConfig) -> TrainerSettings:
     )
 
 
-def plan(config: RunConfig, tokens: Tokens) -> Plan:
+def plan(config: RunConfig, tokens: Tokens, origin: Origin | None = None) -> Plan:
     grpo, trainer = config.grpo_config, config.trainer
     return Plan(
         max_steps=trainer.max_steps,
@@ -79,4 +80,5 @@ def plan(config: RunConfig, tokens: Tokens) -> Plan:
         ),
         settings=pinned.relevant(config),
         original=pinned.original(config.run.folder / "run.json"),
+        origin=None if origin is None else asdict(origin),
     )

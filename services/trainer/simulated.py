@@ -23,6 +23,7 @@ from services.trainer.wiring import Given, Learns, open_trainer
 from shared.boot import Service, main
 from shared.errors import ConfigError, WeightsError
 from shared.model_config import ModelConfig
+from shared.origin import Origin
 from shared.schema import RunConfig
 from shared.state import TrainerState
 from shared.types import Group, WeightVersion
@@ -51,8 +52,8 @@ class NumpyArrays:
 class SimulatedBackend:
     """`Trains` without a model. `params` are float32 by leaf name; the optimizer's state is its count of groups."""
 
-    def __init__(self, checkpoints: Checkpoints, model: Mapping[str, Any], seed: int) -> None:
-        self._checkpoints, self._model, self._seed = checkpoints, model, seed
+    def __init__(self, checkpoints: Checkpoints, model: Mapping[str, Any], seed: int, origin: Origin | None = None) -> None:
+        self._checkpoints, self._model, self._seed, self._origin = checkpoints, model, seed, origin
         self._restored: Restored | None = None
         self.params: dict[str, np.ndarray] = {}
         self._count = np.zeros((), np.int64)
@@ -62,7 +63,9 @@ class SimulatedBackend:
         return self._restored.state if self._restored else None
 
     def build(self) -> None:
-        if self._restored is None:
+        if self._restored is None and self._origin is not None:
+            self.params = dict(self._checkpoints.foreign(self._origin).params)
+        elif self._restored is None:
             self.params = {name: noise(f"{self._seed} {name}".encode(), shape) for name, shape in SHAPES.items()}
         else:
             self.params, self._count = dict(self._restored.params), self._restored.optimizer["count"]
@@ -123,7 +126,7 @@ def _simulated(given: Given) -> Learns:
         raise ConfigError("the simulated trainer has no warm start", "set sft.max_steps=0")
     settings, model = given.settings, ModelConfig.read(given.folder)
     checkpoints = Checkpoints(settings.run_folder / "checkpoints", settings.run, settings.max_to_keep, NumpyArrays())
-    backend = SimulatedBackend(checkpoints, model.to_hf(), given.config.run.seed)
+    backend = SimulatedBackend(checkpoints, model.to_hf(), given.config.run.seed, given.origin)
     return Learns(backend, checkpoints, Tokens(model.vocab_size, given.tokenizer.pad_id), _no_warm_start)
 
 

@@ -27,7 +27,8 @@ from shared.chat import ChatTokenizer
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.http import create_app
-from shared.hub import model_folder
+from shared.hub import keep, model_folder
+from shared.origin import Origin
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
 from shared.registry import Registry
@@ -36,12 +37,13 @@ from shared.schema import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a learner is made from; `folder` holds the model's config.json and tokenizer."""
+    """What a learner is made from; `folder` holds the model's config.json and tokenizer, `origin` the first weights if it is set."""
 
     config: RunConfig
     settings: TrainerSettings
     folder: Path
     tokenizer: ChatTokenizer
+    origin: Origin | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +59,13 @@ class Learns:
 @asynccontextmanager
 async def open_trainer(config: RunConfig, learner: Callable[[Given], Learns]) -> AsyncIterator[Service]:
     """Raises ConfigError."""
+    origin = await asyncio.to_thread(keep, config)
+    if origin is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": origin.path})})
     settings = from_run.from_config(config)
     callers = read_tokens(settings.token_files)
     token, admin = (callers.of(Role.SERVICE), callers.of(Role.ADMIN)) if callers else (None, None)
-    model = await asyncio.to_thread(model_folder, config.model.path, weights=True)
+    model = await asyncio.to_thread(model_folder, config.model.path, config.run.folder, weights=True)
     board = Board(settings.run, config.trainer.max_steps)
     async with AsyncExitStack() as stack:
         redis = connect(settings.redis_url, settings.redis_password_file, settings.ca_file)
@@ -68,7 +73,7 @@ async def open_trainer(config: RunConfig, learner: Callable[[Given], Learns]) ->
         environments = await stack.enter_async_context(EnvClient(settings.env_url, token=token, ca_file=settings.ca_file))
         thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         stack.callback(thread.shutdown, wait=False, cancel_futures=True)
-        learns, folder = learner(Given(config, settings, model, ChatTokenizer(model))), settings.run_folder
+        learns, folder = learner(Given(config, settings, model, ChatTokenizer(model), origin)), settings.run_folder
         publisher = Publisher(
             _servers(redis, settings), lambda url: RolloutClient(url, token=admin, ca_file=settings.ca_file), settings.update_mode
         )
@@ -87,7 +92,7 @@ async def open_trainer(config: RunConfig, learner: Callable[[Given], Learns]) ->
         app = create_app("trainer", limits=settings.limits, tokens=callers, ready=board.not_ready, roles=ROLES)
         app.state.board = board
         app.include_router(router)
-        yield Service(app, [Loop(from_run.plan(config, learns.tokens), parts, board).run])
+        yield Service(app, [Loop(from_run.plan(config, learns.tokens, origin), parts, board).run])
 
 
 def _servers(redis: Redis, settings: TrainerSettings) -> Callable[[], Awaitable[Sequence[str]]]:

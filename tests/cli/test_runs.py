@@ -7,6 +7,7 @@ import dataclasses
 import stat
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.cli import runs
+from services.cli import runs, worked
 from services.cli.layout import PROJECT, RunFolder
 from services.cli.train import fresh_name
 from services.trainer.checkpoint import Checkpoints, Contents
 from services.trainer.simulated import NumpyArrays
-from shared.config import Loaded, validate
+from shared.config import Loaded, rooted, validate
 from shared.errors import ConfigError
 from shared.pinned import relevant
 from shared.state import fresh
@@ -118,7 +119,7 @@ def test_two_processes_cannot_train_one_run(tmp_path: Path) -> None:
 
 KILLED = """
 import asyncio, os, pathlib, signal, sys
-from services.cli import runs
+from services.cli import runs, worked
 from services.cli.processes import Child, Reaper, Spec
 from shared import config
 async def main(lock):
@@ -162,6 +163,58 @@ def test_a_run_is_continued_from_its_folder_wherever_that_is(tmp_path: Path) -> 
     assert record.cwd == str(Path.cwd())
     with runs.claimed(again) as (folder, _, _):
         assert folder.path == tmp_path / "there" / "r"
+
+
+def test_paths_count_from_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the folder of an older run, which holds them relative; those that are given later count from there."""
+    (tmp_path / "models/tiny").mkdir(parents=True)
+    sections: dict[str, Any] = {"model": {"path": "models/tiny"}, "data": {"env": "e", "train": "t.jsonl"}}
+    begun(tmp_path / "runs", **sections)
+    record = runs.read_record(RunFolder(tmp_path / "runs/r"))
+    assert record is not None
+    runs.write_record(RunFolder(tmp_path / "runs/r"), dataclasses.replace(record, cwd=str(tmp_path)))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = runs.stored(Path("../runs/r"), ["services.token_files.service=s", "services.token_files.admin=a"])[0].config
+    assert (again.model.path, again.data.train) == (str(tmp_path / "models/tiny"), tmp_path / "t.jsonl")
+    assert again.services.token_files.service == tmp_path / "elsewhere/s"
+    said: list[str] = []
+    with runs.claimed(runs.stored(Path("../runs/r"))[0], said.append):
+        assert said == []
+    monkeypatch.chdir("/")
+    assert runs.stored(tmp_path / "runs/r")[0].config.model.path == str(tmp_path / "models/tiny")
+
+
+def test_a_hub_id_stays_one(tmp_path: Path) -> None:
+    assert rooted(loaded(tmp_path, model={"path": "Qwen/Qwen3-4B"}), tmp_path).config.model.path == "Qwen/Qwen3-4B"
+    assert rooted(loaded(tmp_path, model={"path": "./tiny"}), tmp_path).config.model.path == str(tmp_path / "tiny")
+
+
+COUNTS = """
+import sys, time
+from services.cli import runs, worked
+from shared import config
+with runs.claimed(config.load([sys.argv[1]])) as claim, worked.counting(claim.folder, claim.record):
+    time.sleep(600)
+"""
+
+
+def test_the_time_before_a_kill_counts(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(loaded(tmp_path).to_yaml())
+    elapsed = 0.0
+    for _ in range(2):
+        process = subprocess.Popen([sys.executable, "-c", COUNTS, str(path)], cwd=PROJECT)
+        before = elapsed
+        while elapsed <= before:
+            assert process.poll() is None
+            time.sleep(0.05)
+            record = runs.read_record(RunFolder(tmp_path / "r"))
+            elapsed = record.elapsed_s if record else 0.0
+        process.kill()
+        process.wait()
+    with runs.claimed(loaded(tmp_path)) as (_, record, _):
+        assert record.elapsed_s >= elapsed > 2 * worked._BEAT_S - 0.1  # pyright: ignore[reportPrivateUsage] - what two beats count
 
 
 def broken(folder: Path, what: str) -> Path:

@@ -24,6 +24,10 @@ def test_every_key_has_a_rule_with_a_reason():
     assert not any(key.startswith(pinned.IRRELEVANT) for key in flat())
 
 
+def test_a_key_that_is_none_may_not_change():
+    assert not pinned.rule_of("trainers.max_steps").may
+
+
 def test_every_rule_is_the_first_for_some_key():
     assert {pinned.rule_of(key) for key in flat()} == set(pinned.RULES)
 

@@ -15,6 +15,7 @@ import pytest
 
 from services.trainer.replay import Divergence, of_tensors
 from shared import archive, weights
+from shared import state as states
 from shared.archive import Archive
 from shared.queue.server import embedded_server
 from shared.types import Group, WeightVersion
@@ -25,9 +26,10 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder: a checkpoint every second step, groups up to two steps old, a kill in between."""
+    """A run's folder: a checkpoint every second step, groups up to two steps old; killed, extended and retuned in between."""
     folder = tmp_path_factory.mktemp("recorded")
     options = {"grpo_config__off_policy_steps": 2, "trainer__checkpointing_options": {"save_interval_steps": 2}}
+    options |= {"trainer__max_steps": STEPS - 1, "trainer__optimizer_config": {"learning_rate": 1e-3, "schedule_type": "linear"}}
     with (
         embedded_server(folder / "redis") as spec,
         trainer(folder, spec.url, trainer__order="arrival", **options) as process,
@@ -35,6 +37,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ):
         process.wait(lambda status: status["step"] >= 3)
         process.kill()
+        process.tree["trainer"] |= {"max_steps": STEPS, "optimizer_config": {"learning_rate": 1e-4, "schedule_type": "cosine"}}
+        process.tree["grpo_config"] |= {"epsilon": 0.1}
         process.start()
         process.wait(lambda status: status["phase"] == "done")
         assert process.terminate() == 0
@@ -51,6 +55,21 @@ def volley(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
     assert done.stdout, done.stderr
     return orjson.loads(done.stdout)
+
+
+def test_the_checkpoints_tell_what_was_changed(recorded: Path):
+    folder = weights.newest(recorded / "checkpoints")
+    assert folder is not None
+    state = states.verify(folder)[1]
+    (first, began), (second, changed) = state.settings
+    assert [first, second] == [epoch for epoch, _ in state.lineage]
+    assert began["trainer.optimizer_config.learning_rate"] == 1e-3
+    assert changed == {
+        "grpo_config.epsilon": 0.1,
+        "trainer.max_steps": STEPS,
+        "trainer.optimizer_config.learning_rate": 1e-4,
+        "trainer.optimizer_config.schedule_type": "cosine",
+    }
 
 
 def test_the_run_is_proven(recorded: Path):

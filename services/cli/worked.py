@@ -1,0 +1,47 @@
+"""How long a run has been worked on. The time is written down while it passes, so that a supervisor that is killed, or whose
+machine loses its power, forgets no more than the last seconds; the time in which nobody works does not count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from services.cli.layout import RunFolder
+from services.cli.runs import Record, write_record
+from shared.errors import StorageFull
+
+_BEAT_S = 2.0
+
+
+class Worked:
+    """The run's record, with the seconds that have passed since this was made."""
+
+    def __init__(self, record: Record) -> None:
+        self._record, self._started = record, time.monotonic()
+
+    def record(self) -> Record:
+        return dataclasses.replace(self._record, elapsed_s=self._record.elapsed_s + time.monotonic() - self._started)
+
+
+@contextmanager
+def counting(folder: RunFolder, record: Record) -> Iterator[Worked]:
+    """Inside, run.json is never older than a few seconds; at the end it is exact. Raises StorageFull at the end."""
+    worked, ended = Worked(record), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(_BEAT_S):
+            with suppress(StorageFull, OSError):  # the next beat tells of this one's time too
+                write_record(folder, worked.record())
+
+    thread = threading.Thread(target=beat, name="worked", daemon=True)
+    thread.start()
+    try:
+        yield worked
+    finally:
+        ended.set()
+        thread.join()
+        write_record(folder, worked.record())
