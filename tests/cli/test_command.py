@@ -52,7 +52,7 @@ def test_a_mistake_is_one_line(arguments: list[str], named: str) -> None:
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("volley: ")
-    assert named in done.stderr.replace("./missing", "missing")
+    assert named in done.stderr.replace(f"{PROJECT}/", "")
 
 
 def test_help_lists_the_commands() -> None:
