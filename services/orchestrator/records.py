@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import orjson
@@ -53,7 +54,7 @@ _RECORD = TypeAdapter(EvalRecord)
 
 
 def summarize(step: int, trajectories: Sequence[Trajectory], failed: int, elapsed_s: float) -> EvalRecord:
-    """Means over the trajectories (at least one); failed tasks are counted, not averaged."""
+    """Means over the trajectories (at least one), of rewards of any finite size; failed tasks are counted, not averaged."""
     n = len(trajectories)
     versions = [WeightVersion.parse(span.version) for t in trajectories for span in t.versions]
     return EvalRecord(
@@ -62,7 +63,7 @@ def summarize(step: int, trajectories: Sequence[Trajectory], failed: int, elapse
         version_max=str(max(versions)),
         n_tasks=n + failed,
         success=sum(t.success for t in trajectories) / n,
-        reward_mean=sum(t.reward for t in trajectories) / n,
+        reward_mean=mean([t.reward for t in trajectories]),
         turns_mean=sum(turn.role == ASSISTANT for t in trajectories for turn in t.turns) / n,
         tokens=sum(t.n_sampled for t in trajectories),
         elapsed_s=round(elapsed_s, 3),

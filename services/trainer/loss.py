@@ -8,6 +8,7 @@ are Tunix's.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -87,13 +88,22 @@ def _log_ratio(logprobs: jax.Array, old: jax.Array, mask: jax.Array, algo: LossA
 
 
 def _kl(logprobs: jax.Array, reference: jax.Array, mode: KlMode) -> jax.Array:
-    """Per-token estimators of KL(policy || reference) after Schulman: k1, k2 and k3."""
+    """Per-token estimators of KL(policy || reference) after Schulman: k1, k2 and k3.
+
+    k3, exp(d) - d - 1 of the difference d in nats, overflows float32 beyond 88, and so does the square of its gradient beyond 44.
+    Above `_MAX_LOG_RATIO` it goes on as its tangent: the same slope, so a token that far from the reference is still drawn back.
+    (verl clips d to the same 20, and the value to 10; Tunix' optional clamp is of the value. A clip has no gradient: the token
+    would be free.)
+    """
     difference = reference - logprobs
     if mode == "kl":
         return -difference
     if mode == "mse_kl":
         return 0.5 * jnp.square(difference)
-    return jnp.exp(difference) - difference - 1.0
+    bounded = jnp.where(difference > _MAX_LOG_RATIO, _MAX_LOG_RATIO, difference)
+    slope = math.exp(_MAX_LOG_RATIO) - 1.0
+    tangent = slope - _MAX_LOG_RATIO + slope * (difference - _MAX_LOG_RATIO)
+    return jnp.where(difference > _MAX_LOG_RATIO, tangent, jnp.exp(bounded) - bounded - 1.0)
 
 
 def _sums(logprobs: jax.Array, behaviour: jax.Array, entropy: jax.Array, is_clipped: jax.Array, batch: Batch) -> Sums:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from services.trainer.advantages import moments
 from services.trainer.intake import Held
 from shared.types import Trajectory
 
@@ -58,9 +59,10 @@ def of_groups(held: Sequence[Held], step: int) -> dict[str, Any]:
     trajectories = [t for h in held for t in h.group.trajectories]
     rewards = np.array([t.reward for t in trajectories], np.float64)
     staleness = [max(0, step - h.oldest.step) for h in held]
+    mean, deviation = moments(rewards)
     return {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
+        "reward_mean": mean,
+        "reward_std": deviation,
         "success": float(np.mean([t.success for t in trajectories])),
         "truncation_rate": float(np.mean([t.status == "truncated" for t in trajectories])),
         "sequence_tokens": int(sum(len(t.token_ids) for t in trajectories)),

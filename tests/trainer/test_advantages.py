@@ -1,7 +1,11 @@
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
-from services.trainer.advantages import advantages
+from services.trainer.advantages import advantages, moments
+
+ESTIMATORS = ["grpo", "drgrpo", "rloo"]
 
 
 def test_grpo_centres_and_divides_by_the_sample_deviation():
@@ -24,3 +28,36 @@ def test_equal_rewards_and_single_episodes_give_zero(estimator: str):
 
 def test_float32_rewards_are_not_rounded_to_integers():
     assert advantages(np.array([0.7, 0.3], np.float32), "drgrpo") == pytest.approx([0.2, -0.2], abs=1e-7)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("reward", [0.1, 1e9 + 0.1, 1e16 + 2, 1e100, 1.7e308, -1.7e308, 1e-320])
+def test_rewards_that_are_equal_up_to_rounding_have_no_advantage_at_all(estimator: str, reward: float):
+    nearly = np.full(7, reward)
+    nearly[3] = np.nextafter(reward, 0)
+    for rewards in (np.full(7, reward), nearly):
+        assert not advantages(rewards, estimator).any()
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_small_differences_between_large_rewards_count(estimator: str):
+    expected = advantages(np.array([0.0, 1.0, 2.0]), estimator)
+    np.testing.assert_allclose(advantages(np.array([0.0, 1.0, 2.0]) + 1e9, estimator), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("scale", [1.0, 1e30, 1e39, 1e160, 1.7e308])
+def test_every_finite_reward_gives_a_finite_float32_in_the_right_proportion(estimator: str, scale: float):
+    shape = np.array([1.0, -1.0, 0.25, 0.0])
+    found = advantages(shape * scale, estimator)
+    exact = [Fraction(x) for x in shape]
+    centred = np.array([float(x - sum(exact) / 4) for x in exact])
+    assert np.isfinite(found.astype(np.float32)).all()
+    assert np.isfinite(np.square(found.astype(np.float32) * np.float32(np.exp(20)))).all()
+    np.testing.assert_allclose(found / found.max(), centred / centred.max(), rtol=1e-5)
+
+
+def test_moments_of_numbers_whose_sums_overflow_are_finite():
+    assert moments(np.array([1.7e308, 1.7e308, -1.7e308, -1.7e308])) == (0.0, 1.7e308)
+    rewards = np.random.default_rng(0).standard_normal(50)
+    assert moments(rewards) == (rewards.mean(), rewards.std())

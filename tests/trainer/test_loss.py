@@ -13,6 +13,7 @@ from flax import nnx
 from services.trainer.model.shape import from_hf, hf_name
 
 from services.trainer.batch import Batch, Layout, Row, micro_batches, row_weights
+from services.trainer.logprobs import TokenScores
 from services.trainer.loss import GrpoOptions, grpo_loss, supervised_loss
 from services.trainer.tunix_learner import flat, model_loss
 from tests.support import models
@@ -178,3 +179,43 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood():
     value, _, _ = value_and_grad(None, batch_of(some, Spec())[0], 1.0)
     expected = -np.concatenate([logp[row.mask > 0] for logp, row in zip(start, some, strict=True)]).mean()
     assert value == pytest.approx(expected, rel=1e-5)
+
+
+DISTANCES = [-1e4, -88.0, -1.0, 0.0, 1e-3, 1.0, 19.0, 20.0, 21.0, 44.0, 88.0, 89.0, 700.0, 1e4]
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_k3_and_its_gradient_are_the_float64_ones_up_to_the_bound_and_the_tangent_beyond(distance: float):
+    """`distance` is log p(reference) - log p(policy) in nats; float32 overflows beyond 88, and its squares beyond 44."""
+    ones = jnp.ones((1, 1))
+    batch = Batch(ones, ones, ones, -ones, 0 * ones, ones, jnp.ones(1), reference=jnp.full((1, 1), min(0.0, distance)))
+    loss = GrpoOptions(0.2, 0.2, 1.0, "grpo", "low_var_kl", None)
+
+    def of(logprob: jax.Array):
+        return grpo_loss(TokenScores(logprob, 0 * ones), batch, loss)
+
+    (value, sums), gradient = jax.value_and_grad(of, has_aux=True)(jnp.full((1, 1), min(0.0, -distance)))
+    near = np.float64(min(distance, 20.0))
+    slope = np.exp(near) - 1.0
+    expected = np.exp(near) - near - 1.0 + slope * (np.float64(distance) - near)
+    assert float(value) == float(sums["kl"]) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert float(gradient[0, 0]) == pytest.approx(-slope, rel=1e-6, abs=1e-6)
+    assert np.isfinite(np.float32(slope) ** 2)
+
+
+@pytest.mark.parametrize("algo", ["grpo", "gspo-token"])
+@pytest.mark.parametrize("apart", [-1e4, -300.0, 300.0, 1e4])
+def test_ratios_of_policies_far_apart_are_finite_and_so_are_their_gradients(algo: str, apart: float):
+    ones = jnp.ones((2, 3))
+    behaviour = jnp.full((2, 3), min(0.0, -apart))
+    advantages = jnp.array([[1e9] * 3, [-1e9] * 3])
+    batch = Batch(ones, ones, ones, behaviour, advantages, ones, jnp.ones(2), reference=behaviour)
+    loss = GrpoOptions(0.2, 0.2, 0.1, algo, "low_var_kl", 2.0)
+
+    def of(logprobs: jax.Array):
+        return grpo_loss(TokenScores(logprobs, 0 * ones), replace(batch, old=behaviour), loss)
+
+    (value, sums), gradient = jax.value_and_grad(of, has_aux=True)(jnp.full((2, 3), min(0.0, apart)))
+    assert np.isfinite(float(value))
+    assert all(np.isfinite(float(x)) for x in sums.values())
+    assert np.isfinite(np.square(np.asarray(gradient))).all()

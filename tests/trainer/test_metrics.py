@@ -32,3 +32,9 @@ def test_shares_lengths_faults_and_failures_by_class():
     assert metrics["failed_attempts"] == {"EpisodeLost": 2, "NoServer": 1}
     assert metrics["retried_tokens"] == lengths[0]
     assert of_groups(held({}), 0)["retried_tokens"] is None
+
+
+def test_rewards_near_the_end_of_float64_have_a_finite_mean():
+    metrics = of_groups(held({"reward": 1.7e308}, {"reward": 1.7e308}, {"reward": 1.6e308}), 0)
+    assert metrics["reward_mean"] == pytest.approx(1.6667e308, rel=1e-3)
+    assert 0 < metrics["reward_std"] < 1e308
