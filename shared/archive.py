@@ -28,6 +28,8 @@ from shared.storage import fsync, storage
 from shared.types import WeightVersion
 
 SCHEMA = 1
+REFUSED = "refused"
+"""Folder, and stem of the lines, of groups that gave numbers that are not finite; beside the archive."""
 _LEVEL = 1
 _SMALL = 2**16
 _PORTION = 2**20
@@ -38,6 +40,7 @@ MAX_GROUP_BYTES = 2**28
 """A reader refuses more, so that a damaged or hostile file costs little memory; the trainer takes no larger group in."""
 
 _NAME = re.compile(r"e(\d{6,})/s(\d{6,})\.zst\Z")
+_REFUSED = re.compile(r"e(\d{6,})/s(\d{6,})-(\d+)\.zst\Z")
 _EPOCH = re.compile(r"e(\d{6,})\Z")
 
 
@@ -91,6 +94,10 @@ class Archive:
                 raise
         return digests
 
+    def read(self, version: WeightVersion) -> Iterator[bytes]:
+        """See `read` below."""
+        return read(self.root, self._run, version)
+
     def _compress(self, path: Path, version: WeightVersion, payloads: Sequence[bytes], digests: Sequence[str]) -> None:
         compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
         header = {"schema": SCHEMA, "run": self._run, "version": str(version), "n": len(payloads), "digests": digests}
@@ -116,12 +123,28 @@ def versions(root: Path) -> list[WeightVersion]:
     return sorted(WeightVersion(int(m[1]), int(m[2])) for m in matches if m)
 
 
+def refused(root: Path) -> list[tuple[WeightVersion, Path]]:
+    """Files of groups that gave numbers that are not finite, below `root`, with the version they would have made; oldest first."""
+    matches = ((_REFUSED.match(path.relative_to(root).as_posix()), path) for path in root.glob("e*/s*-*.zst"))
+    found = sorted((int(m[1]), int(m[2]), int(m[3]), path) for m, path in matches if m)
+    return [(WeightVersion(epoch, step), path) for epoch, step, _, path in found]
+
+
+def refused_path(root: Path, version: WeightVersion, n: int) -> Path:
+    """Of the n-th time (1 is the first) that the version was refused."""
+    return _folder(root, version.epoch) / f"s{version.step:06d}-{n}.zst"
+
+
 def read(root: Path, run: str, version: WeightVersion) -> Iterator[bytes]:
-    """Wire bytes of the groups that made `version`, one at a time, in the order they were trained in.
+    """Wire bytes of the groups that made `version`, one at a time, in the order they were trained in. Raises DecodeError."""
+    return read_file(path_of(root, version), run, version)
+
+
+def read_file(path: Path, run: str, version: WeightVersion) -> Iterator[bytes]:
+    """Wire bytes of the groups in a file, one at a time, in the order they were trained in.
 
     Raises DecodeError if the file is missing, damaged, or of another run or version.
     """
-    path = path_of(root, version)
     try:
         with open_file(path) as file:
             yield from _payloads(path, _values(file), run, version)

@@ -17,6 +17,7 @@
     │   └── StorageFull         a disk, a quota or a file size limit is used up            507
     ├── Fenced                  a newer trainer has taken over; this one has to stop       409
     ├── WeightsError            digest, tree or fingerprint of a checkpoint differs        422
+    ├── NonFinite               training gave numbers that are not finite                  500
     └── EngineDied              the inference engine is gone; the process has to end       500
 
 Foreign exceptions are translated to this tree in one function per client, and nowhere else. An HTTP answer carries an
@@ -25,7 +26,7 @@ error as a problem body (RFC 9457), made by `problem` and read back by `from_pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 MAX_DETAIL = 2000
@@ -122,6 +123,16 @@ class Fenced(VolleyError):
 
 class WeightsError(VolleyError):
     status, title = 422, "Weights rejected"
+
+
+class NonFinite(VolleyError):
+    """`what` names them: metrics, parameters by leaf name, parts of the optimizer's state."""
+
+    status, title = 500, "Not finite"
+
+    def __init__(self, detail: str, hint: str = "", what: Sequence[str] = ()) -> None:
+        super().__init__(detail, hint)
+        self.what = tuple(what)
 
 
 class EngineDied(VolleyError):

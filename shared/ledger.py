@@ -16,8 +16,8 @@ import orjson
 from shared.errors import DecodeError
 from shared.types import WeightVersion
 
-TRAINED = "trained"
-DISPOSITIONS = (TRAINED, "stale", "filtered", "failed", "poison", "superseded")
+TRAINED, NONFINITE = "trained", "nonfinite"
+DISPOSITIONS = (TRAINED, "stale", "filtered", "failed", "poison", "superseded", NONFINITE)
 _END = ("ticket", "disposition", "epoch", "step", "digest")
 _MOST = 2**53
 
@@ -38,7 +38,7 @@ def line(
     Args:
         version: of the weights that trained the group made, or that the trainer had when the ticket ended without training.
         versions: the oldest and the newest that sampled its tokens.
-        digest: blake3 of the trained group's wire bytes, which the archive holds.
+        digest: blake3 of the group's wire bytes, which the archive holds if it was trained, and `refused/` if it is `nonfinite`.
     """
     return {
         "ticket": ticket,

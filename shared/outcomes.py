@@ -79,6 +79,7 @@ FAILURES: Mapping[str, Failure] = {
     "EngineDied": Failure("infrastructure", "again", "the inference engine is gone; its process ends and is started again"),
     "PrefixBroken": Failure("defect", "fail", "a turn would not continue exactly what was sampled before"),
     "WeightsError": Failure("infrastructure", "again", "weights were refused: digest, tree, probe; the old ones serve on"),
+    "NonFinite": Failure("defect", "stop", "a step of the trainer gave numbers that are not finite; it is refused"),
     "Fenced": Failure("infrastructure", "stop", "a newer trainer has taken over"),
 }
 """By the name of the class, which is also what the wire, the ledger and the metrics carry."""

@@ -62,6 +62,7 @@ RULES = (
     Rule("trainer.groups_per_step", False, "tickets, steps and staleness are counted in it"),
     Rule("trainer.optimizer_config.", True, "the optimizer's moments and its count of steps are kept; only the next updates differ"),
     Rule("trainer.checkpointing_options.", True, "it only says how often checkpoints are made, and how many are kept"),
+    Rule("trainer.on_nonfinite", True, "it only says what follows when a step is refused"),
     Rule("trainer.", False, "the optimizer's state and the order of sums rest on it"),
     Rule("rollout.engine.max_running_requests", True, "it only decides how fast the engine is"),
     Rule("rollout.engine.max_prefill_tokens", True, "it only decides how fast the engine is"),

@@ -113,7 +113,8 @@ class CheckpointingOptions(Section):
 class Trainer(Section):
     """`groups_per_step` groups of `num_generations` episodes make one optimizer step.
 
-    `length_buckets` are the sequence lengths compiled for, in tokens.
+    `length_buckets` are the sequence lengths compiled for, in tokens. `on_nonfinite` says what follows when a step gives numbers
+    that are not finite, which is never saved: the run stops, or goes on without its groups.
     """
 
     max_steps: PositiveInt = 10
@@ -123,6 +124,7 @@ class Trainer(Section):
     length_buckets: tuple[PositiveInt, ...] = (256, 512, 1024, 2048, 4096)
     optimizer_config: OptimizerConfig = OptimizerConfig()
     checkpointing_options: CheckpointingOptions = CheckpointingOptions()
+    on_nonfinite: Literal["stop", "skip"] = "stop"
     mesh: Mesh = Mesh()
 
 

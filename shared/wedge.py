@@ -78,7 +78,10 @@ def judge(seen: Sequence[Seen]) -> Verdict:
     """The state of a run from the services that were asked: some of them, or all."""
     run = next((s.said for s in seen if s.kind == "orchestrator" and s.said), {})
     quiet_s = run.get("quiet_s")
-    if run.get("state") in ("finished", "failed"):
+    trainer = next((s.said for s in seen if s.kind == "trainer"), {})
+    if refused := trainer.get("refused"):
+        return Verdict("failed", (f"the trainer has stopped: {refused}",), quiet_s=quiet_s)
+    if run.get("state") in ("finished", "failed") and not (run.get("refused") and trainer):  # a trainer that begins again
         return Verdict(run["state"], (f"the run has {run['state']}: {run['reason']}",) if run.get("reason") else (), quiet_s=quiet_s)
     if {"trainer", "orchestrator"} <= {s.kind for s in seen} and all(s.error is not None for s in seen):
         return Verdict("stopped", ("none of its services answers",))
@@ -157,6 +160,8 @@ def _trainer(who: _Who, said: Mapping[str, Any]) -> Node:
     phase, waiting = said.get("phase", ""), said.get("waiting_for")
     if phase in ("done", "stopped"):
         return Node(*who)
+    if said.get("refused"):
+        return Node(*who, halted=f"has stopped: {said['refused']}")
     if said.get("paused") and phase in ("paused", "waiting"):
         return Node(*who, halted="is paused on request; POST /resume lets it go on", paused=True)
     busy = f"at work ({phase}, {said.get('step')} of {said.get('max_steps')} steps done)" if phase in _AT_WORK else ""

@@ -91,7 +91,10 @@ def _add_proving(commands: _Commands) -> None:
 
     replay = commands.add_parser("replay", help="train archived groups again from a retained checkpoint, and compare bit for bit")
     replay.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    replay.add_argument("--from-step", type=int, required=True, metavar="K", help="step of the checkpoint to begin at")
+    replay.add_argument("--from-step", type=int, metavar="K", help="step of the checkpoint to begin at")
+    replay.add_argument(
+        "--refused", metavar="VERSION", help="instead: a step that was refused, because it gave numbers that are not finite"
+    )
     replay.add_argument("--to-step", type=int, metavar="M", help="last step (default: that of the newest checkpoint)")
     replay.add_argument("--json", action="store_true", help="for programs")
     replay.set_defaults(command=_replay)
@@ -177,7 +180,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     from services.cli import replay
 
-    return replay.main(arguments.run_dir, arguments.from_step, arguments.to_step, arguments.json)
+    return replay.main(arguments.run_dir, arguments.from_step, arguments.to_step, arguments.refused, arguments.json)
 
 
 def _chaos(arguments: argparse.Namespace) -> int:

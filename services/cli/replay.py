@@ -16,25 +16,36 @@ from shared import config
 from shared.errors import ConfigError, VolleyError, from_problem
 
 
-def main(run_dir: Path, first: int, last: int | None, as_json: bool) -> int:
-    """Prints the result; 0 if every step came out the same, else 1. Raises ConfigError, VolleyError."""
-    result = replayed(RunFolder(run_dir.absolute()), first, last, show=not as_json)
+def main(run_dir: Path, first: int | None, last: int | None, refused: str | None, as_json: bool) -> int:
+    """Prints the result; 0 if every step, or the one that was refused, came out the same, else 1. Raises ConfigError, VolleyError."""
+    if (first is None) == (refused is None):
+        raise ConfigError("give either --from-step K or --refused VERSION")
+    what = ["--refused", refused] if refused is not None else ["--from-step", str(first)]
+    result = replayed(RunFolder(run_dir.absolute()), what, last, show=not as_json)
     print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() if as_json else told(result))
     return 0 if result["ok"] else 1
 
 
-def replayed(folder: RunFolder, first: int, last: int | None, *, show: bool) -> dict[str, Any]:
-    """What services.trainer.replay finds; `show` prints a line a step. Raises ConfigError, VolleyError."""
+def replayed(folder: RunFolder, what: list[str], last: int | None, *, show: bool) -> dict[str, Any]:
+    """What services.trainer.replay finds. Raises ConfigError, VolleyError.
+
+    Args:
+        what: its arguments that say where to begin.
+        show: print a line a step.
+    """
     if not folder.config.exists():
         raise ConfigError(f"{folder.path} is not the folder of a run", "it holds no config.yaml")
     cpu = config.load([folder.config]).config.rollout.engine.device == "cpu"
-    command = [str(python_of("trainer")), "-P", "-m", "services.trainer.replay", str(folder.path), "--from-step", str(first)]
+    command = [str(python_of("trainer")), "-P", "-m", "services.trainer.replay", str(folder.path), *what]
     command += [] if last is None else ["--to-step", str(last)]
     return _followed(command, variables_of("trainer", cpu=cpu), show=show)
 
 
 def told(result: dict[str, Any]) -> str:
     """For people."""
+    if "refused" in result:
+        now, then = (", ".join(result[key]) or "nothing" for key in ("refused", "recorded"))
+        return f"not finite are again: {now}" if result["ok"] else f"DIVERGED: not finite are now: {now}; when it was refused: {then}"
     compared = (
         f"{result['steps']} steps, {result['compared_checkpoints']} compared with checkpoints, {result['compared_metrics']} with metrics"
     )

@@ -26,6 +26,7 @@ from shared.errors import ConfigError, VolleyError, first_error
 from shared.hub import model_folder
 
 _POLL_S = 0.3
+_GOING = ("running", "evaluating")
 _QUIET_S = 30.0
 """After so long without news the line of progress says what the run waits for, in seconds."""
 
@@ -136,12 +137,14 @@ async def follow(running: stack.Stack, folder: RunFolder, progress: Progress) ->
     news = time.monotonic()
     async with running.client("orchestrator") as orchestrator:
         while True:
-            state, reason = await _run_state(orchestrator, folder.name)
+            state, reason, refusal = await _run_state(orchestrator, folder.name)
             if progress.show():
                 news = time.monotonic()
             if state == "finished":
                 return
-            if state == "failed":
+            if state not in _GOING and (refused := await _refused(running)):
+                raise ServiceFailed(f"run {folder.name} has stopped: {refused}")
+            if state == "failed" and not refusal:
                 raise ServiceFailed(f"run {folder.name} failed: {reason}", f"logs: {folder.logs}")
             if time.monotonic() - news > _QUIET_S:
                 progress.say(
@@ -151,13 +154,25 @@ async def follow(running: stack.Stack, folder: RunFolder, progress: Progress) ->
             await asyncio.sleep(_POLL_S)
 
 
-async def _run_state(orchestrator: HttpClient, run: str) -> tuple[str, str]:
-    """The state of the run and its reason; while the orchestrator does not answer (it may be restarting), that."""
+async def _run_state(orchestrator: HttpClient, run: str) -> tuple[str, str, bool]:
+    """The state of the run, its reason, and whether that is a step that the trainer has refused, or had before it began again.
+
+    While the orchestrator does not answer (it may be restarting), that.
+    """
     try:
         answer = await orchestrator.get(f"/runs/{run}", attempts=1)
     except VolleyError as error:
-        return "unknown", str(error)
-    return str(answer.get("state")), str(answer.get("reason") or "")
+        return "unknown", str(error), False
+    return str(answer.get("state")), str(answer.get("reason") or ""), bool(answer.get("refused"))
+
+
+async def _refused(running: stack.Stack) -> str:
+    """Why the trainer trains no more; empty if it goes on, or does not answer."""
+    async with running.client("trainer") as trainer:
+        try:
+            return str((await trainer.get("/status", attempts=1)).get("refused") or "")
+        except VolleyError:
+            return ""
 
 
 async def _waiting_for(running: stack.Stack) -> str:

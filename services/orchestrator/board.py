@@ -40,6 +40,7 @@ class Board:
         self.paused = False
         self.waiting: Wait | None = Wait("trainer", "the trainer has not opened the queue")
         self.disk: str | None = None
+        self.refused = ""
         self.published = 0
         self.failed_groups = 0
         self.last_failure: str | None = None
@@ -105,9 +106,15 @@ class Board:
         return self._ended is not None
 
     def state(self, no_server: str | None) -> tuple[State, str]:
-        """State and its reason. Args: no_server: why no rollout server can be used, if so."""
+        """State and its reason; `failed` is not the last one where the trainer has refused a step, and may be started again.
+
+        Args:
+            no_server: why no rollout server can be used, if so.
+        """
         if self._ended is not None:
             return self._ended
+        if self.refused:
+            return "failed", self.refused
         if no_server is not None and (self.evaluating_step is not None or (self.running == 0 and self.waiting is None)):
             return "waiting", no_server
         if self.evaluating_step is not None:

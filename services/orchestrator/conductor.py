@@ -93,6 +93,7 @@ class Conductor:
             "waiting": dataclasses.asdict(board.waiting)
             if board.waiting and board.running == 0 and board.evaluating_step is None
             else None,
+            "refused": board.refused,
             "waits": {**board.waits, **({"server": n} if (n := self.balancer.n_waiting) else {})},
             "disk": board.disk,
             "quiet_s": round(board.quiet_s(), 1),

@@ -120,6 +120,7 @@ class Course:
         """Args: held: tickets that were in hand before the snapshot was taken."""
         if self.state is None or _position(state) != _position(self.state):
             self._board.moved()
+        self._board.refused = state.refused
         if state.ready:
             version = WeightVersion(state.epoch, state.version)
             if state.epoch != self._epoch:

@@ -80,24 +80,31 @@ class Backend:
         return sft.train(self._model, rows, options, self._logger)
 
     def start(self, state: TrainerState) -> Path:
-        """Readies RL and makes the first checkpoint of this incarnation; returns its folder."""
+        """Readies RL and makes the first checkpoint of this incarnation; returns its folder. Raises NonFinite."""
         assert self._model is not None
         reference = self._checkpoints.params_of(state.reference) if self._restored and state.reference else None
         self._policy = Policy(self._model, self._policy_options, self._described.to_hf(), self._logger, reference)
         if self._restored is None:
             return self.save(state, None)
         self._policy.load_optimizer(self._restored.optimizer)
+        self._policy.check()
         folder = self._checkpoints.relabel(self._restored, state)
         self._restored = None
         return folder
 
     def step(self, held: Sequence[Held], before: WeightVersion) -> StepMetrics:
-        """One step of RL on the groups; `before` is the version of the present weights."""
+        """One step of RL on the groups; `before` is the version of the present weights. Raises NonFinite: then `rewind`."""
         assert self._policy is not None
         return self._policy.step(held, before)
 
+    def rewind(self, version: WeightVersion) -> None:
+        """Model and optimizer are again, bit for bit, those of a checkpoint of this incarnation. Raises WeightsError, Unavailable."""
+        assert self._policy is not None
+        restored = self._checkpoints.restored(version)
+        self._policy.load(restored.params, restored.optimizer)
+
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
-        """A durable checkpoint of the present weights; returns its folder."""
+        """A durable checkpoint of the present weights; returns its folder. Raises NonFinite; then nothing of it is there."""
         assert self._policy is not None
         return self._checkpoints.save(state, self._policy.contents(), base)
 

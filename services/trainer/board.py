@@ -11,7 +11,7 @@ from typing import Any, Literal
 from services.trainer import prometheus
 from services.trainer.metrics import StepMetrics
 
-Phase = Literal["loading", "warm start", "starting", "waiting", "training", "saving", "paused", "done", "stopped"]
+Phase = Literal["loading", "warm start", "starting", "waiting", "training", "saving", "paused", "done", "refused", "stopped"]
 _LAST_S = 1.0
 _STARTING: frozenset[Phase] = frozenset({"loading", "warm start", "starting"})
 
@@ -28,6 +28,7 @@ class Board:
     version: str | None = None
     epoch: int = 0
     waiting_groups: int = 0
+    refused: str | None = None
     waits: dict[object, str] = field(default_factory=dict)
     set_aside: Mapping[str, str] = field(default_factory=dict)
     last: StepMetrics | None = None
@@ -68,6 +69,8 @@ class Board:
         """Why nobody should rely on the trainer now; None if they may."""
         if self.stopping:
             return "stopping"
+        if self.refused:
+            return self.refused
         if self.phase in _STARTING:
             return f"{self.phase}: {self.waiting_for}" if self.waiting_for else self.phase
         return None
@@ -93,6 +96,9 @@ class Board:
     def trained(self, metrics: StepMetrics) -> None:
         self.step, self.version, self.last = metrics.step, metrics.version, metrics
         prometheus.show(metrics, self.epoch)
+
+    def not_finite(self) -> None:
+        prometheus.REFUSED.inc()
 
     def durable(self, step: int) -> None:
         self.durable_step = step

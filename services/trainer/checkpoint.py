@@ -169,6 +169,10 @@ class Checkpoints:
             manifest = replace(old, version=str(state.version), base_version=old.version, created=time.time())
             return self._install(draft, manifest, state)
 
+    def restored(self, version: WeightVersion) -> Restored:
+        """A checkpoint with optimizer and all. Raises WeightsError, and Unavailable if it cannot be read now."""
+        return restore(self.root / str(version), self._arrays)
+
     def params_of(self, version: str) -> Mapping[str, np.ndarray]:
         """The float32 parameters of a version, exact where the published ones are rounded. Raises WeightsError."""
         return restore(self.root / version, self._arrays).params
@@ -249,8 +253,13 @@ def restore(folder: Path, arrays: ArrayFiles) -> Restored:
         raise WeightsError(f"{folder} holds the manifest of {manifest.version} and the state of {state.version}")
     try:
         training = arrays.read(folder / OPTIMIZER)
-        master = _below(training, _MASTER)
-        return Restored(folder, state, master or arrays.read(folder / PARAMS), _below(training, "optimizer"))
+        params = _below(training, _MASTER) or arrays.read(folder / PARAMS)
+        for name, value in (training | params).items():
+            if not np.isfinite(value).all():
+                raise WeightsError(
+                    f"{folder.name}: {name} is not finite", "a step that gave such numbers was saved; older ones may be whole"
+                )
+        return Restored(folder, state, params, _below(training, "optimizer"))
     except OSError as error:
         raise weights.unreadable(str(folder), error) from error
 

@@ -15,21 +15,25 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.board import Board
-from services.trainer.intake import Held, Intake, Void
+from services.trainer.intake import Held, Intake, Void, held_of
+from services.trainer.metrics import StepMetrics
 from services.trainer.parts import Parts, Plan, Waiter
 from services.trainer.records import StepLog
+from services.trainer.refusals import Refusal
 from shared import ledger, telemetry
 from shared.chain import Chain, as_read
-from shared.errors import Fenced, Unavailable
-from shared.ledger import TRAINED
+from shared.errors import Fenced, NonFinite, Unavailable
+from shared.ledger import NONFINITE, TRAINED
 from shared.queue.records import Finished
 from shared.state import TrainerState
-from shared.types import WeightVersion
+from shared.types import Group, WeightVersion
 
 _CONSUMER = "trainer"
 _READ_COUNT = 32
 _READ_BLOCK_MS = 1000
 _ATTEND_S = 2.0
+_MOST_SKIPPED = 3
+"""So many refused steps in a row stop the run: it is not their groups that are wrong."""
 _log = telemetry.Log("course")
 
 
@@ -52,11 +56,13 @@ class Course:
         self._base = state.version
         self._chain = state.chain or Chain(state.step)
         self._lines: list[dict[str, Any]] = []  # of metrics, that no checkpoint carries and the file may not durably hold
+        self._skipped = 0  # steps in a row, without a good one between
 
     async def follow(self) -> None:
         """Returns when a stop was asked for and met. Raises Fenced.
 
-        After the last step the queue is still attended to: if it is wiped, those who wait for the last step must learn of it again.
+        After the last step, or one that was refused, the queue is still attended to: if it is wiped, those who wait must learn of
+        the last step again.
         """
         async with asyncio.TaskGroup() as group:
             reader = group.create_task(self._read())
@@ -84,7 +90,9 @@ class Course:
     def _has_enough(self) -> bool:
         """What is held makes a step, and more of it would be of no use before that step. (A missing ticket is always waited for.)"""
         plan = self._plan
-        return self._board.phase == "done" or (self._intake.n_waiting >= plan.enough and self._intake.has(plan.groups_per_step))
+        return self._board.phase in ("done", "refused") or (
+            self._intake.n_waiting >= plan.enough and self._intake.has(plan.groups_per_step)
+        )
 
     async def _receive(self) -> None:
         queue, epoch = self._parts.queue, self._start.epoch
@@ -118,14 +126,14 @@ class Course:
     async def _linger(self) -> None:
         board = self._board
         while not board.stopping:
-            board.phase = "done"
+            board.phase = "refused" if board.refused else "done"
             await board.changed.wait()
             board.changed.clear()
 
     async def _leave(self) -> None:
         """Tells the queue that this is no crash: groups that we held did not cause it. Best effort."""
         try:
-            await self._waiter.hurriedly(lambda: self._parts.queue.leave(self._start.epoch))
+            await self._waiter.hurriedly(lambda: self._parts.queue.leave(self._start.epoch, self._board.refused or ""))
         except (Unavailable, Fenced) as error:
             _log.warning("left without a word", reason=str(error))
 
@@ -139,7 +147,7 @@ class Course:
     async def _steps(self) -> None:
         board, plan = self._board, self._plan
         waited = time.perf_counter()
-        while board.step < plan.max_steps and not board.stopping:
+        while board.step < plan.max_steps and not board.stopping and not board.refused:
             held = None if board.paused else await self._take()
             if held is not None:
                 await self._step(held, time.perf_counter() - waited)
@@ -182,9 +190,13 @@ class Course:
         with self._recorded():
             async with asyncio.TaskGroup() as group:
                 archived = group.create_task(self._archive(after, held))
-                metrics = await self._waiter.blocking(self._parts.backend.step, held, before)
+                metrics = await self._made(held, before)
             step_s = time.perf_counter() - started
             digests, archive_s = archived.result()
+            if isinstance(metrics, NonFinite):
+                await self._refuse(metrics, before, held, digests)
+                return
+            self._skipped = 0
             trained = [_trained(h, after, digest) for h, digest in zip(held, digests, strict=True)]
         board.trained(metrics)
         board.timed("step", step_s)
@@ -198,6 +210,60 @@ class Course:
         self._chain = self._chain.trained(trained, line)
         await self._note(self._parts.metrics, line)
         _log.info("step", run=board.run, step=metrics.step, version=metrics.version, loss=metrics.loss, reward=metrics.reward_mean)
+
+    async def _made(self, held: Sequence[Held], before: WeightVersion) -> StepMetrics | NonFinite:
+        """What came of the step; after an error of this kind the model is of no use any more."""
+        try:
+            return await self._waiter.blocking(self._parts.backend.step, held, before)
+        except NonFinite as error:
+            return error
+
+    async def _refuse(self, error: NonFinite, before: WeightVersion, held: Sequence[Held], digests: Sequence[str]) -> None:
+        """The step is put on record, and undone in memory. Then its tickets end without training; or they are open again, and the run
+        stops: always after several such steps in a row.
+        """
+        board, parts = self._board, self._parts
+        board.not_finite()
+        self._skipped += 1
+        skip = self._plan.on_nonfinite == "skip" and self._skipped < _MOST_SKIPPED
+        refusal = Refusal.of(error, before, held, digests, "skip" if skip else "stop")
+        _log.error(
+            "step refused", run=board.run, version=refusal.version, what=refusal.what, tickets=refusal.tickets, action=refusal.action
+        )
+        await self._waiter.patiently(lambda: asyncio.to_thread(parts.refusals.keep, refusal))
+        await self._go_back(before)
+        if skip:
+            await self._give_up(held, digests, before, refusal.reason)
+            return
+        for one in held:
+            self._intake.progress.reopen(one.group.ticket)
+        sentence = refusal.sentence(parts.refusals.folder)
+        await self._waiter.answer(lambda: parts.queue.leave(board.epoch, sentence))
+        board.refused = sentence
+
+    async def _go_back(self, to: WeightVersion) -> None:
+        """The model as it was, bit for bit: the newest durable checkpoint, and the steps since then trained again, as archived."""
+        parts, entries = self._parts, iter([one.entry_id or "" for one, _ in self._pending])
+        await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.rewind, self._base))
+        for step in range(self._board.durable_step, to.step):
+            version = WeightVersion(to.epoch, step + 1)
+            payloads = await asyncio.to_thread(lambda version=version: list(parts.archive.read(version)))
+            again = [held_of(Group.decode(payload), payload, next(entries)) for payload in payloads]
+            await self._waiter.blocking(parts.backend.step, again, WeightVersion(to.epoch, step))
+
+    async def _give_up(self, held: Sequence[Held], digests: Sequence[str], at: WeightVersion, reason: str) -> None:
+        """Ends the tickets of a refused step: ledger first, then the queue."""
+        async with self._books:
+            lines = [
+                ledger.line(h.group.ticket, NONFINITE, at, versions=(h.oldest, h.newest), reason=reason, digest=digest)
+                for h, digest in zip(held, digests, strict=True)
+            ]
+            await self._write(lines)
+            self._chain = self._chain.ended(lines)
+            self._intake.progress.void += len(held)
+            await self._commit([h.finished for h in held])
+        for _ in held:
+            self._board.ended(NONFINITE)
 
     async def _note(self, log: StepLog, line: Mapping[str, Any]) -> None:
         """Raises Fenced instead, if another trainer has begun: it has put these files in order. The queue would say so, but later."""

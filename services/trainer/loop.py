@@ -14,7 +14,7 @@ from services.trainer.board import Board
 from services.trainer.course import Course
 from services.trainer.parts import Parts, Plan, Waiter
 from shared import pinned, telemetry
-from shared.errors import Unavailable, first_error
+from shared.errors import NonFinite, Unavailable, first_error
 from shared.state import TrainerState, fresh
 
 _BEGINNINGS = 5
@@ -60,6 +60,18 @@ class Loop:
             if not self._board.stopping:
                 raise
             _log.warning("stopped while waiting", phase=self._board.phase, reason=str(first_error(errors)))
+        except* NonFinite as errors:
+            await self._stand_by(str(first_error(errors)))
+
+    async def _stand_by(self, reason: str) -> None:
+        """Trains no more and says why, until a stop: to end and be started again would change nothing."""
+        board = self._board
+        _log.error("refused", run=board.run, phase=board.phase, reason=reason)
+        board.refused, board.phase = reason, "refused"
+        while not board.stopping:
+            board.changed.clear()
+            await board.changed.wait()
+        board.phase = "stopped"
 
     async def _life(self, group: asyncio.TaskGroup) -> None:
         board, parts = self._board, self._parts

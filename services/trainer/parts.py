@@ -8,13 +8,14 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from services.trainer.board import Board
 from services.trainer.intake import Held, Rules
 from services.trainer.metrics import StepMetrics
 from services.trainer.publish import Delivery
 from services.trainer.records import Ledger, StepLog
+from services.trainer.refusals import Refusals
 from shared import telemetry
 from shared.archive import Archive
 from shared.errors import QueueUnavailable, Unavailable
@@ -23,6 +24,7 @@ from shared.queue.records import Entry, Finished
 from shared.state import TrainerState
 from shared.types import WeightVersion
 
+OnNonFinite = Literal["stop", "skip"]
 _PAUSE_S, _PAUSE_CAP_S = 0.1, 3.0
 _log = telemetry.Log("parts")
 
@@ -38,7 +40,7 @@ class Queue(Protocol):
 
     async def dead_letter(self, epoch: int, entry: Entry, reason: str) -> None: ...
 
-    async def leave(self, epoch: int) -> None: ...
+    async def leave(self, epoch: int, refused: str = "") -> None: ...
 
 
 class Trains(Protocol):
@@ -51,6 +53,8 @@ class Trains(Protocol):
     def start(self, state: TrainerState) -> Path: ...
 
     def step(self, held: Sequence[Held], before: WeightVersion) -> StepMetrics: ...
+
+    def rewind(self, version: WeightVersion) -> None: ...
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path: ...
 
@@ -70,7 +74,8 @@ class Plan:
     """`groups_per_step` tickets a step, a checkpoint every `save_interval_steps`; `grace_s` to end in; `keep_reference` for a KL term.
 
     `settings` is what of the configuration a checkpoint records (see shared.pinned); `original` is what the run was started with,
-    for a checkpoint that is older than its settings; `origin` is the version of another run that it starts from.
+    for a checkpoint that is older than its settings; `origin` is the version of another run that it starts from; `on_nonfinite`
+    is what follows when a step is refused.
     """
 
     max_steps: int
@@ -83,6 +88,7 @@ class Plan:
     settings: Flat = field(default_factory=dict[str, Any])
     original: Flat = field(default_factory=dict[str, Any])
     origin: Mapping[str, Any] | None = None
+    on_nonfinite: OnNonFinite = "stop"
 
     @property
     def enough(self) -> int:
@@ -101,6 +107,7 @@ class Parts:
     archive: Archive
     metrics: StepLog
     handovers: StepLog
+    refusals: Refusals
     executor: Executor
     warm_start: Callable[[], Awaitable[None]]
     publish: Callable[[Path], Awaitable[Sequence[Delivery]]]

@@ -7,8 +7,9 @@ give bit-identical weights.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -24,10 +25,13 @@ from services.trainer.metrics import StepMetrics
 from services.trainer.model.qwen3 import Qwen3
 from services.trainer.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.tunix_learner import Learner, Logger, Update
+from shared.errors import NonFinite
 from shared.types import WeightVersion
 from shared.weights import Probe
 
 _PROBE_LENGTH = 16
+_COMPUTED = "the log-probabilities of the probe"
+_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +80,49 @@ class Policy:
             self._reference = self._learner.snapshot(reference)
 
     def step(self, held: Sequence[Held], before: WeightVersion) -> StepMetrics:
-        """Trains on complete groups; `before` is the version of the present weights, its step + 1 that of the result."""
+        """Trains on complete groups; `before` is the version of the present weights, its step + 1 that of the result.
+
+        Raises NonFinite, naming what is: then the present weights are of no use any more, but for `load`.
+        """
         batches = self._batches(held, before)
         updates = [self._learner.update(batches) for _ in range(self._options.n_iterations)]
         after = WeightVersion(before.epoch, before.step + 1)
-        return StepMetrics(step=after.step, version=str(after), **metrics.of_groups(held, before.step), **_measured(updates))
+        made = StepMetrics(step=after.step, version=str(after), **metrics.of_groups(held, before.step), **_measured(updates))
+        numbers = {name: value for name, value in asdict(made).items() if isinstance(value, float)}
+        self._require_finite(str(after), [name for name, value in numbers.items() if not math.isfinite(value)])
+        return made
 
     def contents(self) -> Contents:
-        """What a checkpoint of the present weights holds."""
+        """What a checkpoint of the present weights holds. Raises NonFinite: there is no checkpoint of such weights."""
+        probe = self._require_finite("the present weights")
         params = self._learner.params()
         master = None
         if self._options.published_dtype != "float32":
             master, params = params, {k: v.astype(jnp.dtype(self._options.published_dtype)) for k, v in params.items()}
-        return Contents(params, self._learner.optimizer_state(), master, self._config, self._probe())
+        return Contents(params, self._learner.optimizer_state(), master, self._config, probe)
 
     def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
         """Continues with the optimizer state of a checkpoint."""
         self._learner.load_optimizer_state(state)
+
+    def load(self, params: Mapping[str, np.ndarray], optimizer: Mapping[str, np.ndarray]) -> None:
+        """Goes back to the float32 parameters and the optimizer's state of a checkpoint; the reference stays."""
+        self._learner.load_params(params)
+        self._learner.load_optimizer_state(optimizer)
+
+    def check(self) -> None:
+        """Raises NonFinite if the present weights or the optimizer's state are not finite, or compute what is not."""
+        self._require_finite("the restored weights")
+
+    def _require_finite(self, of: str, metrics: Sequence[str] = ()) -> Probe:
+        """The probe of the present weights. Raises NonFinite for these metrics, a parameter, the optimizer, or what they compute."""
+        what = [*metrics, *self._learner.non_finite(self._options.published_dtype)]
+        probe = self._probe()
+        if not all(map(math.isfinite, probe.logprobs)):
+            what.append(_COMPUTED)
+        if what:
+            raise NonFinite(f"{of}: {named(what)} not finite", "a lower learning rate may help", what)
+        return probe
 
     def _batches(self, held: Sequence[Held], before: WeightVersion) -> list[Batch]:
         options = self._options
@@ -110,6 +140,13 @@ class Policy:
         ids = (np.arange(_PROBE_LENGTH, dtype=np.int64) * 7919 + 11) % self._config["vocab_size"]
         logprobs = self._learner.sequence_logprobs(ids.astype(np.int32))
         return Probe(tuple(ids.tolist()), tuple(float(x) for x in logprobs))
+
+
+def named(what: Sequence[str]) -> str:
+    """A list for a sentence, with its verb: the first few, and how many more."""
+    shown = ", ".join(what[:_NAMED])
+    more = f" and {len(what) - _NAMED} more" if len(what) > _NAMED else ""
+    return f"{shown}{more} {'is' if len(what) == 1 else 'are'}"
 
 
 def _measured(updates: Sequence[Update]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ _SEQUENCE_TOKENS = Counter(
 )
 _GROUPS = Counter("volley_trainer_groups", "Groups trained on", registry=REGISTRY)
 _EPISODES = Counter("volley_trainer_episodes", "Episodes trained on", registry=REGISTRY)
+REFUSED = Counter("volley_trainer_refused_steps", "Steps that gave numbers that are not finite", registry=REGISTRY)
 TICKETS = Counter("volley_trainer_tickets", "Tickets by how they ended", ["disposition"], registry=REGISTRY)
 PART_SECONDS = Histogram(
     "volley_trainer_part_seconds",

@@ -1,7 +1,7 @@
 """Trains archived groups again: from a retained checkpoint, in recorded order, compared bit for bit with what was recorded.
 
-`python -m services.trainer.replay RUN_DIR --from-step K [--to-step M]` writes a JSON line a step to stdout, then the result, or
-an error as a problem body. It reads only. The same backend (devices, libraries, compiler flags) is needed for equal bits.
+`python -m services.trainer.replay RUN_DIR --from-step K [--to-step M]`, or `RUN_DIR --refused VERSION` (see replay_refused),
+writes a JSON line a step to stdout, then the result, or an error as a problem body. It reads only. The same backend (devices, libraries, compiler flags) is needed for equal bits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,11 @@ class Recorded:
 
     def config_at(self, step: int, stored: Loaded) -> RunConfig:
         """The stored configuration with the settings that were in force when `step` was trained."""
-        found = pinned.in_force(self.head.settings, self.version(step).epoch)
+        return self.config_of(self.version(step).epoch, stored)
+
+    def config_of(self, epoch: int, stored: Loaded) -> RunConfig:
+        """The stored configuration with the settings that were in force in `epoch`."""
+        found = pinned.in_force(self.head.settings, epoch)
         return config.changed(stored, {key: value for key, value in found.items() if pinned.rule_of(key).may}).config
 
     def groups(self, step: int) -> list[tuple[Group, bytes]]:
@@ -87,16 +91,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 the same, 1 diverged or failed, 2 wrong usage."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer.replay")
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--from-step", type=int, required=True)
+    begin = parser.add_mutually_exclusive_group(required=True)
+    begin.add_argument("--from-step", type=int)
+    begin.add_argument("--refused", metavar="VERSION")
     parser.add_argument("--to-step", type=int)
     arguments = parser.parse_args(argv)
     try:
-        result = replay(arguments.run_dir.absolute(), arguments.from_step, arguments.to_step)
+        result = _replayed(arguments)
     except VolleyError as error:
         _tell(problem(error))
         return 2 if isinstance(error, ConfigError) else 1
     _tell(result)
     return 0 if result["ok"] else 1
+
+
+def _replayed(arguments: argparse.Namespace) -> dict[str, Any]:
+    from services.trainer import replay_refused
+
+    folder: Path = arguments.run_dir.absolute()
+    if arguments.refused:
+        return replay_refused.replay(folder, arguments.refused)
+    return replay(folder, arguments.from_step, arguments.to_step)
 
 
 def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:

@@ -81,4 +81,5 @@ def plan(config: RunConfig, tokens: Tokens, origin: Origin | None = None) -> Pla
         settings=pinned.relevant(config),
         original=pinned.original(config.run.folder / "run.json"),
         origin=None if origin is None else asdict(origin),
+        on_nonfinite=trainer.on_nonfinite,
     )

@@ -6,6 +6,7 @@ Invariant: a demonstration becomes the very tokens that a rollout of it would re
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -18,7 +19,7 @@ from services.trainer.model.qwen3 import Qwen3
 from services.trainer.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.tunix_learner import Learner, Logger
 from shared.chat import ChatTokenizer, Messages
-from shared.errors import ConfigError, first_error
+from shared.errors import ConfigError, NonFinite, first_error
 from shared.types import Message
 
 _CONCURRENT = 32
@@ -84,7 +85,7 @@ def tokenize(tokenizer: ChatTokenizer, demonstrations: Sequence[Messages], longe
 
 
 def train(model: Qwen3, rows: Sequence[Row], options: SftOptions, logger: Logger) -> Iterator[SftMetrics]:
-    """Trains the model in place, a step for each item that is asked for."""
+    """Trains the model in place, a step for each item that is asked for. Raises NonFinite."""
     layout = replace(options.layout, rows=min(options.layout.rows, options.batch_size))
     n_micro = layout.n_micro(options.batch_size)
     learner = Learner(
@@ -95,6 +96,10 @@ def train(model: Qwen3, rows: Sequence[Row], options: SftOptions, logger: Logger
         batch = [rows[i] for i in next(draws)]
         weights = row_weights(batch, "token-mean", max_response_length=1)
         update = learner.update(micro_batches(batch, weights, layout, n_micro))
+        what = [name for name in ("loss", "grad_norm") if not math.isfinite(getattr(update, name))]
+        if what:
+            hint = "lower sft.optimizer_config.learning_rate and start a run with another name, or look at the demonstrations"
+            raise NonFinite(f"the warm start was refused at its step {step}: {' and '.join(what)} not finite", hint, what)
         tokens = max(1.0, update.sums["tokens"])
         yield SftMetrics(step, options.max_steps, update.sums["nll"] / tokens, update.grad_norm, int(tokens))
 

@@ -84,6 +84,10 @@ class SimulatedBackend:
         sums = dict.fromkeys(_SUMS, 0.0) | {"tokens": float(sum(t.n_sampled for h in held for t in h.group.trajectories))}
         return StepMetrics(after.step, str(after), loss, norm, **of_groups(held, before.step), **of_sums(sums))
 
+    def rewind(self, version: WeightVersion) -> None:
+        restored = self._checkpoints.restored(version)
+        self.params, self._count = dict(restored.params), restored.optimizer["count"]
+
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
         return self._checkpoints.save(state, Contents(self.params, {"count": self._count}, None, self._model, None), base)
 

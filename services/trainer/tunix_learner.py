@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -81,6 +82,7 @@ class Learner:
         self._trainer.is_managed_externally = True
         graph = nnx.split(model)[0]
         self._score, self._score_plain = (jax.jit(_scorer(graph, t)) for t in (temperature, 1.0))
+        self._are_finite = jax.jit(_are_finite, static_argnames="published")
 
     def update(self, batches: Sequence[Batch]) -> Update:
         """One optimizer step on exactly `n_micro` micro-batches; blocks until it is done."""
@@ -98,8 +100,21 @@ class Learner:
         state = flat(nnx.state(self._trainer.optimizer, nnx.optimizer.OptState))
         return {name: value for name, value in state.items() if not name.startswith(_ACCUMULATOR)}
 
+    def non_finite(self, published: str) -> list[str]:
+        """Names of parameters, and of parts of the optimizer's state, that hold a NaN or an infinity, also if it is only the rounding
+        of parameters to the dtype `published` that makes one. One reduction on the devices."""
+        params, state = self.params(), self.optimizer_state()
+        with self._mesh:
+            finite = np.asarray(self._are_finite(list(params.values()), list(state.values()), published=published))
+        names = [*params, *(f"optimizer {name}" for name in state)]
+        return [name for name, ok in zip(names, finite, strict=True) if not ok]
+
+    def load_params(self, values: Mapping[str, Any]) -> None:
+        """Puts back what `params` gave, bit by bit."""
+        nnx.update(self._model, replaced(nnx.state(self._model, nnx.Param), values))
+
     def load_optimizer_state(self, values: Mapping[str, Any]) -> None:
-        """Puts back what `optimizer_state` gave, bit by bit. Raises WeightsError if it is that of another optimizer."""
+        """Puts back what `optimizer_state` gave, bit by bit, between two steps. Raises WeightsError if it is that of another optimizer."""
         optimizer = self._trainer.optimizer
         state = nnx.state(optimizer, nnx.optimizer.OptState)
         expected = self.optimizer_state()
@@ -107,7 +122,8 @@ class Learner:
             raise WeightsError(
                 "the checkpoint holds the state of another optimizer", "was trainer.train_micro_batch_size or the model changed?"
             )
-        nnx.update(optimizer, replaced(state, flat(state) | dict(values)))
+        between = {name: jnp.zeros_like(value) for name, value in flat(state).items() if name.startswith(_ACCUMULATOR)}
+        nnx.update(optimizer, replaced(state, between | dict(values)))
 
     def snapshot(self, values: Mapping[str, Any] | None = None) -> Any:
         """The present parameters, or given ones, for `logprobs`; later updates do not reach them."""
@@ -171,6 +187,13 @@ def _scorer(graph: Any, temperature: float) -> Callable[[Any, jax.Array, jax.Arr
         return token_scores(hidden_states(model, ids), head(model), targets, temperature, entropy=False).logprobs
 
     return score
+
+
+def _are_finite(params: list[jax.Array], state: list[jax.Array], *, published: str) -> jax.Array:
+    """bool [number of arrays]."""
+    return jnp.stack(
+        [jnp.isfinite(x.astype(published)).all() & jnp.isfinite(x).all() for x in params] + [jnp.isfinite(x).all() for x in state]
+    )
 
 
 def _combined(name: str) -> Callable[[Any], Any]:

@@ -18,6 +18,7 @@ from services.trainer.loop import Loop
 from services.trainer.parts import Parts, Trains
 from services.trainer.publish import Publisher
 from services.trainer.records import Ledger, StepLog
+from services.trainer.refusals import Refusals
 from services.trainer.routes import ROLES, router
 from services.trainer.settings import Tokens, TrainerSettings
 from shared.access import Role, read_tokens
@@ -85,6 +86,7 @@ async def open_trainer(config: RunConfig, learner: Callable[[Given], Learns]) ->
             archive=Archive(folder / "archive", settings.run),
             metrics=StepLog(folder / "metrics.jsonl"),
             handovers=StepLog(folder / "handovers.jsonl"),
+            refusals=Refusals(folder),
             executor=thread,
             warm_start=lambda: learns.warm_start(environments, board, thread),
             publish=publisher.publish,

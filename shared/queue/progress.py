@@ -40,6 +40,13 @@ class Progress:
         self._advance()
         return True
 
+    def reopen(self, ticket: int) -> None:
+        """Undoes `finish` of a ticket that has not ended after all. (Not of a void one.)"""
+        if ticket <= self.low:
+            self.done.update(range(ticket + 1, self.low + 1))
+            self.low = ticket - 1
+        self.done.discard(ticket)
+
     def _advance(self) -> None:
         while self.low + 1 in self.done:
             self.low += 1

@@ -250,13 +250,16 @@ class TicketQueue:
         lineage = self._owned(epoch)
         await self._scripts.fenced("dead_letter", lineage.fence, [entry.entry_id, entry.ticket, reason, _DEAD_KEPT])
 
-    async def leave(self, epoch: int) -> None:
+    async def leave(self, epoch: int, refused: str = "") -> None:
         """The trainer stops in order: groups that it has taken and not committed are not counted as if it had crashed over them.
+
+        Args:
+            refused: why it trains no more, for `state` to tell until another trainer begins.
 
         Raises:
             Fenced: another trainer has begun.
         """
-        await self._scripts.fenced("leave", self._owned(epoch).fence)
+        await self._scripts.fenced("leave", self._owned(epoch).fence, [refused])
 
     async def state(self) -> QueueState:
         """A consistent snapshot; zeros and not ready on a server that knows nothing of the run."""
@@ -271,7 +274,8 @@ class TicketQueue:
         )
         names = ("issued", "low", "version", "epoch", "void", "reissued", "duplicates", "strays")
         counts = {name: int(raw.get(name.encode(), 0)) for name in names}
-        return QueueState(**counts, ready=raw.get(b"ready") == b"1", depth=depth, leased=leased, done=done, dead=dead)
+        refused = raw.get(b"refused", b"").decode(errors="replace")
+        return QueueState(**counts, ready=raw.get(b"ready") == b"1", depth=depth, leased=leased, done=done, dead=dead, refused=refused)
 
     def _owned(self, epoch: int) -> _Lineage:
         if self._lineage is None or self._lineage.epoch != epoch:

@@ -60,7 +60,8 @@ class QueueState:
 
     `version`, `low` and `void` are the trainer's last commit; `depth` counts queued groups (read, but not yet committed
     ones included), `leased` tickets out for generation or waiting to be issued again, `done` finished tickets above
-    `low`, `dead` kept poisoned entries. The counters `reissued`, `duplicates` (published twice) and `strays` (published, never issued)
+    `low`, `dead` kept poisoned entries. `refused` is why the trainer has stopped training, empty if it has not.
+    The counters `reissued`, `duplicates` (published twice) and `strays` (published, never issued)
     only grow.
     """
 
@@ -77,3 +78,4 @@ class QueueState:
     reissued: int
     duplicates: int
     strays: int
+    refused: str = ""

@@ -379,3 +379,13 @@ async def test_runs_do_not_meet(redis: Redis):
     await start(one)
     assert await take(two) is Refusal.NOT_READY
     assert all(key.startswith(b"{one}:") for key in await command(redis, "KEYS", "*"))
+
+
+async def test_why_a_trainer_trains_no_more_is_told_until_another_begins(queue: TicketQueue):
+    epoch = await start(queue)
+    assert (await queue.state()).refused == ""
+    await queue.leave(epoch, "step 3 gave numbers that are not finite")
+    await queue.leave(epoch)
+    assert (await queue.state()).refused == "step 3 gave numbers that are not finite"
+    await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=epoch)
+    assert (await queue.state()).refused == ""

@@ -23,18 +23,21 @@ from services.trainer.checkpoint import Checkpoints, Contents, Restored
 from services.trainer.intake import Held, Rules
 from services.trainer.loop import Loop
 from services.trainer.metrics import StepMetrics, of_groups
-from services.trainer.parts import Parts, Plan, Queue
+from services.trainer.parts import OnNonFinite, Parts, Plan, Queue
 from services.trainer.records import Ledger, StepLog
+from services.trainer.refusals import Refusals
 from services.trainer.simulated import NumpyArrays
 from shared import pinned
 from shared.archive import Archive
 from shared.config import load
+from shared.errors import NonFinite
 from shared.queue.records import Entry
 from shared.schema import RunConfig
 from shared.state import TrainerState
 from shared.types import Group, Trajectory, VersionSpan, WeightVersion
 
 RUN, BATCH, SIZE, ETA, STEPS = "r", 2, 2, 1, 5
+HUGE = 1e6
 _NUMBERS = (
     "loss",
     "grad_norm",
@@ -90,8 +93,15 @@ class Weightless:
         return self._checkpoints.relabel(self._restored, state) if self._restored else self.save(state, None)
 
     def step(self, held: Sequence[Held], before: WeightVersion) -> StepMetrics:
+        """A reward above `HUGE` makes the weight infinite."""
+        if any(t.reward > HUGE for h in held for t in h.group.trajectories):
+            self.weight = np.inf
+            raise NonFinite("not finite", what=["w"])
         self.weight += 1
         return step_metrics(held, before)
+
+    def rewind(self, version: WeightVersion) -> None:
+        self.weight = float(self._checkpoints.restored(version).params["w"])
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
         return self._checkpoints.save(
@@ -117,7 +127,7 @@ class Given:
 
     async def dead_letter(self, epoch: int, entry: Entry, reason: str) -> None: ...
 
-    async def leave(self, epoch: int) -> None: ...
+    async def leave(self, epoch: int, refused: str = "") -> None: ...
 
 
 class Incarnation:
@@ -131,18 +141,19 @@ class Incarnation:
         max_to_keep: int = 3,
         queue: Queue | None = None,
         config: RunConfig | None = None,
+        on_nonfinite: OnNonFinite = "stop",
     ) -> None:
         run = config or load([folder / "config.yaml"]).config
         steps = run.trainer.max_steps
         self.queue, self.board = Given(), Board(RUN, steps)
-        metrics, handovers = (StepLog(folder / f"{name}.jsonl") for name in ("metrics", "handovers"))
+        logs = StepLog(folder / "metrics.jsonl"), StepLog(folder / "handovers.jsonl"), Refusals(folder)
         checkpoints = Checkpoints(folder / "checkpoints", RUN, max_to_keep, NumpyArrays())
         ledger, archive = Ledger(folder / "ledger.jsonl"), Archive(folder / "archive", RUN)
         self.backend = Weightless(checkpoints)
-        parts = Parts(self.backend, checkpoints, queue or self.queue, ledger, archive, metrics, handovers, executor, _nothing, _published)
+        parts = Parts(self.backend, checkpoints, queue or self.queue, ledger, archive, *logs, executor, _nothing, _published)
         rules = Rules("arrival", ETA, 32, 96, SIZE)
         settings, original = pinned.relevant(run), pinned.original(folder / "run.json")
-        self.loop = Loop(Plan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original), parts, self.board)
+        self.loop = Loop(Plan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original, on_nonfinite), parts, self.board)
 
     def feed(self, *tickets: int, version: WeightVersion) -> None:
         self.queue.entries += [group(ticket, version) for ticket in tickets]

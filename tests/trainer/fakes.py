@@ -17,10 +17,11 @@ from services.trainer.board import Board
 from services.trainer.intake import Order, Rules
 from services.trainer.loop import Loop
 from services.trainer.metrics import StepMetrics
-from services.trainer.parts import Parts, Plan
+from services.trainer.parts import OnNonFinite, Parts, Plan
 from services.trainer.records import Ledger, StepLog
+from services.trainer.refusals import Refusals
 from shared.archive import Archive
-from shared.errors import Fenced, QueueUnavailable, StorageFull, WeightsError
+from shared.errors import Fenced, NonFinite, QueueUnavailable, StorageFull, WeightsError
 from shared.queue.records import Entry
 from shared.state import TrainerState
 from shared.types import Group, WeightVersion
@@ -30,7 +31,7 @@ from tests.trainer.support import group
 
 @dataclass
 class FakeBackend:
-    """Weights are a number: how many steps were trained. Checkpoints are folders without content."""
+    """Weights are the tickets they were trained on, in order; `spoiling` ones make them not finite. Checkpoints are in memory."""
 
     folder: Path
     events: list[str]
@@ -41,6 +42,9 @@ class FakeBackend:
     during_step: Callable[[], object] = lambda: None
     bad: dict[str, str] = field(default_factory=dict)
     full: int = 0
+    spoiling: set[int] = field(default_factory=set)
+    weights: list[int] = field(default_factory=list)
+    kept: dict[WeightVersion, list[int]] = field(default_factory=dict)
 
     def head(self) -> WeightVersion | None:
         return self.checkpoint.version if self.checkpoint else None
@@ -54,6 +58,7 @@ class FakeBackend:
 
     def build(self) -> None:
         self.events.append("build")
+        self.weights = list(self.kept[self.checkpoint.version]) if self.checkpoint else []
 
     def start(self, state: TrainerState) -> Path:
         return self.save(state, None)
@@ -61,8 +66,16 @@ class FakeBackend:
     def step(self, held: Any, before: WeightVersion) -> StepMetrics:
         time.sleep(self.step_s)
         self.during_step()
-        self.events.append(f"step {[h.group.ticket for h in held]}")
+        tickets = [h.group.ticket for h in held]
+        self.events.append(f"step {tickets}")
+        self.weights += tickets
+        if what := [f"layer {ticket}" for ticket in tickets if ticket in self.spoiling]:
+            raise NonFinite("not finite", what=["loss", *what])
         return step_metrics(held, before)
+
+    def rewind(self, version: WeightVersion) -> None:
+        self.events.append(f"rewind {version}")
+        self.weights = list(self.kept[version])
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
         time.sleep(self.save_s)
@@ -71,6 +84,7 @@ class FakeBackend:
             raise StorageFull("waiting for disk space under /r: 0 MB free")
         self.events.append(f"save {state.version}")
         self.checkpoint = state
+        self.kept[state.version] = list(self.weights)
         return self.folder / str(state.version)
 
 
@@ -104,9 +118,9 @@ class FakeQueue:
         self.events.append(f"begin low={low} version={version} issued={issued} void={void} done={list(done)}")
         return max(epoch, above) + 1
 
-    async def leave(self, epoch: int) -> None:
+    async def leave(self, epoch: int, refused: str = "") -> None:
         await self._answer()
-        self.events.append("leave")
+        self.events.append("leave refused" if refused else "leave")
 
     async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[Entry]:
         await self._answer()
@@ -164,6 +178,7 @@ class Bench:
     warm: bool = True
     grace_s: float = 5.0
     order: Order = "arrival"
+    on_nonfinite: OnNonFinite = "stop"
 
     def __post_init__(self) -> None:
         self.events: list[str] = []
@@ -191,12 +206,14 @@ class Bench:
             self.archive,
             StepLog(self.folder / "metrics.jsonl"),
             StepLog(self.folder / "handovers.jsonl"),
+            Refusals(self.folder),
             self.executor,
             warm_start,
             publish,
         )
         rules = Rules(self.order, self.eta, 32, 96, 2)
-        return Loop(Plan(self.max_steps, 2, self.interval, self.grace_s, 0, False, rules), parts, self.board)
+        plan = Plan(self.max_steps, 2, self.interval, self.grace_s, 0, False, rules, on_nonfinite=self.on_nonfinite)
+        return Loop(plan, parts, self.board)
 
     async def run_to_the_end(self) -> None:
         """Until the last step is durable; then it is stopped."""

@@ -13,7 +13,7 @@ from services.trainer.loss import GrpoOptions
 from services.trainer.optimizer import OptimizerOptions, schedule
 from services.trainer.policy import Policy, PolicyOptions
 from services.trainer.tunix_learner import make_logger
-from shared.errors import WeightsError
+from shared.errors import NonFinite, WeightsError
 from shared.types import WeightVersion
 from tests.support import models, qwen3_ref
 from tests.trainer.support import CONFIG, group, model_of
@@ -128,3 +128,59 @@ def test_learning_rate_schedules():
         "linear": pytest.approx([0.25, 1, 0.5, 0]),
         "cosine": pytest.approx([0.25, 1, 0.5, 0], abs=1e-6),
     }
+
+
+FAR = replace(OPTIONS, optimizer=replace(OPTIONS.optimizer, learning_rate=1e30))
+
+
+@pytest.mark.parametrize("rows", [4, 8], ids=["accumulated", "whole"])
+def test_the_first_step_of_a_huge_learning_rate_is_refused_and_undone_bit_for_bit(rows: int):
+    """The parameters it gives are finite in float32: what they compute is not."""
+    options = replace(FAR, layout=Layout((16,), rows, 0))
+    one, other = policy(options), policy(options)
+    before = one.contents()
+    params_before, optimizer_before = ({k: np.asarray(v) for k, v in x.items()} for x in (before.params, before.optimizer))
+    with pytest.raises(NonFinite, match=r"e000001-s000001: .* not finite") as caught:
+        one.step(held(1, 2, 3, 4), START)
+    assert "the log-probabilities of the probe" in caught.value.what
+    with pytest.raises(NonFinite):
+        one.contents()
+    one.load(params_before, optimizer_before)
+    after = one.contents()
+    assert all(np.array_equal(params_before[k], after.params[k]) for k in params_before)
+    assert all(np.array_equal(optimizer_before[k], after.optimizer[k]) for k in optimizer_before)
+    with pytest.raises(NonFinite) as again:
+        one.step(held(1, 2, 3, 4), START)
+    with pytest.raises(NonFinite) as fresh:
+        other.step(held(1, 2, 3, 4), START)
+    assert again.value.what == fresh.value.what == caught.value.what
+
+
+@pytest.mark.parametrize("rows", [4, 8], ids=["accumulated", "whole"])
+def test_after_a_refused_step_training_goes_on_as_if_it_had_not_been(rows: int):
+    options = replace(OPTIONS, layout=Layout((16,), rows, 0))
+    one, other = policy(options), policy(options)
+    for each in (one, other):
+        each.step(held(1, 2, 3, 4), START)
+    saved = one.contents()
+    saved_params, saved_optimizer = ({k: np.asarray(v) for k, v in x.items()} for x in (saved.params, saved.optimizer))
+    name = sorted(saved_params)[0]
+    one.load({**saved_params, name: np.full_like(saved_params[name], np.nan)}, saved_optimizer)
+    with pytest.raises(NonFinite) as caught:
+        one.step(held(5, 6, 7, 8), WeightVersion(1, 1))
+    assert {"loss", "grad_norm", name} <= set(caught.value.what)
+    one.load(saved_params, saved_optimizer)
+    assert one.step(held(5, 6, 7, 8), WeightVersion(1, 1)) == other.step(held(5, 6, 7, 8), WeightVersion(1, 1))
+    a, b = params(one), params(other)
+    assert all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def test_parameters_that_only_the_published_dtype_cannot_hold_are_refused():
+    largest = np.finfo(np.float32).max
+    name = "lm_head.weight" if "lm_head.weight" in WEIGHTS else sorted(WEIGHTS)[0]
+    weights = {**WEIGHTS, name: WEIGHTS[name].copy()}
+    weights[name].flat[0] = largest
+    with pytest.raises(NonFinite) as caught:
+        policy(replace(OPTIONS, published_dtype="bfloat16"), weights).contents()
+    assert len(caught.value.what) >= 1
+    assert any("head" in what or "embed" in what for what in caught.value.what)

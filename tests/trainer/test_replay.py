@@ -124,3 +124,31 @@ def test_the_first_differing_tensor_is_named_with_its_largest_difference(recorde
     ours["params"][name].flat[3] += 0.25
     found = of_tensors(STEPS, ours, folder)
     assert found == Divergence(STEPS, "params", name, pytest.approx(0.25, rel=1e-3))
+
+
+def test_a_refused_step_replays_and_comes_out_the_same(tmp_path: Path):
+    """A learning rate of 1e30: the first step gives finite parameters that compute nothing. Nothing of it is saved."""
+    with (
+        embedded_server(tmp_path / "redis") as spec,
+        trainer(tmp_path, spec.url, trainer__optimizer_config={"learning_rate": 1e30}) as process,
+        producing(spec.url, STEPS * BATCH),
+    ):
+        status = process.wait(lambda status: status["phase"] == "refused")
+        assert (status["step"], status["durable_step"]) == (0, 0)
+        assert "e000001-s000001" in status["refused"]
+        process.kill()
+        process.start()
+        status = process.wait(lambda status: status["phase"] == "refused")
+        assert "e000002-s000001" in status["refused"]
+        assert status["tickets"] == {}
+        assert process.terminate() == 0
+    shutil.copy(tmp_path / "config.yaml", tmp_path / "r")
+    assert [version.step for version in weights.versions(tmp_path / "r" / "checkpoints")] == [0, 0]
+    assert result_of(volley("verify", tmp_path / "r", "--json"))["ok"]
+    done = volley("replay", tmp_path / "r", "--refused", "e000002-s000001", "--json")
+    result = result_of(done)
+    assert (done.returncode, result["ok"], result["refused"]) == (0, True, result["recorded"])
+    assert "the log-probabilities of the probe" in result["refused"]
+    other = volley("replay", tmp_path / "r", "--refused", "e000002-s000004")
+    assert other.returncode == 2
+    assert "e000002-s000004 was never refused" in other.stderr

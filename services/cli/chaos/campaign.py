@@ -165,7 +165,7 @@ def _on_the_clock(wanted: Wanted) -> Iterator[Round]:
 def _replayed(folder: RunFolder) -> str | None:
     """What differs when the archived steps after the oldest retained checkpoint are trained again, or None."""
     try:
-        result = replay.replayed(folder, min(lineage.retained_steps(folder)), None, show=False)
+        result = replay.replayed(folder, ["--from-step", str(min(lineage.retained_steps(folder)))], None, show=False)
     except VolleyError as error:  # also if the newest checkpoint is damaged
         return f"the replay failed: {error}"
     return None if result["ok"] else replay.told(result)

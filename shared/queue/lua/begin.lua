@@ -22,5 +22,6 @@ for _, group in ipairs(redis.call('XINFO', 'GROUPS', Q)) do
   end
 end
 redis.call('HSET', ST, 'ready', 0, 'epoch', epoch, 'fence', fence, 'low', low, 'version', ARGV[4], 'issued', issued,
-  'void', ARGV[6], 'progressed', 0, 'phase', 'queued', 'cursor', 0, 'mark', mark)
+  'void', ARGV[6], 'progressed', 0, 'phase', 'queued', 'cursor', 0, 'mark', mark,
+  'refused', '')
 return { epoch, fence }

@@ -1,0 +1,61 @@
+"""Trains a refused step again: the groups that were kept, on the retained checkpoint before it, and the steps between. Reads only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.trainer.replay import Recorded
+from shared import archive, config, storage
+from shared.errors import ConfigError, NonFinite
+from shared.schema import RunConfig
+from shared.types import Group, WeightVersion
+
+_NEVER_REFUSED = "`refused.jsonl` in the run's folder names those there are"
+
+
+def replay(folder: Path, name: str) -> dict[str, Any]:
+    """{ok, steps, refused, recorded}: `recorded` is what was not finite then, `refused` what is not now, `ok` if it is the same.
+
+    Raises ConfigError, WeightsError, DecodeError.
+    """
+    run = config.load([folder / "config.yaml"]).config
+    version, then = WeightVersion.parse(name), _recorded(folder, name)
+    file = next((path for found, path in reversed(archive.refused(folder / archive.REFUSED)) if found == version), None)
+    if file is None:
+        raise ConfigError(f"the groups of {name} are not in {folder / archive.REFUSED}", _NEVER_REFUSED)
+    found = _again(folder, run, version, file)
+    return {"ok": list(found) == then, "steps": 1, "refused": found, "recorded": then}
+
+
+def _recorded(folder: Path, name: str) -> list[str]:
+    lines = map(orjson.loads, storage.whole_lines(folder / f"{archive.REFUSED}.jsonl"))
+    mine = [line["what"] for line in lines if line.get("version") == name]
+    if not mine:
+        raise ConfigError(f"{name} was never refused", _NEVER_REFUSED)
+    return mine[-1]
+
+
+def _again(folder: Path, run: RunConfig, version: WeightVersion, file: Path) -> tuple[str, ...]:
+    """What is not finite after the step; empty if it all is."""
+    from services.trainer.intake import held_of
+    from services.trainer.rebuild import policy_at
+
+    recorded = Recorded.read(folder, run.run.name)
+    before = [step for step in recorded.checkpoints if step < version.step]
+    if not before:
+        raise ConfigError(f"there is no checkpoint before {version}", "choose a newer one")
+    start = max(before)
+    policy = policy_at(run, recorded.checkpoints[start], recorded.checkpoints[start].parent)
+    for step in range(start + 1, version.step + 1):
+        at = version if step == version.step else recorded.version(step)
+        path = file if step == version.step else archive.path_of(folder / "archive", at)
+        payloads = archive.read_file(path, run.run.name, at)
+        held = [held_of(Group.decode(payload), payload, "") for payload in payloads]
+        try:
+            policy.step(held, WeightVersion(at.epoch, step - 1))
+        except NonFinite as error:
+            return error.what
+    return ()
