@@ -1,7 +1,8 @@
 """Trains archived groups again: from a retained checkpoint, in recorded order, compared bit for bit with what was recorded.
 
 `python -m services.trainer.replay RUN_DIR --from-step K [--to-step M]`, or `RUN_DIR --refused VERSION` (see replay_refused),
-writes a JSON line a step to stdout, then the result, or an error as a problem body. It reads only. The same backend (devices, libraries, compiler flags) is needed for equal bits.
+writes a JSON line a step to stdout, then the result, or an error as a problem body. It reads only. The same backend (devices,
+libraries, compiler flags) is needed for equal bits.
 """
 
 from __future__ import annotations
