@@ -179,7 +179,7 @@ def test_a_run_with_a_skipped_step_is_proven_and_one_whose_refused_groups_are_go
     with ThreadPoolExecutor(1) as executor:
         asyncio.run(Incarnation(folder, executor, on_nonfinite="skip").run(_skipping))
     result = command.verify(RunFolder(folder))
-    assert result["ok"], result
+    assert result["ok"], result["violations"]
     assert result["by_disposition"] == {"trained": 4, "nonfinite": 2}
     (_, path), *_ = archive.refused(folder / "refused")
     path.unlink()
