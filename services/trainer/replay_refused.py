@@ -9,8 +9,8 @@ import orjson
 
 from services.trainer.replay import Recorded
 from shared import archive, config, storage
+from shared.config import Loaded
 from shared.errors import ConfigError, NonFinite
-from shared.schema import RunConfig
 from shared.types import Group, WeightVersion
 
 _NEVER_REFUSED = "`refused.jsonl` in the run's folder names those there are"
@@ -21,12 +21,11 @@ def replay(folder: Path, name: str) -> dict[str, Any]:
 
     Raises ConfigError, WeightsError, DecodeError.
     """
-    run = config.load([folder / "config.yaml"]).config
     version, then = WeightVersion.parse(name), _recorded(folder, name)
     file = next((path for found, path in reversed(archive.refused(folder / archive.REFUSED)) if found == version), None)
     if file is None:
         raise ConfigError(f"the groups of {name} are not in {folder / archive.REFUSED}", _NEVER_REFUSED)
-    found = _again(folder, run, version, file)
+    found = _again(folder, config.stored(folder), version, file)
     return {"ok": list(found) == then, "steps": 1, "refused": found, "recorded": then}
 
 
@@ -38,24 +37,26 @@ def _recorded(folder: Path, name: str) -> list[str]:
     return mine[-1]
 
 
-def _again(folder: Path, run: RunConfig, version: WeightVersion, file: Path) -> tuple[str, ...]:
+def _again(folder: Path, stored: Loaded, version: WeightVersion, file: Path) -> tuple[str, ...]:
     """What is not finite after the step; empty if it all is."""
     from services.trainer.intake import held_of
-    from services.trainer.rebuild import policy_at
+    from services.trainer.rebuild import Rebuilt
 
-    recorded = Recorded.read(folder, run.run.name)
+    run = stored.config.run.name
+    recorded = Recorded.read(folder, run)
     before = [step for step in recorded.checkpoints if step < version.step]
     if not before:
         raise ConfigError(f"there is no checkpoint before {version}", "choose a newer one")
     start = max(before)
-    policy = policy_at(run, recorded.checkpoints[start], recorded.checkpoints[start].parent)
+    first = version if start + 1 == version.step else recorded.version(start + 1)
+    rebuilt = Rebuilt(recorded.config_of(first.epoch, stored), recorded.checkpoints[start], recorded.checkpoints[start].parent)
     for step in range(start + 1, version.step + 1):
         at = version if step == version.step else recorded.version(step)
         path = file if step == version.step else archive.path_of(folder / "archive", at)
-        payloads = archive.read_file(path, run.run.name, at)
+        payloads = archive.read_file(path, run, at)
         held = [held_of(Group.decode(payload), payload, "") for payload in payloads]
         try:
-            policy.step(held, WeightVersion(at.epoch, step - 1))
+            rebuilt.under(recorded.config_of(at.epoch, stored)).step(held, WeightVersion(at.epoch, step - 1))
         except NonFinite as error:
             return error.what
     return ()

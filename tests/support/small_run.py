@@ -153,7 +153,7 @@ class Incarnation:
         parts = Parts(self.backend, checkpoints, queue or self.queue, ledger, archive, *logs, executor, _nothing, _published)
         rules = Rules("arrival", ETA, 32, 96, SIZE)
         settings, original = pinned.relevant(run), pinned.original(folder / "run.json")
-        self.loop = Loop(Plan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original, on_nonfinite), parts, self.board)
+        self.loop = Loop(Plan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original, on_nonfinite=on_nonfinite), parts, self.board)
 
     def feed(self, *tickets: int, version: WeightVersion) -> None:
         self.queue.entries += [group(ticket, version) for ticket in tickets]

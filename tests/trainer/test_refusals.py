@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import orjson
 import pytest
 
 from services.cli.layout import RunFolder
+from services.cli.runs import claimed
 from services.cli.verify import command
 from services.trainer.board import Board
 from services.trainer.refusals import Refusals
 from shared import archive, ledger, storage
+from shared.config import load
 from shared.errors import NonFinite
 from shared.types import Group, WeightVersion
 from tests.support import small_run
@@ -173,10 +176,8 @@ async def _skipping(trainer: Incarnation) -> None:
 
 
 def test_a_run_with_a_skipped_step_is_proven_and_one_whose_refused_groups_are_gone_is_not(tmp_path: Path):
-    from concurrent.futures import ThreadPoolExecutor
-
     folder = small_run.write_config(tmp_path / small_run.RUN)
-    with ThreadPoolExecutor(1) as executor:
+    with claimed(load([folder / "config.yaml"])), ThreadPoolExecutor(1) as executor:
         asyncio.run(Incarnation(folder, executor, on_nonfinite="skip").run(_skipping))
     result = command.verify(RunFolder(folder))
     assert result["ok"], result["violations"]
