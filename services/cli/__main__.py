@@ -20,7 +20,7 @@ type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `volley`."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         code = command(arguments)
@@ -36,12 +36,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     raise SystemExit(code)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="volley", description="Reinforcement-learning post-training for language-model agents.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """Of the whole command line."""
+    whole = argparse.ArgumentParser(prog="volley", description="Reinforcement-learning post-training for language-model agents.")
+    commands = whole.add_subparsers(required=True, metavar="COMMAND")
     for add in (_add_running, _add_looking, _add_proving, _add_measuring):
         add(commands)
-    return parser
+    return whole
 
 
 def _add_running(commands: _Commands) -> None:

@@ -1,0 +1,176 @@
+"""Every command line of the documentation runs: small ones for real, at services and a run of their own, the others up to their parser.
+
+A line that nobody here knows how to run fails.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from services.cli import addresses
+from services.cli.__main__ import parser
+from services.cli.layout import RunFolder, python_of, variables_of
+from shared import config
+from shared.queue.server import embedded_server
+from tests.docs.commands import ROOT, blocks, yaml_of
+from tests.fuzz.driver import in_a_thread
+from tests.fuzz.stack import open_stack, run_config
+from tests.support import small_run
+from tests.support.net import free_port, wait_http
+from tests.support.redis import configured
+from tests.support.stack import SMALL
+
+BLOCKS = blocks()
+SCRIPTS = [block for block in BLOCKS if block.script]
+LINES = [pytest.param(line, id=line[:60]) for block in BLOCKS if not block.script for line in block.lines]
+RUNS = ("gsm8k", "quickstart", "NAME")
+FILES = {"run.yaml": "configs/gsm8k_qwen3_4b_tpu.yaml"}
+"""Which file the pages mean by a name that the reader chooses."""
+SHORT = {"verify", "report", "status", "access"}
+"""What is really run; the others train, or last for minutes."""
+DOCKER = """#!/bin/sh
+case "$*" in
+  "compose exec env cat /run/secrets/token_viewer") cat "$TOKEN_VIEWER";;
+  "compose port --index 2 rollout 8102") echo "$ROLLOUT";;
+  *) echo "not known here: docker $*" >&2; exit 1;;
+esac
+"""
+PRELUDE = """set -eu -o pipefail
+curl() { command curl --fail --no-progress-meter --noproxy '*' "$@"; }
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder like the repository's, with a small run whose services answer."""
+    folder = tmp_path_factory.mktemp("docs")
+    for name in ("configs", "docker", ".venvs"):
+        (folder / name).symlink_to(ROOT / name)
+    for name in RUNS:
+        small_run.make(folder / "runs" / name)
+    (folder / "bin").mkdir()
+    (folder / "bin" / "docker").write_text(DOCKER)
+    (folder / "bin" / "docker").chmod(0o755)
+    (folder / "stack").mkdir()
+    with embedded_server(folder / "redis") as redis:
+        run = run_config(folder / "stack", redis.url)
+        with in_a_thread(lambda: open_stack(run)) as urls:
+            named = {("rollout-0" if name == "rollout" else name): url for name, url in urls.items()}
+            for name in RUNS:
+                addresses.write(RunFolder(folder / "runs" / name), named, {}, run.services)
+            yield folder, urls, run.services
+
+
+def shell(place, script, timeout_s=120):
+    folder, urls, services = place
+    path = f"{folder / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VOLLEY_")}
+    more = {"TOKEN_VIEWER": str(services.token_files.viewer), "ROLLOUT": urls["rollout"].partition("://")[2]}
+    return subprocess.run(
+        ["bash", "-c", PRELUDE + script], cwd=folder, env={**kept, **more, "PATH": path}, capture_output=True, text=True, timeout=timeout_s
+    )
+
+
+def test_the_pages_have_commands_and_each_is_known():
+    assert len(LINES) > 30
+    assert len(SCRIPTS) == 5
+    first = {re.sub(r"^([A-Z_]+=(\"[^\"]*\"|\S*) )+", "", line.values[0]).split()[0] for line in LINES}
+    assert first == {"make", "volley", "docker", "source", "python"}
+
+
+@pytest.mark.parametrize("line", [line for line in LINES if not line.values[0].startswith("python")])
+def test_a_line_runs(place, line):
+    variables, command = [], shlex.split(line)
+    while re.match(r"[A-Z_]+=", command[0]):
+        variables.append(command.pop(0))
+    if command[0] == "make":
+        done = subprocess.run(["make", "-n", *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    elif command[0] == "volley" and command[1] in SHORT:
+        done = shell(place, line)
+    elif command[0] == "volley":
+        arguments = parser().parse_args(command[1:])
+        given = getattr(arguments, "config", None) or ()
+        if given:
+            overrides = getattr(arguments, "rest", None) or getattr(arguments, "overrides", ())
+            config.load([ROOT / FILES.get(path, path) for path in given], overrides)
+        return
+    elif command[0] == "source":
+        done = shell(place, f"set +u; {line}; volley --help")
+    else:
+        docker(command[1:], dict(variable.split("=", 1) for variable in variables))
+        return
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def docker(command, variables):
+    """No engine is needed to see that a command names what there is."""
+    if command[0] == "build":
+        file, argument = ROOT / command[command.index("-f") + 1], command[command.index("--build-arg") + 1]
+        name, _, value = argument.partition("=")
+        assert f"ARG {name}" in file.read_text()
+        assert f"\n{value} = " in (ROOT / "pyproject.toml").read_text()
+        return
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    assert command[0] == "compose"
+    flags = {"up": {"--scale"}, "down": {"--volumes"}, "logs": {"-f"}, "cp": set()}[command[1]]
+    for word in command[2:]:
+        assert word in flags or re.split("[=:]", word)[0] in services or word.startswith("./"), word
+    if "VOLLEY_CONFIG" in variables or "VOLLEY_OVERRIDES" in variables:
+        path = ROOT / variables.get("VOLLEY_CONFIG", "configs/quickstart.yaml")
+        config.load([path, ROOT / "docker/stack.yaml"], shlex.split(variables["VOLLEY_OVERRIDES"]))
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
+def test_a_script_runs(place, block):
+    folder, urls, _ = place
+    text = "\n".join(block.lines)
+    if block.page == "deploy.md":
+        text = text.replace("http://127.0.0.1:8101", urls["env"])
+    if "python -m services.env" in text:
+        text = secured(folder, text)
+    done = shell(place, text)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def secured(folder, text):
+    """A service that is started in front of the calls, at a port that is free; it ends with the script."""
+    assert (folder / "secrets").is_dir(), "the block before it has made the certificates"
+    (folder / "security.yaml").write_text(yaml_of("security.md", "services:\n  token_files"))
+    port = free_port()
+    start, rest = text.split("\n", 1)
+    wait = f"until command curl -s --cacert secrets/ca.pem https://localhost:{port}/health; do kill -0 $!; sleep 0.2; done"
+    return f"{start} services.env.port={port} &\ntrap 'kill %1' EXIT\n{wait}\n{rest.replace(':8101', f':{port}')}"
+
+
+@pytest.mark.timeout(600)
+def test_the_services_start_as_on_several_hosts(tmp_path):
+    """The lines as they are, each with the Python of its environment, at free ports: every service answers, and follow watches."""
+    lines = [line.values[0] for line in LINES if line.values[0].startswith("python")]
+    assert len(lines) == 4
+    ports = {name: free_port() for name in ("env", "rollout", "orchestrator", "trainer")}
+    processes = []
+    with embedded_server(tmp_path / "redis") as redis:
+        tree = yaml.safe_load((ROOT / SMALL).read_text())
+        tree["run"]["dir"], tree["model"]["path"] = str(tmp_path), str(ROOT / tree["model"]["path"])
+        tree["services"] = {**configured(redis.url, tmp_path), **{name: {"port": port} for name, port in ports.items()}}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+        try:
+            for line in lines:
+                name = re.search(r"services\.(\w+)", line)[1]
+                environment = name if name in ("rollout", "trainer") else "base"
+                command = line.replace("python", str(python_of(environment)), 1).replace(":8102", f":{ports['rollout']}")
+                variables = variables_of(environment, cpu=True)
+                log = (tmp_path / f"{name}.log").open("wb")
+                processes.append(subprocess.Popen(f"exec {command}", shell=True, cwd=tmp_path, env=variables, stdout=log, stderr=log))
+                wait_http(f"http://127.0.0.1:{ports[name]}/health", 240)
+        finally:
+            for process in processes:
+                process.terminate()
+            codes = [process.wait(60) for process in processes]
+    assert codes == [0, 0, 0, 0], [path.read_text()[-2000:] for path in tmp_path.glob("*.log")]
