@@ -52,8 +52,9 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("docs")
     for name in ("configs", "docker", ".venvs"):
         (folder / name).symlink_to(ROOT / name)
+    made = small_run.make(folder / "runs" / small_run.RUN)
     for name in RUNS:
-        small_run.make(folder / "runs" / name)
+        (folder / "runs" / name).symlink_to(made)
     (folder / "bin").mkdir()
     (folder / "bin" / "docker").write_text(DOCKER)
     (folder / "bin" / "docker").chmod(0o755)
@@ -62,8 +63,7 @@ def place(tmp_path_factory):
         run = run_config(folder / "stack", redis.url)
         with in_a_thread(lambda: open_stack(run)) as urls:
             named = {("rollout-0" if name == "rollout" else name): url for name, url in urls.items()}
-            for name in RUNS:
-                addresses.write(RunFolder(folder / "runs" / name), named, {}, run.services)
+            addresses.write(RunFolder(made), named, {}, run.services)
             yield folder, urls, run.services
 
 

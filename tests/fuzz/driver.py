@@ -123,7 +123,7 @@ class Fuzzer:
 
     def run(self, n_cases: int, first_seed: int) -> Findings:
         """At least `n_cases` cases; operations that take no input get a quarter of the others' share."""
-        schema = schemathesis.openapi.from_url(f"{self.url}/openapi.json", headers=self._headers)
+        schema = schemathesis.openapi.from_dict(self._document())
         operations = [found.ok() for found in schema.get_all_operations()]
         weights = [4 if list(operation.iter_parameters()) or operation.body else 1 for operation in operations]
         for number, operation in enumerate(operations):
@@ -134,6 +134,15 @@ class Fuzzer:
             plain = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
             self._cases(plain, share - done, first_seed + number, noise=True)
         return self.findings
+
+    def _document(self) -> dict[str, Any]:
+        """Without its security: every request carries a token, and a case that is to have none is a valid one."""
+        document = self._session.get(f"{self.url}/openapi.json", timeout=30).json()
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation.pop("security", None)
+        del document["components"]["securitySchemes"]
+        return document
 
     def _cases(self, strategy: st.SearchStrategy[Case], n: int, seed_: int, *, noise: bool) -> int:
         before = self.findings.cases
