@@ -63,10 +63,15 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A fixed prompt and the trainer's log-probabilities of its tokens 1…n-1 given their prefix (natural log)."""
+    """A fixed prompt and the trainer's log-probabilities of its tokens 1…n-1 given their prefix (natural log).
+
+    They are those of the published parameters in float32; `noise` is how far the trainer's own arithmetic, in the dtype it
+    trains in, is from them: mean |difference| in nats. Manifests of earlier versions do not tell it.
+    """
 
     input_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    noise: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +153,10 @@ def _probe(raw: Mapping[str, Any]) -> Probe:
         raise TypeError("the probe's input_ids are not token ids")
     if len(ids) < 2 or len(logprobs) != len(ids) - 1 or any(type(p) is not float for p in logprobs):
         raise TypeError("the probe's logprobs are not one number for each id but the first")
-    return Probe(ids, logprobs)
+    noise = raw.get("noise")
+    if noise is not None and (type(noise) is not float or not noise >= 0):
+        raise TypeError("the probe's noise is no number of nats")
+    return Probe(ids, logprobs, noise)
 
 
 def digest_files(folder: Path, subfolder: str) -> tuple[File, ...]:

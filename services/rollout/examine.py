@@ -33,7 +33,8 @@ def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
     digest = hashlib.sha256("".join(f.name + f.blake3 for f in manifest.files).encode()).hexdigest()
     ids, logprobs = _probe(manifest, model.vocab_size)
     location = str(weights.confined(folder, manifest.path))
-    return StagedWeights(location, manifest.version, digest, tree=manifest.tree, probe_ids=ids, probe_logprobs=logprobs)
+    noise = manifest.probe.noise if manifest.probe else None
+    return StagedWeights(location, manifest.version, digest, tree=manifest.tree, probe_ids=ids, probe_logprobs=logprobs, probe_noise=noise)
 
 
 def parse(version: str) -> WeightVersion | None:

@@ -47,6 +47,7 @@ class Staged:
     checksum: str
     timings: Mapping[str, float]
     probe_logprobs: np.ndarray | None = None
+    probe_noise: float | None = None
 
     def judge(self, live: Live, dtype: str) -> str | None:
         """What speaks against `live` being these weights."""
@@ -56,7 +57,7 @@ class Staged:
             return f"the engine computes with other arrays: checksum {live.checksum}, {self.checksum} was loaded"
         if self.probe_logprobs is not None and live.logprobs is not None:
             try:
-                check_probe(live.logprobs, self.probe_logprobs, dtype)
+                check_probe(live.logprobs, self.probe_logprobs, self.probe_noise, dtype)
             except WeightsError as error:
                 return str(error)
         return None
@@ -228,7 +229,7 @@ class Updates:
         if (again.version, again.digest) != (found.version, found.digest):
             raise WeightsError(f"{found.version} changed while it was loaded")
         timings = {"verify_s": verify_s + time.perf_counter() - start_again, **loaded.timings}
-        self.staged = Staged(path, found.version, found.digest, loaded.checksum, timings, found.probe_logprobs)
+        self.staged = Staged(path, found.version, found.digest, loaded.checksum, timings, found.probe_logprobs, found.probe_noise)
         metrics.STAGE_SECONDS.observe(time.perf_counter() - start)
         _log.info("weights staged", version=found.version, **timings)
         return self.staged

@@ -29,7 +29,7 @@ from shared.errors import NonFinite
 from shared.types import WeightVersion
 from shared.weights import Probe
 
-_PROBE_LENGTH = 16
+_PROBE_LENGTH = 64
 _COMPUTED = "the log-probabilities of the probe"
 _NAMED = 4
 
@@ -118,7 +118,7 @@ class Policy:
         """The probe of the present weights. Raises NonFinite for these metrics, a parameter, the optimizer, or what they compute."""
         what = [*metrics, *self._learner.non_finite(self._options.published_dtype)]
         probe = self._probe()
-        if not all(map(math.isfinite, probe.logprobs)):
+        if not all(map(math.isfinite, [*probe.logprobs, probe.noise or 0.0])):
             what.append(_COMPUTED)
         if what:
             raise NonFinite(f"{of}: {named(what)} not finite", "a lower learning rate may help", what)
@@ -138,8 +138,8 @@ class Policy:
     def _probe(self) -> Probe:
         """A fixed prompt, spread over the vocabulary, and its log-probabilities at temperature 1 under the present weights."""
         ids = (np.arange(_PROBE_LENGTH, dtype=np.int64) * 7919 + 11) % self._config["vocab_size"]
-        logprobs = self._learner.sequence_logprobs(ids.astype(np.int32))
-        return Probe(tuple(ids.tolist()), tuple(float(x) for x in logprobs))
+        logprobs, noise = self._learner.probe(ids.astype(np.int32))
+        return Probe(tuple(ids.tolist()), tuple(float(x) for x in logprobs), noise)
 
 
 def named(what: Sequence[str]) -> str:

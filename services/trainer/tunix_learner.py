@@ -23,7 +23,7 @@ from tunix.sft.peft_trainer import TrainingConfig
 from services.trainer.batch import Batch
 from services.trainer.logprobs import TokenScores, token_scores
 from services.trainer.loss import Sums
-from services.trainer.model.qwen3 import Qwen3, head, hidden_states, leaf_name
+from services.trainer.model.qwen3 import Qwen3, float32_graph, head, hidden_states, leaf_name
 from shared.errors import WeightsError
 
 type Logger = MetricsLogger
@@ -83,6 +83,7 @@ class Learner:
         graph = nnx.split(model)[0]
         self._score, self._score_plain = (jax.jit(_scorer(graph, t)) for t in (temperature, 1.0))
         self._are_finite = jax.jit(_are_finite, static_argnames="published")
+        self._score_exactly = jax.jit(_exact_scorer(model))
 
     def update(self, batches: Sequence[Batch]) -> Update:
         """One optimizer step on exactly `n_micro` micro-batches; blocks until it is done."""
@@ -136,10 +137,14 @@ class Learner:
         with self._mesh:
             return np.asarray(self._score(nnx.state(self._model) if params is None else params, ids, targets))
 
-    def sequence_logprobs(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [n-1]: log-probabilities of ids[1:] (int32 [n]) given what is before them, at temperature 1."""
+    def probe(self, ids: np.ndarray) -> tuple[np.ndarray, float]:
+        """float32 [n-1]: log-probabilities of ids[1:] (int32 [n]) given what is before them, at temperature 1, computed in float32
+        from the parameters as rounded to the model's dtype; and the mean |difference| of the model's own arithmetic from them.
+        """
+        state, inputs, targets = nnx.state(self._model), ids[None, :-1], ids[None, 1:]
         with self._mesh:
-            return np.asarray(self._score_plain(nnx.state(self._model), ids[None, :-1], ids[None, 1:]))[0]
+            exact, own = (np.asarray(score(state, inputs, targets))[0] for score in (self._score_exactly, self._score_plain))
+        return exact, float(np.abs(own - exact).mean())
 
     def _last_update(self) -> Update:
         # The Trainer hands metrics to its logger one step late, to overlap input and output; this is the buffer they wait in.
@@ -194,6 +199,20 @@ def _are_finite(params: list[jax.Array], state: list[jax.Array], *, published: s
     return jnp.stack(
         [jnp.isfinite(x.astype(published)).all() & jnp.isfinite(x).all() for x in params] + [jnp.isfinite(x).all() for x in state]
     )
+
+
+def _exact_scorer(model: Qwen3) -> Callable[[Any, jax.Array, jax.Array], jax.Array]:
+    """Of parameters as they are published, which is in the model's dtype; everything else is float32."""
+    score, dtype = _scorer(float32_graph(model), 1.0), jnp.finfo(model.config.dtype)
+
+    def published(x: jax.Array) -> jax.Array:
+        return jax.lax.reduce_precision(x, dtype.nexp, dtype.nmant)  # a cast there and back is optimized away
+
+    def score_exactly(params: Any, ids: jax.Array, targets: jax.Array) -> jax.Array:
+        with jax.default_matmul_precision("highest"):
+            return score(jax.tree.map(published, params), ids, targets)
+
+    return score_exactly
 
 
 def _combined(name: str) -> Callable[[Any], Any]:

@@ -6,13 +6,25 @@ JAX, so an error in the engine or in the trainer cannot hide in a shared primiti
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 Weights = Mapping[str, np.ndarray]
 Config = Mapping[str, Any]
+Round = Callable[[np.ndarray], np.ndarray]
+
+
+def _exact(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def bfloat16(x: np.ndarray) -> np.ndarray:
+    """float64 values rounded to the nearest that bfloat16 holds."""
+    import ml_dtypes
+
+    return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
 def _rms(x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
@@ -32,37 +44,40 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def _attention(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Config) -> np.ndarray:
+def _attention(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Config, keep: Round) -> np.ndarray:
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     theta, eps, length = config["rope_theta"], config["rms_norm_eps"], len(x)
     q, k, v = (
-        (x @ w[f"{prefix}{name}_proj.weight"].T).reshape(length, n, dim) for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        keep(x @ w[f"{prefix}{name}_proj.weight"].T).reshape(length, n, dim) for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
     )
-    q = _rope(_rms(q, w[prefix + "q_norm.weight"], eps), theta)
-    k = _rope(_rms(k, w[prefix + "k_norm.weight"], eps), theta)
+    q = keep(_rope(keep(_rms(q, w[prefix + "q_norm.weight"], eps)), theta))
+    k = keep(_rope(keep(_rms(k, w[prefix + "k_norm.weight"], eps)), theta))
     k, v = (np.repeat(t, heads // kv_heads, axis=1) for t in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim)
     scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
-    out = np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(length, heads * dim)
-    return out @ w[prefix + "o_proj.weight"].T
+    out = keep(np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(length, heads * dim))
+    return keep(out @ w[prefix + "o_proj.weight"].T)
 
 
-def _mlp(x: np.ndarray, w: dict[str, np.ndarray], prefix: str) -> np.ndarray:
-    gate = x @ w[prefix + "gate_proj.weight"].T
-    return (gate / (1 + np.exp(-gate)) * (x @ w[prefix + "up_proj.weight"].T)) @ w[prefix + "down_proj.weight"].T
+def _mlp(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, keep: Round) -> np.ndarray:
+    gate, up = keep(x @ w[prefix + "gate_proj.weight"].T), keep(x @ w[prefix + "up_proj.weight"].T)
+    return keep(keep(gate / (1 + np.exp(-gate)) * up) @ w[prefix + "down_proj.weight"].T)
 
 
-def logits(weights: Weights, config: Config, ids: Sequence[int]) -> np.ndarray:
-    """float64[T, vocabulary]: the scores of the next token after every prefix of `ids`."""
-    w = {name: np.asarray(value, np.float64) for name, value in weights.items()}
+def logits(weights: Weights, config: Config, ids: Sequence[int], keep: Round = _exact) -> np.ndarray:
+    """float64[T, vocabulary]: the scores of the next token after every prefix of `ids`.
+
+    Weights and what one operation hands to the next are rounded by `keep`: with `bfloat16`, as in a model of that dtype.
+    """
+    w = {name: keep(np.asarray(value, np.float64)) for name, value in weights.items()}
     eps = config["rms_norm_eps"]
     x = w["model.embed_tokens.weight"][np.asarray(ids)]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        x = x + _attention(_rms(x, w[prefix + "input_layernorm.weight"], eps), w, prefix + "self_attn.", config)
-        x = x + _mlp(_rms(x, w[prefix + "post_attention_layernorm.weight"], eps), w, prefix + "mlp.")
+        x = keep(x + _attention(keep(_rms(x, w[prefix + "input_layernorm.weight"], eps)), w, prefix + "self_attn.", config, keep))
+        x = keep(x + _mlp(keep(_rms(x, w[prefix + "post_attention_layernorm.weight"], eps)), w, prefix + "mlp.", keep))
     head = w["model.embed_tokens.weight"] if config["tie_word_embeddings"] else w["lm_head.weight"]
-    return _rms(x, w["model.norm.weight"], eps) @ head.T
+    return keep(_rms(x, w["model.norm.weight"], eps)) @ head.T
 
 
 def log_softmax(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
@@ -72,9 +87,11 @@ def log_softmax(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
     return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
-def score(weights: Weights, config: Config, prompt: Sequence[int], output: Sequence[int], temperature: float = 1.0) -> np.ndarray:
+def score(
+    weights: Weights, config: Config, prompt: Sequence[int], output: Sequence[int], temperature: float = 1.0, keep: Round = _exact
+) -> np.ndarray:
     """float64[len(output)]: log-probability of every output token given all before it."""
-    table = log_softmax(logits(weights, config, [*prompt, *output]), temperature)
+    table = log_softmax(logits(weights, config, [*prompt, *output], keep), temperature)
     return np.array([table[len(prompt) - 1 + i, token] for i, token in enumerate(output)])
 
 

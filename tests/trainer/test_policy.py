@@ -92,6 +92,8 @@ def test_the_probe_is_the_published_models_log_probabilities():
     assert probe is not None
     exact = qwen3_ref.score(WEIGHTS, CONFIG_1, probe.input_ids[:1], probe.input_ids[1:])
     np.testing.assert_allclose(probe.logprobs, exact, atol=2e-5)
+    assert probe.noise is not None
+    assert probe.noise < 2e-5
     assert len(set(probe.input_ids)) == len(probe.input_ids) == len(probe.logprobs) + 1
 
 
@@ -184,3 +186,17 @@ def test_parameters_that_only_the_published_dtype_cannot_hold_are_refused():
         policy(replace(OPTIONS, published_dtype="bfloat16"), weights).contents()
     assert len(caught.value.what) >= 1
     assert any("head" in what or "embed" in what for what in caught.value.what)
+
+
+def test_the_probe_tells_the_rounding_of_bfloat16():
+    """Its log-probabilities are exact for the published parameters, which are rounded; its noise is that of rounded arithmetic."""
+    model = model_of(WEIGHTS, CONFIG_1, dtype="bfloat16")
+    probe = Policy(model, replace(OPTIONS, published_dtype="bfloat16"), CONFIG_1, make_logger(), None).contents().probe
+    assert probe is not None
+    assert probe.noise is not None
+    published = {name: qwen3_ref.bfloat16(value.astype(np.float64)) for name, value in WEIGHTS.items()}
+    ids = probe.input_ids
+    exact = qwen3_ref.score(published, CONFIG_1, ids[:1], ids[1:])
+    np.testing.assert_allclose(probe.logprobs, exact, atol=2e-5)
+    emulated = np.abs(qwen3_ref.score(WEIGHTS, CONFIG_1, ids[:1], ids[1:], keep=qwen3_ref.bfloat16) - exact).mean()
+    assert emulated / 3 < probe.noise < 3 * emulated

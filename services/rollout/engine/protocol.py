@@ -112,7 +112,7 @@ class StagedWeights:
     """Weights to stage: `kind` says whether `path` is an Orbax params folder (Tunix's layout) or a Hugging Face folder.
 
     What is read must have exactly the leaves of `tree`, if it is given. With a probe (int32[n] ids, float32[n-1]
-    log-probabilities of all but the first) the engine must agree with it.
+    log-probabilities of all but the first, and the noise of the trainer's dtype in nats, if known) the engine must agree with it.
     """
 
     path: str
@@ -122,6 +122,7 @@ class StagedWeights:
     tree: tuple[Leaf, ...] = ()
     probe_ids: np.ndarray | None = None
     probe_logprobs: np.ndarray | None = None
+    probe_noise: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class Worker:
         start, ids = time.perf_counter(), message["probe_ids"]
         logprobs = None if ids is None else score(self._scheduler, ids, leaves)
         if logprobs is not None:
-            check_probe(logprobs, message["probe_logprobs"], self._dtype)
+            check_probe(logprobs, message["probe_logprobs"], message["probe_noise"], self._dtype)
         loaded = {"checksum": checksum(leaves), "timings": timings}
         timings["probe_s"] = time.perf_counter() - start
         self._staged = _Staged(message["version"], message["digest"], leaves, ids)
@@ -127,7 +127,7 @@ class Worker:
         from services.rollout.engine.scoring import score
 
         scheduler = self._scheduler
-        logprobs = None if self._probe_ids is None else score(scheduler, self._probe_ids)
+        logprobs = None if self._probe_ids is None else score(scheduler, self._probe_ids, passes=1)
         return {"version": scheduler.version, "checksum": checksum(scheduler.runner.model_state_leaves), "logprobs": logprobs}
 
     def _on_status(self, _: Message) -> Message:

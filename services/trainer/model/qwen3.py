@@ -6,6 +6,7 @@ real tokens from attending to padding; the result equals Hugging Face's Qwen3 fo
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import jax
@@ -52,6 +53,13 @@ def build(model: ModelConfig, leaves: Leaves, mesh: jax.sharding.Mesh, *, dtype:
         abstract = nnx.eval_shape(lambda: tunix_qwen3.Qwen3(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     return nnx.merge(graph, fill(state, leaves, mesh))
+
+
+def float32_graph(model: Qwen3) -> Any:
+    """The graph of the same model with float32 activations, to be merged with the state of `model`."""
+    config = replace(model.config, dtype=jnp.float32)
+    with model.embedder.input_embedding.get_value().sharding.mesh:
+        return nnx.split(nnx.eval_shape(lambda: tunix_qwen3.Qwen3(config, rngs=nnx.Rngs(0))))[0]
 
 
 def fill(state: Any, leaves: Leaves, mesh: jax.sharding.Mesh) -> Any:
