@@ -13,10 +13,12 @@ from typing import Any
 import orjson
 import pytest
 
+from services.cli import runs
 from services.trainer.replay import Divergence, of_tensors
 from shared import archive, weights
 from shared import state as states
 from shared.archive import Archive
+from shared.config import load
 from shared.queue.server import embedded_server
 from shared.types import Group, WeightVersion
 from tests.trainer.process import BATCH, ROOT, producing, trainer
@@ -42,8 +44,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         process.start()
         process.wait(lambda status: status["phase"] == "done")
         assert process.terminate() == 0
-    shutil.copy(folder / "config.yaml", folder / "r")
-    return folder / "r"
+    with runs.claimed(load([folder / "config.yaml"])) as claim:
+        runs.finished(claim.folder, claim.record)
+    return claim.folder.path
 
 
 def volley(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
