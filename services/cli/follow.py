@@ -17,13 +17,14 @@ from services.cli.worked import counting
 from shared import config
 from shared.access import Role, token_for
 from shared.config import Loaded
+from shared.pinned import MAX_STEPS
 
 
 def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
-    """A run that is finished already is only reported. Raises VolleyError."""
+    """A run that is finished already is only reported, unless it is given more steps. Raises VolleyError."""
     loaded = config.load(paths, overrides)
     record = read_record(RunFolder(loaded.config.run.folder))
-    if record is not None and record.finished:
+    if record is not None and record.finished and loaded.config.trainer.max_steps <= record.config.get(MAX_STEPS, 0):
         return report.main(loaded.config.run.folder)
     with claimed(loaded) as (folder, record, _):
         with counting(folder, record) as worked:
