@@ -63,14 +63,15 @@ class RoleTable:
             rows.append((method, path, role))
         self._patterns = [(method, compile_path(path)[0], role) for method, path, role in rows if "{" in path]
         exact = [row for row in rows if "{" not in row[1]]
-        self._exact = {f"{method} {path}": max(role, self._by_pattern(method, path, Role.ANYONE)) for method, path, role in exact}
+        self._exact = {f"{method} {path}": max(role, self._by_pattern(method, path) or role) for method, path, role in exact}
 
-    def role_for(self, method: str, path: str) -> Role:
+    def role_for(self, method: str, path: str) -> Role | None:
+        """None where nothing is declared."""
         exact = self._exact.get(f"{method} {path}")
-        return self._by_pattern(method, path, Role.ADMIN) if exact is None else exact
+        return self._by_pattern(method, path) if exact is None else exact
 
-    def _by_pattern(self, method: str, path: str, otherwise: Role) -> Role:
-        return max((role for known, regex, role in self._patterns if known == method and regex.match(path)), default=otherwise)
+    def _by_pattern(self, method: str, path: str) -> Role | None:
+        return max((role for known, regex, role in self._patterns if known == method and regex.match(path)), default=None)
 
 
 def read_tokens(files: TokenFiles) -> Tokens | None:

@@ -5,7 +5,8 @@
     ├── InputError              a request is wrong                                         422
     │   ├── DecodeError         bytes that are not the record they claim to be             400
     │   ├── TooLarge            a body, prompt or episode is over its limit                413
-    │   ├── NotFound            no such environment, episode, run, version                 404
+    │   ├── NotFound            no such path, environment, episode, run, version           404
+    │   ├── WrongMethod         the path takes other methods                               405
     │   ├── Forbidden           a path outside the configured root, a missing token        403
     │   │   └── Unauthorized    no or a wrong bearer token                                 401
     │   └── Conflict            legal elsewhere, not in the present state                  409
@@ -73,6 +74,16 @@ class TooLarge(InputError):
 
 class NotFound(InputError):
     status, title = 404, "Not found"
+
+
+class WrongMethod(InputError):
+    """`allow` names the methods the path takes."""
+
+    status, title = 405, "Method not allowed"
+
+    def __init__(self, detail: str, hint: str = "", allow: str = "") -> None:
+        super().__init__(detail, hint)
+        self.allow = allow
 
 
 class Forbidden(InputError):
@@ -198,6 +209,7 @@ def _by_status(status: int) -> type[VolleyError]:
         401: Unauthorized,
         403: Forbidden,
         404: NotFound,
+        405: WrongMethod,
         409: Conflict,
         413: TooLarge,
         429: RateLimited,

@@ -1,7 +1,8 @@
 """What every service's HTTP face has in common: problem bodies, limits, roles, health, metrics, msgpack.
 
 `/health` says the process lives, `/ready` says "route to me"; neither needs a token, nor does the page `/docs`. Every other route
-asks for a role (shared.access), checked before its body is read.
+asks for a role (shared.access), checked before its body is read. That there is no such path, or which methods it takes, is told to
+everybody: 404, 405, and the answer to OPTIONS. HEAD is GET without the content, wherever there is a GET.
 """
 
 from __future__ import annotations
@@ -18,12 +19,25 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared import codec, docs_page, offload, telemetry
 from shared.access import Role, RoleTable, Tokens
 from shared.bounds import MAX_OBJECTS
-from shared.errors import DecodeError, Forbidden, InputError, RateLimited, TooLarge, Unauthorized, Unavailable, VolleyError, problem
+from shared.errors import (
+    DecodeError,
+    Forbidden,
+    InputError,
+    NotFound,
+    RateLimited,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+    VolleyError,
+    WrongMethod,
+    problem,
+)
 from shared.limits import Buckets
 from shared.openapi import PROBLEMS
 from shared.schema import Limits
@@ -41,6 +55,7 @@ _REQUESTS = telemetry.Histogram(
 )
 _METHODS_COUNTED = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _MAX_ERRORS, _MAX_NAME = 10, 80
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _log = telemetry.Log("http")
 
 
@@ -110,7 +125,7 @@ def validated[M: BaseModel](model: type[M], raw: Mapping[str, Any], *, strict: b
     """Raises InputError naming the fields that are wrong, or the first of them."""
     unknown = raw.keys() - model.model_fields.keys()
     if unknown and model.model_config.get("extra") == "forbid":
-        raise InputError(f"unknown field {min(unknown)[:_MAX_NAME]}", f"known: {', '.join(model.model_fields)}")
+        raise InputError(f"unknown field {min(map(str, unknown))[:_MAX_NAME]}", f"known: {', '.join(model.model_fields)}")
     try:
         return model.model_validate(raw, strict=strict)
     except ValidationError as error:
@@ -150,6 +165,8 @@ def problem_response(error: VolleyError) -> Response:
     headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))} if isinstance(error, Unavailable) else {}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, WrongMethod):
+        headers["Allow"] = error.allow
     return Response(orjson.dumps(problem(error)), error.status, headers, "application/problem+json")
 
 
@@ -188,11 +205,16 @@ class _Edge:
             await self._app(scope, receive, send)
             return
         started, status = time.perf_counter(), 499
+        is_head = scope["method"] == "HEAD"
+        if is_head:
+            scope = {**scope, "method": "GET"}
 
         async def watched_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+            elif is_head:
+                message = {**message, "body": b""}
             await send(message)
 
         try:
@@ -205,16 +227,22 @@ class _Edge:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            self._admit(scope)
+            needed = self._roles.role_for(scope["method"], scope["path"])
+            if needed is None:
+                allow = _allowed(scope)
+                if scope["method"] == "OPTIONS":
+                    await Response(status_code=204, headers={"Allow": allow})(scope, receive, send)
+                    return
+                needed = Role.ADMIN
+            self._admit(scope, needed)
             body = await self._read(scope, receive)
         except VolleyError as error:
             await problem_response(error)(scope, receive, send)
             return
         await self._app(scope, _replay(body, receive), send)
 
-    def _admit(self, scope: Scope) -> None:
+    def _admit(self, scope: Scope, needed: Role) -> None:
         """Raises Unauthorized, Forbidden or RateLimited."""
-        needed = self._roles.role_for(scope["method"], scope["path"])
         if self._tokens is not None and needed is not Role.ANYONE:
             self._authorize(scope, self._tokens, needed)
         if needed is Role.ADMIN:
@@ -256,6 +284,18 @@ class _Edge:
             raise Unavailable(f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
         finally:
             self._arriving -= size
+
+
+def _allowed(scope: Scope) -> str:
+    """The methods of a path, as in Allow. Raises NotFound where no route has the path, WrongMethod where none of them takes the method."""
+    routes, path = scope["app"].routes, scope["path"][:_MAX_NAME]
+    methods = {m for m in _METHODS if any(route.matches({**scope, "method": m})[0] is Match.FULL for route in routes)}
+    if not methods:
+        raise NotFound(f"there is no {path!r} here", "GET /openapi.json lists what there is")
+    allow = ", ".join(sorted(methods | {"OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
+    if scope["method"] not in {*methods, "OPTIONS"}:
+        raise WrongMethod(f"{path!r} does not take {scope['method']}", f"it takes {allow}", allow)
+    return allow
 
 
 def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:

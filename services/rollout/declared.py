@@ -14,7 +14,6 @@ _TEXT: Schema = {"type": "string", "minLength": 1}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
 _VERSION: Schema = {"type": ["string", "null"]}
 _MODE: Schema = {"enum": [*get_args(CommitMode), None]}
-_ANYTHING: Schema = {"description": "accepted, and without effect"}
 
 
 def _object(required: Mapping[str, Any], optional: Mapping[str, Any] | None = None, *, closed: bool = False) -> Schema:
@@ -42,7 +41,7 @@ _SAMPLING = _object(
         "temperature": _number(0, intake.MAX_TEMPERATURE),
         "top_p": _number(intake.MIN_TOP_P, 1),
         "top_k": {"type": ["integer", "null"], "minimum": -1, "maximum": intake.MAX_TOP_K, "not": {"const": 0}},
-        "stop_token_ids": _or_null({"type": "array", "items": _COUNT}),
+        "stop_token_ids": _or_null({"type": "array", "items": _COUNT, "maxItems": intake.MAX_STOPS}),
         "ignore_eos": {"type": ["boolean", "null"]},
         "sampling_seed": _number(0, intake.MAX_SEED, "integer"),
         **{name: {"enum": list(values)} for name, values in intake.NEUTRAL.items()},
@@ -65,8 +64,9 @@ _GENERATE: Schema = _object(
         "rid": _or_null({"type": "string", "maxLength": intake.MAX_RID}),
         "stream": {"enum": [False, None]},
         "top_logprobs_num": {"enum": [0, None]},
-        "return_logprob": _ANYTHING,
-        "logprob_start_len": _ANYTHING,
+        "return_logprob": {"type": ["boolean", "null"], "description": "true where it is left out"},
+        "logprob_start_len": {"type": ["integer", "null"], "description": "-1, or the length of the prompt", "minimum": -1},
+        **{name: {"enum": list(values)} for name, values in intake.NEUTRAL_FIELDS.items()},
     },
     closed=True,
 ) | {
@@ -83,11 +83,11 @@ GENERATED = _object(
                 "prompt_tokens": _COUNT,
                 "completion_tokens": _COUNT,
                 "cached_tokens": _COUNT,
-                "output_token_logprobs": {"type": "array", "items": {"anyOf": [_ROW, {"type": "number"}]}},
                 "finish_reason": _object({"type": {"enum": list(get_args(FinishType))}}),
                 "weight_versions": {"type": "array", "items": _SPAN},
                 "weight_version": _VERSION,
-            }
+            },
+            {"output_token_logprobs": {"type": "array", "items": {"anyOf": [_ROW, {"type": "number"}]}}},
         ),
     }
 )

@@ -131,10 +131,9 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def answer(result: GenerateResult, *, arrays: bool) -> dict[str, Any]:
+def answer(result: GenerateResult, *, arrays: bool, with_logprobs: bool = True) -> dict[str, Any]:
     """SGLang's answer to /generate. Log-probabilities are a float32 array with `arrays`, else SGLang's [logprob, id, text] rows."""
-    ids, logprobs = result.output_ids, result.logprobs
-    rows = logprobs if arrays else [[p, t, None] for p, t in zip(logprobs.tolist(), ids.tolist(), strict=True)]
+    ids = result.output_ids
     return {
         "output_ids": ids if arrays else ids.tolist(),
         "meta_info": {
@@ -142,12 +141,18 @@ def answer(result: GenerateResult, *, arrays: bool) -> dict[str, Any]:
             "prompt_tokens": result.prompt_tokens,
             "completion_tokens": len(ids),
             "cached_tokens": result.cached_tokens,
-            "output_token_logprobs": rows,
+            **({"output_token_logprobs": _rows(result, arrays)} if with_logprobs else {}),
             "finish_reason": finish(result.finish),
             "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in result.versions],
             "weight_version": result.versions[-1].version if result.versions else None,
         },
     }
+
+
+def _rows(result: GenerateResult, arrays: bool) -> Any:
+    if arrays:
+        return result.logprobs
+    return [[p, t, None] for p, t in zip(result.logprobs.tolist(), result.output_ids.tolist(), strict=True)]
 
 
 def finish(reason: FinishReason) -> dict[str, Any]:

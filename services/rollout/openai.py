@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
 
 from services.rollout import declared, intake
@@ -31,10 +33,26 @@ ROLES = {
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "min_p": (0, None),
+    "best_of": (1, None),
+    "echo": (False, None),
+    "suffix": (None, ""),
+    "logit_bias": (None, {}),
+    "top_logprobs": (0, None),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": ("auto", "none", None),
+    "functions": (None, []),
+}
+"""What would change an answer and is not supported, with the values that ask for nothing; others are refused."""
 
 
 class Sampling(BaseModel):
-    """What both endpoints share; anything else a client sends is ignored, as OpenAI's own servers do."""
+    """What both endpoints share. Of the other fields a client sends, those of _NEUTRAL must ask for nothing; any else is ignored,
+    as OpenAI's own servers do."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -46,12 +64,22 @@ class Sampling(BaseModel):
     top_k: int | None = Field(None, ge=-1, le=intake.MAX_TOP_K)
     n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=0, lt=1 << 64)
-    stop: str | list[str] | None = None
-    stream: bool = False
-    logprobs: bool | int | None = None
+    stop: str | Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
+    stream: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asks_for_nothing_more(cls, raw: Any) -> Any:
+        for name in _NEUTRAL.keys() & raw.keys():
+            if not intake.is_one_of(raw[name], _NEUTRAL[name]):
+                raise ValueError(f"{name}={reprlib.repr(raw[name])} is not supported; leave it out")
+        return raw
 
 
 class Completion(Sampling, json_schema_extra={"examples": [{"prompt": "2 + 2 =", "max_tokens": 8}]}):
+    """`logprobs`: 0, 1 or true for the log-probabilities of the sampled tokens; there are none of others."""
+
+    logprobs: bool | Annotated[int, Field(ge=0, le=1)] | None = None
     prompt: str | Annotated[list[TokenId], Field(fail_fast=True)]
 
 
@@ -66,6 +94,7 @@ _CHAT: JsonDict = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], 
 
 
 class ChatCompletion(Sampling, json_schema_extra={"examples": [_CHAT]}):
+    logprobs: bool | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = []
 
@@ -128,16 +157,16 @@ def _sampling(body: Sampling, limit: int, state: State, i: int) -> SamplingParam
     )
 
 
-def _text_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body: Sampling) -> dict[str, Any]:
+def _text_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body: Completion) -> dict[str, Any]:
     text, reason = _until_stop(tokenizer.message_text(result.output_ids.tolist()), body.stop, _reason(result))
     logprobs = None
-    if body.logprobs:
+    if body.logprobs is not None and body.logprobs is not False:
         tokens = [tokenizer.token(t) for t in result.output_ids.tolist()]
         logprobs = {"tokens": tokens, "token_logprobs": result.logprobs.tolist(), "top_logprobs": None}
     return {"index": i, "text": text, "finish_reason": reason, "logprobs": logprobs, **_tokens(result)}
 
 
-def _chat_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body: Sampling) -> dict[str, Any]:
+def _chat_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body: ChatCompletion) -> dict[str, Any]:
     text, reason = _until_stop(tokenizer.message_text(result.output_ids.tolist()), body.stop, _reason(result))
     logprobs = None
     if body.logprobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -62,16 +63,16 @@ Rollout = Annotated[State, Depends(rollout_state)]
 
 @router.post("/generate", tags=["generate"], openapi_extra=declares(body=declared.GENERATE, answer=declared.GENERATED))
 async def generate(request: Request, state: Rollout) -> Response:
-    """Token ids in, sampled ids with log-probabilities and weight versions out."""
+    """Token ids in, sampled ids with log-probabilities and weight versions out; without the former if `return_logprob` is false."""
     body = await read_body(request)
     if "text" in body:
         body = _with_ids(body, state)
-    wanted = intake.generate_request(body, state.info)
+    wanted, with_logprobs = intake.generate_request(body, state.info), intake.wants_logprobs(body)
     try:
         (result,) = await state.generation.run([wanted], request.receive)
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED)
-    return respond(request, answer(result, arrays=_wants_arrays(request)))
+    return respond(request, answer(result, arrays=_wants_arrays(request), with_logprobs=with_logprobs))
 
 
 @router.post("/weights/stage", tags=["weights"], openapi_extra=declares(body=declared.STAGE, answer=declared.STAGED))
@@ -118,7 +119,9 @@ async def update_weights_from_disk(request: Request, state: Rollout) -> Response
 async def abort_request(request: Request, state: Rollout) -> Response:
     """Ends the request `rid`, or all with `abort_all`; each answers with what it has produced."""
     body = await read_body(request)
-    everything = body.get("abort_all") is True
+    everything = body.get("abort_all")
+    if everything is not None and not isinstance(everything, bool):
+        raise InputError(f"abort_all must be true or false, not {reprlib.repr(everything)}")
     return respond(request, {"aborted": await state.engine.abort(None if everything else _text(body, "rid"))})
 
 
@@ -202,7 +205,7 @@ def _wants_arrays(request: Request) -> bool:
 def _text(body: dict[str, Any], name: str) -> str:
     value = body.get(name)
     if not isinstance(value, str) or not value:
-        raise InputError(f"{name} must be a non-empty string, not {value!r}")
+        raise InputError(f"{name} must be a non-empty string, not {reprlib.repr(value)}")
     return value
 
 
@@ -213,4 +216,4 @@ def _mode(body: dict[str, Any]) -> CommitMode | None:
     for known in get_args(CommitMode):
         if isinstance(mode, str) and mode == known:
             return known
-    raise InputError(f"mode {mode!r} is unknown", f"one of {', '.join(get_args(CommitMode))}")
+    raise InputError(f"mode {reprlib.repr(mode)} is unknown", f"one of {', '.join(get_args(CommitMode))}")

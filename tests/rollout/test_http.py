@@ -68,6 +68,24 @@ async def test_json_and_msgpack_carry_the_same_answer(http: httpx.AsyncClient) -
     assert as_json["meta_info"]["id"] == "a"
 
 
+async def test_log_probabilities_that_nobody_wants_are_not_sent(http: httpx.AsyncClient) -> None:
+    body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 3}}
+    for wanted, there in ((False, False), (True, True), (None, True)):
+        meta = (await http.post("/generate", json={**body, "return_logprob": wanted})).json()["meta_info"]
+        assert ("output_token_logprobs" in meta) == there
+    refused = await http.post("/generate", json={**body, "return_logprob": 7})
+    assert (refused.status_code, refused.json()["detail"]) == (422, "return_logprob must be true or false, not 7")
+
+
+@pytest.mark.parametrize(("given", "there"), [(None, False), (False, False), (0, True), (1, True), (True, True)])
+async def test_openai_log_probabilities_come_when_they_are_asked_for(http: httpx.AsyncClient, given: object, there: bool) -> None:
+    answer = await http.post("/v1/completions", json={"prompt": [5], "max_tokens": 2, "logprobs": given})
+    assert (answer.json()["choices"][0]["logprobs"] is not None) == there
+    if type(given) is not int:
+        chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": given}
+        assert ((await http.post("/v1/chat/completions", json=chat)).json()["choices"][0]["logprobs"] is not None) == there
+
+
 async def test_the_projects_client_accepts_the_answers(transport: httpx.ASGITransport) -> None:
     async with RolloutClient("http://x", transport=transport) as client:
         generation = await client.generate(np.array([5, 6], np.int32), {"max_new_tokens": 4}, "r")
@@ -97,6 +115,13 @@ async def test_text_is_tokenized_on_request(http: httpx.AsyncClient) -> None:
         ("/v1/completions", b'{"prompt": [5], "top_k": false}', "top_k"),
         ("/v1/completions", b'{"prompt": [5], "top_k": -2}', "top_k"),
         ("/v1/completions", b'{"prompt": [1e40]}', "prompt"),
+        ("/v1/completions", b'{"prompt": [5], "logprobs": 5}', "logprobs"),
+        ("/v1/completions", b'{"prompt": [5], "echo": true}', "echo=True is not supported"),
+        ("/v1/completions", b'{"prompt": [5], "frequency_penalty": 0.5}', "frequency_penalty=0.5 is not supported"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "logprobs": 1}', "logprobs"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "top_logprobs": 3}', "top_logprobs=3 is not supported"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "response_format": {"type": "json_object"}}', "response_format"),
+        ("/abort_request", b'{"abort_all": 1}', "abort_all must be true or false"),
         ("/abort_request", b"{}", "rid"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.engine.protocol import EngineInfo
-from services.rollout.intake import generate_request
+from services.rollout.intake import generate_request, wants_logprobs
 from shared.errors import InputError
 
 INFO = EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1)
@@ -47,6 +47,14 @@ def test_the_default_length_fits_the_context() -> None:
         ({"input_ids": [1], "rid": 5}, "rid"),
         ({"input_ids": [1], "top_logprobs_num": 3}, "top_logprobs_num"),
         ({"input_ids": [1], "sampling_params": [1]}, "sampling_params"),
+        ({"input_ids": [1, 2], "logprob_start_len": "banana"}, "logprob_start_len must be -1 or a position"),
+        ({"input_ids": [1, 2], "logprob_start_len": True}, "logprob_start_len must be"),
+        ({"input_ids": [1, 2], "logprob_start_len": 2.0}, "logprob_start_len must be"),
+        ({"input_ids": [1, 2], "logprob_start_len": 3}, "logprob_start_len must be"),
+        ({"input_ids": [1, 2], "logprob_start_len": 0}, "logprob_start_len=0 asks for log-probabilities of the prompt"),
+        ({"input_ids": [1], "return_hidden_states": True}, "return_hidden_states=True is not supported"),
+        ({"input_ids": [1], "lora_path": "x"}, "lora_path='x' is not supported"),
+        ({"input_ids": [1], "sampling_params": {"stop_token_ids": [1] * 1025}}, "at most 1024"),
     ],
 )
 def test_a_wrong_body_is_named(body: dict[str, Any], named: str) -> None:
@@ -83,6 +91,27 @@ def test_a_wrong_sampling_parameter_is_named(sampling: dict[str, Any], named: st
 def test_parameters_that_change_nothing_are_accepted() -> None:
     """Clients of SGLang send them all."""
     request(min_p=0.0, frequency_penalty=0, repetition_penalty=1.0, n=1, stop=None, skip_special_tokens=False, no_stop_trim=True)
+
+
+def test_fields_that_ask_for_nothing_are_accepted() -> None:
+    neutral = {"lora_path": None, "return_hidden_states": False, "image_data": None, "log_metrics": True, "return_text_in_logprobs": False}
+    for start in (None, -1, 2):
+        generate_request({"input_ids": [1, 2], "stream": False, "logprob_start_len": start, **neutral}, INFO)
+
+
+def test_log_probabilities_are_asked_for_with_a_boolean() -> None:
+    assert [wants_logprobs({"return_logprob": value}) for value in (None, True, False)] == [True, True, False]
+    assert wants_logprobs({})
+    for value in (7, 0, 1, "true", [], {}):
+        with pytest.raises(InputError, match="return_logprob must be true or false"):
+            wants_logprobs({"return_logprob": value})
+
+
+def test_a_long_wrong_value_is_named_in_short() -> None:
+    for body in ({"input_ids": [1], "rid": "x" * 10**5}, {"input_ids": [1], "sampling_params": {"stop_token_ids": ["x"] * 10**5}}):
+        with pytest.raises(InputError) as caught:
+            generate_request(body, INFO)
+        assert len(str(caught.value)) < 300
 
 
 def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
