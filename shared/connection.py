@@ -1,6 +1,7 @@
 """One HTTP connection with bounds on what a client may cost: uvicorn's protocol over httptools, which has none of these.
 
 - The head of a request must be whole within `header_timeout_s` of its first byte (or of the connection), and small.
+- A chunked body is refused when its chunks announce more than it may have (shared.chunks).
 - What the parser holds back and has not handed over (a value, a chunk extension, a trailer that never ends) is bounded.
 - Of a request that is answered before it has arrived, a short rest is read away; a long or late one ends the connection.
 - A client that does not read its response is cut off after `body_timeout_s`, which for the end of it, when the connection is kept,
@@ -18,12 +19,14 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from shared import telemetry
+from shared.chunks import ChunkError, Chunks
 from shared.schema import Limits
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 100
 MAX_AHEAD = 8
 _HELD_BACK = 64 * 1024
+_END = b"\r\n\r\n"  # of a head
 _REST_BYTES = 64 * 1024
 _REST_S = 1.0
 _CUT = telemetry.Counter("volley_http_connections_cut", "Connections ended by a limit", ["reason"], registry=telemetry.REGISTRY)
@@ -31,6 +34,10 @@ _CUT = telemetry.Counter("volley_http_connections_cut", "Connections ended by a 
 
 class _HeadTooLarge(Exception):
     """Raised in a parser's callback; ends as the answer 431."""
+
+
+class _Unframed(Exception):
+    """Raised in a parser's callback: a head with a body ends where no line of CR LF does. Ends as the answer 400."""
 
 
 class Connection(HttpToolsProtocol):
@@ -46,6 +53,10 @@ class Connection(HttpToolsProtocol):
         self._in_head = False  # the head of a request has begun
         self._busy = False  # a request with a whole head has not been answered yet
         self._body_open = False  # the body of the newest request is still to come
+        self._tail = b""  # the last bytes of a head that has not ended
+        self._head_ends = False  # with what the parser is given now
+        self._body_left = 0  # bytes of a body whose length was declared
+        self._chunks: Chunks | None = None  # of a body that comes in chunks
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's
         super().connection_made(transport)
@@ -62,6 +73,35 @@ class Connection(HttpToolsProtocol):
 
     # what arrives
     def data_received(self, data: bytes) -> None:
+        """The parser gets heads and bodies one by one, so that what frames a body is seen here before it is believed."""
+        while data and not self.transport.is_closing():
+            try:
+                n = self._next_part(data)
+            except ChunkError as error:
+                self._refuse(error.reason, error.status)
+            else:
+                self._feed(data[:n])
+                data = data[n:]
+
+    def _next_part(self, data: bytes) -> int:
+        """How many bytes of `data` belong to the head or the body that is arriving. Raises ChunkError."""
+        if self._chunks is not None:
+            n = self._chunks.take(data)
+            if self._chunks.ended:
+                self._chunks = None
+            return n
+        if self._body_left:
+            n = min(self._body_left, len(data))
+            self._body_left -= n
+            return n
+        end = (self._tail + data[: len(_END)]).find(_END) if self._tail else -1
+        n = end + len(_END) - len(self._tail) if end >= 0 else data.find(_END) + len(_END)
+        self._head_ends = n >= len(_END) or end >= 0
+        n = n if self._head_ends else len(data)
+        self._tail = b"" if self._head_ends else (self._tail + data)[1 - len(_END) :]
+        return n
+
+    def _feed(self, data: bytes) -> None:
         self._held_back += len(data)
         idle = not (self._busy or self._body_open)
         super().data_received(data)
@@ -87,12 +127,23 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if len(self.pipeline) >= MAX_AHEAD:
             raise _HeadTooLarge
+        self._expect_body()
         self._held_back, self._in_head, self._busy, self._body_open = 0, False, True, True
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
         self._unset_keepalive_if_required()  # armed, if this head came in one piece with the rest of a body answered early
         super().on_headers_complete()
+
+    def _expect_body(self) -> None:
+        """By the headers, whose contradictions the parser refuses."""
+        headers = dict(self.headers)
+        if b"transfer-encoding" in headers:
+            self._chunks = Chunks(self._limits.max_body_bytes)
+        elif (length := headers.get(b"content-length", b"")).isdigit():
+            self._body_left = int(length)
+        if not self._head_ends and (self._chunks is not None or self._body_left):
+            raise _Unframed
 
     def on_body(self, body: bytes) -> None:
         self._held_back = 0
@@ -179,6 +230,9 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         _CUT.labels(reason).inc()
+        if self._body_open and self.cycle.response_started:
+            self._close()  # the request that goes on arriving has its answer
+            return
         self.transport.write(STATUS_LINE[status] + b"content-length: 0\r\nconnection: close\r\n\r\n")
         self._close()
 

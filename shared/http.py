@@ -77,7 +77,7 @@ def create_app(
         max_objects: values that one body may hold.
     """
     app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, responses=PROBLEMS)
-    app.state.max_objects = max_objects
+    app.state.max_objects, app.state.max_body_bytes = max_objects, limits.max_body_bytes
     app.add_exception_handler(VolleyError, _on_volley_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

@@ -66,7 +66,8 @@ def make_server(app: FastAPI, services: Services) -> Server:
         timeout_graceful_shutdown=max(1, int(services.limits.grace_s)),
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
-    return Server(config, services.limits)
+    known = getattr(app.state, "max_body_bytes", services.limits.max_body_bytes)
+    return Server(config, services.limits.model_copy(update={"max_body_bytes": known}))
 
 
 def connections_for(wanted: int) -> int:

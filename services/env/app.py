@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.env.catalogue import Catalogue
+from services.env.catalogue import Catalogue, try_out
 from services.env.episodes import Episodes
 from services.env.routes import ROLES, State, router
 from services.env.runner import Runner
@@ -56,9 +56,7 @@ def open_catalogue(settings: EnvSettings) -> Catalogue:
     """The catalogue, with one task of the run's environment tried out. Raises ConfigError."""
     try:
         catalogue = Catalogue(settings.configs)
-        environment = catalogue.get(settings.env).environment
-        for split in environment.splits:
-            environment.task(split, 0)
+        try_out(catalogue.get(settings.env).environment)
     except InputError as error:
         raise ConfigError(f"data.env={settings.env}: {error.detail}", error.hint) from error
     return catalogue

@@ -112,7 +112,10 @@ class Said(BaseModel):
 
 
 class Shown(BaseModel):
+    """`success` says whether the conversation solves the task: some demonstrations only show how to play."""
+
     messages: list[Said]
+    success: bool
 
 
 class Created(BaseModel):

@@ -7,7 +7,8 @@ catalogue is bounded. Files of a dataset are set by whoever runs the service, ne
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,9 @@ from shared.errors import Conflict, Forbidden, InputError, NotFound, Unavailable
 
 MAX_VARIANTS = 64
 
+type Build = Callable[[Entry, Callable[[], Environment]], Awaitable[Environment]]
+
+_MAX_ERRORS = 10
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -75,10 +79,12 @@ class Catalogue:
     def entries(self) -> tuple[Entry, ...]:
         return tuple(self._entries.values())
 
-    def register(self, name: str, base: str, config: Mapping[str, Any]) -> tuple[Entry, bool]:
+    async def register(self, name: str, base: str, config: Mapping[str, Any], build: Build) -> tuple[Entry, bool]:
         """Adds `base` with some settings changed under a new name; the same request again changes nothing.
 
-        Returns the entry and whether it is new. Raises NotFound (base), InputError (name, settings), Forbidden (private
+        `build` runs what makes the environment and tries it out, as it runs other calls into `base`.
+
+        Returns the entry and whether it is new. Raises NotFound (base), InputError (name, settings, too few tasks), Forbidden (private
         settings), Conflict (the name has another meaning), Unavailable (full).
         """
         if not _NAME.fullmatch(name):
@@ -86,22 +92,45 @@ class Catalogue:
         parent = self.get(base)
         for key in sorted(KINDS[parent.kind].private & config.keys()):
             raise Forbidden(f"{parent.kind}: {key} cannot be set by a request", "it belongs in the configuration of the service")
-        entry = _entry(name, parent.kind, {**parent.config.model_dump(), **config})
-        if (known := self._entries.get(name)) is not None:
-            if (known.kind, known.config) != (entry.kind, entry.config):
-                raise Conflict(f"the environment {name!r} exists with other settings", "choose another name")
+        valid = _valid(parent.kind, {**parent.config.model_dump(), **config})
+        if (known := self._known(name, parent.kind, valid)) is not None:
             return known, False
-        if len(self._entries) >= len(KINDS) + MAX_VARIANTS:
-            raise Unavailable(f"{MAX_VARIANTS} environments have been registered", "restart the service to forget them", 60.0)
-        self._entries[name] = entry
+        environment = await build(parent, lambda: _tried(KINDS[parent.kind].build(valid)))
+        if (known := self._known(name, parent.kind, valid)) is not None:
+            return known, False
+        self._entries[name] = entry = Entry(name, parent.kind, valid, environment)
         return entry, True
+
+    def _known(self, name: str, kind: str, config: BaseModel) -> Entry | None:
+        """The entry that is there already, None where there is room for it. Raises Conflict, Unavailable."""
+        known = self._entries.get(name)
+        if known is not None and (known.kind, known.config) != (kind, config):
+            raise Conflict(f"the environment {name!r} exists with other settings", "choose another name")
+        if known is None and len(self._entries) >= len(KINDS) + MAX_VARIANTS:
+            raise Unavailable(f"{MAX_VARIANTS} environments have been registered", "restart the service to forget them", 60.0)
+        return known
+
+
+def try_out(environment: Environment) -> None:
+    """Makes the first task of every split. Raises InputError naming the settings that allow none, or make them too rare."""
+    for split in environment.splits:
+        environment.task(split, 0)
+
+
+def _tried(environment: Environment) -> Environment:
+    try_out(environment)
+    return environment
+
+
+def _valid(kind: str, config: Mapping[str, Any]) -> BaseModel:
+    try:
+        return KINDS[kind].config.model_validate(dict(config))
+    except ValidationError as error:
+        raise InputError(f"{kind}: {'; '.join(_explain(kind, e) for e in error.errors()[:_MAX_ERRORS])}") from error
 
 
 def _entry(name: str, kind: str, config: Mapping[str, Any]) -> Entry:
-    try:
-        valid = KINDS[kind].config.model_validate(dict(config))
-    except ValidationError as error:
-        raise InputError(f"{kind}: {'; '.join(_explain(kind, e) for e in error.errors())}") from error
+    valid = _valid(kind, config)
     return Entry(name, kind, valid, KINDS[kind].build(valid))
 
 
@@ -111,4 +140,4 @@ def _explain(kind: str, error: Any) -> str:
         return f"unknown setting {key} (it has: {', '.join(KINDS[kind].config.model_fields)})"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
-    return f"{key}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+    return f"{key}={reprlib.repr(error['input'])}: {error['msg'][0].lower()}{error['msg'][1:]}"

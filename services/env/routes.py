@@ -27,7 +27,7 @@ from services.env.bodies import (
     stepped,
 )
 from services.env.catalogue import Catalogue
-from services.env.environments.base import Environment
+from services.env.environments.base import Demonstration, Environment
 from services.env.episodes import Episodes
 from services.env.episodes import Request as EpisodeRequest
 from services.env.runner import Call, Runner
@@ -82,7 +82,10 @@ async def list_environments(request: Request) -> Response:
 async def register_environment(request: Request) -> Response:
     """Adds a configured variant of an environment: 201, or 200 when it exists already with these settings."""
     body = await read(request, RegisterBody)
-    entry, new = _state(request).catalogue.register(body.name, body.base, body.config)
+    state = _state(request)
+    entry, new = await state.catalogue.register(
+        body.name, body.base, body.config, lambda base, build: state.runner.run(base, "list", build)
+    )
     return respond(request, entry.describe(), 201 if new else 200)
 
 
@@ -131,9 +134,10 @@ async def show_task(request: Request, env: EnvName) -> Response:
 
 @router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=declares(body=TaskBody, answer=Shown))
 async def demonstrate(request: Request, env: EnvName) -> Response:
-    """A solved conversation of one task, ending with the assistant's last message."""
+    """A conversation of one task to learn from, ending with the assistant's last message, and whether it solves the task."""
     body = await read(request, TaskBody)
-    return respond(request, {"messages": list(await _run(request, env, "demonstrate", lambda e: e.demonstration(body.split, body.index)))})
+    shown: Demonstration = await _run(request, env, "demonstrate", lambda e: e.demonstration(body.split, body.index))
+    return respond(request, {"messages": list(shown.messages), "success": shown.success})
 
 
 for _path, _handler, _body, _answer in (("num_tasks", count_tasks, SplitBody, Counted), ("task", show_task, TaskBody, Named)):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import aiohttp
 
-from shared import codec, offload
+from shared import codec, descriptors, offload
 from shared.bounds import MAX_OBJECTS
 from shared.errors import DecodeError, ServiceUnreachable, from_problem
 from shared.retry import retry
@@ -104,6 +104,8 @@ class HttpClient:
         except aiohttp.ClientSSLError as error:
             raise ServiceUnreachable(f"{what}: {_tls_reason(error)}", "see services.tls; its ca_file must vouch for that name") from error
         except (aiohttp.ClientError, OSError) as error:
+            if (reason := descriptors.exhausted(error)) is not None:
+                raise ServiceUnreachable(f"{what}: {reason}", descriptors.HINT) from error
             raise ServiceUnreachable(f"{what}: {type(error).__name__}", "is the service running?") from error
         return await offload.by_size(len(answer.content), lambda: _read(answer, path, max_objects))
 

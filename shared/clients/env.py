@@ -58,7 +58,7 @@ class EnvClient(HttpClient):
         return _read(lambda: int(answer["num_tasks"]))
 
     async def demonstration(self, env: str, split: str, index: int) -> list[Message]:
-        """A solved conversation of one task; the last message is the assistant's. Raises NotFound."""
+        """A conversation of one task to learn from, solved or not; the last message is the assistant's. Raises NotFound."""
         answer = await self.post(f"/{env}/demonstration", {"split": split, "index": index})
         return _read(lambda: list(answer["messages"]))
 

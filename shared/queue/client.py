@@ -16,6 +16,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from shared.access import read_secret
+from shared.descriptors import HINT, exhausted
 from shared.errors import ConfigError, Fenced, QueueUnavailable
 
 CONNECT_TIMEOUT_S = 3.0
@@ -66,6 +67,8 @@ def translated() -> Iterator[None]:
     except (foreign.AuthenticationError, foreign.AuthorizationError, foreign.NoPermissionError) as error:
         raise ConfigError(f"Redis refuses this client: {error}", "check services.redis_url and its password") from error
     except (foreign.ConnectionError, foreign.TimeoutError, OSError) as error:
+        if (reason := exhausted(error)) is not None:
+            raise QueueUnavailable(f"Redis was not asked: {reason}", HINT) from error
         raise QueueUnavailable(f"Redis did not answer: {_reason(error)}", "is the server running?") from error
     except RuntimeError as error:
         if not str(error).endswith(_CLOSED):

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from services.env.catalogue import Entry
-from services.env.environments.base import Info, Message, StepResult, assistant, check_task, user
+from services.env.environments.base import Demonstration, Info, Message, StepResult, assistant, check_task, user
 
 
 @dataclass
@@ -51,8 +51,8 @@ class Scripted:
         self.on_reset()
         return ScriptedEpisode(self)
 
-    def demonstration(self, split: str, index: int) -> tuple[Message, ...]:
-        return (user("?"), assistant("end"))
+    def demonstration(self, split: str, index: int) -> Demonstration:
+        return Demonstration((user("?"), assistant("end")), success=True)
 
 
 class NoSettings(BaseModel):

@@ -1,13 +1,23 @@
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.env.app import open_catalogue
-from services.env.catalogue import KINDS, MAX_VARIANTS, Catalogue
+from services.env.catalogue import KINDS, MAX_VARIANTS, Catalogue, Entry
+from services.env.environments.base import Environment
 from services.env.settings import MAX_BODY, from_config
 from shared.config import load, validate
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
+
+
+def register(catalogue: Catalogue, name: str, base: str, config: dict[str, Any]) -> tuple[Entry, bool]:
+    async def at_once(_base: Entry, build: Callable[[], Environment]) -> Environment:
+        return build()
+
+    return asyncio.run(catalogue.register(name, base, config, at_once))
 
 
 def test_an_unknown_environment_is_answered_with_those_there_are() -> None:
@@ -17,26 +27,26 @@ def test_an_unknown_environment_is_answered_with_those_there_are() -> None:
 
 def test_a_variant_changes_some_settings_of_its_base() -> None:
     catalogue = Catalogue({"frozen_lake": {"render": "spaced"}})
-    entry, new = catalogue.register("lake8", "frozen_lake", {"size": 8, "max_actions": 20})
+    entry, new = register(catalogue, "lake8", "frozen_lake", {"size": 8, "max_actions": 20})
     assert new
     assert catalogue.get("lake8") is entry
     assert entry.describe()["config"].items() >= {"size": 8, "max_actions": 20, "render": "spaced"}.items()
-    smaller, _ = catalogue.register("lake5", "lake8", {"size": 5})
+    smaller, _ = register(catalogue, "lake5", "lake8", {"size": 5})
     assert smaller.describe()["config"].items() >= {"size": 5, "max_actions": 20}.items()
     assert smaller.kind == "frozen_lake"
 
 
 def test_registering_again_changes_nothing_and_otherwise_conflicts() -> None:
     catalogue = Catalogue()
-    first, _ = catalogue.register("a", "sokoban", {"num_boxes": 2})
-    again, new = catalogue.register("a", "sokoban", {"num_boxes": 2})
+    first, _ = register(catalogue, "a", "sokoban", {"num_boxes": 2})
+    again, new = register(catalogue, "a", "sokoban", {"num_boxes": 2})
     assert again is first
     assert not new
     for base, config in (("sokoban", {}), ("frozen_lake", {})):
         with pytest.raises(Conflict):
-            catalogue.register("a", base, config)
+            register(catalogue, "a", base, config)
     with pytest.raises(Conflict):
-        catalogue.register("sokoban", "sokoban", {"num_boxes": 2})
+        register(catalogue, "sokoban", "sokoban", {"num_boxes": 2})
 
 
 @pytest.mark.parametrize(
@@ -51,30 +61,44 @@ def test_registering_again_changes_nothing_and_otherwise_conflicts() -> None:
 )
 def test_bad_settings_are_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Catalogue().register("a", "frozen_lake", config)
+        register(Catalogue(), "a", "frozen_lake", config)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../a", "é", "x" * 65, "-a"])
 def test_bad_names_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="not a name"):
-        Catalogue().register(name, "frozen_lake", {})
+        register(Catalogue(), name, "frozen_lake", {})
 
 
 def test_a_request_cannot_make_the_service_read_files(gsm8k_files: dict[str, Path]) -> None:
     catalogue = Catalogue({"gsm8k": gsm8k_files})
     with pytest.raises(Forbidden, match="train"):
-        catalogue.register("a", "gsm8k", {"train": "/etc/passwd"})
-    entry, _ = catalogue.register("a", "gsm8k", {"tool": "calculator"})
+        register(catalogue, "a", "gsm8k", {"train": "/etc/passwd"})
+    entry, _ = register(catalogue, "a", "gsm8k", {"tool": "calculator"})
     assert entry.environment.num_tasks("train") == 2
 
 
 def test_variants_are_bounded() -> None:
     catalogue = Catalogue()
     for i in range(MAX_VARIANTS):
-        catalogue.register(f"v{i}", "frozen_lake", {})
+        register(catalogue, f"v{i}", "frozen_lake", {})
     with pytest.raises(Unavailable):
-        catalogue.register("one-more", "frozen_lake", {})
+        register(catalogue, "one-more", "frozen_lake", {})
     assert len(catalogue.entries()) == len(KINDS) + MAX_VARIANTS
+
+
+def test_a_variant_whose_tasks_are_too_rare_is_refused_when_it_is_registered() -> None:
+    catalogue = Catalogue()
+    rare = {"dim_room": (12, 12), "num_boxes": 4, "min_solution": 100, "max_turns": 100, "max_actions": 1000}
+    with pytest.raises(InputError, match=r"sokoban found no layout for train task 0 in \d+ draws .*min_solution"):
+        register(catalogue, "rare", "sokoban", rare)
+    assert len(catalogue.entries()) == len(KINDS)
+
+
+def test_the_documents_know_how_many_variants_there_may_be() -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    assert f"registered variants {MAX_VARIANTS}" in " ".join((docs / "environments.md").read_text().split())
+    assert f"register {MAX_VARIANTS} variants of environments" in " ".join((docs / "security.md").read_text().split())
 
 
 def settings(**data: Any) -> Any:
@@ -108,7 +132,7 @@ def test_a_wrong_configuration_ends_the_start(data: dict[str, Any], message: str
 def test_every_committed_configuration_opens_its_environment(path: Path, gsm8k_files: dict[str, Path]) -> None:
     loaded = load([path], [f"data.{split}={file}" for split, file in gsm8k_files.items()])
     environment = open_catalogue(from_config(loaded.config)).get(loaded.config.data.env).environment
-    assert environment.demonstration("train", 0)[-1]["role"] == "assistant"
+    assert environment.demonstration("train", 0).messages[-1]["role"] == "assistant"
 
 
 def test_a_body_is_no_larger_than_a_message_needs() -> None:

@@ -62,7 +62,9 @@ def test_demonstrations_win_within_the_budget(config: dict[str, Any]) -> None:
     env = frozen_lake(FrozenLakeConfig(**config))
     for split in ("train", "eval"):
         for index in range(40):
-            shown = env.demonstration(split, index)
+            demonstration = env.demonstration(split, index)
+            assert demonstration.success
+            shown = demonstration.messages
             episode = env.reset(split, index, 0)
             results = [episode.step(message) for message in shown if message["role"] == "assistant"]
             assert results[-1].info.success
@@ -73,7 +75,9 @@ def test_demonstrations_win_within_the_budget(config: dict[str, Any]) -> None:
 
 def test_slippery_demonstrations_win_too() -> None:
     env = frozen_lake(FrozenLakeConfig(is_slippery=True, demo_actions_per_turn=1, **LOOSE))
-    assert env.demonstration("train", 0)[-1]["role"] == "assistant"
+    shown = env.demonstration("train", 0)
+    assert shown.success
+    assert shown.messages[-1]["role"] == "assistant"
 
 
 ROWS = ("SFH", "FHF", "FFG")
@@ -131,7 +135,8 @@ def test_a_blind_demonstration_follows_the_protocol_and_only_heads_for_the_goal(
     lake = frozen_lake(FrozenLakeConfig(demo_blind=1.0, max_actions_per_turn=1, max_turns=10))
     won = 0
     for index in range(60):
-        messages = lake.demonstration("train", index)
+        shown = lake.demonstration("train", index)
+        messages = shown.messages
         episode = lake.reset("train", index, 0)
         assert messages[-1]["role"] == "assistant"
         replies = [m for m in messages if m["role"] == "assistant"]
@@ -139,7 +144,8 @@ def test_a_blind_demonstration_follows_the_protocol_and_only_heads_for_the_goal(
         results = [episode.step(m) for m in replies]
         assert results[-1].terminated
         assert all("format" not in r.info.reward_components for r in results)
-        won += results[-1].info.success
+        assert shown.success == results[-1].info.success
+        won += shown.success
     assert 0 < won < 60
 
 

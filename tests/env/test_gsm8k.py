@@ -112,7 +112,7 @@ def test_demonstrations_replay_to_full_reward(gsm8k_files: dict[str, Path], tool
     """The conversation the demonstration claims is the one the environment gives, message for message."""
     env = Gsm8k(Gsm8kConfig(**gsm8k_files, tool=tool, max_turns=max_turns))
     for split, index in (("train", 0), ("train", 1), ("eval", 0)):
-        shown = env.demonstration(split, index)
+        shown = env.demonstration(split, index).messages
         assert not any("<<" in message["content"] for message in shown)
         episode = env.reset(split, index, 0)
         played, result = list(episode.opening), None

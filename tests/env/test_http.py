@@ -94,7 +94,7 @@ async def test_a_variant_is_registered_and_played(open_client: OpenClient) -> No
         ("POST", "/environments", {"name": "a", "base": "maze"}, 404, "'maze'"),
         ("POST", "/environments", {"name": "a", "base": "gsm8k", "config": {"train": "/etc/passwd"}}, 403, "train"),
         ("GET", "/frozen_lake/num_tasks", None, 422, "split is missing"),
-        ("GET", "/frozen_lake/nothing", None, 404, "Not Found"),
+        ("GET", "/frozen_lake/nothing", None, 404, "there is no '/frozen_lake/nothing' here"),
         ("POST", "/gsm8k/task", {"split": "train", "index": 0}, 422, "gsm8k has no data"),
     ],
 )

@@ -2,7 +2,6 @@ import contextlib
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.env.environments.frozen_lake import FrozenLakeConfig, frozen_lake
-from services.env.environments.layouts import Layouts, canonical, seed_of, split_of
+from services.env.environments.layouts import Effort, Layouts, canonical, seed_of, split_of
 from services.env.environments.sokoban import SokobanConfig, sokoban
 from services.env.environments.sokoban_level import draw
-from shared.errors import InputError, NotFound, Unavailable
+from shared.errors import InputError, NotFound, RateLimited, Unavailable
 
 square = st.integers(1, 5).flatmap(lambda n: st.lists(st.text("ab#", min_size=n, max_size=n), min_size=n, max_size=n)).map(tuple)
 
@@ -63,7 +62,7 @@ def test_tasks_do_not_depend_on_order_or_process() -> None:
 
 
 def test_too_few_layouts_is_said() -> None:
-    layouts = Layouts("tiny", lambda seed: ("a",), lambda rows: rows, {"train": 5, "eval": 5})
+    layouts = Layouts("tiny", lambda seed, effort: ("a",), lambda rows: rows, {"train": 5, "eval": 5})
     split = split_of(("a",))
     other = "train" if split == "eval" else "eval"
     with pytest.raises(InputError, match=f"no (new )?layout for {other} task 0 .*{other}_tasks"):
@@ -78,41 +77,53 @@ def test_unknown_tasks_are_refused(split: str, index: int) -> None:
             call(split, index)
 
 
-def test_a_call_draws_for_a_bounded_time_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call has time for a few layouts only; asking again gets there, with the layouts it would have had at once."""
+def test_a_call_draws_with_a_bounded_effort_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call has steps for a few layouts only; asking again gets there, with the layouts it would have had at once."""
     made: list[int] = []
 
-    def make(seed: int) -> tuple[str, ...]:
+    def make(seed: int, effort: Effort) -> tuple[str, ...]:
         made.append(seed)
-        time.sleep(0.002)
+        effort.spend(100)
         return (f"{seed}",)
 
     def layouts() -> Layouts[tuple[str, ...]]:
         return Layouts("slow", make, lambda rows: rows, {"train": 50, "eval": 50}, distinct_train=True)
 
     at_once = layouts().get("train", 20)
-    monkeypatch.setattr("services.env.environments.layouts.BUDGET_S", 0.01)
+    monkeypatch.setattr("services.env.environments.layouts.MAX_EFFORT", 1000)
     slow, refusals = layouts(), 0
     while refusals < 1000:
+        made.clear()
         try:
             assert slow.get("train", 20) == at_once
             break
-        except Unavailable:
+        except RateLimited:
             refusals += 1
+        assert 100 * len(made) <= 2 * 1000
     assert refusals > 0
-    assert len(made) < 2 * 21 * 8
+
+
+def test_a_layout_that_takes_too_much_is_refused_with_the_settings_that_make_it_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(seed: int, effort: Effort) -> None:
+        effort.spend(100)
+
+    monkeypatch.setattr("services.env.environments.layouts.MAX_EFFORT", 1000)
+    layouts: Layouts[tuple[str, ...]] = Layouts("rare", make, lambda rows: rows, {"train": 5, "eval": 5}, advice="raise x")
+    for split in ("train", "eval"):
+        with pytest.raises(InputError, match=f"{split} task 0 in 10 draws.*raise x, or lower {split}_tasks"):
+            layouts.get(split, 0)
 
 
 def test_nobody_waits_long_for_another_who_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, gate = threading.Event(), threading.Event()
 
-    def make(seed: int) -> tuple[str, ...]:
+    def make(seed: int, effort: Effort) -> tuple[str, ...]:
         begun.set()
         gate.wait(10)
         return (f"{seed}",)
 
     layouts = Layouts("held", make, lambda rows: rows, {"train": 5, "eval": 5})
-    monkeypatch.setattr("services.env.environments.layouts.BUDGET_S", 0.05)
+    monkeypatch.setattr("services.env.environments.layouts.WAIT_S", 0.05)
 
     def draw_one() -> None:
         with contextlib.suppress(Unavailable):

@@ -105,7 +105,7 @@ def test_demonstrations_win_within_the_budget(config: dict[str, Any]) -> None:
     env = sokoban(SokobanConfig(**config))
     for index in range(30):
         episode = env.reset("eval", index, 0)
-        results = [episode.step(m) for m in env.demonstration("eval", index) if m["role"] == "assistant"]
+        results = [episode.step(m) for m in env.demonstration("eval", index).messages if m["role"] == "assistant"]
         assert results[-1].info.success
         assert not any(result.over for result in results[:-1])
 
@@ -115,7 +115,7 @@ def test_rewards_scale_and_the_penalty_does_not() -> None:
     episode = env.reset("train", 0, 0)
     malformed = episode.step(assistant("no idea"))
     assert malformed.info.reward_components == {"format": -0.1}
-    total = sum(episode.step(m).reward for m in env.demonstration("train", 0) if m["role"] == "assistant")
+    total = sum(episode.step(m).reward for m in env.demonstration("train", 0).messages if m["role"] == "assistant")
     game = episode.game
     assert isinstance(game, SokobanGame)
     assert total == pytest.approx(0.1 * (10 + 1 - 0.1 * game.level.moves))

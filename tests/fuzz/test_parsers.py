@@ -25,6 +25,7 @@ from services.rollout.intake import NEUTRAL, generate_request
 from shared import codec, config
 from shared.errors import ConfigError, DecodeError, InputError, VolleyError
 from shared.types import WeightVersion
+from tests.env.test_catalogue import register
 from tests.fuzz.values import CASES, EXAMPLES, JSON, KEYS, TEXTS, WIRE, changed
 from tests.support.tokenizer import FOLDER
 
@@ -116,7 +117,7 @@ CONFIGS = {kind: {name: field.default for name, field in KINDS[kind].config.mode
 def test_variants_have_bounded_rewards(case: tuple[str, dict[str, Any]]) -> None:
     kind, changes = case
     with suppress(VolleyError):
-        entry, _ = Catalogue().register("v", kind, changes)
+        entry, _ = register(Catalogue(), "v", kind, changes)
         described = json.loads(orjson.dumps(entry.describe()))["config"]
         assert all(abs(value) <= 2**31 for value in described.values() if isinstance(value, int | float))
 

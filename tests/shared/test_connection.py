@@ -25,12 +25,15 @@ ROLES = {"POST /size": Role.ANYONE, "GET /large": Role.ANYONE, "GET /long": Role
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
-def make_app() -> FastAPI:
-    app = create_app("demo", limits=LIMITS, tokens=Tokens({Role.ADMIN: "secret"}), ready=lambda: None, roles=ROLES)
+def make_app(limits: Limits = LIMITS) -> FastAPI:
+    app = create_app("demo", limits=limits, tokens=Tokens({Role.ADMIN: "secret"}), ready=lambda: None, roles=ROLES)
 
     @app.post("/size")
     async def size(request: Request) -> int:
         return len(await request.body())
+
+    @app.post("/forbidden")
+    async def forbidden() -> None: ...
 
     @app.get("/large")
     async def large() -> Response:
@@ -88,7 +91,7 @@ type Connect = Callable[[], Awaitable[Client]]
 
 @asynccontextmanager
 async def serving_demo(limits: Limits = LIMITS) -> AsyncIterator[Connect]:
-    async with served(make_app(), Services(limits=limits)) as url:
+    async with served(make_app(limits), Services(limits=limits)) as url:
         port, opened = int(url.rpartition(":")[2]), []
 
         async def connect() -> Client:
@@ -146,6 +149,76 @@ async def test_what_a_parser_would_hold_back_for_ever_is_bounded(endless: bytes)
         client = await connect()
         await client.send(b"POST /size HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + endless)
         assert b"431" in await client.rest()
+
+
+CHUNKED = b"POST /size HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+POST = b"POST /size HTTP/1.1\r\nHost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (CHUNKED + b"FFFFFFFFFFFFFFFF\r\n", 413),
+        (CHUNKED + b"7FFFFFFFFFFFFFFF\r\n", 413),
+        (CHUNKED + b"%x\r\n" % (2**20 + 1), 413),
+        (CHUNKED + b"5\r\nhello\r\n" + b"%x\r\n" % (2**20 - 4), 413),
+        (CHUNKED + b"10000000000000000\r\n", 400),
+        (CHUNKED + b"0x5\r\nhello\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"+5\r\nhello\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"-5\r\nhello\r\n0\r\n\r\n", 400),
+        (CHUNKED + b" 5\r\nhello\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"5\nhello\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"5_0\r\nhello\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"\r\nhello\r\n0\r\n\r\n", 400),
+        (CHUNKED + b"5\r\nhelloX0\r\n\r\n", 400),
+        (CHUNKED + b"1" * 2000, 431),
+        (CHUNKED + (b"1;" + b"x" * 1000 + b"\r\ny\r\n") * 17, 431),
+        (CHUNKED + b"0\r\n" + (b"X: " + b"y" * 1000 + b"\r\n") * 17, 431),
+        (POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", 400),
+        (POST + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nhello", 400),
+        (POST + b"Content-Length: 5\r\nContent-Length: 5\r\n\r\nhello", 400),
+        (POST + b"Content-Length: 5, 5\r\n\r\nhello", 400),
+        (POST + b"Content-Length: -5\r\n\r\nhello", 400),
+        (POST + b"Content-Length: +5\r\n\r\nhello", 400),
+        (POST + b"Content-Length: 0x5\r\n\r\nhello", 400),
+        (POST + b"Content-Length: 99999999999999999999999\r\n\r\nhello", 400),
+        (POST + b"Content-Length: 1048577\r\n\r\n", 413),
+        (POST + b"Content-Length: 18446744073709551615\r\n\r\n", 413),
+        (POST + b"Content-Length: 1048577\r\nExpect: 100-continue\r\n\r\n", 413),
+        (POST + b"Transfer-Encoding: gzip, identity\r\n\r\nhello", 400),
+        (POST + b"Transfer-Encoding: chunked, gzip\r\n\r\nhello", 400),
+        (b"POST /size HTTP/1.1\nHost: x\nTransfer-Encoding: chunked\n\n5\nhello\n0\n\n", 400),
+        (b"POST /size HTTP/1.1\nHost: x\nContent-Length: 5\n\nhello", 400),
+    ],
+)
+async def test_a_body_that_lies_about_its_length_is_refused_at_once(sent: bytes, status: int):
+    """By what it announces: none of them is waited for."""
+    async with serving_demo(Limits(header_timeout_s=30, body_timeout_s=30, max_body_bytes=2**20, grace_s=1)) as connect:
+        client = await connect()
+        await client.send(sent)
+        assert (await asyncio.wait_for(client.reader.readline(), 10)).startswith(b"HTTP/1.1 %d " % status)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+async def test_bodies_arrive_whole_however_they_are_cut(step: int):
+    """Several requests sent ahead, in pieces of `step` bytes."""
+    chunked = CHUNKED + b"5;a=b\r\nhello\r\n0003;x\r\nyou\r\n0\r\nX-Trailer: 1\r\n\r\n"
+    sized = POST + b"Content-Length: 4\r\n\r\n\r\n\r\n"
+    stream = b"\r\n" + chunked + sized + POST + b"Content-Length: 0\r\n\r\n" + chunked + POST + b"Connection: close\r\n\r\n"
+    async with serving_demo(Limits(max_body_bytes=2**20, grace_s=1)) as connect:
+        client = await connect()
+        for at in range(0, len(stream), step):
+            await client.send(stream[at : at + step])
+            await asyncio.sleep(0)
+        answers = (await client.rest()).split(b"HTTP/1.1 200 OK")
+    assert [answer[-1:] for answer in answers[1:]] == [b"8", b"4", b"0", b"8", b"0"]
+
+
+async def test_an_expected_body_is_asked_for():
+    async with serving_demo() as connect:
+        client = await connect()
+        await client.send(POST + b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n")
+        assert (await client.reader.readline()).startswith(b"HTTP/1.1 100 ")
 
 
 async def test_malformed_bytes_are_refused():

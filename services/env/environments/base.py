@@ -62,6 +62,14 @@ class StepResult:
         return self.terminated or self.truncated
 
 
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A conversation of one task, from the first message to the assistant's last; `success` says whether it solves the task."""
+
+    messages: tuple[Message, ...]
+    success: bool
+
+
 class Episode(Protocol):
     """One conversation in progress."""
 
@@ -98,8 +106,8 @@ class Environment(Protocol):
         """A new episode; `seed` drives whatever is random after the task is chosen. Raises NotFound."""
         ...
 
-    def demonstration(self, split: str, index: int) -> tuple[Message, ...]:
-        """A solved conversation from the first message to the assistant's last. Raises NotFound."""
+    def demonstration(self, split: str, index: int) -> Demonstration:
+        """A conversation to learn from; one that does not solve its task says so. Raises NotFound."""
         ...
 
 

@@ -15,9 +15,9 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_m
 from pydantic import Field, model_validator
 
 from services.env.environments.actions import ActionProtocol
-from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Message
-from services.env.environments.layouts import Drawn, Layouts, Rows
-from services.env.environments.text_game import GameConfig, GameEpisode, Outcome, demonstrate, instructions, play
+from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Demonstration
+from services.env.environments.layouts import Drawn, Effort, Layouts, Rows
+from services.env.environments.text_game import GameConfig, GameEpisode, Outcome, instructions, play
 from shared.errors import InputError
 
 ACTIONS = ("Left", "Down", "Right", "Up")
@@ -32,6 +32,7 @@ RULES = (
 )
 SLIPPERY = " The ice is slippery: you may slide to the side of where you are heading."
 
+type Cell = tuple[int, int]
 type Render = Literal["grid", "spaced", "grid+around", "grid+coords", "coords"]
 
 
@@ -84,7 +85,7 @@ class LakeGame:
         return Outcome(rewards, over, won)
 
     def plan(self) -> Sequence[str] | None:
-        return shortest_path(self.rows, self.position)
+        return way(distances(self.rows), self.position)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +106,19 @@ class FrozenLake:
     def reset(self, split: str, index: int, seed: int) -> GameEpisode:
         return self._episode(self._game(self.layouts.get(split, index), seed))
 
-    def demonstration(self, split: str, index: int) -> tuple[Message, ...]:
-        """On slippery ice the first of some seeds on which the plan works. Raises InputError when none does."""
+    def demonstration(self, split: str, index: int) -> Demonstration:
+        """A blind one may fail, see `demo_blind`. On slippery ice the first of some seeds on which the plan works: InputError if none."""
         drawn = self.layouts.get(split, index)
         dice = random.Random(drawn.seed)
         if dice.random() < self.config.demo_blind:
             game = self._game(drawn, dice.getrandbits(31))
-            return play(self._episode(game), lambda: [blind_action(len(game.rows), game.position, dice)])[0]
-        for seed in range(_DEMO_SEEDS):
-            messages = demonstrate(self._episode(self._game(drawn, seed)))
-            if messages is not None:
-                return messages
+            return play(self._episode(game), lambda: [blind_action(len(game.rows), game.position, dice)])
+        away = distances(drawn.layout)
+        for seed in range(_DEMO_SEEDS if self.config.is_slippery else 1):
+            game = self._game(drawn, seed)
+            shown = play(self._episode(game), lambda game=game: way(away, game.position))
+            if shown.success:
+                return shown
         raise InputError(f"frozen_lake/{split}/{index}: no plan worked on {_DEMO_SEEDS} seeds", "raise max_actions and max_turns")
 
     def _game(self, drawn: Drawn[Rows], seed: int) -> LakeGame:
@@ -131,14 +134,16 @@ class FrozenLake:
 def frozen_lake(config: FrozenLakeConfig) -> FrozenLake:
     """Builds the environment; maps are made when they are asked for."""
 
-    def make(seed: int) -> Rows | None:
+    def make(seed: int, effort: Effort) -> Rows | None:
+        effort.spend(config.size**2)
         rows = tuple(generate_random_map(config.size, config.frozen_probability, seed))
         path = shortest_path(rows, (0, 0))
         return rows if path is not None and len(path) <= config.budget else None
 
+    advice = "change size, raise frozen_probability, or raise max_actions and max_turns"
     counts = {TRAIN: config.train_tasks, EVAL: config.eval_tasks}
     protocol = ActionProtocol(ACTIONS, config.protocol, config.max_actions_per_turn)
-    layouts = Layouts("frozen_lake", make, lambda rows: rows, counts, distinct_train=config.distinct_train)
+    layouts = Layouts("frozen_lake", make, lambda rows: rows, counts, distinct_train=config.distinct_train, advice=advice)
     return FrozenLake(config, layouts, protocol)
 
 
@@ -156,6 +161,34 @@ def shortest_path(rows: Rows, start: tuple[int, int]) -> tuple[str, ...] | None:
                 paths[there] = (*paths[cell], action)
                 queue.append(there)
     return None
+
+
+def distances(rows: Rows) -> dict[Cell, int]:
+    """Moves to G from every cell (row, column) that has a way around the holes."""
+    away = {(r, c): 0 for r, row in enumerate(rows) for c, tile in enumerate(row) if tile == "G"}
+    queue = deque(away)
+    while queue:
+        row, column = cell = queue.popleft()
+        for down, right in _MOVES.values():
+            there = row + down, column + right
+            if there not in away and _is_open(rows, there):
+                away[there] = away[cell] + 1
+                queue.append(there)
+    return away
+
+
+def way(away: Mapping[Cell, int], start: Cell) -> tuple[str, ...] | None:
+    """The path `shortest_path` finds, read off `distances`: the first of the actions that lead nearer, again and again."""
+    if start not in away:
+        return None
+    actions: list[str] = []
+    row, column = start
+    while away[row, column]:
+        nearer = away[row, column] - 1
+        action, (down, right) = next((a, m) for a, m in _MOVES.items() if away.get((row + m[0], column + m[1])) == nearer)
+        actions.append(action)
+        row, column = row + down, column + right
+    return tuple(actions)
 
 
 def blind_action(size: int, player: tuple[int, int], dice: random.Random) -> str:

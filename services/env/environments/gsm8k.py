@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Info, Message, StepResult, check_task, user
+from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Demonstration, Info, Message, StepResult, check_task, user
 from services.env.environments.calculator import CalculatorError, calculate
 from services.env.environments.gsm8k_data import (
     MAX_NUMBER,
@@ -131,12 +131,13 @@ class Gsm8k:
         """Nothing is random: `seed` changes nothing."""
         return Gsm8kEpisode(self._problem(split, index), self._config)
 
-    def demonstration(self, split: str, index: int) -> tuple[Message, ...]:
+    def demonstration(self, split: str, index: int) -> Demonstration:
+        """The dataset's own solution."""
         problem = self._problem(split, index)
         ask = user(_question(problem, self._config))
         if self._config.tool == "calculator":
-            return (ask, *solution_messages(problem, self._config.max_turns))
-        return (ask, {"role": "assistant", "content": solution_text(problem)})
+            return Demonstration((ask, *solution_messages(problem, self._config.max_turns)), success=True)
+        return Demonstration((ask, {"role": "assistant", "content": solution_text(problem)}), success=True)
 
     def _problem(self, split: str, index: int) -> Problem:
         self._check(split, index)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pydantic import Field, model_validator
 
 from services.env.environments.actions import ActionProtocol
-from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Message
-from services.env.environments.layouts import Layouts
+from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Demonstration
+from services.env.environments.layouts import Effort, Layouts
 from services.env.environments.sokoban_level import MOVES, Level, Position, draw, generate, move, solve, solved
 from services.env.environments.text_game import GameConfig, GameEpisode, Outcome, demonstrate, instructions
 from shared.errors import InputError
@@ -99,21 +99,24 @@ class Sokoban:
         game = SokobanGame(level, level.start, self.config)
         return GameEpisode(game, self.config, self.protocol, instructions(RULES, self.config, self.protocol))
 
-    def demonstration(self, split: str, index: int) -> tuple[Message, ...]:
+    def demonstration(self, split: str, index: int) -> Demonstration:
         """Raises InputError when the level is too large for the solver."""
-        messages = demonstrate(self.reset(split, index, 0))
-        if messages is None:
+        shown = demonstrate(self.reset(split, index, 0))
+        if not shown.success:
             raise InputError(f"sokoban/{split}/{index} is too large to be solved by search", "lower dim_room or num_boxes")
-        return messages
+        return shown
 
 
 def sokoban(config: SokobanConfig) -> Sokoban:
     """Builds the environment; levels are made when they are asked for."""
     height, width = config.dim_room
 
-    def make(seed: int) -> Level | None:
-        return generate(seed, height, width, config.num_boxes, config.min_solution, config.budget)
+    def make(seed: int, effort: Effort) -> Level | None:
+        return generate(seed, height, width, config.num_boxes, config.min_solution, config.budget, effort)
 
+    advice = "change dim_room, lower num_boxes or min_solution, or raise max_actions and max_turns"
     counts = {TRAIN: config.train_tasks, EVAL: config.eval_tasks}
-    layouts = Layouts("sokoban", make, lambda level: draw(level.room, level.start), counts, distinct_train=config.distinct_train)
+    layouts = Layouts(
+        "sokoban", make, lambda level: draw(level.room, level.start), counts, distinct_train=config.distinct_train, advice=advice
+    )
     return Sokoban(config, layouts, ActionProtocol(tuple(MOVES), config.protocol, config.max_actions_per_turn))

@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from services.env.environments.layouts import Effort
+
 type Cell = tuple[int, int]
 
 MOVES: dict[str, Cell] = {"Up": (-1, 0), "Down": (1, 0), "Left": (0, -1), "Right": (0, 1)}
@@ -95,8 +97,15 @@ def solve(room: Room, position: Position, max_positions: int = _MAX_POSITIONS) -
     return None
 
 
-def generate(seed: int, height: int, width: int, n_boxes: int, min_moves: int, max_moves: int) -> Level | None:
-    """A level whose shortest solution has min_moves..max_moves moves and whose boxes all start off target; None if this seed has none."""
+def generate(
+    seed: int, height: int, width: int, n_boxes: int, min_moves: int, max_moves: int, effort: Effort | None = None
+) -> Level | None:
+    """A level whose shortest solution has min_moves..max_moves moves and whose boxes all start off target; None if this seed has none.
+
+    `effort` counts the positions it looked at, and a part for every cell of the room.
+    """
+    effort = effort or Effort()
+    effort.spend(height * width)
     rng = random.Random(seed)
     floor = sorted(_carve(rng, height, width))
     if len(floor) < n_boxes + 2:
@@ -104,6 +113,7 @@ def generate(seed: int, height: int, width: int, n_boxes: int, min_moves: int, m
     room = Room(height, width, frozenset(floor), frozenset(rng.sample(floor, n_boxes)))
     by_depth: dict[int, list[Position]] = {}
     for position, depth in _undo(room, max_moves):
+        effort.spend(1)
         if depth >= min_moves and not position.boxes & room.targets:
             by_depth.setdefault(depth, []).append(position)
     if not by_depth:

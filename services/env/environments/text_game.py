@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.env.environments.actions import ActionProtocol, Style
-from services.env.environments.base import MAX_REWARD, Info, Message, StepResult, assistant, user
+from services.env.environments.base import MAX_REWARD, Demonstration, Info, Message, StepResult, assistant, user
 from services.env.environments.layouts import MAX_DISTINCT
 
 type Talk = Literal["chat", "bare"]
@@ -140,26 +140,23 @@ def instructions(rules: str, config: GameConfig, protocol: ActionProtocol) -> st
     )
 
 
-def demonstrate(episode: GameEpisode) -> tuple[Message, ...] | None:
-    """Plays `episode` along the game's own plan, looking again each turn. None if that does not win within the budget."""
-    messages, won = play(episode, lambda: episode.game.plan())
-    return messages if won else None
+def demonstrate(episode: GameEpisode) -> Demonstration:
+    """Plays `episode` along the game's own plan. Nothing random happens in the game, so one look is enough."""
+    planned = episode.game.plan() or ()
+    return play(episode, lambda: planned[episode.played :])
 
 
-def play(episode: GameEpisode, choose: Callable[[], Sequence[str] | None]) -> tuple[tuple[Message, ...], bool]:
-    """Plays `episode` along what `choose` wants to do next, asked again each turn, until it is over or nothing is wanted.
-
-    Returns the conversation up to the last assistant message, and whether the game was won.
-    """
+def play(episode: GameEpisode, choose: Callable[[], Sequence[str] | None]) -> Demonstration:
+    """Plays `episode` along what `choose` wants to do next, asked again each turn, until it is over or nothing is wanted."""
     messages = list(episode.opening)
     while wanted := choose():
         chunk = wanted[: _chunk(len(wanted), episode)]
         messages.append(assistant(episode.protocol.write(chunk)))
         result = episode.step(messages[-1])
         if result.over:
-            return tuple(messages), result.info.success
+            return Demonstration(tuple(messages), result.info.success)
         messages.extend(result.messages)
-    return tuple(messages), False
+    return Demonstration(tuple(messages), False)
 
 
 def _chunk(left: int, episode: GameEpisode) -> int:

@@ -1,0 +1,127 @@
+"""No legal configuration makes a call into a game long: the slowest of a seeded search takes a bounded number of function calls."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from services.env.environments import layouts
+from services.env.environments.frozen_lake import FrozenLake, FrozenLakeConfig, distances, frozen_lake, shortest_path, way
+from services.env.environments.sokoban import Sokoban, SokobanConfig, sokoban
+from shared.errors import InputError, RateLimited
+
+N_CONFIGS = 15
+MAX_CALLS = 1_500_000
+"""Python and C functions: under a second when nobody counts them. The most that was found is 954,213, of 64 slippery lakes of 16 by 16."""
+
+WORST: list[tuple[str, dict[str, Any]]] = [
+    ("sokoban", {"dim_room": (12, 12), "num_boxes": 4, "min_solution": 100, "max_turns": 100, "max_actions": 1000}),
+    ("sokoban", {"dim_room": (12, 12), "num_boxes": 4, "max_turns": 100, "max_actions": 1000, "demo_actions_per_turn": 1}),
+    ("sokoban", {"dim_room": (5, 5), "eval_tasks": 10_000, "distinct_train": True, "train_tasks": 10_000}),
+    ("frozen_lake", {"size": 16, "frozen_probability": 0.65, "max_actions": 30}),
+    ("frozen_lake", {"size": 16, "frozen_probability": 0.65, "is_slippery": True, "max_turns": 100, "max_actions": 1000}),
+    ("frozen_lake", {"size": 3, "frozen_probability": 1, "eval_tasks": 10_000}),
+    ("frozen_lake", {"size": 4, "eval_tasks": 10_000, "distinct_train": True, "train_tasks": 10_000}),
+]
+
+
+def n_calls(work: Callable[[], object]) -> int:
+    """Functions that `work` calls, whether it answers or refuses."""
+    n = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal n
+        n += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    except (InputError, RateLimited):
+        pass
+    finally:
+        sys.setprofile(None)
+    return n
+
+
+def legal(dice: random.Random) -> tuple[str, dict[str, Any]]:
+    """The extremes of every setting are drawn as often as all that lies between them."""
+
+    def between(low: int, high: int) -> int:
+        return dice.choice((low, high, dice.randint(low, high)))
+
+    while True:
+        shared = {
+            "max_turns": between(1, 100),
+            "max_actions_per_turn": between(1, 100),
+            "max_actions": between(1, 1000),
+            "demo_actions_per_turn": between(1, 100),
+            "train_tasks": between(1, 10_000),
+            "eval_tasks": between(1, 10_000),
+            "distinct_train": dice.random() < 0.5,
+        }
+        lake = {"size": between(3, 16), "frozen_probability": dice.choice((0.65, 1.0, dice.uniform(0.65, 1)))}
+        lake |= {"is_slippery": dice.random() < 0.5, "demo_blind": dice.choice((0.0, 1.0, 0.5))}
+        room = {"dim_room": (between(4, 12), between(4, 12)), "num_boxes": between(1, 4), "min_solution": between(1, 100)}
+        kind, config = dice.choice((("frozen_lake", shared | lake), ("sokoban", shared | room)))
+        try:
+            (FrozenLakeConfig if kind == "frozen_lake" else SokobanConfig).model_validate(config)
+        except ValidationError:
+            continue
+        return kind, config
+
+
+def built(kind: str, config: dict[str, Any]) -> FrozenLake | Sokoban:
+    return frozen_lake(FrozenLakeConfig(**config)) if kind == "frozen_lake" else sokoban(SokobanConfig(**config))
+
+
+def slowest(kind: str, config: dict[str, Any]) -> int:
+    """The most function calls of any call into the environment: of first tasks with all that is done with them, and of last ones."""
+    environment = built(kind, config)
+
+    def most(split: str) -> int:
+        last = environment.num_tasks(split) - 1
+        calls = (
+            lambda: environment.demonstration(split, 0),
+            lambda: environment.reset(split, 0, 1),
+            lambda: environment.task(split, last),
+        )
+        return max(map(n_calls, calls))
+
+    return max(map(most, environment.splits))
+
+
+@pytest.fixture(autouse=True)
+def _small_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twentieth: what a call takes beside its budget is then what shows."""
+    monkeypatch.setattr(layouts, "MAX_EFFORT", layouts.MAX_EFFORT // 20)
+
+
+@pytest.mark.parametrize(("kind", "config"), WORST)
+def test_the_worst_configurations_known_are_bounded(kind: str, config: dict[str, Any]) -> None:
+    assert slowest(kind, config) < MAX_CALLS
+
+
+def test_legal_configurations_are_bounded() -> None:
+    dice = random.Random(7)
+    taken = {}
+    for _ in range(N_CONFIGS):
+        kind, config = legal(dice)
+        taken[slowest(kind, config)] = (kind, config)
+    assert max(taken) < MAX_CALLS, taken[max(taken)]
+
+
+def test_the_way_is_the_shortest_path() -> None:
+    """From every cell of many maps, action by action."""
+    for seed in range(40):
+        environment = frozen_lake(FrozenLakeConfig(size=3 + seed % 6, max_actions=40, max_turns=40, frozen_probability=0.7))
+        rows = environment.layouts.get("train", seed).layout
+        away = distances(rows)
+        for r in range(len(rows)):
+            for c in range(len(rows)):
+                if rows[r][c] != "H":
+                    assert way(away, (r, c)) == shortest_path(rows, (r, c))
