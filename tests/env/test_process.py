@@ -1,6 +1,7 @@
 """The service as a process, through the client the orchestrator uses."""
 
 import contextlib
+import resource
 import socket
 import subprocess
 import sys
@@ -23,8 +24,8 @@ def config(folder: Path, *lines: str) -> str:
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[str]:
-    """Base URL of a running service; it is stopped by SIGTERM and must then end well."""
+def process(tmp_path: Path) -> Iterator[tuple[str, int]]:
+    """Base URL and process id of a running service; it is stopped by SIGTERM and must then end well."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -33,13 +34,34 @@ def service(tmp_path: Path) -> Iterator[str]:
             url = f"http://127.0.0.1:{port}"
             with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=30, trust_env=False) as client:
                 assert client.get(f"{url}/ready").status_code == 200
-            yield url
+            yield url, process.pid
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
             process.kill()
     assert process.returncode == 0
+
+
+@pytest.fixture
+def service(process: tuple[str, int]) -> str:
+    return process[0]
+
+
+def test_a_service_without_a_file_descriptor_turns_clients_away_and_lives(process: tuple[str, int]) -> None:
+    url, pid = process
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    n_open = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (n_open + 2, limits[1]))
+    held = [socket.create_connection(address, timeout=30) for _ in range(20)]
+    try:
+        assert held[-1].recv(1) == b""
+    finally:
+        for one in held:
+            one.close()
+    with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=30, trust_env=False) as client:
+        assert client.get(f"{url}/health").status_code == 200
 
 
 async def test_a_demonstration_is_played_through_the_client(service: str) -> None:

@@ -28,7 +28,7 @@ OPENERS = {"env": open_env, "rollout": open_rollout, "trainer": open_trainer, "o
 PROBLEM = {"question": "How many are 40 and 2?", "answer": "40+2 = <<40+2=42>>42\n#### 42"}
 
 
-def run_config(folder: Path, redis_url: str) -> RunConfig:
+def run_config(folder: Path, redis_url: str, max_body_bytes: int = 100_000) -> RunConfig:
     """A run without an end, whose services ask for tokens."""
     files = write_tokens(folder)
     (folder / "train.jsonl").write_text(json.dumps(PROBLEM))
@@ -42,7 +42,7 @@ def run_config(folder: Path, redis_url: str) -> RunConfig:
         "services": {
             **configured(redis_url, folder),
             "token_files": files.model_dump(mode="json"),
-            "limits": {"max_body_bytes": 100_000, "admin_per_s": 100_000},
+            "limits": {"max_body_bytes": max_body_bytes, "admin_per_s": 100_000},
             **{name: {"port": free_port()} for name in OPENERS},
         },
     }
