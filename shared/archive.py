@@ -84,7 +84,7 @@ class Archive:
         """
         path = path_of(self.root, version)
         temporary, digests = path.with_name(f".{path.name}.tmp"), [digest(payload) for payload in payloads]
-        with storage(self.root.parent):
+        with storage(path.parent):
             try:
                 self._compress(temporary, version, payloads, digests)
                 temporary.rename(path)

@@ -15,7 +15,9 @@
     │   ├── QueueUnavailable    Redis did not answer
     │   ├── RateLimited         the service has enough to do now                           429
     │   ├── OutOfMemory         weights or an episode do not fit                           507
-    │   └── StorageFull         a disk, a quota or a file size limit is used up            507
+    │   └── StorageUnavailable  files cannot be written now                                507
+    │       ├── StorageFull     a disk, a quota or a file size limit is used up
+    │       └── StorageDenied   no permission, a read-only file system, a folder that is gone
     ├── Fenced                  a newer trainer has taken over; this one has to stop       409
     ├── WeightsError            digest, tree or fingerprint of a checkpoint differs        422
     ├── NonFinite               training gave numbers that are not finite                  500
@@ -124,8 +126,16 @@ class OutOfMemory(Unavailable):
     status, title = 507, "Out of memory"
 
 
-class StorageFull(Unavailable):
-    status, title = 507, "Storage full"
+class StorageUnavailable(Unavailable):
+    status, title = 507, "Storage unavailable"
+
+
+class StorageFull(StorageUnavailable):
+    title = "Storage full"
+
+
+class StorageDenied(StorageUnavailable):
+    title = "Storage not writable"
 
 
 class Fenced(VolleyError):

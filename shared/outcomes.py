@@ -69,6 +69,8 @@ FAILURES: Mapping[str, Failure] = {
     "ServiceUnreachable": Failure("infrastructure", "again", "no connection, a broken one, or no answer in time"),
     "QueueUnavailable": Failure("infrastructure", "again", "Redis does not answer or takes no writes; waited for, costs no attempt"),
     "OutOfMemory": Failure("infrastructure", "again", "it does not fit into the server's memory now"),
+    "StorageUnavailable": Failure("infrastructure", "again", "files cannot be written now; what was made is kept and written later"),
+    "StorageDenied": Failure("infrastructure", "again", "files may not be written, or their folder is gone; like StorageFull"),
     "StorageFull": Failure("infrastructure", "again", "a disk or a quota is full; what was made is kept and written later"),
     "Busy": Failure("infrastructure", "again", "the environment service has other calls to make first; like RateLimited"),
     "GivenUp": Failure("infrastructure", "again", "a call into an environment took too long"),

@@ -1,4 +1,4 @@
-"""Writing to a disk that may be full: what the system says is translated here, and nothing half-written is left behind.
+"""Writing to a disk that may be full, or not ours: what the system says is translated here, and nothing half-written is left behind.
 
 Invariant of `append`: a file of lines ends with a whole line, except while a line is being written; a crash then leaves a torn
 one, which `whole_lines` does not return and `cut_torn_line` removes. Where it could not be removed it stays a line of its own.
@@ -13,23 +13,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shared.errors import Fenced, StorageFull
+from shared.errors import Fenced, StorageDenied, StorageFull
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_PUT_BACK = "put it back as it was, or stop the run and start it again with `volley up`"
 
 
 @contextmanager
 def storage(root: Path) -> Iterator[None]:
     """Inside, files below `root` are written.
 
-    Raises StorageFull if there is no room for them, Fenced if someone has removed what was being written, and any other OSError
-    as it is.
+    Raises StorageFull if there is no room for them, StorageDenied if they may not be written or `root` was removed, Fenced if
+    something below it was removed while it was written (only another trainer does), and any other OSError as it is.
     """
     try:
         yield
     except FileNotFoundError as error:
+        if not root.exists():
+            raise StorageDenied(f"cannot write to {_gone(root)}: it was removed", _PUT_BACK) from error
         raise Fenced(f"{error.filename} was removed while it was written", "has another trainer of the run begun?") from error
     except OSError as error:
+        if error.errno in _DENIED:
+            path, reason = error.filename or root, (error.strerror or "").lower()
+            raise StorageDenied(f"cannot write to {path}: {reason}", f"make it writable by user {os.getuid()}") from error
         if error.errno not in _FULL:
             raise
         raise StorageFull(f"waiting for disk space under {root}: {_free_mb(root)} MB free", error.strerror or "") from error
@@ -119,6 +126,11 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _gone(path: Path) -> Path:
+    """The topmost folder on the way to `path` that is not there."""
+    return next((parent for parent in reversed(path.parents) if not parent.exists()), path)
 
 
 def _free_mb(root: Path) -> int:

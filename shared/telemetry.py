@@ -6,6 +6,7 @@ Event fields follow one vocabulary: run, ticket, episode, step, version; duratio
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -43,6 +44,25 @@ class _Lines(logging.Formatter):
         return orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY).decode()
 
 
+class _Whole(logging.StreamHandler[Any]):
+    """Writes straight to the stream's file. After a line that a full disk has cut, the next one begins on a line of its own."""
+
+    _is_cut = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A line that cannot be written is lost: a service does not end, or wait, for its log."""
+        text = ("\n" * self._is_cut + self.format(record) + "\n").encode()
+        written = 0
+        try:
+            self.stream.flush()
+            while written < len(text):
+                written += os.write(self.stream.fileno(), text[written:])
+        except OSError:
+            self._is_cut = (self._is_cut and not written) or 0 < written < len(text)
+        else:
+            self._is_cut = False
+
+
 class Log:
     """A logger whose calls take an event name and fields: log.info("published", ticket=3)."""
 
@@ -72,7 +92,7 @@ class Log:
 
 def configure(service: str, level: int = logging.INFO) -> None:
     """Routes all logging of the process to stderr as JSON lines; libraries only from warning on."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _Whole(sys.stderr)
     handler.setFormatter(_Lines(service))
     root = logging.getLogger()
     root.handlers[:] = [handler]

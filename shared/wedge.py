@@ -227,4 +227,4 @@ def _rollout(who: _Who, seen: Seen, trainer: Mapping[str, Any], server: Mapping[
 
 def _party(text: str, otherwise: str) -> str:
     """Whom the trainer waits for, by its own words."""
-    return "redis" if "Redis" in text else "disk" if "disk space" in text else otherwise
+    return "redis" if "Redis" in text else "disk" if "disk space" in text or "cannot write to" in text else otherwise

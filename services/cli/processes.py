@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import IO, Self
 
 import orjson
 
@@ -90,7 +90,8 @@ class Child:
     async def start(cls, spec: Spec, reaper: Reaper) -> Self:
         """Raises ConfigError if the program or its log cannot be opened."""
         try:
-            with spec.log.open("ab") as log:
+            with spec.log.open("a+b", buffering=0) as log:
+                _end_line(log)
                 log_start = log.tell()
                 process = await asyncio.create_subprocess_exec(
                     *spec.command,
@@ -146,6 +147,16 @@ def last_error(log: Path, start: int = 0) -> str:
         errors = [text for text, is_error in events if is_error]
         return (errors or [text for text, _ in events] or [""])[-1][:600]
     return ""
+
+
+def _end_line(log: IO[bytes]) -> None:
+    """What a killed process, or a full disk, has cut is not continued by the first line of the next process."""
+    if size := log.seek(0, os.SEEK_END):
+        log.seek(size - 1)
+        if log.read(1) != b"\n":
+            with contextlib.suppress(OSError):
+                log.write(b"\n")
+        log.seek(0, os.SEEK_END)
 
 
 def _readable(line: str) -> tuple[str, bool]:

@@ -29,7 +29,7 @@ from services.orchestrator.records import EvalRecord, append, as_rows, counting,
 from services.orchestrator.sampling import Spec
 from shared import storage, telemetry
 from shared.chat import ChatTokenizer
-from shared.errors import StorageFull, Unavailable, VolleyError
+from shared.errors import StorageUnavailable, Unavailable, VolleyError
 from shared.types import Trajectory
 
 SPLIT = "eval"
@@ -115,7 +115,7 @@ class Evaluator:
         finally:
             os.close(lock)
 
-    def _waiting(self, error: StorageFull | None) -> None:
+    def _waiting(self, error: StorageUnavailable | None) -> None:
         self._board.disk = str(error) if error else None
 
     async def _trajectories(self, need: Need) -> tuple[list[Trajectory], int]:
@@ -150,7 +150,7 @@ class Evaluator:
 
 
 def _lock_file(path: Path) -> int:
-    """A descriptor. Raises StorageFull."""
+    """A descriptor. Raises StorageUnavailable."""
     with storage.storage(path.parent.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)

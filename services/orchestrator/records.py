@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from services.orchestrator.lineage import Lineage
 from services.orchestrator.recorder import ASSISTANT
 from shared import storage, telemetry
-from shared.errors import DecodeError, StorageFull
+from shared.errors import DecodeError, StorageUnavailable
 from shared.state import in_lineage
 from shared.types import Trajectory, WeightVersion
 
@@ -95,12 +95,12 @@ def read_records(path: Path) -> list[EvalRecord]:
 
 
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Appends JSON lines and makes them durable. Raises StorageFull; then none of them is there."""
+    """Appends JSON lines and makes them durable. Raises StorageUnavailable; then none of them is there."""
     storage.append(path, b"".join(orjson.dumps(row) + b"\n" for row in rows), durable=True)
 
 
-async def once_there_is_room[T](write: Callable[[], T], waiting: Callable[[StorageFull | None], None]) -> T:
-    """Repeats `write`, which blocks, while the disk is full: ends only so, or by cancellation.
+async def once_there_is_room[T](write: Callable[[], T], waiting: Callable[[StorageUnavailable | None], None]) -> T:
+    """Repeats `write`, which blocks, while the disk is full or may not be written to: ends only so, or by cancellation.
 
     Args:
         waiting: told why nothing is written yet, and None in the end.
@@ -108,7 +108,7 @@ async def once_there_is_room[T](write: Callable[[], T], waiting: Callable[[Stora
     while True:
         try:
             done = await asyncio.to_thread(write)
-        except StorageFull as error:
+        except StorageUnavailable as error:
             _log.warning("waiting for disk space", reason=str(error))
             waiting(error)
         else:

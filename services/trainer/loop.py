@@ -94,7 +94,7 @@ class Loop:
 
     async def _restore(self) -> TrainerState | None:
         """The model of the newest checkpoint, or a new one. Raises ConfigError if the run is not that of this configuration."""
-        found = await self._waiter.blocking(self._parts.backend.restore)
+        found = await self._waiter.patiently(lambda: self._waiter.blocking(self._parts.backend.restore))
         self._board.set_aside = dict(self._parts.checkpoints.bad)
         found = self._pinned(found) if found else None
         await self._waiter.blocking(self._parts.backend.build)

@@ -14,7 +14,7 @@ import orjson
 
 from shared import ledger, storage, telemetry
 from shared.chain import Chain
-from shared.errors import DecodeError, StorageFull, WeightsError
+from shared.errors import DecodeError, StorageUnavailable, WeightsError
 from shared.ledger import TRAINED
 from shared.state import TrainerState, in_lineage
 from shared.types import WeightVersion
@@ -95,7 +95,7 @@ class StepLog:
     def _write(self) -> None:
         try:
             storage.append(self._path, b"".join(self._unwritten), durable=False)
-        except (StorageFull, OSError) as error:
+        except (StorageUnavailable, OSError) as error:
             _log.warning("line kept back", file=self._path.name, lines=len(self._unwritten), reason=str(error))
         else:
             self._unwritten = []

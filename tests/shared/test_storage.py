@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import orjson
 import pytest
 
 from shared import storage
 from shared.archive import Archive
-from shared.errors import Fenced, StorageFull, from_problem, problem
+from shared.errors import Fenced, StorageDenied, StorageFull, from_problem, problem
 from shared.types import WeightVersion
 from tests.support.disk import file_size_limit
 
@@ -105,3 +107,56 @@ def test_the_errors_of_a_folder_that_stayed_are_the_writers(tmp_path: Path):
         (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="no metadata"), storage.held(tmp_path):
         raise ValueError("no metadata")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_what_may_not_be_written_is_waited_for_and_names_the_file_and_who_must_be_able_to(tmp_path: Path, number: int):
+    """Root may write everywhere, so the kernel's answer is raised at the seam."""
+    with pytest.raises(StorageDenied, match=rf"cannot write to /r/x: .*make it writable by user {os.getuid()}"), storage.storage(tmp_path):
+        raise OSError(number, os.strerror(number), "/r/x")
+
+
+def test_an_archive_that_was_removed_is_named_and_waited_for(tmp_path: Path):
+    archive = Archive(tmp_path / "archive", "r")
+    archive.claim(1)
+    (tmp_path / "archive").rename(tmp_path / "away")
+    with pytest.raises(StorageDenied, match=rf"cannot write to {tmp_path}/archive: it was removed"):
+        archive.write(WeightVersion(1, 1), [b"x"])
+    (tmp_path / "away").rename(tmp_path / "archive")
+    assert archive.write(WeightVersion(1, 1), [b"x"])
+
+
+def test_a_run_folder_that_was_removed_is_named(tmp_path: Path):
+    with pytest.raises(StorageDenied, match=rf"cannot write to {tmp_path}/gone: it was removed"):
+        storage.append(tmp_path / "gone" / "deeper" / "lines", b"x\n", durable=True)
+
+
+def test_log_lines_are_not_glued_together_after_a_full_disk(tmp_path: Path):
+    """The limit cuts a line in the middle; what is logged when there is room again begins on a line of its own."""
+    code = f"""
+import resource, signal
+from shared import telemetry
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+telemetry.configure("s")
+log = telemetry.Log("l")
+log.info("before")
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({LIMIT}, hard))
+for n in range(3):
+    log.info("cut", text="x" * 200)
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+log.info("after")
+log.info("last")
+"""
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        file.seek(LIMIT - 201)
+        file.write(b"\n")
+    with path.open("ab") as log:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=log, timeout=60, check=False)
+    assert done.returncode == 0
+    with path.open("rb") as file:
+        file.seek(LIMIT - 200)
+        lines = file.read().splitlines()
+    assert [orjson.loads(line)["event"] for line in (lines[0], *lines[2:])] == ["before", "after", "last"]
+    assert lines[1].startswith(b'{"t":')
