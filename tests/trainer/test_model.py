@@ -191,3 +191,11 @@ def test_bad_meshes_and_folders_are_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "hidden_size"}))
     with pytest.raises(ConfigError, match="lacks hidden_size"):
         ModelConfig.read(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}'])
+def test_a_damaged_index_is_named(tmp_path: Path, text: str):
+    folder = write_shards(tmp_path / "hf", CONFIG, WEIGHTS)
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is no index of tensors"):
+        leaves_of(folder, ModelConfig.parse(CONFIG), 0)

@@ -68,7 +68,10 @@ def _index(folder: Path, files: list[Path]) -> dict[str, Path]:
     """Tensor name -> file. An index file that names an absent shard is an incomplete download."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        try:
+            named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"model file {index} is no index of tensors: {error!r}", "the download is incomplete or damaged") from error
         absent = sorted(path.name for path in named if not path.exists())
         if absent:
             raise ConfigError(f"model folder {folder} lacks {', '.join(absent)}", "the download is incomplete")
