@@ -104,5 +104,6 @@ def test_an_older_checkpoint_is_held_to_what_the_run_was_started_with(folder: Pa
 
 def test_an_older_checkpoint_of_which_nothing_tells_is_taken_as_it_is(folder: Path) -> None:
     older(folder)
+    (folder / "run.json").unlink()
     go_on(folder, "trainer.max_steps=7")
     assert head(folder).settings == ((1, pinned.relevant(configured(folder, "trainer.max_steps=7"))),)
