@@ -151,6 +151,7 @@ async def test_an_engine_too_busy_to_answer_is_not_waited_for(tmp_path: Path, mo
     monkeypatch.setattr("services.rollout.engine.client.ANSWER_S", 0.05)
     monkeypatch.setattr("services.rollout.updates.AUDIT_S", 0.01)
     model, root = models.write_hf(tmp_path / "model", CONFIG), tmp_path / "checkpoints"
+    monkeypatch.setenv("SCRIPT", str(model))
     async with open_engine(EngineSpec(str(model)), "tests.rollout.scripted_worker") as engine:
         updates = Updates(engine, root, MODEL, "test")
         folder = models.write_checkpoint(root, VERSION, CONFIG, models.random_weights(CONFIG, 0))
