@@ -22,9 +22,12 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from shared.errors import ConfigError
+from shared.files import read_file
 from shared.schema import RunConfig, Tls, TokenFiles
 
 _MAX_NAMED = 10  # mistakes in one message
+_MAX_BYTES = 2**18
+_MAX_VALUES = 20_000
 _MODEL = "model.path"
 _PATHS = (
     _MODEL,
@@ -151,13 +154,25 @@ def _translated(what: str) -> Iterator[None]:
 
 def _read(path: Path) -> Any:
     try:
-        text = path.read_text()
+        text = read_file(path, _MAX_BYTES).decode()
     except OSError as error:
         raise ConfigError(f"config file {path}: {error.strerror}", "give an existing YAML file with --config") from error
+    if _values(yaml.compose(text, yaml.SafeLoader), {}) > _MAX_VALUES:
+        raise ConfigError(f"config file {path} holds more than {_MAX_VALUES} values, those that aliases repeat counted each time")
     tree = yaml.safe_load(text)
     if not isinstance(tree, dict):
         raise ConfigError(f"config file {path} does not hold a mapping of sections")
     return OmegaConf.create(tree)
+
+
+def _values(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """Values below a node with its aliases written out, without writing them out. Raises RecursionError for one that holds itself."""
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        children = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_values(child, known) for child in children)
+    return known[id(node)]
 
 
 def _explain(error: Any) -> str:

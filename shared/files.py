@@ -56,7 +56,16 @@ def whole_lines(path: Path) -> Iterator[bytes]:
     except FileNotFoundError:
         return
     with file:
-        rest = b""
-        while block := file.read(_BLOCK_BYTES):
-            *lines, rest = (rest[:MAX_LINE_BYTES] + block).split(b"\n")
-            yield from (line[:MAX_LINE_BYTES] for line in lines)
+        yield from (line for _, line in ended_lines(file))
+
+
+def ended_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines of an open file that have an end, each with its size in the file in bytes. Raises OSError."""
+    rest, cut = b"", 0
+    while block := file.read(_BLOCK_BYTES):
+        *lines, last = (rest + block).split(b"\n")
+        for line in lines:
+            yield len(line) + cut + 1, line[:MAX_LINE_BYTES]
+            cut = 0
+        cut += max(0, len(last) - MAX_LINE_BYTES)
+        rest = last[:MAX_LINE_BYTES]

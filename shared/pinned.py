@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from shared.errors import ConfigError
+from shared.files import read_file
 from shared.schema import RunConfig
 
 type Flat = Mapping[str, Any]
@@ -29,6 +30,7 @@ MAX_STEPS = "trainer.max_steps"
 _BETA = "grpo_config.beta"
 _PATHS = ("model.path", "data.train", "data.eval")
 _MOST_NAMED = 5
+_MAX_RECORD = 4 * 2**20
 
 
 class Rule(NamedTuple):
@@ -129,7 +131,7 @@ def original(record: Path) -> dict[str, Any]:
     For checkpoints that are older than their settings: of everything else, the checkpoint is the witness.
     """
     with suppress(OSError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-        raw = orjson.loads(record.read_bytes())
+        raw = orjson.loads(read_file(record, _MAX_RECORD))
         return undone(dict(raw["config"]), [dict(one["changes"]) for one in raw.get("amendments", ())])
     return {}
 

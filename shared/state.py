@@ -20,7 +20,7 @@ from shared.files import read_file
 from shared.pinned import Flat, Settings
 from shared.queue.progress import Progress
 from shared.types import WeightVersion
-from shared.weights import File, Manifest, digest, read_manifest, unreadable, verify_files, versions
+from shared.weights import File, Manifest, digest, read_manifest, seal, unreadable, verify_files, versions
 
 SCHEMA = 2
 _OLDER = 1  # without `chain` and `metrics`
@@ -208,9 +208,17 @@ def read(folder: Path) -> tuple[TrainerState, tuple[File, ...]]:
 
     Raises WeightsError, and Unavailable if it cannot be read now.
     """
+    state, files, _ = _read(folder)
+    return state, files
+
+
+def _read(folder: Path) -> tuple[TrainerState, tuple[File, ...], str | None]:
+    """Also the seal of the manifest; older checkpoints have none."""
     try:
         raw = codec.from_json(read_file(folder / STATE, MAX_STATE_BYTES), STATE, _MOST_VALUES)
-        return TrainerState.from_mapping(raw), tuple(map(File.from_mapping, _list(raw, "optimizer_files")))
+        state = TrainerState.from_mapping(raw)
+        sealed = None if raw.get("seal") is None else _text(raw["seal"])
+        return state, tuple(map(File.from_mapping, _list(raw, "optimizer_files"))), sealed
     except OSError as error:
         raise unreadable(str(folder / STATE), error) from error
     except (KeyError, TypeError, DecodeError) as error:
@@ -223,13 +231,15 @@ def verify(folder: Path) -> tuple[Manifest, TrainerState]:
     Raises WeightsError, and Unavailable if the files cannot be read now.
     """
     manifest = read_manifest(folder)
-    state, optimizer_files = read(folder)
+    state, optimizer_files, sealed = _read(folder)
     try:
         found = digest(folder / STATE)
     except OSError as error:
         raise unreadable(str(folder / STATE), error) from error
-    if manifest.state not in (None, found):
+    if manifest.state not in (None, found) or (manifest.state is None and sealed is not None):
         raise WeightsError(f"{manifest.version}: digest of {STATE} differs")
+    if sealed not in (None, seal(manifest)):
+        raise WeightsError(f"{manifest.version}: the manifest is not the one that {STATE} was saved with")
     verify_files(folder, manifest)
     verify_files(folder, replace(manifest, path=OPTIMIZER, files=optimizer_files))
     return manifest, state

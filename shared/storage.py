@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shared.errors import Fenced, StorageDenied, StorageFull
+from shared import files
+from shared.errors import ConfigError, Fenced, StorageDenied, StorageFull
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -87,11 +88,13 @@ def append(path: Path, text: bytes, *, durable: bool) -> None:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Of a file of lines, those that have an end; none if there is no file."""
-    if not path.exists():
-        return []
-    data = path.read_bytes()
-    return data[: data.rfind(b"\n") + 1].splitlines()
+    """Of a file of lines, those that have an end; none if there is no file. Raises ConfigError if it is no file, and OSError."""
+    try:
+        return list(files.whole_lines(path))
+    except OSError as error:
+        if error.errno in _DENIED:
+            raise
+        raise ConfigError(f"{path}: {error.strerror}", "put the run's own file back, or choose another run.name=…") from error
 
 
 def cut_torn_line(path: Path) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -163,6 +163,11 @@ def digest_files(folder: Path, subfolder: str) -> tuple[File, ...]:
     """Size and digest of every file below `folder/subfolder`, by name; each is fsynced on the way."""
     files = sorted(p for p in (folder / subfolder).rglob("*") if p.is_file())
     return tuple(File(str(p.relative_to(folder)), p.stat().st_size, digest(p, sync=True)) for p in files)
+
+
+def seal(manifest: Manifest) -> str:
+    """blake3 of all that a manifest says but its `state`, which holds this: so neither file changes without the other, in hex."""
+    return blake3.blake3(orjson.dumps(asdict(replace(manifest, state=None)), option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Path:

@@ -16,8 +16,10 @@ from services.cli.layout import RunFolder
 from services.cli.runs import read_record, write_json
 from shared import config
 from shared.errors import ConfigError
+from shared.files import read_file
 from shared.schema import Services, TokenFiles
 
+_MAX_RECORD = 2**20
 FOLLOWED = ("env", "orchestrator", "trainer")
 """Services of a run that others started; its rollout servers are known to the orchestrator."""
 
@@ -64,7 +66,7 @@ def ports_before(folder: RunFolder) -> dict[str, int]:
 
 def _recorded(folder: RunFolder) -> Addresses | None:
     with suppress(OSError, ValidationError):
-        return Addresses.model_validate_json(folder.processes.read_bytes())
+        return Addresses.model_validate_json(read_file(folder.processes, _MAX_RECORD))
     return None
 
 

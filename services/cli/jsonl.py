@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import orjson
+
+from shared.errors import ConfigError
+from shared.files import ended_lines, open_file
 
 
 class Tail:
@@ -22,15 +26,20 @@ class Tail:
 
     def new(self) -> list[dict[str, Any]]:
         try:
-            with self._path.open("rb") as file:
+            with open_file(self._path) as file:
                 self._offset = min(self._offset, os.fstat(file.fileno()).st_size)
                 file.seek(self._offset)
-                data = file.read()
+                return [record for record in map(_parse, self._complete(file)) if record is not None]
         except FileNotFoundError:
             return []
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return [record for record in map(_parse, complete.splitlines()) if record is not None]
+        except OSError as error:
+            hint = "is this folder as the run left it? `volley verify` names what is not"
+            raise ConfigError(f"{self._path}: {error.strerror}", hint) from error
+
+    def _complete(self, file: IO[bytes]) -> Iterator[bytes]:
+        for size, line in ended_lines(file):
+            self._offset += size
+            yield line
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -60,13 +60,22 @@ def _amount(divergence: dict[str, Any]) -> str:
     return "differs in shape, or is not finite" if amount is None else f"max |Δ| {amount:.3g}"
 
 
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Empty for what a library wrote to the same place."""
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def _followed(command: list[str], variables: dict[str, str], *, show: bool) -> dict[str, Any]:
     """The last line of the process. Raises the VolleyError it tells of, or one if it ends without a result."""
     last: dict[str, Any] = {}
     with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            last = orjson.loads(line)
+            last = _parsed(line)
             if show and "loss" in last:
                 print(f"step {last['step']}: loss {last['loss']:.6g}, {last['compared']}", flush=True)
     if "title" in last:

@@ -25,6 +25,7 @@ from shared import config, pinned
 from shared import state as states
 from shared.config import Loaded
 from shared.errors import ConfigError
+from shared.files import open_file, read_file
 from shared.hub import keep
 from shared.state import TrainerState
 from shared.storage import replace
@@ -32,6 +33,7 @@ from shared.weights import MANIFEST
 
 _ORPHANS_S = reaper.GRACE_S + 10.0
 """How long the processes of a supervisor that was killed may take to end, in seconds."""
+_MAX_RECORD = 4 * 2**20
 _PACKAGES = ("jax", "flax", "sglang-jax", "google-tunix", "orbax-checkpoint")
 
 
@@ -124,7 +126,7 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[Loaded, Record
 def read_record(folder: RunFolder) -> Record | None:
     """None if the folder is not that of a run, or its record cannot be read."""
     with contextlib.suppress(OSError, ValidationError):
-        return _RECORD.validate_json(folder.record.read_bytes(), strict=True)
+        return _RECORD.validate_json(read_file(folder.record, _MAX_RECORD), strict=True)
     return None
 
 
@@ -241,7 +243,7 @@ def _versions() -> dict[str, str]:
 @contextmanager
 def _locked(folder: RunFolder, say: Callable[[str], None]) -> Iterator[int]:
     """Yields the descriptor of the lock. Raises ConfigError if another process holds the run."""
-    with (folder.path / ".lock").open("a+") as file:
+    with _lock_file(folder.path / ".lock") as file:
         _lock(file, folder, say)
         file.truncate(0)
         file.write(str(os.getpid()))
@@ -249,12 +251,22 @@ def _locked(folder: RunFolder, say: Callable[[str], None]) -> Iterator[int]:
         yield file.fileno()
 
 
+def _lock_file(path: Path) -> IO[str]:
+    """Raises ConfigError if something else lies there."""
+    try:
+        path.touch()
+        open_file(path).close()
+        return path.open("a+")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", "remove it, or choose another run.name=…") from error
+
+
 def _lock(file: IO[str], folder: RunFolder, say: Callable[[str], None]) -> None:
     """Waits, within bounds, if whoever held the run is gone: the reaper keeps the lock until all it has to end has ended."""
     deadline, waiting = time.monotonic() + _ORPHANS_S, False
     while not _try_lock(file):
         file.seek(0)
-        holder = file.read().strip() or "?"
+        holder = file.read(32).strip() or "?"
         if _lives(holder) or time.monotonic() > deadline:
             raise ConfigError(f"run {folder.name} in {folder.path} is being trained by process {holder}", "choose run.name=…")
         if not waiting:

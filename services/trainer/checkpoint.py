@@ -214,7 +214,9 @@ class Checkpoints:
                 shutil.rmtree(draft, ignore_errors=True)
 
     def _install(self, draft: Path, manifest: Manifest, state: TrainerState) -> Path:
-        (draft / states.STATE).write_bytes(state.to_json(optimizer_files=weights.digest_files(draft, OPTIMIZER)))
+        (draft / states.STATE).write_bytes(
+            state.to_json(optimizer_files=weights.digest_files(draft, OPTIMIZER), seal=weights.seal(manifest))
+        )
         manifest = replace(manifest, state=weights.digest(draft / states.STATE))
         _sync_tree(draft)
         weights.write_manifest(draft, manifest)

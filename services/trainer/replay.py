@@ -20,12 +20,13 @@ import orjson
 from shared import archive, config, pinned, storage, weights
 from shared import state as states
 from shared.config import Loaded
-from shared.errors import ConfigError, Forbidden, VolleyError, WeightsError, problem
+from shared.errors import ConfigError, DecodeError, Forbidden, VolleyError, WeightsError, problem
 from shared.schema import RunConfig
 from shared.state import TrainerState
 from shared.types import Group, WeightVersion
 
 _COMPARED = ("loss", "grad_norm")
+_MAX_DETAIL = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,7 @@ class Recorded:
         root = folder / "checkpoints"
         head = _head(root)
         mine = [v for v in weights.versions(root) if states.in_lineage(v, head.lineage)]
-        lines = map(orjson.loads, storage.whole_lines(folder / "metrics.jsonl"))
-        return cls(folder, run, head, {v.step: root / str(v) for v in mine}, {line["version"]: line for line in lines})
+        return cls(folder, run, head, {v.step: root / str(v) for v in mine}, _metrics(folder / "metrics.jsonl"))
 
     def version(self, step: int) -> WeightVersion:
         epoch = states.maker(step, self.head.lineage)
@@ -102,6 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VolleyError as error:
         _tell(problem(error))
         return 2 if isinstance(error, ConfigError) else 1
+    except (OSError, ValueError) as error:  # of Orbax, when a trainer removes the checkpoint that is being read
+        _tell(
+            problem(WeightsError(f"{arguments.run_dir} cannot be replayed: {error}"[:_MAX_DETAIL], "has a checkpoint just been removed?"))
+        )
+        return 1
     _tell(result)
     return 0 if result["ok"] else 1
 
@@ -152,6 +157,23 @@ def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
     return {"ok": divergence is None, "steps": n, "first_divergence": found, **numbers}
 
 
+def _metrics(path: Path) -> dict[str, dict[str, Any]]:
+    """The lines by version. Raises DecodeError naming one that is none."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, text in enumerate(storage.whole_lines(path), start=1):
+        try:
+            line = orjson.loads(text)
+            WeightVersion.parse(line["version"])
+            if not all(isinstance(line[name], int | float | None) for name in _COMPARED):
+                raise TypeError("a number is none")
+        except (orjson.JSONDecodeError, KeyError, TypeError, DecodeError) as error:
+            raise DecodeError(
+                f"line {number} of {path} is not a line of metrics: {error}"[:_MAX_DETAIL], "`volley verify` names what else"
+            ) from error
+        found[line["version"]] = line
+    return found
+
+
 def _verdict(compared: Sequence[str], divergence: Divergence | None) -> str:
     if divergence is not None:
         return f"{divergence.what} {divergence.name} differs"
@@ -161,7 +183,9 @@ def _verdict(compared: Sequence[str], divergence: Divergence | None) -> str:
 def of_metrics(step: int, ours: Mapping[str, Any], line: Mapping[str, Any]) -> Divergence | None:
     for name in _COMPARED:
         if ours[name] != line[name]:
-            return Divergence(step, "metric", name, _difference(np.float64(ours[name]), np.float64(line[name])))
+            return Divergence(
+                step, "metric", name, _difference(np.float64(ours[name]), np.float64(np.nan if line[name] is None else line[name]))
+            )
     return None
 
 

@@ -190,7 +190,7 @@ def make(folder: Path, *, max_to_keep: int = 3) -> Path:
 
 
 def write_config(folder: Path) -> Path:
-    """Makes the folder with the run's configuration."""
+    """Makes the folder with the run's configuration and record."""
     folder.mkdir(parents=True)
     tree = {
         "run": {"name": RUN, "dir": str(folder.parent)},
@@ -200,7 +200,8 @@ def write_config(folder: Path) -> Path:
         "trainer": {"max_steps": STEPS, "groups_per_step": BATCH},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    return folder
+    with claimed(load([folder / "config.yaml"])):
+        return folder
 
 
 async def _first(trainer: Incarnation) -> None:

@@ -86,7 +86,7 @@ def _checked(folder: Path, version: WeightVersion, run: str) -> Retained:
 def check(found: Sequence[Retained], root: Path, groups_per_step: int) -> list[Violation]:
     """What the newest checkpoint says, against itself and against the older ones of its lineage."""
     head = found[-1].state
-    details = [*_lineage(head), *_count(head, groups_per_step)]
+    details = _lineage(head)
     if head.issued < max(head.low, *head.done, 0) if head.done else head.issued < head.low:
         details.append(f"{head.issued} tickets were issued, but later ones are finished")
     if head.reference is not None and not (root / head.reference / MANIFEST).exists():
@@ -95,6 +95,9 @@ def check(found: Sequence[Retained], root: Path, groups_per_step: int) -> list[V
     for one in found:
         if states.in_lineage(one.version, head.lineage):
             violations += [Violation(Kind.STATE, d, step=one.state.step, file=_file(root, one.state)) for d in _ancestor(one, head)]
+            violations += [
+                Violation(Kind.STATE, d, step=one.state.step, file=_file(root, one.state)) for d in _count(one.state, groups_per_step)
+            ]
     return violations
 
 

@@ -65,7 +65,8 @@ def _history(record: Record, head: TrainerState) -> str | None:
             known.append((began.get(epoch, 0), {key: [before.get(key), value] for key, value in changed.items()}))
         before |= changed
     said = [(one.from_step, {key: list(values) for key, values in one.changes.items()}) for one in record.amendments]
-    if said[: len(known)] == known and (len(said) <= len(known) + 1):
+    ahead = said[len(known) :]
+    if said[: len(known)] == known and (not ahead or (len(ahead) == 1 and ahead[0][0] == head.step and not record.finished)):
         return None
     return f"it says {said}, known are {known}"[:300]
 

@@ -1,0 +1,25 @@
+"""A seeded mutator changes copies of a valid run in hundreds of ways; the proof names every one, within bounds and without a traceback.
+
+The mutator runs in a process of its own, so that its peak of memory is that of `verify`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support import small_run
+
+_OF_A_KIND = 5
+
+
+def test_every_manipulation_is_named_within_bounds(tmp_path: Path):
+    valid = small_run.make(tmp_path / small_run.RUN)
+    command = [sys.executable, "-m", "tests.support.mutations", str(valid), "1", str(_OF_A_KIND)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    summary = re.search(r"^(\d+) manipulations of \d+ kinds, (\d+) named", done.stdout, re.M)
+    assert summary is not None
+    assert int(summary[1]) == int(summary[2]) >= 200
