@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.support import small_run
 
-_OF_A_KIND = 5
+_OF_A_KIND = 4
 
 
 def test_every_manipulation_is_named_within_bounds(tmp_path: Path):
