@@ -18,8 +18,8 @@ from shared.types import WeightVersion
 
 TRAINED, NONFINITE = "trained", "nonfinite"
 DISPOSITIONS = (TRAINED, "stale", "filtered", "failed", "poison", "superseded", NONFINITE)
-_END = ("ticket", "disposition", "epoch", "step", "digest")
 _MOST = 2**53
+_TEXT_OR_NONE = (str, type(None))
 
 type Line = dict[str, Any]
 
@@ -72,8 +72,9 @@ def checked(value: Any) -> Line:
     if "rollback" in value:
         good = all(_is_count(value.get(key)) for key in ("rollback", "epoch"))
     else:
-        typed = all(_is_count(value.get(key)) for key in ("ticket", "step", "epoch"))
-        plain = all(isinstance(value.get(key), str | None) for key in ("reason", "digest"))
+        get = value.get
+        typed = _is_count(get("ticket")) and _is_count(get("step")) and _is_count(get("epoch"))
+        plain = isinstance(get("reason"), _TEXT_OR_NONE) and isinstance(get("digest"), _TEXT_OR_NONE)
         good = typed and plain and value.get("disposition") in DISPOSITIONS and _versions_fit(value)
     if not good:
         raise DecodeError("not a line of a ledger")
@@ -112,7 +113,8 @@ def surviving(lines: Iterable[Line]) -> list[Line]:
 
 def end_of(one: Mapping[str, Any]) -> tuple[Any, ...]:
     """What makes two lines tell the same end."""
-    return tuple(one.get(key) for key in _END)
+    get = one.get
+    return get("ticket"), get("disposition"), get("epoch"), get("step"), get("digest")
 
 
 def settled(lines: Iterable[Line]) -> dict[int, Line]:

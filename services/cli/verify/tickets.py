@@ -81,7 +81,7 @@ def fates(lines: Sequence[Line], head: TrainerState) -> Fates:
     steps: dict[int, list[Line]] = defaultdict(list)
     voids: dict[int, Line] = {}
     surviving = ledger.surviving(lines)
-    undone = _rolled_back(lines, surviving)
+    undone = _rolled_back(lines, surviving) if any("rollback" in line for line in lines) else []
     for line in surviving:
         if line["disposition"] != TRAINED:
             if line["epoch"] >= voids.get(line["ticket"], line)["epoch"]:
