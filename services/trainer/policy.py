@@ -75,6 +75,7 @@ class Policy:
             n_micro=self._n_micro,
             logger=logger,
         )
+        self._probed: Probe | None = None  # of the present weights, once they are known to be finite
         self._reference: Any = None
         if options.loss.beta:
             self._reference = self._learner.snapshot(reference)
@@ -85,6 +86,7 @@ class Policy:
         Raises NonFinite, naming what is: then the present weights are of no use any more, but for `load`.
         """
         batches = self._batches(held, before)
+        self._probed = None
         updates = [self._learner.update(batches) for _ in range(self._options.n_iterations)]
         after = WeightVersion(before.epoch, before.step + 1)
         made = StepMetrics(step=after.step, version=str(after), **metrics.of_groups(held, before.step), **_measured(updates))
@@ -94,7 +96,7 @@ class Policy:
 
     def contents(self) -> Contents:
         """What a checkpoint of the present weights holds. Raises NonFinite: there is no checkpoint of such weights."""
-        probe = self._require_finite("the present weights")
+        probe = self._probed or self._require_finite("the present weights")
         params = self._learner.params()
         master = None
         if self._options.published_dtype != "float32":
@@ -107,6 +109,7 @@ class Policy:
 
     def load(self, params: Mapping[str, np.ndarray], optimizer: Mapping[str, np.ndarray]) -> None:
         """Goes back to the float32 parameters and the optimizer's state of a checkpoint; the reference stays."""
+        self._probed = None
         self._learner.load_params(params)
         self._learner.load_optimizer_state(optimizer)
 
@@ -122,6 +125,7 @@ class Policy:
             what.append(_COMPUTED)
         if what:
             raise NonFinite(f"{of}: {named(what)} not finite", "a lower learning rate may help", what)
+        self._probed = probe
         return probe
 
     def _batches(self, held: Sequence[Held], before: WeightVersion) -> list[Batch]:
