@@ -14,6 +14,8 @@ from typing import IO
 
 MAX_LINE_BYTES = 2**20
 """Of one line of a record; a longer one is cut there, so that it is no longer JSON."""
+MAX_RECORD_BYTES = 2**32
+"""Of one file of lines: more than any run writes. A sparse file may claim a terabyte, and would be read for minutes."""
 _BLOCK_BYTES = 2**20
 _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
@@ -60,7 +62,9 @@ def whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def ended_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """The lines of an open file that have an end, each with its size in the file in bytes. Raises OSError."""
+    """The lines of an open file that have an end, each with its size in the file in bytes. Raises OSError, EFBIG above MAX_RECORD_BYTES."""
+    if os.fstat(file.fileno()).st_size > MAX_RECORD_BYTES:
+        raise OSError(errno.EFBIG, f"has more than {MAX_RECORD_BYTES} bytes")
     rest, cut = b"", 0
     while block := file.read(_BLOCK_BYTES):
         *lines, last = (rest + block).split(b"\n")

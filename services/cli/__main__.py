@@ -33,6 +33,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"volley: {error.filename}: {error.strerror}", file=sys.stderr)
+        code = 1
     raise SystemExit(code)
 
 

@@ -1,0 +1,158 @@
+"""Every command that reads a run's folder, on folders in which something else lies in the place of a record.
+
+A command ends, with an exit code of its own and without a traceback, whatever lies there: a FIFO would hold it for ever, a sparse
+file of a terabyte fill its memory.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import orjson
+import pytest
+
+from services.cli.__main__ import main
+from services.trainer import replay
+from tests.support import small_run
+
+READERS = {
+    "config.yaml": ("status", "access", "verify"),
+    "run.json": ("report", "access", "verify"),
+    "services.yaml": ("status", "access", "verify"),
+    "processes.json": ("status", "access"),
+    "metrics.jsonl": ("report", "verify"),
+    "evals.jsonl": ("report",),
+    "ledger.jsonl": ("report", "verify"),
+    "summary.json": ("report",),
+    "archive": ("verify",),
+    "checkpoints": ("report", "verify"),
+}
+"""What is read, and by which commands."""
+
+GROWTH = 600 * 2**20
+LIMIT_S = 20
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+    (path / "e000001").write_bytes(b"")
+
+
+def _terabyte(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+def _deep(path: Path) -> None:
+    path.write_bytes(b"[" * 200_000 + b"\n")
+
+
+def _noise(path: Path) -> None:
+    path.write_bytes(bytes(range(256)) * 64 + b"\n")
+
+
+def _numbers(path: Path) -> None:
+    path.write_bytes(b'{"step": 1e999, "version": 7, "run": {"name": []}, "urls": {"env": 3}, "elapsed_s": "x", "n_tasks": null}\n')
+
+
+THINGS: tuple[Callable[[Path], None], ...] = (_fifo, _loop, _folder, _terabyte, _deep, _noise, _numbers)
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_run.make(tmp_path_factory.mktemp("valid") / small_run.RUN)
+
+
+class Late(BaseException):
+    """No error that anything on the way would take for its own."""
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Raises Late inside, wherever the main thread is."""
+
+    def late(_: int, frame: FrameType | None) -> None:
+        raise Late(f"still there after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def exit_code(*arguments: str) -> object:
+    with within(LIMIT_S), pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code
+
+
+def peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.parametrize("thing", THINGS, ids=lambda thing: thing.__name__.strip("_"))
+@pytest.mark.parametrize("record", READERS)
+def test_a_command_ends_whatever_lies_in_the_place_of_a_record(
+    valid: Path, tmp_path: Path, record: str, thing: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / small_run.RUN
+    shutil.copytree(valid, folder)
+    place = folder / record
+    if place.is_dir():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    thing(place)
+    before = peak()
+    for command in READERS[record]:
+        assert exit_code(command, str(folder)) in (0, 1, 2), command
+    assert peak() - before < GROWTH
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.out + shown.err
+
+
+@pytest.mark.parametrize("thing", THINGS, ids=lambda thing: thing.__name__.strip("_"))
+@pytest.mark.parametrize("record", ["config.yaml", "run.json"])
+def test_a_run_whose_records_are_no_files_is_not_continued(
+    valid: Path, tmp_path: Path, record: str, thing: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / small_run.RUN
+    shutil.copytree(valid, folder)
+    (folder / record).unlink()
+    thing(folder / record)
+    assert exit_code("up", str(folder)) == 2
+    assert capsys.readouterr().err.startswith("volley: ")
+
+
+@pytest.mark.parametrize("thing", THINGS, ids=lambda thing: thing.__name__.strip("_"))
+@pytest.mark.parametrize("record", ["config.yaml", "metrics.jsonl", "checkpoints"])
+def test_a_replay_names_what_it_cannot_read(
+    valid: Path, tmp_path: Path, record: str, thing: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / small_run.RUN
+    shutil.copytree(valid, folder)
+    place = folder / record
+    shutil.rmtree(place) if place.is_dir() else place.unlink()
+    thing(place)
+    with within(LIMIT_S):
+        assert replay.main([str(folder), "--from-step", "3"]) in (1, 2)
+    problem = orjson.loads(capsys.readouterr().out.splitlines()[-1])
+    assert problem["type"].startswith("urn:volley:")
+    assert problem["detail"]
