@@ -62,6 +62,7 @@ FAILURES: Mapping[str, Failure] = {
     "TooLarge": Failure("request", "fail", "a body is over its limit"),
     "PromptTooLong": Failure("request", "fail", "the task's first prompt leaves no room to answer"),
     "NotFound": Failure("request", "fail", "no such environment, split or task"),
+    "WrongMethod": Failure("request", "fail", "the path knows other methods"),
     "Forbidden": Failure("request", "fail", "the token's role does not allow it"),
     "Unauthorized": Failure("request", "fail", "no or a wrong token"),
     "Conflict": Failure("request", "fail", "not in the present state of the service"),
