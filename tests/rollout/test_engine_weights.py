@@ -131,8 +131,9 @@ def test_a_damaged_checkpoint_is_refused(server: Server, prompts: list[list[int]
 
 
 def test_weights_of_another_shape_are_refused(server: Server, prompts: list[list[int]], apart: Path) -> None:
+    """Under a manifest of this model, so that it is the arrays that tell."""
     wide = server.config | {"intermediate_size": 256}
-    checkpoint = models.write_checkpoint(apart, server.new_version(), wide, models.random_weights(wide, 9))
+    checkpoint = models.write_checkpoint(apart, server.new_version(), wide, models.random_weights(wide, 9), model=server.config)
     assert "has shape" in refused(server, prompts[0], str(checkpoint), 422)
 
 
@@ -145,7 +146,7 @@ def test_weights_of_another_model_are_refused(server: Server, prompts: list[list
 
 def test_weights_with_another_tree_are_refused(server: Server, prompts: list[list[int]], apart: Path) -> None:
     deep = server.config | {"num_hidden_layers": 3}
-    checkpoint = models.write_checkpoint(apart, server.new_version(), deep, models.random_weights(deep, 9), model={})
+    checkpoint = models.write_checkpoint(apart, server.new_version(), deep, models.random_weights(deep, 9), model=server.config)
     assert "layers.2" in refused(server, prompts[0], str(checkpoint), 422)
 
 

@@ -26,12 +26,12 @@ def test_sigterm_returns_partial_answers_and_leaves_nothing(server: Server, prom
     wait_until(lambda: not _lives(engine), 10)
 
 
-def test_a_model_the_engine_cannot_start_is_one_line_and_a_code(tmp_path: Path) -> None:
+def test_a_model_that_is_not_computed_is_one_line_and_a_code(tmp_path: Path) -> None:
     model = models.write_hf(tmp_path / "model", models.tiny_config(architectures=["NoSuchModel"]))
     command = [sys.executable, "-m", "services.rollout", "--config", str(tmp_path / "run.yaml")]
     (tmp_path / "run.yaml").write_text(f"model: {{path: {model}}}\ndata: {{env: none}}\nservices: {{rollout: {{port: 0}}}}\n")
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.startswith("rollout: ")]
     assert len(lines) == 1
     assert "NoSuchModel" in lines[0]

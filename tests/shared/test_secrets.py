@@ -102,7 +102,7 @@ async def test_a_bug_tells_no_token(caplog: pytest.LogCaptureFixture):
             with pytest.raises(VolleyError) as caught:
                 await client.get("/bug", attempts=1)
     assert "the defect" in caplog.text
-    expect_no_secret(caplog.text, str(caught.value), telemetry.exposition().decode())
+    expect_no_secret(caplog.text, str(caught.value), telemetry.exposition()[0].decode())
 
 
 def test_objects_that_hold_secrets_do_not_show_them(tmp_path: Path):
