@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from services.trainer.model.shape import from_hf, hf_name
 
 from services.trainer.batch import Batch, Layout, Row, micro_batches, row_weights
 from services.trainer.logprobs import TokenScores
 from services.trainer.loss import GrpoOptions, grpo_loss, supervised_loss
+from services.trainer.model.names import from_hf, hf_name
 from services.trainer.tunix_learner import flat, model_loss
 from tests.support import models
 from tests.trainer import grpo_ref
