@@ -24,6 +24,8 @@ from services.rollout.engine.protocol import EngineInfo
 from services.rollout.intake import NEUTRAL, generate_request
 from shared import codec, config
 from shared.errors import ConfigError, DecodeError, InputError, VolleyError
+from shared.http import create_app
+from shared.schema import Limits
 from shared.types import WeightVersion
 from tests.env.test_catalogue import register
 from tests.fuzz.values import CASES, EXAMPLES, JSON, KEYS, TEXTS, WIRE, changed
@@ -72,12 +74,15 @@ BODIES: list[tuple[type[bodies.Body], dict[str, Any]]] = [
 ]
 
 
+APP = create_app("env", limits=Limits(), tokens=None, ready=lambda: None)
+
+
 async def _read(model: type[bodies.Body], content: bytes, media: str) -> bodies.Body:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": content, "more_body": False}
 
-    headers = [(b"content-type", media.encode())]
-    return await bodies.read(Request({"type": "http", "method": "POST", "headers": headers, "query_string": b""}, receive), model)
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", media.encode())], "query_string": b"", "app": APP}
+    return await bodies.read(Request(scope, receive), model)
 
 
 @EXAMPLES
