@@ -128,12 +128,13 @@ class Connection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_AHEAD:
             raise _HeadTooLarge
         self._expect_body()
-        self._held_back, self._in_head, self._busy, self._body_open = 0, False, True, True
+        self._held_back, self._in_head, self._busy = 0, False, True
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
         self._unset_keepalive_if_required()  # armed, if this head came in one piece with the rest of a body answered early
-        super().on_headers_complete()
+        super().on_headers_complete()  # raises for a target it cannot read, which has no cycle
+        self._body_open = True
 
     def _expect_body(self) -> None:
         """By the headers, whose contradictions the parser refuses."""

@@ -228,6 +228,19 @@ async def test_malformed_bytes_are_refused():
         assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.parametrize("before", [b"", GET + b"\r\n"], ids=["first", "second"])
+@pytest.mark.parametrize("head", [b"CONNECT evil:80", b"CONNECT http://:x/", b"GET http://:x/", b"GET http://x"])
+async def test_a_target_that_is_no_path_is_refused(head: bytes, before: bytes, caplog: pytest.LogCaptureFixture):
+    async with serving_demo() as connect:
+        client = await connect()
+        if before:
+            await client.send(before)
+            await client.reader.readuntil(b"}")
+        await client.send(head + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
+
+
 async def test_many_requests_sent_ahead_are_refused_and_a_few_are_answered():
     async with serving_demo() as connect:
         few, many = await connect(), await connect()
