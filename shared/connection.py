@@ -3,7 +3,8 @@
 - The head of a request must be whole within `header_timeout_s` of its first byte (or of the connection), and small.
 - A chunked body is refused when its chunks announce more than it may have (shared.chunks).
 - What the parser holds back and has not handed over (a value, a chunk extension, a trailer that never ends) is bounded.
-- Of a request that is answered before it has arrived, a short rest is read away; a long or late one ends the connection.
+- Of a request that is answered before it has arrived, a short rest is read away. The answer says that the connection ends where more
+  is to come, or nobody knows how much (a chunked body); a rest that comes late ends it too.
 - A client that does not read its response is cut off after `body_timeout_s`, which for the end of it, when the connection is kept,
   begins after the keep-alive time.
 - Only so many connections at once, and only so many requests sent ahead on one.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from shared import telemetry
 from shared.chunks import ChunkError, Chunks
@@ -46,6 +47,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, limits: Limits, n_max: int, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._limits, self._n_max = limits, n_max
+        self._service, self.app = self.app, self._answer
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
@@ -53,6 +55,7 @@ class Connection(HttpToolsProtocol):
         self._in_head = False  # the head of a request has begun
         self._busy = False  # a request with a whole head has not been answered yet
         self._body_open = False  # the body of the newest request is still to come
+        self._ending = False  # an answer has said that the connection ends with it
         self._tail = b""  # the last bytes of a head that has not ended
         self._head_ends = False  # with what the parser is given now
         self._body_left = 0  # bytes of a body whose length was declared
@@ -160,7 +163,10 @@ class Connection(HttpToolsProtocol):
         if self._rest_timer is not None:
             self._rest_timer.cancel()
             self._rest_timer = None
-            self._await_next()
+            if self._ending:
+                self._close()
+            else:
+                self._await_next()
 
     def _count_head(self, n: int) -> None:
         self._held_back = 0
@@ -175,12 +181,32 @@ class Connection(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(self._limits.header_timeout_s, self._refuse, "slow head", 408)
 
     # what leaves
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        async def announced(message: Any) -> None:
+            if message["type"] == "http.response.start" and self._body_open and scope is self.cycle.scope:
+                await self._start_early(self.cycle, send, message)
+            else:
+                await send(message)
+
+        await self._service(scope, receive, announced)
+
+    async def _start_early(self, cycle: RequestResponseCycle, send: Any, message: Any) -> None:
+        """An answer before its request has arrived. Its connection ends by the rest's timer: closed at once, with bytes on their way to
+        it, the system would reset it, and the client lose the answer."""
+        self._ending = not cycle.keep_alive or self._chunks is not None or self._body_left > _REST_BYTES
+        cycle.keep_alive = not self._ending
+        await send(message)
+        if self._ending:
+            cycle.keep_alive = True
+
     def on_response_complete(self) -> None:
         waiting, answered_early = bool(self.pipeline), self._body_open and self.cycle.response_complete
         super().on_response_complete()
         self._busy = waiting
         if self.transport.is_closing():
             self._expect_reader()
+        elif self._ending and not answered_early:
+            self._close()  # the rest came while the answer was written
         elif answered_early:
             self._unset_keepalive_if_required()
             self._rest_bytes, self._rest_timer = 0, self.loop.call_later(_REST_S, self._close)

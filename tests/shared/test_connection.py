@@ -8,6 +8,7 @@ import resource
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
@@ -256,6 +257,41 @@ async def test_the_rest_of_a_body_that_is_too_large_is_not_read(head: bytes):
         client = await connect()
         await client.send(b"POST /size HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n")
         assert await client.push(b"10000\r\n" + b"x" * 2**16 + b"\r\n", 10**9) < 2**26
+
+
+@pytest.mark.parametrize("path", ["/size", "/forbidden"])
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_client_learns_that_its_connection_ends_with_an_early_answer(path: str, chunked: bool):
+    """So it sends its next request on another one."""
+    large = b"x" * 2**21
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield large
+
+    limits = Limits(max_body_bytes=2**20, grace_s=1)
+    async with served(make_app(limits), Services(limits=limits)) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        refused = await client.post(path, content=pieces() if chunked else large)
+        assert refused.status_code in (413, 401)
+        assert refused.headers["connection"] == "close"
+        assert (await client.post("/size", content=b"hello")).json() == 5
+
+
+async def test_nothing_is_answered_after_an_answer_that_ends_the_connection():
+    async with serving_demo() as connect:
+        client = await connect()
+        await client.send(b"POST /forbidden HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert b"connection: close" in await client.reader.readuntil(b"}")
+        await client.send(b"5\r\nhello\r\n0\r\n\r\n" + GET + b"\r\n")
+        assert await client.rest() == b""
+
+
+async def test_a_client_that_asked_for_the_end_gets_its_early_answer_whole():
+    async with serving_demo() as connect:
+        client = await connect()
+        await client.send(b"POST /forbidden HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 5\r\n\r\n")
+        assert b"401" in await client.reader.readuntil(b"}")
+        await client.send(b"hello")
+        assert await client.rest() == b""
 
 
 async def test_the_connection_stays_open_when_the_rest_of_a_refused_request_is_short():
