@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence, Set
 
 from services.cli.layout import RunFolder
 from services.cli.runs import Record, read_record
 from services.cli.verify.violation import Kind, Violation
-from shared import pinned
+from shared import archive, pinned
+from shared.errors import DecodeError
 from shared.schema import RunConfig
-from shared.state import TrainerState
+from shared.state import TrainerState, in_lineage
+from shared.types import WeightVersion
 
 _MOST_NAMED = 20
+
+type Amended = tuple[int, dict[str, list[object]]]
+"""The step from which on, and by key what was and what is."""
 
 
 def check(folder: RunFolder, config: RunConfig, head: TrainerState) -> Iterator[Violation]:
@@ -46,29 +51,56 @@ def _announced(change: pinned.Change, record: Record, head: TrainerState) -> boo
 def _record(folder: RunFolder, record: Record, head: TrainerState) -> Iterator[Violation]:
     if record.seed != head.seed:
         yield _of(folder, f"seed is {record.seed}, {head.version} was made with {head.seed}")
-    if head.settings and _history(record, head) is not None:
-        yield _of(folder, f"amendments are not those of {head.version}: {_history(record, head)}")
+    if head.settings and (problem := _history(folder, record, head)) is not None:
+        yield _of(folder, f"amendments are not those of {head.version}: {problem}")
     if not record.finished:
         return
-    if record.final is not None and record.final != str(head.version):
+    if record.final is not None and not _ended_as(record.final, head):
         yield _of(folder, f"the run is finished with {record.final}, the newest whole checkpoint is {head.version}", Kind.CHECKPOINT)
     if head.phase != "done":
         yield _of(folder, f"the run is finished, {head.version} is not of its last step", Kind.CHECKPOINT)
 
 
-def _history(record: Record, head: TrainerState) -> str | None:
+def _ended_as(final: str, head: TrainerState) -> bool:
+    """Whether these are the last weights: a trainer that starts once more after the end saves them again, as a version of its epoch."""
+    try:
+        version = WeightVersion.parse(final)
+    except DecodeError:
+        return False
+    return version == head.version or (head.phase == "done" and version.step == head.step and in_lineage(version, head.lineage))
+
+
+def _history(folder: RunFolder, record: Record, head: TrainerState) -> str | None:
     """What of the recorded amendments the checkpoint does not know; None if they agree."""
     began, before = dict(head.lineage), dict[str, object]()
-    known = list[tuple[int, dict[str, list[object]]]]()
+    known = list[Amended]()
     for epoch, changed in head.settings:
         if before:
             known.append((began.get(epoch, 0), {key: [before.get(key), value] for key, value in changed.items()}))
         before |= changed
     said = [(one.from_step, {key: list(values) for key, values in one.changes.items()}) for one in record.amendments]
-    ahead = said[len(known) :]
-    if said[: len(known)] == known and (not ahead or (len(ahead) == 1 and ahead[0][0] == head.step and not record.finished)):
+    undone = set() if record.finished else {v.step for v in archive.versions(folder.archive) if v.epoch < head.epoch}
+    ahead = _beyond(said, known, undone)
+    if ahead is not None and (not ahead or (len(ahead) == 1 and ahead[0][0] == head.step and not record.finished)):
         return None
     return f"it says {said}, known are {known}"[:300]
+
+
+def _beyond(said: Sequence[Amended], known: Sequence[Amended], undone: Set[int]) -> Sequence[Amended] | None:
+    """What is said after all that is known, in order; None if they differ.
+
+    A trainer that found the newest checkpoint damaged went back behind the step that run.json names: to be `undone`, that step was
+    archived. It may have gone back behind several amendments, which it then made at once.
+    """
+    for step, changes in known:
+        together: dict[str, list[object]] = {}
+        while said and together != changes and (said[0][0] == step or (said[0][0] > step and said[0][0] in undone)):
+            for key, (was, now) in said[0][1].items():
+                together[key] = [together.get(key, [was])[0], now]
+            said = said[1:]
+        if together != changes:
+            return None
+    return said
 
 
 def _differing(file: str, changes: list[pinned.Change], where: str) -> Iterator[Violation]:
