@@ -77,7 +77,6 @@ def test_retuned_twice_and_all_checkpoints_since_are_damaged(tmp_path: Path):
     amend(folder, f"{RATE}=0.5")
     lived(folder, begun)
     amend(folder, f"{RATE}=0.25", "trainer.max_steps=6")
-    for name in ("e000001-s000003", "e000002-s000003"):
-        flip(folder / "checkpoints" / name / "params" / "w.npy")
+    flip(folder / "checkpoints" / "e000002-s000003" / "params" / "w.npy")  # a link to that of e000001-s000003
     lived(folder, begun)
     assert violations(folder) == []
