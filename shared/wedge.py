@@ -17,7 +17,7 @@ FRESH_S = 5.0
 """What advanced within so many seconds moves."""
 _AT_WORK = ("loading", "warm start", "starting", "training", "saving")
 
-State = Literal["running", "waiting", "wedged", "finished", "failed", "stopped"]
+State = Literal["running", "waiting", "wedged", "finished", "failed", "stopped", "unknown"]
 Kind = Literal["trainer", "orchestrator", "rollout", "env"]
 
 
@@ -26,8 +26,9 @@ class Seen:
     """One service as it was met.
 
     `error` is why it does not answer at all, `not_ready` what its /ready says, `said` its own description: /status of the
-    trainer, /runs of the orchestrator, `internal_state` and `weights` of a rollout server. `tokens_per_s` is measured there
-    by asking twice, None if it was not. `external`: it is not the run's own; nobody here starts it again.
+    trainer, /runs of the orchestrator, `internal_state` and `weights` of a rollout server, or `untold`: why we may not read it.
+    `tokens_per_s` is measured there by asking twice, None if it was not. `external`: it is not the run's own; nobody here starts
+    it again.
     """
 
     name: str
@@ -85,6 +86,9 @@ def judge(seen: Sequence[Seen]) -> Verdict:
         return Verdict(run["state"], (f"the run has {run['state']}: {run['reason']}",) if run.get("reason") else (), quiet_s=quiet_s)
     if {"trainer", "orchestrator"} <= {s.kind for s in seen} and all(s.error is not None for s in seen):
         return Verdict("stopped", ("none of its services answers",))
+    core = [s for s in seen if s.kind in ("trainer", "orchestrator")]
+    if core and all(s.said.get("untold") for s in core):
+        return Verdict("unknown", tuple(f"{s.name} tells nothing: {s.said['untold']}" for s in core))
     walk = _Walk(nodes(seen))
     busy = walk.waits_unseen or any(node.busy for node in walk.nodes)
     limit = BUSY_S if busy else CYCLE_S if walk.cycle else QUIET_S

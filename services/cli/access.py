@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 import orjson
 
-from services.cli import addresses
+from services.cli import addresses, whose
 from services.cli.addresses import Addresses
 from services.cli.layout import RunFolder
-from shared.clients.base import HttpClient
-from shared.errors import ServiceUnreachable, VolleyError
+from shared.errors import ServiceUnreachable
 from shared.schema import TokenFiles
-
-_TIMEOUT_S = 3.0
 
 
 def main(run_dir: Path, *, as_json: bool = False) -> int:
@@ -26,14 +24,17 @@ def main(run_dir: Path, *, as_json: bool = False) -> int:
 
     Raises:
         ConfigError: the folder is not that of a run.
-        ServiceUnreachable: none of its services answers, so that a shell gets nothing to evaluate.
+        ServiceUnreachable: none of its services answers, or another run's do, so that a shell gets nothing to evaluate.
     """
     folder = RunFolder(run_dir.absolute())
     found = addresses.read(folder)
-    answering = asyncio.run(_answering(found))
+    known = asyncio.run(whose.met(folder, found))
+    answering = _answering(found, known)
     if as_json:
         print(_json(folder, found, answering))
         return 0 if answering else 1
+    if whose.is_elsewhere(known):
+        raise ServiceUnreachable(whose.told(folder), f"`volley up {shlex.quote(str(run_dir))}` continues it")
     if not answering:
         raise ServiceUnreachable(
             f"run {folder.name} is not running: none of its services answers ({', '.join(found.urls.values())})",
@@ -59,17 +60,7 @@ def _json(folder: RunFolder, found: Addresses, answering: set[str]) -> str:
     return orjson.dumps({**told, "variables": variables(folder, found)}, option=orjson.OPT_INDENT_2, default=str).decode()
 
 
-async def _answering(found: Addresses) -> set[str]:
-    """Names of the services that answer; an external one may do so although the run does not run, and counts where all are external."""
-    names = [name for name in found.urls if await _answers(found, name)]
-    own = [name for name in names if name not in found.external]
-    return set(names) if own or len(found.external) == len(found.urls) else set()
-
-
-async def _answers(found: Addresses, name: str) -> bool:
-    async with HttpClient(found.urls[name], timeout_s=_TIMEOUT_S, ca_file=found.ca_file) as client:
-        try:
-            answer = await client.get("/health", attempts=1)
-        except VolleyError:
-            return False
-        return isinstance(answer, dict) and answer.get("service") == name.partition("-")[0]
+def _answering(found: Addresses, known: Mapping[str, bool]) -> set[str]:
+    """Names of the run's services that answer; an external one may although the run does not run, and counts where all are external."""
+    names = {name for name, ours in known.items() if ours}
+    return names if names - set(found.external) or len(found.external) == len(found.urls) else set()

@@ -12,7 +12,8 @@ from typing import Any
 
 import orjson
 
-from services.cli import addresses
+from services.cli import addresses, whose
+from services.cli.addresses import Addresses
 from services.cli.layout import RunFolder
 from shared import wedge
 from shared.access import Role, read_secret, token_for
@@ -46,7 +47,12 @@ def main(targets: Sequence[str], *, as_json: bool = False, token_file: Path | No
     Raises:
         ConfigError: the target is no run's folder and no address.
     """
-    seen, verdict = asyncio.run(observe(_services(targets, token_file, ca_file)))
+    if targets and all("://" in target for target in targets):
+        seen, verdict = asyncio.run(observe(_at(targets, token_file, ca_file)))
+    elif len(targets) > 1:
+        raise ConfigError("give one run's folder, or addresses like http://127.0.0.1:8102")
+    else:
+        seen, verdict = asyncio.run(_of_run(RunFolder(Path(targets[0]).absolute() if targets else _newest())))
     print(_json(seen, verdict) if as_json else _text(seen, verdict))
     return 0 if all(s.error is None and s.not_ready is None for s in seen) and verdict.state != "wedged" else 1
 
@@ -66,15 +72,23 @@ async def observe(services: Sequence[Service]) -> tuple[list[Seen], Verdict]:
     return seen, verdict
 
 
-def _services(targets: Sequence[str], token_file: Path | None, ca_file: Path | None) -> list[Service]:
-    """Every service asked for."""
-    if targets and all("://" in target for target in targets):
-        token = read_secret(token_file, "--token-file") if token_file else None
-        return [Service(t, None, HttpClient(t, token=token, timeout_s=_TIMEOUT_S, ca_file=ca_file)) for t in targets]
-    if len(targets) > 1:
-        raise ConfigError("give one run's folder, or addresses like http://127.0.0.1:8102")
-    folder = RunFolder(Path(targets[0]).absolute() if targets else _newest())
+def _at(urls: Sequence[str], token_file: Path | None, ca_file: Path | None) -> list[Service]:
+    token = read_secret(token_file, "--token-file") if token_file else None
+    return [Service(url, None, HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=ca_file)) for url in urls]
+
+
+async def _of_run(folder: RunFolder) -> tuple[list[Seen], Verdict]:
+    """As `observe`; where another run sits at the addresses, nothing is asked of it."""
     found = addresses.read(folder)
+    known = await whose.met(folder, found)
+    if not whose.is_elsewhere(known):
+        return await observe(_services(found))
+    errors = {name: whose.STRANGER if name in known else "nothing answers" for name in found.urls}
+    seen = [Seen(name, name.partition("-")[0], url, errors[name], external=name in found.external) for name, url in found.urls.items()]
+    return seen, Verdict("stopped", (whose.told(folder),))
+
+
+def _services(found: Addresses) -> list[Service]:
     token = token_for(found.token_files, Role.VIEWER)
     return [
         Service(
@@ -113,14 +127,14 @@ async def _ask(service: Service) -> Seen:
 
 
 async def _details(client: HttpClient, kind: str) -> dict[str, Any]:
-    """What the service tells of itself; of several runs the first. Empty where it does not answer, `refused` where it says why."""
+    """What the service tells of itself; of several runs the first. Empty where it does not answer, `untold` is why it refuses us."""
     said: dict[str, Any] = {}
     for path in _DETAILS.get(kind, ()):
         with suppress(ServiceUnreachable):
             try:
                 answer: Any = await client.get(path, attempts=1)
             except VolleyError as error:
-                answer = {"refused": error.detail}
+                answer = {"untold": error.detail}
             said |= answer[0] if isinstance(answer, list) and answer else answer
     return said
 
@@ -138,7 +152,8 @@ def _text(seen: Sequence[Seen], verdict: Verdict) -> str:
     quiet = f", nothing has advanced for {verdict.quiet_s:.0f} s" if verdict.quiet_s and verdict.quiet_s >= wedge.FRESH_S else ""
     circle = ", they wait in a circle" if verdict.cycle else ""
     hint = ["`volley up` goes on with it; `volley report` shows what it has done"] if verdict.state == "stopped" else []
-    return "\n".join([*lines, f"the run is {verdict.state}{quiet}{circle}", *(f"  ← {sentence}" for sentence in verdict.chain), *hint])
+    state = "the state of the run is unknown" if verdict.state == "unknown" else f"the run is {verdict.state}"
+    return "\n".join([*lines, f"{state}{quiet}{circle}", *(f"  ← {sentence}" for sentence in verdict.chain), *hint])
 
 
 def _state(seen: Seen) -> str:
@@ -148,8 +163,8 @@ def _state(seen: Seen) -> str:
 
 
 def _details_of(seen: Seen) -> str:
-    if refused := seen.said.get("refused"):
-        return f"tells nothing: {refused}"
+    if untold := seen.said.get("untold"):
+        return f"tells nothing: {untold}"
     return ", ".join(f"{key} {seen.said[key]}" for key in _KEYS if seen.said.get(key) not in (None, ""))
 
 

@@ -4,15 +4,16 @@ import asyncio
 import os
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import orjson
 import pytest
 import yaml
 
-from services.cli import access, addresses
+from services.cli import access, addresses, status
 from services.cli.layout import RunFolder
+from shared.access import Role, Tokens, read_tokens
 from shared.errors import ConfigError, ServiceUnreachable
 from shared.http import create_app
 from shared.schema import Limits, Services, Tls
@@ -104,3 +105,35 @@ def test_nothing_answers(tmp_path):
     addresses.write(RunFolder(tmp_path), {"trainer": f"http://127.0.0.1:{free_port()}"}, {}, Services())
     with pytest.raises(ServiceUnreachable, match="volley up"):
         access.main(tmp_path)
+
+
+@asynccontextmanager
+async def run_of(name, tokens):
+    """Addresses of trainer and environments of the run."""
+    async with AsyncExitStack() as entered:
+        urls = {}
+        for kind, path, answer in [("trainer", "/status", {"run": name, "phase": "waiting"}), ("env", "/environments", {})]:
+            app = create_app(kind, limits=Limits(), tokens=tokens, ready=lambda: None, roles={f"GET {path}": Role.VIEWER})
+            app.get(path)(lambda answer=answer: answer)
+            urls[kind] = await entered.enter_async_context(served(app))
+        yield urls
+
+
+@pytest.mark.parametrize("shared_tokens", [False, True])
+async def test_another_run_on_the_same_ports_is_not_the_run(tmp_path, capsys, shared_tokens):
+    (tmp_path / "a").mkdir()
+    folder, files = RunFolder(tmp_path / "a"), write_tokens(tmp_path / "a")
+    tokens = read_tokens(files) if shared_tokens else Tokens({Role.VIEWER: "a-token-of-another-run"})
+    async with run_of("b", tokens) as urls:
+        addresses.write(folder, urls, {}, Services(token_files=files))
+        with pytest.raises(ServiceUnreachable, match="run a is not running; other services answer at its addresses"):
+            await asyncio.to_thread(access.main, folder.path)
+        assert await asyncio.to_thread(access.main, folder.path, as_json=True) == 1
+        assert orjson.loads(capsys.readouterr().out)["running"] is False
+        assert await asyncio.to_thread(status.main, [str(folder.path)]) == 1
+        shown = capsys.readouterr().out
+        assert "run a is not running; other services answer at its addresses" in shown
+        assert "has stopped" not in shown
+    async with run_of("a", read_tokens(files)) as urls:
+        addresses.write(folder, urls, {}, Services(token_files=files))
+        assert await asyncio.to_thread(access.main, folder.path) == 0

@@ -98,7 +98,10 @@ async def test_a_missing_token_is_said(tmp_path, capsys):
     tokens = read_tokens(folder_with(tmp_path, {}))
     async with stack(tokens) as urls:
         await show(urls["trainer"])
-        assert "tells nothing: missing or wrong bearer token" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "tells nothing: missing or wrong bearer token" in shown
+        assert "the state of the run is unknown" in shown
+        assert "has stopped" not in shown
         await show(urls["trainer"], token_file=tmp_path / "viewer")
         assert "phase waiting" in capsys.readouterr().out
 
