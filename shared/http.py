@@ -55,6 +55,7 @@ _REQUESTS = telemetry.Histogram(
 )
 _METHODS_COUNTED = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _MAX_ERRORS, _MAX_NAME = 10, 80
+_OPENAI = "/v1/"  # paths whose problem bodies carry OpenAI's `error` too, all that its clients show of an answer
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _log = telemetry.Log("http")
 
@@ -161,35 +162,43 @@ def respond(request: Request, value: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
 
 
-def problem_response(error: VolleyError) -> Response:
+def problem_response(error: VolleyError, path: str = "") -> Response:
+    """The answer to a request for `path`."""
     headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))} if isinstance(error, Unavailable) else {}
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, WrongMethod):
         headers["Allow"] = error.allow
-    return Response(orjson.dumps(problem(error)), error.status, headers, "application/problem+json")
+    return _problem(problem(error), headers, path)
 
 
-async def _on_volley_error(_request: Request, error: Exception) -> Response:
+def _problem(body: dict[str, Any], headers: Mapping[str, str], path: str) -> Response:
+    if path.startswith(_OPENAI):
+        message = f"{body['detail']} ({body['hint']})" if "hint" in body else body["detail"]
+        body = {**body, "error": {"message": message, "type": body["type"], "param": None, "code": None}}
+    return Response(orjson.dumps(body), body["status"], headers, "application/problem+json")
+
+
+async def _on_volley_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, VolleyError)
-    return problem_response(error)
+    return problem_response(error, request.url.path)
 
 
-async def _on_validation_error(_request: Request, error: Exception) -> Response:
+async def _on_validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return problem_response(InputError(_told(error.errors())))
+    return problem_response(InputError(_told(error.errors())), request.url.path)
 
 
-async def _on_http_exception(_request: Request, error: Exception) -> Response:
+async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = {"type": "about:blank", "title": str(error.detail), "status": error.status_code, "detail": str(error.detail)}
-    return Response(orjson.dumps(body), error.status_code, dict(error.headers or {}), "application/problem+json")
+    return _problem(body, error.headers or {}, request.url.path)
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """A defect of ours: the traceback goes to the log (by the server), the client learns nothing of it."""
     _log.error("unhandled error", method=request.method, path=request.url.path, error=type(error).__name__)
-    return problem_response(VolleyError("internal error", "the service's log says more"))
+    return problem_response(VolleyError("internal error", "the service's log says more"), request.url.path)
 
 
 class _Edge:
@@ -237,7 +246,7 @@ class _Edge:
             self._admit(scope, needed)
             body = await self._read(scope, receive)
         except VolleyError as error:
-            await problem_response(error)(scope, receive, send)
+            await problem_response(error, scope["path"])(scope, receive, send)
             return
         await self._app(scope, _replay(body, receive), send)
 

@@ -24,6 +24,11 @@ PROBLEM: Mapping[str, Any] = {
         "detail": {"type": "string"},
         "hint": {"type": "string"},
         "retry_after_s": {"type": "number"},
+        "error": {
+            "type": "object",
+            "description": "The same for OpenAI's clients, where the path begins with /v1/",
+            "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": "null"}, "code": {"type": "null"}},
+        },
     },
     "required": ["type", "title", "status", "detail"],
 }

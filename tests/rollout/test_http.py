@@ -130,6 +130,8 @@ async def test_wrong_bodies_are_problems_that_name_the_field(http: httpx.AsyncCl
     assert answer.status_code in (400, 422)
     assert answer.headers["content-type"] == "application/problem+json"
     assert named in answer.json()["detail"]
+    if path.startswith("/v1/"):
+        assert named in answer.json()["error"]["message"]
 
 
 async def test_not_ready_until_weights_serve(http: httpx.AsyncClient, updates: Updates) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 import pytest
 import uvicorn
-from fastapi import Request
+from fastapi import HTTPException, Request
 
 from shared import codec, errors, http, serving
 from shared.access import Role, Tokens
@@ -19,12 +19,14 @@ from shared.outcomes import judged
 from shared.schema import Limits
 from tests.support.net import free_port
 
-TOKENS = Tokens({Role.VIEWER: "s3cret-s3cret-s3"})
+TOKEN = "s3cret-s3cret-s3"
+TOKENS = Tokens({Role.VIEWER: TOKEN})
 LIMITS = Limits(max_body_bytes=1000, body_timeout_s=0.3)
 
 
-def make_app(tokens=None, reason=None, limits=LIMITS):
-    app = create_app("demo", limits=limits, tokens=tokens, ready=lambda: reason, roles={"GET /number/{n}": Role.VIEWER})
+def make_app(tokens=None, reason=None, limits=LIMITS, roles=None):
+    declared = {"GET /number/{n}": Role.VIEWER, **(roles or {})}
+    app = create_app("demo", limits=limits, tokens=tokens, ready=lambda: reason, roles=declared)
 
     @app.post("/echo")
     async def echo(request: Request):
@@ -64,6 +66,47 @@ async def test_an_error_crosses_the_wire_as_itself(name):
     async with client(make_app()) as c:
         with pytest.raises(getattr(errors, name), match=r"the detail \(the hint\)"):
             await c.get(f"/fail/{name}", attempts=1)
+
+
+@pytest.mark.parametrize(
+    ("path", "token", "status", "message"),
+    [
+        ("/v1/fail", TOKEN, 409, "the detail (the hint)"),
+        ("/v1/bug", TOKEN, 500, "internal error (the service's log says more)"),
+        ("/v1/foreign", TOKEN, 418, "short and stout"),
+        ("/v1/number/x", TOKEN, 422, "path.n: "),
+        ("/v1/large", TOKEN, 413, "the body exceeds 1000 bytes (services.limits.max_body_bytes sets the limit)"),
+        ("/v1/fail", "wrong", 401, "missing or wrong bearer token (send Authorization: Bearer <token>)"),
+        ("/v1/nothing", TOKEN, 404, "there is no '/v1/nothing' here (GET /openapi.json lists what there is)"),
+    ],
+)
+async def test_openais_clients_are_told_what_is_wrong(path, token, status, message):
+    app = make_app(TOKENS, roles={f"{method} {path}": Role.VIEWER for method in ("GET", "POST")} if path != "/v1/nothing" else {})
+
+    @app.get("/v1/fail")
+    async def fail():
+        raise errors.Conflict("the detail", "the hint")
+
+    @app.get("/v1/bug")
+    async def bug():
+        raise KeyError("secret of the inside")
+
+    @app.get("/v1/foreign")
+    async def foreign():
+        raise HTTPException(418, "short and stout")
+
+    @app.get("/v1/number/{n}")
+    async def number(n: int): ...
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://demo") as c:
+        c.headers["Authorization"] = f"Bearer {token}"
+        answer = await c.post(path, content=b"x" * 1001) if status == 413 else await c.get(path)
+        plain = await c.get("/nothing")
+    body = answer.json()
+    assert (answer.status_code, body["status"]) == (status, status)
+    assert body["error"].pop("message").startswith(message)
+    assert body["error"] == {"type": body["type"], "param": None, "code": None}
+    assert "error" not in plain.json()
 
 
 async def test_when_to_ask_again_crosses_the_wire():
