@@ -75,7 +75,7 @@ class Archive:
 
     def last_epoch(self) -> int:
         """The highest that was ever claimed; 0 if none was."""
-        return max(map(_epoch, self.root.glob("e*")), default=0)
+        return max(epochs(self.root), default=0)
 
     def write(self, version: WeightVersion, payloads: Sequence[bytes]) -> list[str]:
         """Makes the groups that are trained to `version` durable, in this order; returns their digests. The epoch is claimed.
@@ -115,6 +115,11 @@ def digest(payload: bytes) -> str:
 
 def path_of(root: Path, version: WeightVersion) -> Path:
     return _folder(root, version.epoch) / f"s{version.step:06d}.zst"
+
+
+def epochs(root: Path) -> set[int]:
+    """Those that were ever claimed."""
+    return set(map(_epoch, root.glob("e*"))) - {0}
 
 
 def versions(root: Path) -> list[WeightVersion]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from services.cli.layout import RunFolder
-from services.cli.runs import claimed
+from services.cli.runs import claimed, finished
 from services.cli.verify import command
 from shared import config
-from shared.types import WeightVersion
+from shared.state import TrainerState
+from shared.types import Group, WeightVersion
+from shared.weights import BAD
 from tests.support import small_run
 from tests.support.small_run import RUN, Incarnation
 
@@ -32,6 +35,17 @@ def amend(folder: Path, *overrides: str) -> None:
 
 def violations(folder: Path) -> list[dict[str, Any]]:
     return command.verify(RunFolder(folder))["violations"]
+
+
+def failed(ticket: int) -> Group:
+    return Group(ticket, "toy", f"train/{ticket}", (), failure="Timeout")
+
+
+def set_aside(folder: Path, *versions: str) -> None:
+    """As a trainer does that is killed right afterwards."""
+    (folder / "checkpoints" / BAD).mkdir()
+    for version in versions:
+        (folder / "checkpoints" / version).rename(folder / "checkpoints" / BAD / version)
 
 
 def flip(file: Path) -> None:
@@ -79,4 +93,59 @@ def test_retuned_twice_and_all_checkpoints_since_are_damaged(tmp_path: Path):
     amend(folder, f"{RATE}=0.25", "trainer.max_steps=6")
     flip(folder / "checkpoints" / "e000002-s000003" / "params" / "w.npy")  # a link to that of e000001-s000003
     lived(folder, begun)
+    assert violations(folder) == []
+
+
+def test_made_shorter_while_tickets_are_under_way(tmp_path: Path):
+    folder = small_run.write_config(tmp_path / RUN)
+
+    async def one_step(trainer: Incarnation) -> None:
+        trainer.feed(1, 2, version=WeightVersion(1, 0))
+        await trainer.until(lambda board: board.durable_step == 1 and board.phase == "waiting")
+
+    async def the_last(trainer: Incarnation) -> None:
+        may_save, save = threading.Event(), trainer.backend.save
+
+        def late(state: TrainerState, base: WeightVersion | None) -> Path:
+            assert state.step < 2 or may_save.wait(10)
+            return save(state, base)
+
+        trainer.backend.save = late
+        trainer.feed(3, 4, version=WeightVersion(1, 1))
+        await trainer.until(lambda board: board.phase == "saving")
+        trainer.queue.entries.append(failed(6))
+        await trainer.until(lambda board: board.tickets.get("failed"))
+        may_save.set()
+        await done(trainer)
+
+    lived(folder, one_step)
+    with claimed(config.stored(folder, ["trainer.max_steps=2"])) as claim:
+        lived(folder, the_last)
+        finished(claim.folder, claim.record)
+    assert violations(folder) == []
+
+
+def test_tickets_that_a_trainer_ended_whose_only_checkpoint_is_damaged(tmp_path: Path):
+    folder = small_run.write_config(tmp_path / RUN)
+
+    async def fails(trainer: Incarnation) -> None:
+        trainer.queue.entries += [failed(8), failed(7)]
+        await trainer.until(lambda board: board.tickets.get("failed") == 2)
+
+    lived(folder, three_steps)
+    lived(folder, fails)
+    set_aside(folder, "e000002-s000003")
+    assert violations(folder) == []
+
+
+def test_tickets_that_ended_at_steps_whose_checkpoints_are_damaged(tmp_path: Path):
+    folder = small_run.write_config(tmp_path / RUN)
+
+    async def fails(trainer: Incarnation) -> None:
+        await three_steps(trainer)
+        trainer.queue.entries += [failed(8), failed(11)]
+        await trainer.until(lambda board: board.tickets.get("failed") == 2)
+
+    lived(folder, fails)
+    set_aside(folder, "e000001-s000002", "e000001-s000003")
     assert violations(folder) == []

@@ -131,20 +131,12 @@ def _lines(valid: Path, rng: random.Random) -> Iterator[Mutation]:
         "the last two",
         _edit_lines("ledger.jsonl", lambda lines: lines.__setitem__(slice(-2, None), lines[:-3:-1])),
     )
-    for ticket in (99, 10**15):
-        line = {
-            "ticket": ticket,
-            "disposition": "failed",
-            "step": 3,
-            "epoch": 2,
-            "version": "e000002-s000003",
-            "versions": None,
-            "reason": "x",
-            "digest": None,
-        }
+    void = _json_lines(valid / "ledger.jsonl")[-1] | {"disposition": "failed", "versions": None, "reason": "x", "digest": None}
+    for ticket, epoch, step in ((99, 2, 3), (10**15, 2, 3), (13, 0, 3), (13, 3, 5), (13, 2, 6), (0, 2, 5), (13, 2, 5), (5, 99, 5)):
+        line = void | {"ticket": ticket, "epoch": epoch, "step": step, "version": str(WeightVersion(epoch, step))}
         yield (
-            "ledger.jsonl: void of no ticket",
-            f"ticket {ticket}",
+            "ledger.jsonl: void that nobody wrote",
+            f"ticket {ticket}, e{epoch}-s{step}",
             _edit_lines("ledger.jsonl", lambda lines, line=line: lines.append(line)),
         )
 

@@ -51,11 +51,13 @@ def verify(folder: RunFolder) -> Result:
     findings.add(configuration.check(folder, run, head))
     findings.add(checkpoints.check(found, folder.checkpoints, batch))
     findings.add(tickets.check(lines, fates, head, batch))
+    eta = run.grpo_config.off_policy_steps
+    findings.add(tickets.beyond(lines, fates, head, tickets.Reach.of(folder.archive, head, eta, batch)))
     del lines
     metrics, unfit = records.read(folder.metrics, head)
     findings.add(unfit)
     findings.add(records.check(fates, metrics, found))
-    bounds = Bounds(name, run.grpo_config.off_policy_steps, run.grpo_config.num_generations)
+    bounds = Bounds(name, eta, run.grpo_config.num_generations)
     findings.add(groups.check(folder.archive, fates.steps, head, bounds))
     findings.add(groups.refused(folder.path / archive.REFUSED, fates.voids.values(), name))
     differing = [] if isinstance(seen, str) else queue.check(seen, head, fates.n_trained.keys() | fates.voids.keys())

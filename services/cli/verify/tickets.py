@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from pathlib import Path
 
 from services.cli.verify.violation import MOST_OF_A_KIND, Kind, Violation
-from shared import ledger
+from shared import archive, ledger
 from shared.files import whole_lines
 from shared.ledger import TRAINED, Line
+from shared.pinned import MAX_STEPS
 from shared.state import TrainerState, maker
 
 _SHARED = ("disposition", "version")
@@ -138,14 +139,55 @@ def _unknown(found: Fates, head: TrainerState) -> list[Violation]:
     progress = head.progress()
     before = [line for lines in found.steps.values() for line in lines]
     before += [line for line in found.voids.values() if line["epoch"] == head.epoch and line["step"] < head.step]
-    never = [line for line in found.voids.values() if head.phase == "done" and line["ticket"] > head.issued and line["epoch"] <= head.epoch]
     return [
-        Violation(Kind.NOT_IN_CHECKPOINT, f"{x['disposition']}, but {head.issued} tickets were issued", ticket=x["ticket"]) for x in never
-    ] + [
         Violation(Kind.NOT_IN_CHECKPOINT, f"{x['disposition']}, but unfinished in {head.version}", ticket=x["ticket"], step=x["step"])
         for x in before
         if not progress.is_finished(x["ticket"])
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How far honest lines can go: what was `claimed` and archived, also by trainers that made no checkpoint of it.
+
+    `step` is the newest step that the archive holds without a hole from the newest checkpoint's on; `ahead` are the tickets that may be
+    issued before a further step is durable.
+    """
+
+    claimed: Set[int]
+    step: int
+    ahead: int
+
+    @classmethod
+    def of(cls, root: Path, head: TrainerState, eta: int, groups_per_step: int) -> Reach:
+        archived, step = {version.step for version in archive.versions(root)}, head.step
+        while step + 1 in archived:
+            step += 1
+        return cls(archive.epochs(root), step, (step - head.step + eta + 1) * groups_per_step)
+
+
+def beyond(lines: Iterable[Line], found: Fates, head: TrainerState, reach: Reach) -> Iterator[Violation]:
+    """Lines that no trainer of the run can have written: of an epoch that none had, of a step that was not made, of a ticket that was
+    not issued. A ticket that ends without training is replaced by another one.
+
+    After the last step no ticket is open, except where the run was made shorter while some were under way.
+    """
+    most = head.issued + reach.ahead + len(found.voids)
+    last = head.issued if head.phase == "done" and not _shortened(head) else most
+    for line in lines:
+        epoch, ticket = line["epoch"], line.get("ticket")
+        step = line.get("step", 0)
+        if not 1 <= epoch <= head.epoch and epoch not in reach.claimed:
+            yield Violation(Kind.LEDGER, f"a line of epoch {epoch}, which no trainer had", ticket, step, "ledger.jsonl")
+        elif step > reach.step:
+            yield Violation(Kind.LEDGER, f"the newest step that was made is {reach.step}", ticket, step, "ledger.jsonl")
+        elif ticket is not None and not 1 <= ticket <= (last if epoch <= head.epoch and line["disposition"] != TRAINED else most):
+            yield Violation(Kind.NOT_IN_CHECKPOINT, f"{line['disposition']}, but {head.issued} tickets were issued", ticket)
+
+
+def _shortened(head: TrainerState) -> bool:
+    most = [flat[MAX_STEPS] for _, flat in head.settings if isinstance(flat.get(MAX_STEPS), int)]
+    return any(now < was for was, now in pairwise(most))
 
 
 def _voids(found: Fates, head: TrainerState) -> list[Violation]:
