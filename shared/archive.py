@@ -22,7 +22,7 @@ import msgpack
 import zstandard
 
 from shared import codec
-from shared.errors import DecodeError
+from shared.errors import DecodeError, Fenced
 from shared.files import open_file
 from shared.storage import fsync, storage
 from shared.types import WeightVersion
@@ -76,6 +76,11 @@ class Archive:
     def last_epoch(self) -> int:
         """The highest that was ever claimed; 0 if none was."""
         return max(epochs(self.root), default=0)
+
+    def check_newest(self, epoch: int) -> None:
+        """Raises Fenced if a later epoch was claimed."""
+        if self.last_epoch() > epoch:
+            raise Fenced("another trainer of the run has begun")
 
     def write(self, version: WeightVersion, payloads: Sequence[bytes]) -> list[str]:
         """Makes the groups that are trained to `version` durable, in this order; returns their digests. The epoch is claimed.

@@ -38,7 +38,8 @@ class TrainerState:
 
     `lineage` lists (epoch, step it began at), oldest first. `reference` is the version whose weights the KL term compares
     with. `recent` are the ledger lines of the tickets this checkpoint trained, `metrics` the lines of metrics.jsonl of its steps
-    and of those before them that the file may not durably hold. `seed` is all the randomness there is.
+    and of those before them that the file may not durably hold; an epoch's first checkpoint has those of the one it goes on from.
+    `seed` is all the randomness there is.
     `settings` is the configuration that was in force, by epoch (see shared.pinned), `chain` is over everything before; both are
     missing in checkpoints that are older than they.
     `origin` is the version of another run that the weights were before step 0 (see shared.origin), if they were one.
@@ -77,7 +78,7 @@ class TrainerState:
         amended = pinned.amended(self.settings, epoch, settings or {})
         lineage = (*self.lineage, (epoch, self.step))
         origin = self.origin if self.lineage else origin
-        return replace(self, epoch=epoch, lineage=lineage, reference=reference, recent=(), metrics=(), settings=amended, origin=origin)
+        return replace(self, epoch=epoch, lineage=lineage, reference=reference, recent=(), settings=amended, origin=origin)
 
     def at(
         self,

@@ -1,7 +1,8 @@
 """Writing to a disk that may be full, or not ours: what the system says is translated here, and nothing half-written is left behind.
 
 Invariant of `append`: a file of lines ends with a whole line, except while a line is being written; a crash then leaves a torn
-one, which `whole_lines` does not return and `cut_torn_line` removes. Where it could not be removed it stays a line of its own.
+one, which `whole_lines` does not return and `blank_torn_line` makes a line of blanks. Where it could not it stays a line of its own.
+No mend shortens such a file: another process may have written behind what was read.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from shared import files
-from shared.errors import ConfigError, Fenced, StorageDenied, StorageFull
+from shared.errors import ConfigError, Fenced, StorageDenied, StorageFull, VolleyError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -97,26 +98,37 @@ def whole_lines(path: Path) -> list[bytes]:
         raise ConfigError(f"{path}: {error.strerror}", "put the run's own file back, or choose another run.name=…") from error
 
 
-def cut_torn_line(path: Path) -> bool:
-    """Removes what a crash left of a line without its end; nothing durable was promised for it. Whether there was one."""
+def blank_torn_line(path: Path, check: Callable[[], object] = lambda: None) -> bool:
+    """Overwrites what a crash left of a line without its end with a line of blanks. Whether there was one.
+
+    Nothing durable was promised for it. The file keeps its length, and what others have appended meanwhile stays, however long
+    this takes. `check` is called once the torn line is read, and may raise: if nobody else wrote until then, it is no line of theirs.
+    """
     if not path.exists():
         return False
-    with path.open("r+b") as file:
+    with path.open("r+b", buffering=0) as file:
         data = file.read()
         whole = data.rfind(b"\n") + 1
-        file.truncate(whole)
-    return whole < len(data)
+        torn = len(data) - whole
+        if torn:
+            check()
+            os.pwrite(file.fileno(), b" " * (torn - 1) + b"\n", whole)
+    return torn > 0
 
 
-def replace(path: Path, text: bytes) -> None:
-    """The file with another content: whole or as it was, also after a crash. Raises StorageFull."""
+def replace(path: Path, text: bytes, check: Callable[[], object] = lambda: None) -> None:
+    """The file with another content: whole or as it was, also after a crash. `check` is called last, and may raise: then as it was.
+
+    Raises StorageFull.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     with storage(path.parent):
         try:
             temporary.write_bytes(text)
             fsync(temporary)
+            check()
             temporary.rename(path)
-        except OSError:
+        except (OSError, VolleyError):
             temporary.unlink(missing_ok=True)
             raise
         fsync(path.parent)

@@ -79,10 +79,12 @@ def counting(records: Sequence[EvalRecord], lineage: Lineage) -> list[EvalRecord
 
 
 def read_records(path: Path) -> list[EvalRecord]:
-    """All whole lines that can be read; one that a crash cut off is removed from the file. What is skipped is measured again."""
-    storage.cut_torn_line(path)
+    """All whole lines that can be read; one that a crash cut off is blanked in the file. What is skipped is measured again."""
+    storage.blank_torn_line(path)
     records: list[EvalRecord] = []
     for n, line in enumerate(storage.whole_lines(path), 1):
+        if not line.strip():
+            continue
         try:
             record = _RECORD.validate_json(line, strict=True)
             for version in (record.version_min, record.version_max):

@@ -23,7 +23,7 @@ import numpy as np
 
 from shared import state as states
 from shared import storage, telemetry, weights
-from shared.errors import ConfigError, DecodeError, Forbidden, WeightsError
+from shared.errors import ConfigError, DecodeError, Forbidden, Unavailable, WeightsError
 from shared.origin import Origin
 from shared.state import OPTIMIZER, TrainerState
 from shared.types import WeightVersion
@@ -114,6 +114,14 @@ class Checkpoints:
     def head(self) -> WeightVersion | None:
         """The version of the newest checkpoint there is now, those left out that `newest` passed over."""
         return next(reversed(self._candidates()), None)
+
+    def metrics(self) -> list[Mapping[str, Any]]:
+        """The lines of metrics that any retained checkpoint carries, the newest checkpoint's first."""
+        lines: list[Mapping[str, Any]] = []
+        for version in reversed(self._candidates()):
+            with suppress(WeightsError, Unavailable):  # damaged, or removed by another trainer
+                lines += states.read(self.root / str(version))[0].metrics
+        return lines
 
     def mend(self, epoch: int) -> None:
         """Sets damaged checkpoints aside and removes what crashes of trainers before `epoch` left; these are fenced by now.

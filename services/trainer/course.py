@@ -267,8 +267,7 @@ class Course:
 
     async def _note(self, log: StepLog, line: Mapping[str, Any]) -> None:
         """Raises Fenced instead, if another trainer has begun: it has put these files in order. The queue would say so, but later."""
-        if await asyncio.to_thread(self._parts.archive.last_epoch) > self._start.epoch:
-            raise Fenced("another trainer of the run has begun")
+        await asyncio.to_thread(self._parts.archive.check_newest, self._start.epoch)
         log.append(line)
 
     async def _archive(self, version: WeightVersion, held: Sequence[Held]) -> tuple[list[str], float]:
@@ -296,6 +295,7 @@ class Course:
         for _ in finished:
             board.ended(TRAINED)
         self._pending, self._base = [], state.version
+        await asyncio.to_thread(parts.archive.check_newest, board.epoch)
         if await asyncio.to_thread(parts.metrics.flush):
             self._lines = []
         timings = {"save_s": saved - started, "commit_s": time.perf_counter() - saved}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 from services.trainer.board import Board
 from services.trainer.course import Course
@@ -146,10 +147,11 @@ class Loop:
     def _mend(self, found: TrainerState | None, epoch: int) -> None:
         """Files in line with the checkpoint that we go on from. Not before: until they are fenced, older trainers write to them.
 
-        What trainers after `epoch` wrote stays: we may be replaced by now.
+        What trainers after `epoch` wrote stays: we may be replaced by now. Raises Fenced where that is seen.
         """
-        state = found or fresh(self._plan.seed)
-        self._parts.checkpoints.mend(epoch)
-        self._parts.ledger.mend(state, epoch)
-        self._parts.metrics.mend(state, epoch, state.metrics)
-        self._parts.handovers.mend(state, epoch)
+        parts, state = self._parts, found or fresh(self._plan.seed)
+        check = partial(parts.archive.check_newest, epoch)
+        parts.checkpoints.mend(epoch)
+        parts.ledger.mend(state, epoch, check)
+        parts.metrics.mend(state, epoch, [*state.metrics, *parts.checkpoints.metrics()], check=check)
+        parts.handovers.mend(state, epoch, check=check)

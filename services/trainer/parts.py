@@ -68,6 +68,8 @@ class Shelf(Protocol):
 
     def mend(self, epoch: int) -> None: ...
 
+    def metrics(self) -> Sequence[Mapping[str, Any]]: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:

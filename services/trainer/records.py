@@ -6,7 +6,7 @@ that was undone. Files are mended only by a trainer that has fenced all others: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from shared.types import WeightVersion
 
 _MOST_UNWRITTEN = 10_000
 _log = telemetry.Log("records")
+
+type Check = Callable[[], object]
+"""Raises Fenced if a later trainer has begun."""
 
 
 class Ledger:
@@ -53,16 +56,17 @@ class Ledger:
         voids = [line for line in settled.values() if line["disposition"] != TRAINED]
         added = [line for line in voids if progress.finish(line["ticket"], void=True)]
         chain = Chain(state.step).ended(voids) if state.chain is None else state.chain.ended(added)
-        return state.at(state.step, progress, issued=state.issued, done=state.phase == "done", chain=chain)
+        done = state.phase == "done"
+        return state.at(state.step, progress, issued=state.issued, done=done, chain=chain, metrics=state.metrics)
 
-    def mend(self, state: TrainerState, epoch: int) -> None:
+    def mend(self, state: TrainerState, epoch: int, check: Check = lambda: None) -> None:
         """Brings the file in line with the checkpoint: steps of trainers before `epoch` that it does not contain are rolled back,
-        and lines of its own that a crash kept from the file are added.
+        and lines of its own that a crash kept from the file are added. Durable when it returns, what was found there included.
 
-        Raises WeightsError if tickets have ended, but there is no checkpoint (epoch 0), and StorageFull.
+        Raises WeightsError if tickets have ended, but there is no checkpoint (epoch 0), StorageFull, and what `check` raises.
         """
-        if storage.cut_torn_line(self._path):
-            _log.warning("torn line cut", file=self._path.name)
+        if storage.blank_torn_line(self._path, check):
+            _log.warning("torn line blanked", file=self._path.name)
         if state.epoch == 0 and (n := len(self.settled())):
             raise WeightsError(
                 f"{self._path} tells how {n} tickets ended, but there is no checkpoint",
@@ -71,6 +75,7 @@ class Ledger:
         self.append(self._rollback(state, epoch))
         settled = self.settled()
         self.append(line for line in state.recent if not ledger.same(settled.get(line["ticket"]), line))
+        _sync(self._path)
 
     def _rollback(self, state: TrainerState, epoch: int) -> list[dict[str, Any]]:
         lines = self.read()
@@ -117,24 +122,37 @@ class StepLog:
             return False
         return not self._unwritten
 
-    def mend(self, state: TrainerState, epoch: int, lost: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Removes lines of trainers before `epoch` that tell of steps which the checkpoint does not contain, and what is no line;
-        adds those of `lost` that are not there, in their place.
+    def mend(self, state: TrainerState, epoch: int, lost: Sequence[Mapping[str, Any]] = (), *, check: Check = lambda: None) -> None:
+        """Removes lines of trainers before `epoch` that tell of steps which the checkpoint does not contain, all but the first of a
+        version, and what is no line; adds those of `lost` of its steps that are not there, in their place. Durable when it returns.
 
-        Raises StorageFull.
+        Raises StorageFull, and what `check` raises right before the file is replaced.
         """
-        read = filter(None, map(_parsed, storage.whole_lines(self._path)))
-        lines = [line for line, version in read if version.epoch >= epoch or _contains(state, version)]
-        there = {line["version"] for line in lines}
-        if added := [dict(line) for line in lost if line["version"] not in there]:
-            lines = sorted([*lines, *added], key=lambda line: WeightVersion.parse(line["version"]))
-        self._keep(lines)
+        there: dict[WeightVersion, Mapping[str, Any]] = {}
+        for line, version in filter(None, map(_parsed, storage.whole_lines(self._path))):
+            if version.epoch >= epoch or _contains(state, version):
+                there.setdefault(version, line)
+        n_found = len(there)
+        for line in lost:
+            if _contains(state, version := WeightVersion.parse(line["version"])):
+                there.setdefault(version, line)
+        self._keep([there[version] for version in (sorted(there) if len(there) > n_found else there)], check)
 
-    def _keep(self, lines: Sequence[Mapping[str, Any]]) -> None:
+    def _keep(self, lines: Sequence[Mapping[str, Any]], check: Check = lambda: None) -> None:
         text = _text(lines)
-        if (self._path.read_bytes() if self._path.exists() else b"") != text:
-            storage.replace(self._path, text)
-            _log.info("file brought in line with the checkpoint", file=self._path.name, lines=len(lines))
+        if (self._path.read_bytes() if self._path.exists() else b"") == text:
+            _sync(self._path)  # a killed trainer may have written it, and the disk not have it yet
+            return
+        storage.replace(self._path, text, check)
+        _log.info("file brought in line with the checkpoint", file=self._path.name, lines=len(lines))
+
+
+def _sync(path: Path) -> None:
+    """Makes a file durable as it is, if there is one. Raises StorageUnavailable."""
+    with storage.storage(path.parent):
+        if path.exists():
+            storage.fsync(path)
+            storage.fsync(path.parent)
 
 
 def _parsed(line: bytes) -> tuple[dict[str, Any], WeightVersion] | None:

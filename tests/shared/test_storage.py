@@ -160,3 +160,31 @@ log.info("last")
         lines = file.read().splitlines()
     assert [orjson.loads(line)["event"] for line in (lines[0], *lines[2:])] == ["before", "after", "last"]
     assert lines[1].startswith(b'{"t":')
+
+
+def test_what_others_append_while_a_torn_line_is_mended_stays(tmp_path: Path):
+    """As if the process were stopped between reading and writing, and its successor mended and went on."""
+    path = tmp_path / "lines"
+    path.write_bytes(b"1\n2 torn")
+
+    def meanwhile() -> None:
+        assert storage.blank_torn_line(path)
+        storage.append(path, b"3\n", durable=False)
+
+    assert storage.blank_torn_line(path, meanwhile)
+    assert storage.whole_lines(path) == [b"1", b"     ", b"3"]
+    assert not storage.blank_torn_line(path, meanwhile)
+
+
+def test_a_refused_change_leaves_the_file_as_it_was(tmp_path: Path):
+    path = tmp_path / "lines"
+    path.write_bytes(b"1\n2 torn")
+
+    def fenced() -> None:
+        raise Fenced("another trainer of the run has begun")
+
+    for change in (lambda: storage.blank_torn_line(path, fenced), lambda: storage.replace(path, b"", fenced)):
+        with pytest.raises(Fenced):
+            change()
+    assert path.read_bytes() == b"1\n2 torn"
+    assert [p.name for p in tmp_path.iterdir()] == ["lines"]

@@ -6,6 +6,7 @@ that names the file, as a liar would. What is not touched, because nothing else 
   supervisor may have been killed right before it wrote it);
 - of config.yaml: addresses and limits (shared.pinned.IRRELEVANT);
 - of a re-sealed newest state.json: a higher `issued` (a ticket still under way leaves no trace);
+- an empty line in ledger.jsonl: what a mend has made of a torn one;
 - the last line of ledger.jsonl or metrics.jsonl, removed: the newest checkpoint carries it, and a crash leaves the same.
 
 `python -m tests.support.mutations VALID_RUN [SEED [MOST_OF_A_KIND]]` verifies each and prints what was named, as a table.
@@ -119,7 +120,8 @@ def _lines(valid: Path, rng: random.Random) -> Iterator[Mutation]:
             )
         for at in range(n - 1):
             yield f"{name}: line removed", f"line {at + 1}", _edit_lines(name, lambda lines, at=at: lines.pop(at))
-        for junk in (b"{}\n", b"[]\n", b"null\n", b"\xff\n", b"\n", b"{\n", b'{"a":' * 2000 + b"\n"):
+        empty = [b"\n"] if name == "metrics.jsonl" else []
+        for junk in (b"{}\n", b"[]\n", b"null\n", b"\xff\n", *empty, b"{\n", b'{"a":' * 2000 + b"\n"):
             yield (
                 f"{name}: junk line",
                 repr(junk[:10]),

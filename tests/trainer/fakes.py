@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,6 +50,9 @@ class FakeBackend:
         return self.checkpoint.version if self.checkpoint else None
 
     def mend(self, epoch: int) -> None: ...
+
+    def metrics(self) -> list[Mapping[str, Any]]:
+        return []
 
     def restore(self) -> TrainerState | None:
         if self.broken:

@@ -100,3 +100,21 @@ def test_checkpoints_that_are_gone_end_the_trainer(stopped_at_3: Path, executor:
     with pytest.raises(WeightsError, match="but there is no checkpoint"):
         asyncio.run(Incarnation(stopped_at_3, executor).loop.run())
     assert Checkpoints(root, RUN, 3, NumpyArrays()).newest() is None
+
+
+@pytest.mark.parametrize("restarts", [0, 4])
+def test_lines_of_metrics_that_a_retained_checkpoint_carries_are_put_back(stopped_at_3: Path, executor: ThreadPoolExecutor, restarts: int):
+    """Also by a trainer that goes on from a later one, and after as many starts without a step as there are checkpoints kept."""
+    path = stopped_at_3 / "metrics.jsonl"
+
+    def restart() -> None:
+        asyncio.run(Incarnation(stopped_at_3, executor).run_until(lambda board: board.phase == "waiting"))
+
+    for _ in range(restarts):
+        restart()
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0])
+    restart()
+    assert path.read_bytes().splitlines(keepends=True) == lines
+    result = command.verify(RunFolder(stopped_at_3))
+    assert result["ok"], result["violations"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -165,7 +166,7 @@ async def test_a_trainer_that_wakes_up_after_a_step_and_was_replaced_adds_nothin
     running = asyncio.ensure_future(bench.loop().run())
     await bench.until((bench.folder / "handovers.jsonl").exists)
     bench.feed(1, 2)
-    with pytest.raises(Fenced, match="another trainer of the run has begun"):
+    with pytest.raises(Fenced, match="another trainer of the run"):
         await asyncio.wait_for(running, 20)
     assert "step [1, 2]" in bench.events
     assert not (bench.folder / "metrics.jsonl").exists()
@@ -176,3 +177,20 @@ async def test_an_epoch_that_another_trainer_has_claimed_is_not_used(bench: Benc
     bench.feed(1, 2, 3, 4, version="e000005-s000000")
     await bench.run_to_the_end()
     assert "save e000005-s000002" in bench.events
+
+
+async def test_lines_that_were_kept_back_are_not_written_once_another_trainer_has_begun(bench: Bench):
+    metrics, commit = bench.folder / "metrics.jsonl", bench.queue.commit
+    bench.backend.during_step = metrics.mkdir  # no line can be written there
+
+    async def replaced(epoch: int, version: int, finished: Any, void: int) -> None:
+        await commit(epoch, version, finished, void)
+        if finished:
+            metrics.rmdir()
+            Archive(bench.folder / "archive", "r").claim(2)
+
+    bench.queue.commit = replaced
+    bench.feed(1, 2)
+    with pytest.raises(Fenced, match="another trainer of the run"):
+        await asyncio.wait_for(bench.loop().run(), 20)
+    assert not metrics.exists()

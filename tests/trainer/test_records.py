@@ -1,3 +1,4 @@
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -5,8 +6,9 @@ import orjson
 import pytest
 
 from services.trainer.records import Ledger, StepLog
+from shared.archive import Archive
 from shared.chain import Chain
-from shared.errors import WeightsError
+from shared.errors import Fenced, WeightsError
 from shared.queue.progress import Progress
 from shared.state import fresh, in_lineage
 from shared.types import WeightVersion
@@ -76,7 +78,7 @@ def test_a_fenced_trainer_that_writes_late_does_not_count(ledger: Ledger):
     assert ledger.settled()[1]["disposition"] == "trained"
 
 
-def test_a_torn_line_is_not_read_and_cut_before_the_next(tmp_path: Path):
+def test_a_torn_line_is_not_read_and_blanked_before_the_next(tmp_path: Path):
     path = tmp_path / "ledger.jsonl"
     torn = orjson.dumps(line(1)) + b'\n{"ticket": 2, "dispo'
     path.write_bytes(torn)
@@ -161,3 +163,52 @@ def test_a_chain_tells_steps_and_dispositions_apart():
         Chain(0).trained(lines, m).steps for lines, m in (([other, one], metrics), ([one], metrics), ([one, other], {}))
     }
     assert Chain(0).ended([one, other]) == Chain(0).ended([other]).ended([one]) != Chain(0).ended([one])
+
+
+def test_a_trainer_that_is_replaced_while_it_mends_takes_nothing_of_its_successors(ledger: Ledger, tmp_path: Path):
+    """Stopped after it has read: its successor mends and trains; then it goes on."""
+    path, metrics = tmp_path / "r" / "ledger.jsonl", tmp_path / "metrics.jsonl"
+    ledger.append([line(1)])
+    path.write_bytes(path.read_bytes() + b'{"ticket": 2')
+    metrics.write_bytes(b"{}\n")
+    archive, log = Archive(tmp_path / "archive", "r"), StepLog(metrics)
+    archive.claim(2)
+
+    def replaced() -> None:
+        if archive.claim(3):
+            Ledger(path).mend(state(1, 1), 3)
+        Ledger(path).append([line(2, step=2, epoch=3)])
+        archive.check_newest(2)
+
+    with pytest.raises(Fenced):
+        ledger.mend(state(1, 1), 2, replaced)
+    assert ledger.settled().keys() == {1, 2}
+    log.append({"step": 2, "version": "e000003-s000002"})
+    before = metrics.read_bytes()
+    with pytest.raises(Fenced):
+        log.mend(state(1, 1), 2, check=replaced)
+    assert metrics.read_bytes() == before
+
+
+def test_a_line_of_metrics_that_was_written_twice_is_there_once(tmp_path: Path):
+    log, first = StepLog(tmp_path / "metrics.jsonl"), {"step": 1, "version": "e000001-s000001"}
+    for _ in range(2):
+        log.append(first)
+    log.mend(state(1, 1), 2, [first])
+    assert [orjson.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()] == [first]
+
+
+def test_what_a_mend_finds_in_order_is_durable(ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A killed trainer wrote it, and a power cut may still take it away."""
+    synced, fsync, log = set[int](), os.fsync, StepLog(tmp_path / "metrics.jsonl")
+    ledger.append([line(1)])
+    log.append({"step": 1, "version": "e000001-s000001"})
+
+    def recorded(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    ledger.mend(state(1, 1), 2)
+    log.mend(state(1, 1), 2)
+    assert {path.stat().st_ino for path in (tmp_path / "r" / "ledger.jsonl", tmp_path / "metrics.jsonl")} <= synced

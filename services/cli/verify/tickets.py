@@ -47,6 +47,8 @@ def read(path: Path) -> tuple[list[Line], list[Violation]]:
     n_bad = 0
     try:
         for number, text in enumerate(whole_lines(path), start=1):
+            if not text.strip():
+                continue  # what a mend has made of a torn line
             line = ledger.parse(text)
             if line is not None:
                 lines.append(_compact(line, said))
