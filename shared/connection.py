@@ -9,18 +9,20 @@
   begins after the keep-alive time.
 - Only so many connections at once, and only so many requests sent ahead on one.
 
-Bodies are bounded where they are read (shared.http). Every cut is counted by its reason.
+Bodies are bounded where they are read (shared.http). Every cut is counted by its reason; a refusal tells it in a problem body (RFC 9457).
 """
 
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
 
+import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from shared import telemetry
-from shared.chunks import ChunkError, Chunks
+from shared.chunks import MAX_ASIDE, MAX_LINE, ChunkError, Chunks
 from shared.schema import Limits
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -30,6 +32,17 @@ _HELD_BACK = 64 * 1024
 _END = b"\r\n\r\n"  # of a head
 _REST_BYTES = 64 * 1024
 _REST_S = 1.0
+_DETAILS = {
+    "slow head": "the head of the request did not arrive in time (services.limits.header_timeout_s)",
+    "large head": f"the head of the request exceeds {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers",
+    "many ahead": f"more than {MAX_AHEAD} requests were sent ahead of their answers",
+    "held back": f"a value, a chunk extension or a trailer exceeds {_HELD_BACK} bytes",
+    "malformed": "the request is not valid HTTP/1.1: its request line, a header, or the framing of its body",
+    "malformed chunk": "the body is not framed in chunks as its Transfer-Encoding says",
+    "long chunk line": f"a chunk's size, an extension or a trailer exceeds {MAX_LINE} bytes, or all of them {MAX_ASIDE}",
+    "large body": "the chunks announce more than the body may have (services.limits.max_body_bytes)",
+}
+"""Of every refusal, by its reason."""
 _CUT = telemetry.Counter("volley_http_connections_cut", "Connections ended by a limit", ["reason"], registry=telemetry.REGISTRY)
 
 
@@ -233,8 +246,10 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for whatever the parser refuses."""
-        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_HEADERS or len(self.pipeline) >= MAX_AHEAD:
+        if self._head_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_HEADERS:
             self._refuse("large head", 431)
+        elif len(self.pipeline) >= MAX_AHEAD:
+            self._refuse("many ahead", 431)
         else:
             self._refuse("malformed", 400)
 
@@ -260,7 +275,10 @@ class Connection(HttpToolsProtocol):
         if self._body_open and self.cycle.response_started:
             self._close()  # the request that goes on arriving has its answer
             return
-        self.transport.write(STATUS_LINE[status] + b"content-length: 0\r\nconnection: close\r\n\r\n")
+        title = HTTPStatus(status).phrase
+        body = orjson.dumps({"type": "about:blank", "title": title, "status": status, "detail": _DETAILS[reason]})
+        head = b"content-type: application/problem+json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + head + body)
         self._close()
 
     def _close(self) -> None:
