@@ -39,7 +39,7 @@ class Tokens:
 
     def __init__(self, tokens: Mapping[Role, str]) -> None:
         self._tokens = dict(tokens)
-        self._headers = [(role, f"Bearer {token}".encode()) for role, token in tokens.items()]
+        self._encoded = [(role, token.encode()) for role, token in tokens.items()]
 
     def __repr__(self) -> str:
         return f"Tokens({', '.join(map(str, self._tokens))})"
@@ -49,8 +49,15 @@ class Tokens:
         return self._tokens[min(known for known in self._tokens if known >= role)]
 
     def role_of(self, authorization: bytes) -> Role | None:
-        """The role of a request's Authorization header; None if it is no known token's. Every comparison is made."""
-        return max([role for role, header in self._headers if hmac.compare_digest(authorization, header)], default=None)
+        """The role of a request's Authorization header; None if it is no known token's. Every comparison is made.
+
+        RFC 9110, 11.1 and 11.4: the scheme in any case, one or more spaces, the token.
+        """
+        scheme, _, rest = authorization.partition(b" ")
+        given = rest.lstrip(b" ")
+        if scheme.lower() != b"bearer":
+            return None
+        return max([role for role, token in self._encoded if hmac.compare_digest(given, token)], default=None)
 
 
 class RoleTable:

@@ -166,7 +166,24 @@ def test_the_strictest_of_several_fitting_declarations_counts() -> None:
 
 def test_a_token_stands_for_its_role_and_no_other() -> None:
     assert [TOKENS.role_of(f"Bearer {role}".encode()) for role in ("viewer", "service", "admin")] == [Role.VIEWER, Role.SERVICE, Role.ADMIN]
-    assert [TOKENS.role_of(given) for given in (b"", b"Bearer ", b"admin", b"Bearer admin ", b"Bearer adm", b"\xff")] == [None] * 6
+    wrong = (
+        b"",
+        b"Bearer ",
+        b"Bearer",
+        b"admin",
+        b"Beareradmin",
+        b"Basic admin",
+        b"Bearer admin ",
+        b"Bearer adm",
+        b"Bearer Admin",
+        b"\xff",
+    )
+    assert [given for given in wrong if TOKENS.role_of(given) is not None] == []
+
+
+@pytest.mark.parametrize("authorization", [b"bearer admin", b"BEARER admin", b"bEaReR  admin"])
+def test_the_scheme_of_a_token_may_be_written_in_any_case(authorization: bytes) -> None:
+    assert TOKENS.role_of(authorization) is Role.ADMIN
     assert "admin" not in repr(Tokens({Role.SERVICE: "admin"}))
 
 
