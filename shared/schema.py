@@ -21,6 +21,8 @@ from pydantic import (
 )
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+_MOST_LINES = 100_000
+"""Ledger lines that one checkpoint carries: some 40 MB, of the 64 that are read of its state."""
 
 
 class Section(BaseModel):
@@ -303,6 +305,11 @@ class RunConfig(Section):
             raise ValueError(
                 f"trainer.checkpointing_options.save_interval_steps={interval} needs grpo_config.off_policy_steps >= {interval - 1}: "
                 "new weights are published only once they are durable, so a longer interval would wait for itself"
+            )
+        if (lines := interval * self.trainer.groups_per_step) > _MOST_LINES:
+            raise ValueError(
+                f"trainer.groups_per_step times trainer.checkpointing_options.save_interval_steps is {lines}, more than {_MOST_LINES}: "
+                "a checkpoint carries a line of each group since the last one"
             )
         if self.rollout.engine.context_length > max(self.trainer.length_buckets):
             raise ValueError("trainer.length_buckets must reach rollout.engine.context_length")

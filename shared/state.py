@@ -6,8 +6,11 @@ surviving lineage of checkpoints.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -27,19 +30,23 @@ _OLDER = 1  # without `chain` and `metrics`
 _MOST = 2**53
 _MAX_DETAIL = 300
 MAX_STATE_BYTES = 64 * 2**20
-_MOST_VALUES = 1_000_000
+_MOST_VALUES = MAX_STATE_BYTES // 12
+"""Fewer bytes than 12 a value no trainer writes: a ticket of seven digits has 13 on its line, a ledger line 17 for each of its values."""
+_MOST_EPOCHS = 50_000
+"""Of one lineage: a run that is restarted every minute for a month."""
 STATE, OPTIMIZER = "state.json", "optimizer"
 Phase = Literal["rl", "done"]
+_EPOCH, _STEP = itemgetter(0), itemgetter(1)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
     """`step` counts optimizer steps of RL; `low`, `done`, `void` are `Progress`; `issued` is the highest ticket seen.
 
-    `lineage` lists (epoch, step it began at), oldest first. `reference` is the version whose weights the KL term compares
-    with. `recent` are the ledger lines of the tickets this checkpoint trained, `metrics` the lines of metrics.jsonl of its steps
-    and of those before them that the file may not durably hold; an epoch's first checkpoint has those of the one it goes on from.
-    `seed` is all the randomness there is.
+    `lineage` lists (epoch, step it began at), oldest first: epochs ascend, steps do not fall. `reference` is the version whose
+    weights the KL term compares with. `recent` are the ledger lines of the tickets this checkpoint trained, `metrics` the lines of
+    metrics.jsonl of its steps and of those before them that the file may not durably hold; an epoch's first checkpoint has those
+    of the one it goes on from. `seed` is all the randomness there is.
     `settings` is the configuration that was in force, by epoch (see shared.pinned), `chain` is over everything before; both are
     missing in checkpoints that are older than they.
     `origin` is the version of another run that the weights were before step 0 (see shared.origin), if they were one.
@@ -126,7 +133,7 @@ class TrainerState:
                 void=_count(raw, "void"),
                 seed=_int(raw["seed"]),
                 phase=_phase(raw["phase"]),
-                lineage=tuple(_began(pair) for pair in _list(raw, "lineage")),
+                lineage=_lineage(_list(raw, "lineage")),
                 reference=None if raw["reference"] is None else str(WeightVersion.parse(_text(raw["reference"]))),
                 recent=tuple(map(ledger.checked, _list(raw, "recent"))),
                 settings=pinned.parse(raw.get("settings", ())),
@@ -171,6 +178,15 @@ def _began(pair: Any) -> tuple[int, int]:
     return epoch, step
 
 
+def _lineage(pairs: list[Any]) -> tuple[tuple[int, int], ...]:
+    if len(pairs) > _MOST_EPOCHS:
+        raise ValueError(f"the lineage has {len(pairs)} epochs, more than {_MOST_EPOCHS}")
+    lineage = tuple(map(_began, pairs))
+    if any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(lineage)):
+        raise ValueError("the lineage does not ascend")
+    return lineage
+
+
 def _phase(value: Any) -> Phase:
     if value == "rl" or value == "done":
         return value
@@ -211,6 +227,17 @@ def read(folder: Path) -> tuple[TrainerState, tuple[File, ...]]:
     """
     state, files, _ = _read(folder)
     return state, files
+
+
+def check_readable(folder: Path) -> None:
+    """Raises WeightsError if the state that was just written there is none that `read` takes: better now than at the restart."""
+    try:
+        read(folder)
+    except WeightsError as error:
+        raise WeightsError(
+            f"the new checkpoint could not be read again, so the older ones stay: {error.detail}",
+            "it carries a line of each group since the last one: lower trainer.checkpointing_options.save_interval_steps",
+        ) from error
 
 
 def _read(folder: Path) -> tuple[TrainerState, tuple[File, ...], str | None]:
@@ -272,13 +299,19 @@ def standing(found: Collection[WeightVersion]) -> list[WeightVersion]:
 
 def maker(step: int, lineage: Sequence[tuple[int, int]]) -> int | None:
     """The epoch that trained `step` (1 is the first) along the lineage; None if it begins later."""
-    return next((epoch for epoch, began in reversed(lineage) if began < step), None)
+    n = bisect_left(lineage, step, key=_STEP)
+    return lineage[n - 1][0] if n else None
 
 
 def in_lineage(version: WeightVersion, lineage: Sequence[tuple[int, int]]) -> bool:
     """Whether `version` is an ancestor: its epoch is one of ours, and it was not undone by a later epoch's start."""
-    for i, (epoch, began) in enumerate(lineage):
-        if epoch == version.epoch:
-            undone_after = lineage[i + 1][1] if i + 1 < len(lineage) else None
-            return version.step >= began and (undone_after is None or version.step <= undone_after)
-    return False
+    i = bisect_left(lineage, version.epoch, key=_EPOCH)
+    if i == len(lineage) or lineage[i][0] != version.epoch:
+        return False
+    undone_after = lineage[i + 1][1] if i + 1 < len(lineage) else None
+    return version.step >= lineage[i][1] and (undone_after is None or version.step <= undone_after)
+
+
+def until(epoch: int, lineage: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """The lineage as it was in `epoch`."""
+    return lineage[: bisect_left(lineage, epoch + 1, key=_EPOCH)]

@@ -143,7 +143,7 @@ class Checkpoints:
     def save(self, state: TrainerState, contents: Contents, base: WeightVersion | None) -> Path:
         """Makes the version `state.version` durable, then removes old ones. Returns its folder.
 
-        Raises StorageFull; then nothing of it is there.
+        Raises StorageFull, and WeightsError if its state is more than a reader takes; then nothing of it is there.
         """
         with self._draft(state.version) as draft:
             training = {f"optimizer.{k}": v for k, v in contents.optimizer.items()}
@@ -168,7 +168,7 @@ class Checkpoints:
             return self._install(draft, manifest, state)
 
     def relabel(self, restored: Restored, state: TrainerState) -> Path:
-        """The restored checkpoint again, as the first version of a new epoch. Files are linked, not copied. Raises StorageFull."""
+        """The restored checkpoint again, as the first version of a new epoch. Files are linked, not copied. Raises as `save`."""
         with self._draft(state.version) as draft:
             with storage.held(draft):
                 for name in (PARAMS, OPTIMIZER):
@@ -225,6 +225,7 @@ class Checkpoints:
         (draft / states.STATE).write_bytes(
             state.to_json(optimizer_files=weights.digest_files(draft, OPTIMIZER), seal=weights.seal(manifest))
         )
+        states.check_readable(draft)
         manifest = replace(manifest, state=weights.digest(draft / states.STATE))
         _sync_tree(draft)
         weights.write_manifest(draft, manifest)

@@ -49,6 +49,7 @@ def test_the_written_config_is_the_same_config(tmp_path):
         (["grpo_config.loss_algo=magic"], "grpo_config.loss_algo='magic'"),
         (["trainer.max_steps"], "not of the form key.path=value"),
         (["trainer.checkpointing_options.save_interval_steps=4"], "needs grpo_config.off_policy_steps >= 3"),
+        (["trainer.groups_per_step=100001"], "100001, more than 100000: a checkpoint carries a line of each group"),
         (["run.name=../x"], "run.name"),
         (["trainer.mesh.shape=[1]"], "trainer.mesh"),
     ],

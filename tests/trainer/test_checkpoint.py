@@ -230,3 +230,11 @@ def test_leftovers_of_a_crash_are_removed(checkpoints: Checkpoints):
     (checkpoints.root / ".tmp-stays").touch()
     checkpoints.mend(2)
     assert names(checkpoints) == [".tmp-e000003-s000001-1", ".tmp-stays"]
+
+
+def test_a_checkpoint_that_could_not_be_read_again_replaces_none(checkpoints: Checkpoints):
+    for step in (1, 2):
+        checkpoints.save(state(step), CONTENTS, None)
+    with pytest.raises(WeightsError, match="could not be read again"):
+        checkpoints.save(state(3, lineage=((1, 0), (1, 2))), CONTENTS, None)
+    assert names(checkpoints) == ["e000001-s000001", "e000001-s000002"]

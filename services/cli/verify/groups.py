@@ -11,7 +11,7 @@ from services.cli.verify.violation import Kind, Violation
 from shared import archive
 from shared.errors import DecodeError
 from shared.ledger import NONFINITE, Line
-from shared.state import TrainerState, in_lineage, maker
+from shared.state import TrainerState, in_lineage, maker, until
 from shared.types import Group, WeightVersion
 
 _MOST_MISSING = 1000
@@ -95,7 +95,7 @@ def _group(group: Group, made: WeightVersion, line: Line | None, head: TrainerSt
         yield Kind.GROUP, f"{len(group.trajectories)} episodes, failure {group.failure}"
         return
     sampled = sorted({WeightVersion.parse(span.version) for t in group.trajectories for span in t.versions})
-    present, ancestors = made.step - 1, [pair for pair in head.lineage if pair[0] <= made.epoch]
+    present, ancestors = made.step - 1, until(made.epoch, head.lineage)
     for version in sampled:
         if present - version.step > bounds.eta:
             yield Kind.STALENESS, f"tokens of {version} were {present - version.step} steps old, allowed are {bounds.eta}"
