@@ -121,5 +121,27 @@ class Totals(Collector):
 
 def exposition(accept: str = "") -> tuple[bytes, str]:
     """All metrics of the process, and their media type: OpenMetrics where the client's Accept asks for it, else Prometheus' text format."""
-    encode, media_type = choose_encoder(accept)
+    try:
+        encode, media_type = choose_encoder(_by_preference(accept))
+    except (TypeError, ValueError):  # of a version that is no version
+        encode, media_type = choose_encoder("")
     return encode(REGISTRY), media_type
+
+
+def _by_preference(accept: str) -> str:
+    """What a client accepts, the dearest first, up to the text format, which is always there: the library knows nothing of q."""
+    ranges = sorted((part for part in accept.split(",") if _quality(part) > 0), key=_quality, reverse=True)
+    plain = next((i for i, part in enumerate(ranges) if part.partition(";")[0].strip() == "text/plain"), len(ranges))
+    return ",".join(ranges[: plain + 1])
+
+
+def _quality(media_range: str) -> float:
+    """RFC 9110, 12.4.2; 0 where it is no number."""
+    for parameter in media_range.split(";")[1:]:
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "q":
+            try:
+                return float(value)
+            except ValueError:
+                return 0.0
+    return 1.0

@@ -5,11 +5,12 @@ import re
 from pathlib import Path
 
 import httpx
+import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from services.trainer.metrics import StepMetrics
-from shared.telemetry import REGISTRY
+from shared.telemetry import REGISTRY, exposition
 from tests.fuzz.stack import OPENERS, RUN, TOKEN, open_stack, run_config
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -41,6 +42,27 @@ def test_names_follow_the_conventions():
         assert name.endswith("_total") == (family.type == "counter")
         if "_seconds" in name:
             assert family.type in ("histogram", "counter")
+
+
+@pytest.mark.parametrize(
+    ("accept", "openmetrics"),
+    [
+        ("", False),
+        ("*/*", False),
+        ("application/openmetrics-text", True),
+        ("application/openmetrics-text;q=0,text/plain", False),
+        ("application/openmetrics-text; version=1.0.0; q=0.0, */*", False),
+        ("application/openmetrics-text;q=0.3,text/plain;q=0.8", False),
+        ("text/plain;q=0.3,application/openmetrics-text;version=1.0.0;q=0.8", True),
+        ("application/openmetrics-text;version=0.0.1;q=0.9,application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.1", True),
+        ("application/openmetrics-text;q=high,text/plain", False),
+        ("application/openmetrics-text;version=newest", False),
+    ],
+)
+def test_the_format_is_the_one_a_client_likes_best(accept, openmetrics):
+    content, media_type = exposition(accept)
+    assert media_type.startswith("application/openmetrics-text" if openmetrics else "text/plain")
+    assert content.endswith(b"# EOF\n") == openmetrics
 
 
 def test_every_measure_of_a_step_is_served():
