@@ -6,6 +6,8 @@ Exit codes: 0 done, 1 failed, 2 wrong configuration or usage, 130 stopped by Ctr
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -107,15 +109,19 @@ def _add_proving(commands: _Commands) -> None:
 
     chaos = commands.add_parser("chaos", help="break a run in every way, and require that nothing is lost, doubled or different")
     chaos.add_argument("--seed", type=int, default=0, metavar="N", help="which faults, when and where (default: 0)")
-    chaos.add_argument("--kills", type=int, default=40, metavar="N", help="SIGKILLs over all services; not with --real (default: 40)")
+    chaos.add_argument("--kills", type=_count, default=40, metavar="N", help="SIGKILLs over all services; not with --real (default: 40)")
     chaos.add_argument(
-        "--wipes", type=int, default=2, metavar="N", help="times that Redis forgets everything; not with --real (default: 2)"
+        "--wipes", type=_count, default=2, metavar="N", help="times that Redis forgets everything; not with --real (default: 2)"
     )
     chaos.add_argument(
-        "--zombies", type=int, default=3, metavar="N", help="trainers that wake up after they were replaced; not with --real (default: 3)"
+        "--zombies",
+        type=_count,
+        default=3,
+        metavar="N",
+        help="trainers that wake up after they were replaced; not with --real (default: 3)",
     )
     chaos.add_argument("--real", action="store_true", help="the real engine and trainer, on a clock, instead of simulated ones")
-    chaos.add_argument("--minutes", type=float, default=3.0, metavar="M", help="how long with --real, more than 0 (default: 3)")
+    chaos.add_argument("--minutes", type=_minutes, default=3.0, metavar="M", help="how long with --real, more than 0 (default: 3)")
     chaos.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help="where the run's folder is made (default: runs)")
     chaos.add_argument("--json", action="store_true", help="for programs")
     chaos.set_defaults(command=_chaos)
@@ -123,7 +129,7 @@ def _add_proving(commands: _Commands) -> None:
 
 def _add_measuring(commands: _Commands) -> None:
     soak = commands.add_parser("soak", help="run the whole stack for some minutes and see that nothing grows")
-    soak.add_argument("--minutes", type=float, default=30.0, metavar="M", help="how long (default: 30)")
+    soak.add_argument("--minutes", type=_minutes, default=30.0, metavar="M", help="how long (default: 30)")
     soak.add_argument("--config", action="append", metavar="FILE.yaml", help="of the run (default: configs/soak.yaml)")
     soak.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
     soak.add_argument("--json", action="store_true", help="for programs")
@@ -133,6 +139,22 @@ def _add_measuring(commands: _Commands) -> None:
     bench.add_argument("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
     bench.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     bench.set_defaults(command=_bench)
+
+
+def _count(text: str) -> int:
+    """Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if (n := int(text)) >= 0:
+            return n
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
+
+
+def _minutes(text: str) -> float:
+    """Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if math.isfinite(60 * (minutes := float(text))) and minutes >= 0:
+            return minutes
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes, 0 or more")
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -172,7 +172,9 @@ def _replayed(folder: RunFolder) -> str | None:
 
 
 def _load(path: Path, wanted: Wanted, name: str, *more: str) -> Loaded:
-    return config.load([path], [f"run.name={name}", f"run.dir={wanted.folder}", f"run.seed={wanted.seed}", *more])
+    """The project's configuration, whatever the present directory is; `--dir` alone counts from there."""
+    loaded = config.load([path], [f"run.name={name}", f"run.seed={wanted.seed}", *more])
+    return config.rooted(config.changed(loaded, {"run.dir": str(wanted.folder.absolute())}), PROJECT)
 
 
 def _name(wanted: Wanted) -> str:
