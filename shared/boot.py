@@ -31,6 +31,7 @@ from fastapi import FastAPI
 
 from shared import config, telemetry, watchdog
 from shared.errors import ConfigError, VolleyError
+from shared.ports import host_problem
 from shared.schema import Endpoint, RunConfig, TokenFiles
 from shared.serving import Server, make_server
 from shared.tls import check_certificate
@@ -99,6 +100,11 @@ def bind(endpoint: Endpoint) -> socket.socket:
         listener.bind((endpoint.host, endpoint.port))
     except OSError as error:
         listener.close()
+        if (problem := host_problem(error)) is not None:
+            raise ConfigError(
+                f"cannot listen on {endpoint.host}:{endpoint.port}: {problem}",
+                "name an address of this machine with services.<name>.host=…",
+            ) from error
         raise ConfigError(
             f"cannot listen on {endpoint.host}:{endpoint.port}: {error.strerror or error}",
             "another program may use the port; choose one with services.<name>.port=…",

@@ -22,13 +22,17 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
 
     For RUN@VERSION it is what `keep` has copied into `run_folder`, that of our own run, or else the other run's model.
 
-    Raises ConfigError if it is neither a folder, nor a version of a run, nor a repository that can be reached.
+    Raises ConfigError if it is neither a model's folder, nor a version of a run, nor a repository that can be reached.
     """
     kept = None if run_folder is None else kept_in(run_folder)
     if (found := origin.find(path, kept)) is not None:
         return kept if kept is not None and origin.read(kept) == found else _model_of(found)
     folder = Path(path)
     if folder.is_dir():
+        if (folder / "run.json").exists() and not (folder / "config.json").exists():
+            raise ConfigError(
+                f"model.path={path} is the folder of a run, not of a model", f"to start from its weights say {path}@{origin.LATEST}"
+            )
         return folder.resolve()
     if path.startswith((".", "/")) or path.count("/") != 1:
         raise ConfigError(f"model.path {path} is no folder", "give a Hugging Face folder, a hub id like Qwen/Qwen3-4B, or RUN@VERSION")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
-from contextlib import suppress
 
 _RANGE = range(12000, 32000)
 
@@ -24,9 +24,23 @@ def hold(host: str, port: int) -> socket.socket:
 def hold_free(host: str, before: int | None = None) -> socket.socket:
     """Binds the port `before`, if it is given and free, else any free one. Raises OSError if none can be had."""
     for port in ([] if before is None else [before]) + random.sample(_RANGE, 64):
-        with suppress(OSError, OverflowError):
+        try:
             return hold(host, port)
+        except OverflowError:
+            continue
+        except OSError as error:
+            if host_problem(error) is not None:
+                raise
     return hold(host, 0)
+
+
+def host_problem(error: Exception) -> str | None:
+    """What is wrong with the address that could not be bound, whichever the port; None if the port is what cannot be had."""
+    if isinstance(error, socket.gaierror):
+        return "this name cannot be resolved"
+    if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+        return "this is no address of this machine"
+    return None
 
 
 def free_port(before: int | None = None) -> int:

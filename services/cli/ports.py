@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shared.errors import ConfigError
-from shared.ports import hold, hold_free
+from shared.ports import hold, hold_free, host_problem
 from shared.schema import Services
 
 
@@ -54,6 +54,8 @@ def _named(service: str, host: str, port: int) -> socket.socket:
     try:
         return hold(host, port)
     except (OSError, OverflowError) as error:
+        if (problem := host_problem(error)) is not None:
+            raise _unusable(service, host, problem) from error
         raise ConfigError(
             f"services.{service}.port={port}: {host}:{port} cannot be used ({getattr(error, 'strerror', None) or error})",
             f"another program may use it; choose another port, or leave services.{service}.port out to get a free one",
@@ -65,9 +67,11 @@ def _chosen(service: str, host: str, before: int | None) -> socket.socket:
     try:
         return hold_free(host, before)
     except OSError as error:
-        raise ConfigError(
-            f"services.{service}.host={host}: cannot listen there ({error.strerror})", "name an address of this machine"
-        ) from error
+        raise _unusable(service, host, host_problem(error) or str(error.strerror)) from error
+
+
+def _unusable(service: str, host: str, problem: str) -> ConfigError:
+    return ConfigError(f"services.{service}.host={host}: cannot listen there: {problem}", "name an address of this machine")
 
 
 def urls(services: Services, ports: Mapping[str, Sequence[int]]) -> dict[str, str]:

@@ -116,10 +116,12 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[Loaded, Record
     if record is None:
         problem = "cannot be read" if folder.record.exists() else "is missing"
         raise ConfigError(f"{run_dir} is not a run that can be continued: its run.json {problem}", "start one with --config FILE.yaml")
-    loaded = config.stored(folder.path, overrides)
-    name = loaded.config.run.name
+    name = config.stored(folder.path).config.run.name
     if name != folder.name:
         raise ConfigError(f"{run_dir} holds the run {name}", f"a run's folder has its name: call it {name} again")
+    loaded = config.stored(folder.path, overrides)
+    if (other := loaded.config.run.name) != name:
+        raise ConfigError(f"run.name (was {name}, now {other}) may not change", "leave it out; --config FILE.yaml starts another run")
     return config.changed(loaded, {"run.name": name, "run.dir": str(folder.path.parent)}), record
 
 

@@ -23,6 +23,7 @@ from shared import config
 from shared.clients.base import HttpClient
 from shared.config import Loaded
 from shared.errors import ConfigError, VolleyError, first_error
+from shared.files import open_file
 from shared.hub import model_folder
 
 _POLL_S = 0.3
@@ -89,8 +90,11 @@ def check_inputs(loaded: Loaded) -> None:
     """Finds what is wrong with the inputs, files and services of others, before anything is started. Raises VolleyError."""
     for key in ("train", "eval"):
         path: Path | None = getattr(loaded.config.data, key)
-        if path is not None and not path.is_file() and loaded.config.services.env.url is None:  # else it lies on that service's host
-            raise ConfigError(f"data.{key}={path}: no such file", f"give an existing file with data.{key}=…")
+        if path is not None and loaded.config.services.env.url is None:  # else it lies on that service's host
+            try:
+                open_file(path).close()
+            except OSError as error:
+                raise ConfigError(f"data.{key}={path}: {error.strerror}", f"give an existing file with data.{key}=…") from error
     model_folder(loaded.config.model.path, loaded.config.run.folder)
     asyncio.run(external.check(loaded.config))
 

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from services.cli import ports, runs
+from services.cli.__main__ import main
 from services.cli.layout import PROJECT
+from shared.boot import bind
 from shared.config import load
 from shared.errors import ConfigError
-from shared.schema import Services
+from shared.hub import model_folder
+from shared.schema import Endpoint, Services
 
 CONFIG = "configs/quickstart.yaml"
 
@@ -33,6 +36,7 @@ def volley(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["train", "--config", CONFIG, "trainer.max_steps"], "key.path=value"),
         (["train", "--config", CONFIG, "data.train=/missing/train.jsonl"], "data.train=/missing/train.jsonl"),
         (["train", "--config", CONFIG, "model.path=./missing"], "model.path missing"),
+        (["train", "--config", CONFIG, "data.train=/dev/zero"], "data.train=/dev/zero: is a device, not a file"),
         (["train"], "neither a run's folder nor --config"),
         (["up", "trainer.max_steps=3"], "neither a run's folder nor --config"),
         (["up", "/missing"], "/missing: no such folder"),
@@ -53,6 +57,28 @@ def test_a_mistake_is_one_line(arguments: list[str], named: str) -> None:
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("volley: ")
     assert named in done.stderr.replace(f"{PROJECT}/", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["chaos", f"--{what}", "-1"] for what in ("kills", "wipes", "zombies")),
+        ["chaos", "--real", "--minutes", "nan"],
+        ["soak", "--minutes", "nan"],
+        ["soak", "--minutes", "inf"],
+    ],
+)
+def test_a_number_that_means_nothing_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert f"argument {arguments[-2]}: '{arguments[-1]}' is not a" in capsys.readouterr().err
+
+
+def test_a_runs_folder_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ConfigError, match=rf"is the folder of a run, not of a model \(.*{tmp_path}@latest"):
+        model_folder(str(tmp_path))
 
 
 def test_help_lists_the_commands() -> None:
@@ -88,6 +114,16 @@ def test_a_taken_port_is_named() -> None:
         services = Services.model_validate({"env": {"port": port}})
         with pytest.raises(ConfigError, match=rf"services\.env\.port={port}"):
             ports.choose(services, {"env": {"port": port}}, {"env": 1})
+
+
+@pytest.mark.parametrize(("host", "problem"), [("nope.invalid", "cannot be resolved"), ("192.0.2.1", "no address of this machine")])
+def test_a_host_that_is_not_ours_is_told_from_a_taken_port(host: str, problem: str) -> None:
+    for given in ({"host": host}, {"host": host, "port": 8101}):
+        services = Services.model_validate({"env": given})
+        with pytest.raises(ConfigError, match=rf"services\.env\.host={host}: .*{problem} \(name an address"):
+            ports.choose(services, {"env": given}, {"env": 1})
+    with pytest.raises(ConfigError, match=rf"{host}:8101: .*{problem} \(name an address"):
+        bind(Endpoint(host=host, port=8101))
 
 
 def test_free_ports_are_distinct_and_named_ones_are_kept() -> None:

@@ -253,6 +253,12 @@ def test_a_folder_that_cannot_be_continued_says_why(tmp_path: Path, what: str, m
     assert "\n" not in str(raised.value)
 
 
+def test_the_name_of_a_run_that_exists_may_not_change(tmp_path: Path) -> None:
+    claim(loaded(tmp_path))
+    with pytest.raises(ConfigError, match=r"run\.name \(was r, now other\) may not change"):
+        runs.stored(tmp_path / "r", ["run.name=other"])
+
+
 def test_an_edited_configuration_is_refused(tmp_path: Path) -> None:
     begun(tmp_path)
     (tmp_path / "r" / "config.yaml").write_text(loaded(tmp_path, trainer={"groups_per_step": 4}).to_yaml())
