@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import reprlib
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -140,9 +142,10 @@ async def _sample(request: Request, state: State, body: Sampling, prompt: list[i
     limit = body.max_completion_tokens or body.max_tokens or min(default_new or room, room)
     requests = [intake.build(ids, _sampling(body, limit, state, i), None, state.info) for i in range(body.n)]
     try:
-        return await state.generation.run(requests, request.receive)
+        results = await state.generation.run(requests, request.receive)
     except ClientGone:
         return None
+    return [_stopped(_tokenizer(state), result, _stops(body)) for result in results]
 
 
 def _sampling(body: Sampling, limit: int, state: State, i: int) -> SamplingParams:
@@ -158,7 +161,7 @@ def _sampling(body: Sampling, limit: int, state: State, i: int) -> SamplingParam
 
 
 def _text_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body: Completion) -> dict[str, Any]:
-    text, reason = _until_stop(tokenizer.message_text(result.output_ids.tolist()), body.stop, _reason(result))
+    text, reason = _until_stop(tokenizer.message_text(result.output_ids.tolist()), _stops(body), _reason(result))
     logprobs = None
     if body.logprobs is not None and body.logprobs is not False:
         tokens = [tokenizer.token(t) for t in result.output_ids.tolist()]
@@ -167,7 +170,7 @@ def _text_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body:
 
 
 def _chat_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body: ChatCompletion) -> dict[str, Any]:
-    text, reason = _until_stop(tokenizer.message_text(result.output_ids.tolist()), body.stop, _reason(result))
+    text, reason = _until_stop(tokenizer.message_text(result.output_ids.tolist()), _stops(body), _reason(result))
     logprobs = None
     if body.logprobs:
         pairs = zip(result.output_ids.tolist(), result.logprobs.tolist(), strict=True)
@@ -182,10 +185,28 @@ def _tokens(result: GenerateResult) -> dict[str, Any]:
     return {"token_ids": result.output_ids.tolist(), "weight_versions": versions}
 
 
-def _until_stop(text: str, stop: str | list[str] | None, reason: str) -> tuple[str, str]:
+def _stops(body: Sampling) -> list[str]:
+    return [stop for stop in ([body.stop] if isinstance(body.stop, str) else body.stop or []) if stop]
+
+
+def _stopped(tokenizer: ChatTokenizer, result: GenerateResult, stops: list[str]) -> GenerateResult:
+    """Without the tokens after the one that completes a stop string: ids, log-probabilities and versions are those of one answer."""
+    ids = result.output_ids.tolist()
+
+    def has_stop(n: int) -> bool:
+        text = tokenizer.message_text(ids[:n])
+        return any(stop in text for stop in stops)
+
+    if not stops or not has_stop(len(ids)):
+        return result
+    n = bisect.bisect_left(range(len(ids)), True, key=has_stop)
+    versions = tuple(replace(span, end=min(span.end, n)) for span in result.versions if span.start < n)
+    return replace(result, output_ids=result.output_ids[:n], logprobs=result.logprobs[:n], versions=versions)
+
+
+def _until_stop(text: str, stops: list[str], reason: str) -> tuple[str, str]:
     """Cuts at the first stop string."""
-    stops = [stop] if isinstance(stop, str) else stop or []
-    found = [at for at in (text.find(s) for s in stops if s) if at >= 0]
+    found = [at for at in map(text.find, stops) if at >= 0]
     return (text[: min(found)], "stop") if found else (text, reason)
 
 

@@ -86,6 +86,24 @@ async def test_openai_log_probabilities_come_when_they_are_asked_for(http: httpx
         assert ((await http.post("/v1/chat/completions", json=chat)).json()["choices"][0]["logprobs"] is not None) == there
 
 
+@pytest.mark.parametrize(
+    ("stop", "text", "n"),
+    [("C", "AB", 3), (["CD", "B"], "A", 2), (["", "z"], "ABCDEF", 6), ("A", "", 1), ("F", "ABCDE", 6), ("\n", "ABCDEF", 6)],
+)
+async def test_a_stop_string_ends_text_tokens_and_log_probabilities_alike(http: httpx.AsyncClient, stop: object, text: str, n: int) -> None:
+    """The engine answers A (id 35), B, C, …; the token that completes the stop string is the last."""
+    body = {"max_tokens": 6, "stop": stop, "logprobs": True}
+    answer = (await http.post("/v1/completions", json={**body, "prompt": [34]})).json()
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text, "length" if text == "ABCDEF" else "stop")
+    assert choice["token_ids"] == list(range(35, 35 + n))
+    assert len(choice["logprobs"]["token_logprobs"]) == len(choice["logprobs"]["tokens"]) == n
+    assert choice["weight_versions"] == [{"version": VERSION, "start": 0, "end": n}]
+    assert answer["usage"]["completion_tokens"] == n
+    chat = (await http.post("/v1/chat/completions", json={**body, "messages": [{"role": "user", "content": "hi"}]})).json()["choices"][0]
+    assert len(chat["logprobs"]["content"]) == len(chat["token_ids"])
+
+
 async def test_the_projects_client_accepts_the_answers(transport: httpx.ASGITransport) -> None:
     async with RolloutClient("http://x", transport=transport) as client:
         generation = await client.generate(np.array([5, 6], np.int32), {"max_new_tokens": 4}, "r")
