@@ -172,9 +172,10 @@ def _agree(folder: RunFolder, in_force: Mapping[str, Any]) -> None:
 def _continued(folder: RunFolder, loaded: Loaded, say: Callable[[str], None]) -> Record | None:
     record = read_record(folder)
     if record is None:
-        if folder.record.exists() or folder.metrics.exists():
+        head = states.newest_state(folder.checkpoints)
+        if folder.record.exists() or (folder.metrics.exists() and not (head and head.settings)):
             raise ConfigError(f"{folder.path} holds files but no readable run.json", "choose another run.name=…")
-        return None
+        return _amended(folder, _new(loaded), loaded, say) if head else None  # services that were started by hand have begun it
     if not (record.finished or _has_begun(folder)):
         if differing := pinned.changes(record.config, pinned.relevant(loaded.config)):
             say(f"run {folder.name} has trained nothing yet: its configuration is replaced ({'; '.join(map(str, differing[:5]))})")

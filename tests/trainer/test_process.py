@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +11,11 @@ import numpy as np
 import orjson
 import pytest
 
-from services.cli.layout import RunFolder
+from services.cli.runs import claimed, finished
 from services.cli.verify.command import verify
 from services.trainer.checkpoint import Checkpoints, Restored
 from services.trainer.simulated import NumpyArrays
+from shared.config import load
 from shared.queue.server import embedded_server, prepare, running
 from tests.trainer.process import BATCH, producing, trainer
 
@@ -37,12 +37,12 @@ def newest(folder: Path) -> Restored:
 
 
 def check(folder: Path) -> None:
-    """The run is proven, and its metrics have one line a step."""
-    run = folder / "r"
-    shutil.copy(folder / "config.yaml", run)
-    result = verify(RunFolder(run))
+    """The run, which a trainer alone has begun, is taken up and proven, and its metrics have one line a step."""
+    with claimed(load([folder / "config.yaml"])) as claim:
+        finished(claim.folder, claim.record)
+    result = verify(claim.folder)
     assert result["ok"], result["violations"]
-    steps = [orjson.loads(line)["step"] for line in (run / "metrics.jsonl").read_bytes().splitlines()]
+    steps = [orjson.loads(line)["step"] for line in claim.folder.metrics.read_bytes().splitlines()]
     assert steps == list(range(1, STEPS + 1))
 
 
