@@ -19,6 +19,7 @@ from shared.types import WeightVersion
 TRAINED, NONFINITE = "trained", "nonfinite"
 DISPOSITIONS = (TRAINED, "stale", "filtered", "failed", "poison", "superseded", NONFINITE)
 _MOST = 2**53
+_MOST_REASON = 1000
 _TEXT_OR_NONE = (str, type(None))
 
 type Line = dict[str, Any]
@@ -38,6 +39,7 @@ def line(
     Args:
         version: of the weights that trained the group made, or that the trainer had when the ticket ended without training.
         versions: the oldest and the newest that sampled its tokens.
+        reason: for people; cut after 1,000 characters, because readers cut long lines.
         digest: blake3 of the group's wire bytes, which the archive holds if it was trained, and `refused/` if it is `nonfinite`.
     """
     return {
@@ -47,7 +49,7 @@ def line(
         "epoch": version.epoch,
         "version": str(version),
         "versions": [str(v) for v in versions] if versions else None,
-        "reason": reason,
+        "reason": None if reason is None else reason[:_MOST_REASON],
         "digest": digest,
     }
 

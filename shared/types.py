@@ -48,7 +48,7 @@ class WeightVersion:
         """Raises DecodeError if `text` is not of the form e000001-s000042."""
         match = _VERSION.match(text)
         if match is None:
-            raise DecodeError(f"{text!r} is not a weight version", "expected the form e000001-s000042")
+            raise DecodeError(f"{text[:50]!r} is not a weight version", "expected the form e000001-s000042")
         return cls(int(match[1]), int(match[2]))
 
 

@@ -8,11 +8,11 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from services.cli.layout import RunFolder
 from services.cli.runs import Record, write_record
-from shared.errors import StorageFull
+from shared.errors import VolleyError
 
 _BEAT_S = 2.0
 
@@ -29,19 +29,25 @@ class Worked:
 
 @contextmanager
 def counting(folder: RunFolder, record: Record) -> Iterator[Worked]:
-    """Inside, run.json is never older than a few seconds; at the end it is exact. Raises StorageFull at the end."""
+    """Inside, run.json is a few seconds old at most, while it can be written; at the end it is exact.
+
+    Raises StorageUnavailable at the end, unless something else is raised inside.
+    """
     worked, ended = Worked(record), threading.Event()
 
     def beat() -> None:
         while not ended.wait(_BEAT_S):
-            with suppress(StorageFull, OSError):  # the next beat tells of this one's time too
+            with suppress(VolleyError, OSError):  # the next beat tells of this one's time too
                 write_record(folder, worked.record())
 
     thread = threading.Thread(target=beat, name="worked", daemon=True)
     thread.start()
+    quiet = suppress(VolleyError, OSError)
     try:
         yield worked
+        quiet = nullcontext()
     finally:
         ended.set()
         thread.join()
-        write_record(folder, worked.record())
+        with quiet:
+            write_record(folder, worked.record())

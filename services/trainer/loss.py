@@ -27,6 +27,7 @@ SUPERVISED_SUMS = ("tokens", "nll")
 
 _MAX_LOG_RATIO = 20.0
 _MAX_SEQUENCE_LOG_RATIO = 10.0
+_NEAR = 0.125
 
 jax.tree_util.register_dataclass(
     Batch,
@@ -91,7 +92,8 @@ def _kl(logprobs: jax.Array, reference: jax.Array, mode: KlMode) -> jax.Array:
     """Per-token estimators of KL(policy || reference) after Schulman: k1, k2 and k3.
 
     k3, exp(d) - d - 1 of the difference d in nats, overflows float32 beyond 88, and so does the square of its gradient beyond 44.
-    Above `_MAX_LOG_RATIO` it goes on as its tangent: the same slope, so a token that far from the reference is still drawn back.
+    Near 0 its terms cancel, so there it is the beginning of its series, of which d^7/7! is the first term left out. Above
+    `_MAX_LOG_RATIO` it goes on as its tangent: the same slope, so a token that far from the reference is still drawn back.
     (verl clips d to the same 20, and the value to 10; Tunix' optional clamp is of the value. A clip has no gradient: the token
     would be free.)
     """
@@ -100,10 +102,14 @@ def _kl(logprobs: jax.Array, reference: jax.Array, mode: KlMode) -> jax.Array:
         return -difference
     if mode == "mse_kl":
         return 0.5 * jnp.square(difference)
+    is_near = jnp.abs(difference) < _NEAR
+    d = jnp.where(is_near, difference, 0.0)
+    near = jnp.square(d) * (1 / 2 + d * (1 / 6 + d * (1 / 24 + d * (1 / 120 + d / 720))))
     bounded = jnp.where(difference > _MAX_LOG_RATIO, _MAX_LOG_RATIO, difference)
     slope = math.exp(_MAX_LOG_RATIO) - 1.0
     tangent = slope - _MAX_LOG_RATIO + slope * (difference - _MAX_LOG_RATIO)
-    return jnp.where(difference > _MAX_LOG_RATIO, tangent, jnp.exp(bounded) - bounded - 1.0)
+    far = jnp.where(difference > _MAX_LOG_RATIO, tangent, jnp.expm1(bounded) - bounded)
+    return jnp.where(is_near, near, far)
 
 
 def _sums(logprobs: jax.Array, behaviour: jax.Array, entropy: jax.Array, is_clipped: jax.Array, batch: Batch) -> Sums:

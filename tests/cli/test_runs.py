@@ -21,7 +21,7 @@ from services.cli.train import fresh_name
 from services.trainer.checkpoint import Checkpoints, Contents
 from services.trainer.simulated import NumpyArrays
 from shared.config import Loaded, rooted, validate
-from shared.errors import ConfigError
+from shared.errors import ConfigError, StorageDenied
 from shared.pinned import relevant
 from shared.state import fresh
 
@@ -215,6 +215,34 @@ def test_the_time_before_a_kill_counts(tmp_path: Path) -> None:
         process.wait()
     with runs.claimed(loaded(tmp_path)) as (_, record, _):
         assert record.elapsed_s >= elapsed > 2 * worked._BEAT_S - 0.1  # pyright: ignore[reportPrivateUsage] - what two beats count
+
+
+def test_the_time_goes_on_being_counted_after_the_folder_was_away(tmp_path: Path) -> None:
+    with runs.claimed(loaded(tmp_path)) as (folder, record, _), worked.counting(folder, record):
+        away = folder.path.rename(tmp_path / "away")
+        time.sleep(1.5 * worked._BEAT_S)  # pyright: ignore[reportPrivateUsage] - a beat finds nothing to write to
+        away.rename(folder.path)
+        deadline = time.monotonic() + 30
+        while (now := runs.read_record(folder)) is None or not now.elapsed_s:
+            assert time.monotonic() < deadline, "nothing counts any more"
+            time.sleep(0.05)
+
+
+def test_time_that_cannot_be_written_hides_no_other_error(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "r")
+    claim(loaded(tmp_path))
+    record = runs.read_record(folder)
+    assert record is not None
+
+    def fail() -> None:
+        with worked.counting(folder, record):
+            folder.path.rename(tmp_path / "away")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with pytest.raises(StorageDenied), worked.counting(folder, record):
+        pass
 
 
 def broken(folder: Path, what: str) -> Path:

@@ -92,3 +92,9 @@ def test_versions_order_by_epoch_then_step():
     for text in ("", "e1-s1", "e000001-s000001/..", "e000001-s000001\n"):
         with pytest.raises(DecodeError):
             WeightVersion.parse(text)
+
+
+def test_an_error_does_not_send_a_long_version_back():
+    with pytest.raises(DecodeError) as caught:
+        WeightVersion.parse("e" * 2**20)
+    assert len(str(caught.value)) < 200

@@ -194,3 +194,11 @@ async def test_lines_that_were_kept_back_are_not_written_once_another_trainer_ha
     with pytest.raises(Fenced, match="another trainer of the run"):
         await asyncio.wait_for(bench.loop().run(), 20)
     assert not metrics.exists()
+
+
+async def test_a_long_reason_makes_a_line_that_every_reader_takes(bench: Bench):
+    bench.queue.publish(Group(1, "toy", "t", (), failure="\0" * 2**20))
+    bench.feed(2, 3, 4, 5)
+    await bench.run_to_the_end()
+    assert bench.ledger.settled().keys() == {1, 2, 3, 4, 5}
+    assert bench.ledger.settled()[1]["reason"] == "\0" * 1000

@@ -181,12 +181,8 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood():
     assert value == pytest.approx(expected, rel=1e-5)
 
 
-DISTANCES = [-1e4, -88.0, -1.0, 0.0, 1e-3, 1.0, 19.0, 20.0, 21.0, 44.0, 88.0, 89.0, 700.0, 1e4]
-
-
-@pytest.mark.parametrize("distance", DISTANCES)
-def test_k3_and_its_gradient_are_the_float64_ones_up_to_the_bound_and_the_tangent_beyond(distance: float):
-    """`distance` is log p(reference) - log p(policy) in nats; float32 overflows beyond 88, and its squares beyond 44."""
+def k3(distance: float) -> tuple[float, float, float]:
+    """Loss, its sum `kl`, and gradient of one token without advantage, `distance` nats from the reference."""
     ones = jnp.ones((1, 1))
     batch = Batch(ones, ones, ones, -ones, 0 * ones, ones, jnp.ones(1), reference=jnp.full((1, 1), min(0.0, distance)))
     loss = GrpoOptions(0.2, 0.2, 1.0, "grpo", "low_var_kl", None)
@@ -195,12 +191,30 @@ def test_k3_and_its_gradient_are_the_float64_ones_up_to_the_bound_and_the_tangen
         return grpo_loss(TokenScores(logprob, 0 * ones), batch, loss)
 
     (value, sums), gradient = jax.value_and_grad(of, has_aux=True)(jnp.full((1, 1), min(0.0, -distance)))
+    return float(value), float(sums["kl"]), float(gradient[0, 0])
+
+
+DISTANCES = [-1e4, -88.0, -1.0, 0.0, 1e-3, 1.0, 19.0, 20.0, 21.0, 44.0, 88.0, 89.0, 700.0, 1e4]
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_k3_and_its_gradient_are_the_float64_ones_up_to_the_bound_and_the_tangent_beyond(distance: float):
+    """`distance` is log p(reference) - log p(policy) in nats; float32 overflows beyond 88, and its squares beyond 44."""
+    value, kl, gradient = k3(distance)
     near = np.float64(min(distance, 20.0))
     slope = np.exp(near) - 1.0
     expected = np.exp(near) - near - 1.0 + slope * (np.float64(distance) - near)
-    assert float(value) == float(sums["kl"]) == pytest.approx(expected, rel=1e-6, abs=1e-6)
-    assert float(gradient[0, 0]) == pytest.approx(-slope, rel=1e-6, abs=1e-6)
+    assert value == kl == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    assert gradient == pytest.approx(-slope, rel=1e-6, abs=1e-6)
     assert np.isfinite(np.float32(slope) ** 2)
+
+
+@pytest.mark.parametrize("distance", [sign * d for d in (1e-6, 1e-4, 1e-2, 0.124, 0.126, 1.0) for sign in (1, -1)])
+def test_k3_and_its_gradient_are_precise_near_0(distance: float):
+    value, kl, gradient = k3(distance)
+    d = np.float64(np.float32(distance))
+    assert value == kl == pytest.approx(np.expm1(d) - d, rel=3e-6, abs=0.0)
+    assert gradient == pytest.approx(-np.expm1(d), rel=3e-6, abs=0.0)
 
 
 @pytest.mark.parametrize("algo", ["grpo", "gspo-token"])

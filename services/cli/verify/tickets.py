@@ -47,12 +47,12 @@ def read(path: Path) -> tuple[list[Line], list[Violation]]:
     n_bad = 0
     try:
         for number, text in enumerate(whole_lines(path), start=1):
-            if not text.strip():
-                continue  # what a mend has made of a torn line
             line = ledger.parse(text)
             if line is not None:
                 lines.append(_compact(line, said))
                 continue
+            if not text.strip():
+                continue  # what a mend has made of a torn line
             n_bad += 1
             if n_bad <= MOST_OF_A_KIND:
                 bad.append(Violation(Kind.LEDGER, f"line {number} is not a line of a ledger", file=path.name))
