@@ -20,6 +20,7 @@ from shared.schema import TokenFiles
 
 MIN_TOKEN = 16
 """Characters of a token, at least."""
+_MAX_SECRET = 2**16
 
 
 class Role(IntEnum):
@@ -84,7 +85,7 @@ class RoleTable:
 def read_tokens(files: TokenFiles) -> Tokens | None:
     """All configured tokens, or None if there are none: everyone may then do everything. Raises ConfigError."""
     named = {role: getattr(files, str(role)) for role in (Role.VIEWER, Role.SERVICE, Role.ADMIN)}
-    tokens = {role: _read_token(path, role) for role, path in named.items() if path is not None}
+    tokens = {role: read_token(path, _key(role)) for role, path in named.items() if path is not None}
     if len(set(tokens.values())) < len(tokens):
         raise ConfigError("services.token_files: two roles have the same token", "give each role a token of its own")
     return Tokens(tokens) if tokens else None
@@ -93,13 +94,18 @@ def read_tokens(files: TokenFiles) -> Tokens | None:
 def token_for(files: TokenFiles, role: Role) -> str | None:
     """The token to call others with in that role, read from the one file it takes; None where none is configured. Raises ConfigError."""
     path = next((path for known in Role if known >= role and (path := getattr(files, str(known), None)) is not None), None)
-    return None if path is None else _read_token(path, role)
+    return None if path is None else read_token(path, _key(role))
 
 
-def _read_token(path: Path, role: Role) -> str:
-    token = read_secret(path, f"services.token_files.{role}")
+def _key(role: Role) -> str:
+    return f"services.token_files.{role}"
+
+
+def read_token(path: Path, key: str) -> str:
+    """Raises ConfigError as `read_secret`, or if the file holds no token."""
+    token = read_secret(path, key)
     if len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(f"services.token_files.{role}: {path} must hold {MIN_TOKEN} or more ASCII characters, none of them blank")
+        raise ConfigError(f"{key}: {path} must hold {MIN_TOKEN} or more ASCII characters, none of them blank")
     return token
 
 
@@ -115,10 +121,17 @@ def read_secret(path: Path, key: str) -> str:
     try:
         with path.open() as file:
             status = os.fstat(file.fileno())
+            secret = file.read(_MAX_SECRET).strip()
             if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
                 mode = f"{stat.S_IMODE(status.st_mode):04o}"
-                raise ConfigError(f"{key}: {path} has mode {mode}: not only its owner has access to this secret", f"chmod 600 {path}")
-            return file.read().strip()
+                hint = f"chmod 600 {path}" if _is_secret(secret) else "name a file that holds the secret alone"
+                raise ConfigError(f"{key}: {path} has mode {mode}: not only its owner has access to this secret", hint)
+            return secret
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "is not text"
         raise ConfigError(f"{key}: {path}: {reason}", f"create the file, or unset {key}") from error
+
+
+def _is_secret(text: str) -> bool:
+    """Whether it looks like one: a single line, or a private key."""
+    return bool(text) and (text.isprintable() or text.startswith("-----BEGIN "))

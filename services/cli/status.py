@@ -16,7 +16,7 @@ from services.cli import addresses, whose
 from services.cli.addresses import Addresses
 from services.cli.layout import RunFolder
 from shared import wedge
-from shared.access import Role, read_secret, token_for
+from shared.access import Role, read_token, token_for
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, ServiceUnreachable, VolleyError
 from shared.wedge import Seen, Verdict
@@ -73,7 +73,7 @@ async def observe(services: Sequence[Service]) -> tuple[list[Seen], Verdict]:
 
 
 def _at(urls: Sequence[str], token_file: Path | None, ca_file: Path | None) -> list[Service]:
-    token = read_secret(token_file, "--token-file") if token_file else None
+    token = read_token(token_file, "--token-file") if token_file else None
     return [Service(url, None, HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=ca_file)) for url in urls]
 
 

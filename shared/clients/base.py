@@ -7,6 +7,7 @@ Retries: only what the caller marks as safe to repeat, only for `Unavailable`, i
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from httpx import AsyncBaseTransport
 
 _CONNECT_TIMEOUT_S = 5.0
+_NO_ADDRESS = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError)
 MAX_ANSWER_BYTES = 64 * 2**20
 _KEEPALIVE_S = 4.0  # well below that of shared.serving, so that no request meets a connection that is being closed
 
@@ -106,7 +108,7 @@ class HttpClient:
         except (aiohttp.ClientError, OSError) as error:
             if (reason := descriptors.exhausted(error)) is not None:
                 raise ServiceUnreachable(f"{what}: {reason}", descriptors.HINT) from error
-            raise ServiceUnreachable(f"{what}: {type(error).__name__}", "is the service running?") from error
+            raise ServiceUnreachable(f"{what}: {_reason(error)}", _hint(error)) from error
         return await offload.by_size(len(answer.content), lambda: _read(answer, path, max_objects))
 
 
@@ -163,9 +165,32 @@ class _Direct:
         await self._direct.close()
 
 
+def _reason(error: aiohttp.ClientError | OSError) -> str:
+    """In plain words, without the address, which is named already."""
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return "the name of the host cannot be resolved"
+    if isinstance(error, _NO_ADDRESS):
+        return "this is no http address"
+    number = getattr(error, "errno", None)
+    if isinstance(error, aiohttp.ServerDisconnectedError) or number in (errno.ECONNRESET, errno.EPIPE):
+        return "the connection was closed before the answer was complete"
+    if isinstance(error, aiohttp.ClientResponseError | aiohttp.ClientPayloadError):
+        return "what answers there does not speak HTTP, or broke off"
+    if number == errno.ECONNREFUSED:
+        return "nothing listens there"
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def _hint(error: aiohttp.ClientError | OSError) -> str:
+    wrong_address = isinstance(error, (aiohttp.ClientConnectorDNSError, *_NO_ADDRESS))
+    return "check the address" if wrong_address else "is the service running?"
+
+
 def _tls_reason(error: aiohttp.ClientSSLError) -> str:
-    cause = error.certificate_error if isinstance(error, aiohttp.ClientConnectorCertificateError) else error.os_error
-    return f"{type(cause).__name__} {getattr(cause, 'verify_message', None) or getattr(cause, 'reason', None) or ''}".strip()
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        cause = error.certificate_error
+        return f"its certificate is not accepted: {getattr(cause, 'verify_message', None) or cause}"
+    return f"no TLS connection can be made: {getattr(error.os_error, 'reason', None) or error.os_error}"
 
 
 def _content_type(body: bytes | None) -> dict[str, str]:

@@ -223,6 +223,15 @@ def test_a_secret_of_ours_that_others_have_access_to_is_refused(tmp_path, mode: 
     assert "the password" not in str(caught.value)
 
 
+def test_of_a_file_that_holds_no_single_secret_no_rights_are_taken(tmp_path) -> None:
+    path = tmp_path / "passwd"
+    path.write_text("root:x:0:0\ndaemon:x:1:1\n")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="name a file that holds the secret alone") as caught:
+        read_secret(path, "--token-file")
+    assert "chmod" not in str(caught.value)
+
+
 def test_a_missing_or_binary_secret_is_named(tmp_path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_secret(tmp_path / "none", "key")

@@ -256,5 +256,20 @@ async def test_an_unreachable_service_is_named():
                 await c.post("/x", {})
 
 
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("http://127.0.0.1:1", "nothing listens there"),
+        ("http://nope.invalid:1", "cannot be resolved .check the address"),
+        ("ftp://127.0.0.1", "no http address"),
+        ("http://127.0.0.1:99999", "no http address"),
+    ],
+)
+async def test_why_a_service_is_unreachable_is_in_plain_words(url, reason):
+    async with HttpClient(url) as c:
+        with pytest.raises(errors.ServiceUnreachable, match=reason):
+            await c.post("/x", {})
+
+
 def test_a_client_lets_go_of_a_connection_long_before_the_server_does():
     assert 2 * base._KEEPALIVE_S < serving._KEEP_ALIVE_S
