@@ -13,6 +13,8 @@ from shared.errors import DecodeError
 
 MAX_OBJECTS = 2**17
 """Values of one body, unless its reader says otherwise: some ten megabytes, and ten milliseconds, at most."""
+MAX_LINE_VALUES = 10_000
+"""Values of a line of a record: one of metrics has some hundred."""
 MAX_DEPTH = 64
 
 _SCALARS = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import orjson
-
+from shared import codec
 from shared.errors import DecodeError
 from shared.types import WeightVersion
 
@@ -21,6 +20,10 @@ DISPOSITIONS = (TRAINED, "stale", "filtered", "failed", "poison", "superseded", 
 _MOST = 2**53
 _MOST_REASON = 1000
 _TEXT_OR_NONE = (str, type(None))
+_MOST_VALUES = 200
+"""Values, and commas, of a line that is looked at; one has 25."""
+_KEYS = frozenset(("ticket", "disposition", "step", "epoch", "version", "versions", "reason", "digest"))
+_ROLLBACK_KEYS = frozenset(("rollback", "epoch"))
 
 type Line = dict[str, Any]
 
@@ -62,22 +65,22 @@ def rollback(step: int, epoch: int) -> Line:
 def parse(text: bytes) -> Line | None:
     """One line of the file; None if it is not of the ledger."""
     try:
-        return checked(orjson.loads(text))
-    except (orjson.JSONDecodeError, DecodeError):
+        return checked(codec.from_json(text, "a line of a ledger", _MOST_VALUES))
+    except DecodeError:
         return None
 
 
 def checked(value: Any) -> Line:
-    """The value of a line. Raises DecodeError if it is none of the ledger's."""
+    """The value of a line. Raises DecodeError if it is none of the ledger's, or says more than one: what it holds is bounded."""
     if not isinstance(value, dict):
         raise DecodeError("not a line of a ledger")
     if "rollback" in value:
-        good = all(_is_count(value.get(key)) for key in ("rollback", "epoch"))
+        good = value.keys() == _ROLLBACK_KEYS and _is_count(value["rollback"]) and _is_count(value["epoch"])
     else:
         get = value.get
         typed = _is_count(get("ticket")) and _is_count(get("step")) and _is_count(get("epoch"))
         plain = isinstance(get("reason"), _TEXT_OR_NONE) and isinstance(get("digest"), _TEXT_OR_NONE)
-        good = typed and plain and value.get("disposition") in DISPOSITIONS and _versions_fit(value)
+        good = value.keys() <= _KEYS and typed and plain and value.get("disposition") in DISPOSITIONS and _versions_fit(value)
     if not good:
         raise DecodeError("not a line of a ledger")
     return value

@@ -12,7 +12,8 @@ from typing import Any
 
 import orjson
 
-from shared import ledger, storage, telemetry
+from shared import codec, ledger, storage, telemetry
+from shared.bounds import MAX_LINE_VALUES
 from shared.chain import Chain
 from shared.errors import DecodeError, StorageUnavailable, WeightsError
 from shared.ledger import TRAINED
@@ -157,10 +158,10 @@ def _sync(path: Path) -> None:
 
 def _parsed(line: bytes) -> tuple[dict[str, Any], WeightVersion] | None:
     try:
-        value = orjson.loads(line)
+        value = codec.from_json(line, "a line of metrics", MAX_LINE_VALUES)
         version = WeightVersion.parse(value["version"])
         return (value, version) if value["step"] == version.step else None
-    except (orjson.JSONDecodeError, KeyError, TypeError, DecodeError):
+    except (KeyError, TypeError, DecodeError):
         return None
 
 

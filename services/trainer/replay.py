@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from shared import archive, config, pinned, storage, weights
+from shared import archive, codec, config, pinned, storage, weights
 from shared import state as states
+from shared.bounds import MAX_LINE_VALUES
 from shared.config import Loaded
 from shared.errors import ConfigError, DecodeError, Forbidden, VolleyError, WeightsError, problem
 from shared.schema import RunConfig
@@ -162,11 +163,11 @@ def _metrics(path: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for number, text in enumerate(storage.whole_lines(path), start=1):
         try:
-            line = orjson.loads(text)
+            line = codec.from_json(text, "it", MAX_LINE_VALUES)
             WeightVersion.parse(line["version"])
             if not all(isinstance(line[name], int | float | None) for name in _COMPARED):
                 raise TypeError("a number is none")
-        except (orjson.JSONDecodeError, KeyError, TypeError, DecodeError) as error:
+        except (KeyError, TypeError, DecodeError) as error:
             raise DecodeError(
                 f"line {number} of {path} is not a line of metrics: {error}"[:_MAX_DETAIL], "`volley verify` names what else"
             ) from error

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from services.trainer.replay import Recorded
-from shared import archive, config, storage
+from shared import archive, codec, config, storage
 from shared.config import Loaded
-from shared.errors import ConfigError, NonFinite
+from shared.errors import ConfigError, DecodeError, NonFinite
 from shared.types import Group, WeightVersion
 
 _NEVER_REFUSED = "`refused.jsonl` in the run's folder names those there are"
+_MAX_DETAIL = 300
 
 
 def replay(folder: Path, name: str) -> dict[str, Any]:
@@ -30,11 +29,26 @@ def replay(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _recorded(folder: Path, name: str) -> list[str]:
-    lines = map(orjson.loads, storage.whole_lines(folder / f"{archive.REFUSED}.jsonl"))
-    mine = [line["what"] for line in lines if line.get("version") == name]
-    if not mine:
+    """What was not finite when `name` was last refused. Raises DecodeError naming a line that is none, ConfigError without one."""
+    path, what = folder / f"{archive.REFUSED}.jsonl", None
+    for number, text in enumerate(storage.whole_lines(path), start=1):
+        version, found = _parsed(text, f"line {number} of {path}")
+        what = found if version == name else what
+    if what is None:
         raise ConfigError(f"{name} was never refused", _NEVER_REFUSED)
-    return mine[-1]
+    return what
+
+
+def _parsed(text: bytes, where: str) -> tuple[str, list[str]]:
+    """Version, and what was not finite."""
+    line = codec.from_json(text, where)
+    try:
+        version, what = str(WeightVersion.parse(line["version"])), line["what"]
+        if not isinstance(what, list) or not all(isinstance(name, str) for name in what):
+            raise TypeError("`what` is no list of names")
+    except (KeyError, TypeError, DecodeError) as error:
+        raise DecodeError(f"{where} is not that of a refusal: {error!r}"[:_MAX_DETAIL], "put the run's own file back") from error
+    return version, what
 
 
 def _again(folder: Path, stored: Loaded, version: WeightVersion, file: Path) -> tuple[str, ...]:

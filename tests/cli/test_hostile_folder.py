@@ -156,3 +156,33 @@ def test_a_replay_names_what_it_cannot_read(
     problem = orjson.loads(capsys.readouterr().out.splitlines()[-1])
     assert problem["type"].startswith("urn:volley:")
     assert problem["detail"]
+
+
+REFUSAL = b'{"version":"e000001-s000001","what":["w"]}\n'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"[]", b"7", b"{", b"\xff", b"null", b"[" * 100_000, b'{"version":"e000001-s000001"}', b'{"version":7,"what":[]}']
+    + [b'{"version":"e000001-s000001","what":%s}' % what for what in (b'"banana"', b"{}", b"[7]")],
+)
+def test_a_replay_names_the_line_that_is_no_refusal(valid: Path, tmp_path: Path, line: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / small_run.RUN
+    shutil.copytree(valid, folder)
+    (folder / "refused.jsonl").write_bytes(REFUSAL + line + b"\n")
+    assert replay.main([str(folder), "--refused", "e000001-s000001"]) == 1
+    problem = orjson.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "line 2 of" in problem["detail"]
+    assert "refused.jsonl" in problem["detail"]
+
+
+@pytest.mark.parametrize("thing", THINGS, ids=lambda thing: thing.__name__.strip("_"))
+def test_a_replay_of_a_refusal_names_what_it_cannot_read(
+    valid: Path, tmp_path: Path, thing: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / small_run.RUN
+    shutil.copytree(valid, folder)
+    thing(folder / "refused.jsonl")
+    with within(LIMIT_S):
+        assert replay.main([str(folder), "--refused", "e000001-s000001"]) in (1, 2)
+    assert orjson.loads(capsys.readouterr().out.splitlines()[-1])["type"].startswith("urn:volley:")

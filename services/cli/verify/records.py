@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from services.cli.verify.checkpoints import Retained
 from services.cli.verify.tickets import Fates
 from services.cli.verify.violation import Kind, Violation
+from shared import codec
+from shared.bounds import MAX_LINE_VALUES
 from shared.chain import Chain
 from shared.errors import DecodeError
 from shared.files import whole_lines
@@ -133,8 +133,8 @@ def _carried(state: TrainerState, fates: Fates, metrics: Metrics) -> Iterator[Vi
 
 def _parsed(text: bytes) -> tuple[Mapping[str, Any] | None, WeightVersion | None]:
     try:
-        line = orjson.loads(text)
+        line = codec.from_json(text, "a line of metrics", MAX_LINE_VALUES)
         version = WeightVersion.parse(line["version"])
         return (line, version) if line["step"] == version.step else (None, None)
-    except (orjson.JSONDecodeError, KeyError, TypeError, DecodeError):
+    except (KeyError, TypeError, DecodeError):
         return None, None
