@@ -118,3 +118,13 @@ def test_lines_of_metrics_that_a_retained_checkpoint_carries_are_put_back(stoppe
     assert path.read_bytes().splitlines(keepends=True) == lines
     result = command.verify(RunFolder(stopped_at_3))
     assert result["ok"], result["violations"]
+
+
+def test_a_torn_line_of_the_ledger_leaves_a_proven_run(stopped_at_3: Path, executor: ThreadPoolExecutor):
+    path = stopped_at_3 / "ledger.jsonl"
+    lines = path.read_bytes()
+    path.write_bytes(lines + b'{"ticket":7,"dispo')
+    asyncio.run(Incarnation(stopped_at_3, executor).run_until(lambda board: board.phase == "waiting"))
+    assert path.read_bytes() == lines + b" " * 17 + b"\n"
+    result = command.verify(RunFolder(stopped_at_3))
+    assert result["ok"], result["violations"]
