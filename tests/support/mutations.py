@@ -7,6 +7,7 @@ that names the file, as a liar would. What is not touched, because nothing else 
 - of config.yaml: addresses and limits (shared.pinned.IRRELEVANT);
 - of a re-sealed newest state.json: a higher `issued` (a ticket still under way leaves no trace);
 - an empty line in ledger.jsonl: what a mend has made of a torn one;
+- the last line of refused.jsonl, removed, where nothing of its epoch came after it: a crash between file and line leaves the same;
 - the last line of ledger.jsonl or metrics.jsonl, removed: the newest checkpoint carries it, and a crash leaves the same.
 
 `python -m tests.support.mutations VALID_RUN [SEED [MOST_OF_A_KIND]]` verifies each and prints what was named, as a table.
@@ -204,6 +205,8 @@ def _configs(valid: Path, rng: random.Random) -> Iterator[Mutation]:
     for key in _RUN_KEYS:
         yield "run.json: type", key, _edit_json("run.json", {key: odd(record[key], rng) if key != "final" else 7})
     yield "run.json: value", "seed", _edit_json("run.json", {"seed": 5})
+    origin = {"run": "other", "folder": "/nowhere", "version": "e000009-s000009", "manifest": "0" * 64}
+    yield "run.json: value", "origin", _edit_json("run.json", {"origin": origin})
     yield "run.json: value", "final", _edit_json("run.json", {"final": "e000002-s000004"})
     yield (
         "run.json: value",

@@ -185,4 +185,4 @@ def test_a_run_with_a_skipped_step_is_proven_and_one_whose_refused_groups_are_go
     (_, path), *_ = archive.refused(folder / "refused")
     path.unlink()
     found = command.verify(RunFolder(folder))["violations"]
-    assert {(v["kind"], v["ticket"]) for v in found} == {("archive", 3), ("archive", 4)}
+    assert {(v["kind"], v["ticket"]) for v in found} == {("archive", None), ("archive", 3), ("archive", 4)}

@@ -93,8 +93,13 @@ def check(found: Sequence[Retained], root: Path, groups_per_step: int) -> list[V
     if head.reference is not None and not (root / head.reference / MANIFEST).exists():
         details.append(f"the reference {head.reference} is missing")
     violations = [Violation(Kind.STATE, detail, step=head.step, file=_file(root, head)) for detail in details]
+    known = False
     for one in found:
         if states.in_lineage(one.version, head.lineage):
+            if known and not one.state.settings:
+                detail = "it has no settings, an older checkpoint has"
+                violations.append(Violation(Kind.STATE, detail, step=one.state.step, file=_file(root, one.state)))
+            known = known or bool(one.state.settings)
             violations += [Violation(Kind.STATE, d, step=one.state.step, file=_file(root, one.state)) for d in _ancestor(one, head)]
             violations += [
                 Violation(Kind.STATE, d, step=one.state.step, file=_file(root, one.state)) for d in _count(one.state, groups_per_step)
@@ -126,6 +131,8 @@ def _ancestor(one: Retained, head: TrainerState) -> list[str]:
         details.append(f"its issued and void tickets, seed or reference are not what those of {head.version} come from")
     if one.state.settings != head.settings[: len(one.state.settings)]:
         details.append(f"its settings are no beginning of those of {head.version}")
+    if one.state.origin != head.origin:
+        details.append(f"the weights before its first step are not those that {head.version} names")
     base = _parsed(one.manifest.base_version)
     if base is not None and not states.in_lineage(base, head.lineage):
         details.append(f"its base {base} is not in the lineage")

@@ -10,10 +10,10 @@ from typing import Any
 import orjson
 
 from services.cli.layout import RunFolder
-from services.cli.verify import checkpoints, configuration, groups, queue, records, tickets
+from services.cli.verify import checkpoints, configuration, groups, queue, records, refusals, tickets
 from services.cli.verify.groups import Bounds
 from services.cli.verify.violation import Findings, Kind, Violation
-from shared import archive, config
+from shared import config
 from shared.errors import ConfigError
 
 _MOST_TOLD = 1000
@@ -59,7 +59,7 @@ def verify(folder: RunFolder) -> Result:
     findings.add(records.check(fates, metrics, found))
     bounds = Bounds(name, eta, run.grpo_config.num_generations)
     findings.add(groups.check(folder.archive, fates.steps, head, bounds))
-    findings.add(groups.refused(folder.path / archive.REFUSED, fates.voids.values(), name))
+    findings.add(refusals.check(folder, fates.voids.values(), name))
     differing = [] if isinstance(seen, str) else queue.check(seen, head, fates.n_trained.keys() | fates.voids.keys())
     findings.add(differing)
     about = {

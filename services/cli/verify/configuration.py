@@ -51,6 +51,8 @@ def _announced(change: pinned.Change, record: Record, head: TrainerState) -> boo
 def _record(folder: RunFolder, record: Record, head: TrainerState) -> Iterator[Violation]:
     if record.seed != head.seed:
         yield _of(folder, f"seed is {record.seed}, {head.version} was made with {head.seed}")
+    if record.origin != head.origin:
+        yield _of(folder, f"origin is {record.origin}, that of {head.version} is {head.origin}"[:300])
     if head.settings and (problem := _history(folder, record, head)) is not None:
         yield _of(folder, f"amendments are not those of {head.version}: {problem}")
     if not record.finished:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from services.cli.verify.violation import Kind, Violation
 from shared import archive
 from shared.errors import DecodeError
-from shared.ledger import NONFINITE, Line
+from shared.ledger import Line
 from shared.state import TrainerState, in_lineage, maker, until
 from shared.types import Group, WeightVersion
 
@@ -33,17 +32,6 @@ def check(root: Path, steps: dict[int, list[Line]], head: TrainerState, bounds: 
         epoch = maker(step, head.lineage)
         if epoch is not None:
             yield from _step(root, WeightVersion(epoch, step), steps.get(step, []), head, bounds, seen)
-
-
-def refused(root: Path, voids: Iterable[Line], run: str) -> Iterator[Violation]:
-    """The groups of steps that were refused are kept; a file that cannot be read holds none."""
-    expected = {str(line["digest"]): line for line in voids if line["disposition"] == NONFINITE}
-    for version, path in archive.refused(root) if expected else ():
-        with suppress(DecodeError):
-            for payload in archive.read_file(path, run, version):
-                expected.pop(archive.digest(payload), None)
-    for line in expected.values():
-        yield Violation(Kind.ARCHIVE, f"its group is in no file of {root.name}/", line["ticket"], line["step"])
 
 
 def superseded(root: Path, head: TrainerState) -> list[WeightVersion]:
