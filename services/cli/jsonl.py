@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import orjson
-
-from shared.errors import ConfigError
+from shared import codec
+from shared.bounds import MAX_LINE_VALUES
+from shared.errors import ConfigError, DecodeError
 from shared.files import ended_lines, open_file
 
 
@@ -17,7 +17,8 @@ class Tail:
     """The complete lines added to a file since the last call; a file that is not there yet has none.
 
     A file that has become shorter has lost lines at its end (a rolled-back step); what follows is new.
-    Lines that do not parse are skipped: a writer that was killed may leave half a line, and its successor starts a new one.
+    Lines that do not parse are skipped: a writer that was killed may leave half a line, and its successor starts a new one. So are
+    lines that hold more values than any record has.
     """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
@@ -49,7 +50,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError:
+        value = codec.from_json(line, "a line", MAX_LINE_VALUES)
+    except DecodeError:
         return None
     return value if isinstance(value, dict) else None

@@ -170,3 +170,9 @@ def test_an_evaluation_of_undone_weights_does_not_count(folder: RunFolder) -> No
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither metrics\.jsonl nor evals\.jsonl"):
         report.main(tmp_path)
+
+
+def test_lines_of_more_values_than_a_record_has_are_skipped(tmp_path: Path):
+    path = tmp_path / "evals.jsonl"
+    path.write_bytes(b'{"x":[' + b"[]," * 20_000 + b'[]]}\n{"step":1}\n')
+    assert Tail(path).new() == [{"step": 1}]
