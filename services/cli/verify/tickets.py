@@ -176,15 +176,26 @@ def beyond(lines: Iterable[Line], found: Fates, head: TrainerState, reach: Reach
     """
     most = head.issued + reach.ahead + len(found.voids)
     last = head.issued if head.phase == "done" and not _shortened(head) else most
+    n = 0
     for line in lines:
         epoch, ticket = line["epoch"], line.get("ticket")
         step = line.get("step", 0)
-        if not 1 <= epoch <= head.epoch and epoch not in reach.claimed:
+        bound = last if epoch <= head.epoch and line.get("disposition") != TRAINED else most
+        known = 1 <= epoch <= head.epoch or epoch in reach.claimed
+        if known and step <= reach.step and (ticket is None or 1 <= ticket <= bound):
+            continue
+        n += 1
+        if n > MOST_OF_A_KIND:
+            continue
+        if not known:
             yield Violation(Kind.LEDGER, f"a line of epoch {epoch}, which no trainer had", ticket, step, "ledger.jsonl")
         elif step > reach.step:
             yield Violation(Kind.LEDGER, f"the newest step that was made is {reach.step}", ticket, step, "ledger.jsonl")
-        elif ticket is not None and not 1 <= ticket <= (last if epoch <= head.epoch and line["disposition"] != TRAINED else most):
+        else:
             yield Violation(Kind.NOT_IN_CHECKPOINT, f"{line['disposition']}, but {head.issued} tickets were issued", ticket)
+    if n > MOST_OF_A_KIND:
+        more = n - MOST_OF_A_KIND
+        yield Violation(Kind.LEDGER, f"and {more} more that no trainer of the run can have written", file="ledger.jsonl", n=more)
 
 
 def _shortened(head: TrainerState) -> bool:
