@@ -130,7 +130,7 @@ def test_the_first_differing_tensor_is_named_with_its_largest_difference(recorde
 
 
 def test_a_refused_step_replays_and_comes_out_the_same(tmp_path: Path):
-    """A learning rate of 1e30: the first step that moves the parameters this far, or the one after it, is refused. Nothing of it is saved."""
+    """A learning rate of 1e30: the step that moves the parameters so far, or the one after it, is refused. Nothing of it is saved."""
     with (
         embedded_server(tmp_path / "redis") as spec,
         trainer(tmp_path, spec.url, trainer__optimizer_config={"learning_rate": 1e30}) as process,
