@@ -14,7 +14,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli import jsonl, runs, status
+from services.cli import addresses, jsonl, runs, status
 from services.cli.layout import RunFolder
 from services.trainer.intake import Intake, Rules
 from shared import archive, codec, ledger, state, weights
@@ -172,7 +172,7 @@ def test_process_lists(tmp_path_factory: pytest.TempPathFactory, data: bytes) ->
     folder = RunFolder(tmp_path_factory.getbasetemp())
     folder.processes.write_bytes(data)
     with suppress(ConfigError):
-        status._services([str(folder.path)], None, None)
+        status._services(addresses.read(folder))
 
 
 @pytest.mark.parametrize(
