@@ -61,6 +61,7 @@ def place(tmp_path_factory):
     (folder / "stack").mkdir()
     with embedded_server(folder / "redis") as redis:
         run = run_config(folder / "stack", redis.url)
+        run = run.model_copy(update={"run": run.run.model_copy(update={"name": small_run.RUN})})
         with in_a_thread(lambda: open_stack(run)) as urls:
             named = {("rollout-0" if name == "rollout" else name): url for name, url in urls.items()}
             addresses.write(RunFolder(made), named, {}, run.services)
