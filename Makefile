@@ -13,14 +13,14 @@ help:  ## this list
 
 install:  ## find a Python, get uv, make the three environments
 	@for python in python3 python3.13 python3.12 python /usr/bin/python3 "$$HOME"/.pyenv/versions/3.*/bin/python3; do \
-	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then exec "$$python" services/cli/bootstrap.py; fi; \
+	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then exec "$$python" tools/bootstrap.py; fi; \
 	done; echo "bootstrap: no Python 3.8 or newer on PATH; install Python 3.12" >&2; exit 1
 
 quickstart: install  ## train a tiny model through all the services, about ten minutes on two CPU cores
 	@$(BIN)/volley quickstart $(ARGS)
 
 test: install  ## every test, in all three virtual environments
-	@$(BIN)/python -m services.cli.testing $(ARGS)
+	@$(BIN)/python -m tools.testing $(ARGS)
 
 check: install  ## formatting, lint, types, import contracts
 	@$(BIN)/ruff format --check --output-format concise . || { echo "run: make format" >&2; exit 1; }
@@ -32,7 +32,7 @@ fuzz: install  ## 5,000 generated requests to every service; ARGS go to pytest
 	@VOLLEY_FUZZ_CASES=$${VOLLEY_FUZZ_CASES:-5000} $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 audit: install  ## known vulnerabilities in the locked dependencies, where their database can be reached
-	@$(BIN)/python -m services.cli.audit
+	@$(BIN)/python -m tools.audit
 
 format: install  ## format, and mend what ruff can mend
 	@$(BIN)/ruff format .

@@ -2,8 +2,8 @@
 
     python docker/prepare.py SECRETS_FOLDER UID WRITABLE_FOLDER...
 
-Runs as root with no capability but CHOWN. A secret that exists is never read, changed or replaced; a new one is 256 random
-bits in hex, readable by the services' user alone.
+Runs as root with no capability but CHOWN. A secret that exists is never read, changed or replaced; a new one is 256
+random bits in hex, readable by the services' user alone.
 """
 
 import os

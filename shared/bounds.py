@@ -1,8 +1,8 @@
 """How many values a body may hold and how deep they may lie, found before any of them is made.
 
-A byte of msgpack can become an empty dict of 64 bytes, a byte of JSON a list: a bound on bytes alone bounds neither memory nor time.
-Both checks walk over the bytes without making values, hop over text and arrays, and stop at the bound. What they let through
-need not be valid: that is the decoder's to say.
+A byte of msgpack can become an empty dict of 64 bytes, a byte of JSON a list: a bound on bytes alone bounds neither
+memory nor time. Both checks walk over the bytes without making values, hop over text and arrays, and stop at the bound.
+What they let through need not be valid: that is the decoder's to say.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ MAX_DEPTH = 64
 
 _SCALARS = {0xCA: 5, 0xCB: 9, 0xCC: 2, 0xCD: 3, 0xCE: 5, 0xCF: 9, 0xD0: 2, 0xD1: 3, 0xD2: 5, 0xD3: 9}
 _FIXED_EXTENSIONS = {0xD4: 3, 0xD5: 4, 0xD6: 6, 0xD7: 10, 0xD8: 18}
-_BLOBS = {0xC4: (1, 2), 0xC5: (2, 3), 0xC6: (4, 5), 0xC7: (1, 3), 0xC8: (2, 4), 0xC9: (4, 6), 0xD9: (1, 2), 0xDA: (2, 3), 0xDB: (4, 5)}
+_BLOBS = {
+    0xC4: (1, 2),
+    0xC5: (2, 3),
+    0xC6: (4, 5),
+    0xC7: (1, 3),
+    0xC8: (2, 4),
+    0xC9: (4, 6),
+    0xD9: (1, 2),
+    0xDA: (2, 3),
+    0xDB: (4, 5),
+}
 """Binary, extensions and text: first byte -> (bytes of the length, bytes before the data)."""
 _CONTAINERS = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 """Arrays and maps: first byte -> (bytes of the count, values an entry)."""
@@ -42,7 +52,9 @@ _JSON_TEXT = re.compile(rb'(?:[^"\\]++|\\.){0,4096}+', re.DOTALL)  # in pieces, 
 
 
 def check_msgpack(data: bytes, what: str, max_objects: int = MAX_OBJECTS) -> None:
-    """Raises DecodeError if the first value of `data` holds more than `max_objects` values, or lies deeper than MAX_DEPTH."""
+    """Raises DecodeError if the first value of `data` holds more than `max_objects` values, or lies deeper than
+    MAX_DEPTH.
+    """
     at, end, n, left = 0, len(data), 1, 1
     outer: list[int] = []  # values still to come in the containers around
     while at < end:
@@ -107,7 +119,9 @@ def _end_of_text(data: bytes, at: int) -> int:
 
 
 def _too_many(what: str, max_objects: int) -> DecodeError:
-    return DecodeError(f"{what} holds more than {max_objects} values", "send numbers as arrays (msgpack), or less at once")
+    return DecodeError(
+        f"{what} holds more than {max_objects} values", "send numbers as arrays (msgpack), or less at once"
+    )
 
 
 def _too_deep(what: str) -> DecodeError:

@@ -1,8 +1,9 @@
-"""msgpack with arrays as raw little-endian bytes: 9 bytes a token for (int32 id, float32 log-probability, uint8 mask). And JSON.
+"""msgpack with arrays as raw little-endian bytes: 9 bytes a token for (int32 id, float32 log-probability, uint8 mask).
+And JSON.
 
 A one-dimensional numpy array travels as a msgpack extension type: its code is the dtype, its data the raw buffer.
-Nothing is ever unpickled, no input, however hostile, raises anything but `DecodeError`, and none becomes more values than its
-reader allows (shared.bounds).
+Nothing is ever unpickled, no input, however hostile, raises anything but `DecodeError`, and none becomes more values
+than its reader allows (shared.bounds).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def _encode(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         code = _CODES.get(value.dtype.newbyteorder("<"))
         if value.ndim != 1 or code is None:
-            raise TypeError(f"only 1-D arrays of {[str(d) for d in _CODES]} travel, not {value.dtype}{list(value.shape)}")
+            raise TypeError(
+                f"only 1-D arrays of {[str(d) for d in _CODES]} travel, not {value.dtype}{list(value.shape)}"
+            )
         return msgpack.ExtType(code, np.ascontiguousarray(value, _DTYPES[code]).tobytes())
     if isinstance(value, np.generic):
         return value.item()
@@ -57,8 +60,8 @@ def unpack(data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS) -> A
     """Decodes what `pack` made; arrays come back read-only, without a copy of their own.
 
     Raises:
-        DecodeError: the bytes are not one whole msgpack value, hold an unknown array type, more than `max_objects` values
-            (an array is one), or nest too deep.
+        DecodeError: the bytes are not one whole msgpack value, hold an unknown array type, more than `max_objects`
+            values (an array is one), or nest too deep.
     """
     check_msgpack(data, what, max_objects)
     try:

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from shared.errors import ConfigError
-from shared.files import read_file
+from shared.files.reading import read_file
 from shared.schema import RunConfig, Tls, TokenFiles
 
 _MAX_NAMED = 10  # mistakes in one message
@@ -41,7 +41,7 @@ _PATHS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedConfig:
     """A validated run configuration with the plain tree it came from and that tree's hash."""
 
     config: RunConfig
@@ -58,12 +58,16 @@ class Loaded:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two arguments every command with a configuration takes."""
     parser.add_argument(
-        "--config", action="append", required=True, metavar="FILE.yaml", help="run configuration; given again, the later file wins"
+        "--config",
+        action="append",
+        required=True,
+        metavar="FILE.yaml",
+        help="run configuration; given again, the later file wins",
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
 
 
-def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> Loaded:
+def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> LoadedConfig:
     """Raises ConfigError naming the file, key or value that is wrong."""
     merged = OmegaConf.create({})
     for path in paths:
@@ -83,8 +87,9 @@ def _overridden(tree: Any, overrides: Sequence[str]) -> Any:
     return tree
 
 
-def stored(folder: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """The configuration in a run's folder, with absolute paths: older runs hold some relative to where they were started.
+def stored(folder: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """The configuration in a run's folder, with absolute paths: older runs hold some relative to where they were
+    started.
 
     Paths of `overrides` count from the present directory. Raises ConfigError.
     """
@@ -94,8 +99,10 @@ def stored(folder: Path, overrides: Sequence[str] = ()) -> Loaded:
     return rooted(validate(_overridden(OmegaConf.create(was.tree), overrides)), Path.cwd())
 
 
-def rooted(loaded: Loaded, base: Path) -> Loaded:
-    """The configuration with the paths in it absolute, where they count from `base`. A hub id, which is no folder there, stays one."""
+def rooted(loaded: LoadedConfig, base: Path) -> LoadedConfig:
+    """The configuration with the paths in it absolute, where they count from `base`. A hub id, which is no folder
+    there, stays one.
+    """
     values: dict[str, Any] = {}
     for key in _PATHS:
         value: Any = loaded.config
@@ -118,7 +125,7 @@ def _started_in(record: Path) -> Path:
     return Path.cwd()
 
 
-def changed(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
+def changed(loaded: LoadedConfig, values: Mapping[str, Any]) -> LoadedConfig:
     """The configuration with other values by dotted key. Raises ConfigError."""
     tree = copy.deepcopy(loaded.tree)
     for key, value in values.items():
@@ -131,12 +138,12 @@ def changed(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
     return validate(tree)
 
 
-def validate(tree: Any) -> Loaded:
+def validate(tree: Any) -> LoadedConfig:
     """Validates a plain or OmegaConf tree. Raises ConfigError."""
     with _translated("the configuration"):
         plain: Any = OmegaConf.to_container(tree, resolve=True) if OmegaConf.is_config(tree) else tree
     try:
-        return Loaded(RunConfig.model_validate(plain), plain)
+        return LoadedConfig(RunConfig.model_validate(plain), plain)
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(e) for e in error.errors()[:_MAX_NAMED])) from error
 
@@ -156,9 +163,13 @@ def _read(path: Path) -> Any:
     try:
         text = read_file(path, _MAX_BYTES).decode()
     except OSError as error:
-        raise ConfigError(f"config file {path}: {error.strerror}", "give an existing YAML file with --config") from error
+        raise ConfigError(
+            f"config file {path}: {error.strerror}", "give an existing YAML file with --config"
+        ) from error
     if _values(yaml.compose(text, yaml.SafeLoader), {}) > _MAX_VALUES:
-        raise ConfigError(f"config file {path} holds more than {_MAX_VALUES} values, those that aliases repeat counted each time")
+        raise ConfigError(
+            f"config file {path} holds more than {_MAX_VALUES} values, those that aliases repeat counted each time"
+        )
     tree = yaml.safe_load(text)
     if not isinstance(tree, dict):
         raise ConfigError(f"config file {path} does not hold a mapping of sections")
@@ -166,7 +177,9 @@ def _read(path: Path) -> Any:
 
 
 def _values(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """Values below a node with its aliases written out, without writing them out. Raises RecursionError for one that holds itself."""
+    """Values below a node with its aliases written out, without writing them out. Raises RecursionError for one that
+    holds itself.
+    """
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:

@@ -2,9 +2,10 @@
 
 Invariants
 - What the model does is data: an episode that the model or a bound of its length ended has a reward, whatever it did.
-- What anything else does is never a reward: an attempt that failed is made again, and if that is of no use its whole group
-  ends as `failed` with the name of the class.
-- Every subclass of VolleyError has a line in FAILURES; a class that is new here is judged like its nearest known ancestor.
+- What anything else does is never a reward: an attempt that failed is made again, and if that is of no use its whole
+  group ends as `failed` with the name of the class.
+- Every subclass of VolleyError has a line in FAILURES; a class that is new here is judged like its nearest known
+  ancestor.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ ENDS: Mapping[End, str] = {
     "context": "the context is full",
     "turns": "the turns or actions it may take are used up",
 }
-"""How an episode ended, all of them caused by the model. Where several hold, the cut counts before the environment's fault."""
+"""How an episode ended, all of them caused by the model. Where several hold, the cut counts before the environment's
+fault.
+"""
 
 FAULTS: Mapping[Fault, str] = {
     "format": "nothing to read in the answer",
@@ -45,8 +48,10 @@ type Action = Literal["again", "fail", "stop"]
 class Failure:
     """A class of errors.
 
-    `again`: the attempt is made again, elsewhere if possible, while attempts are left, then the group fails. `fail`: no attempt
-    can succeed, so the group fails at once. `stop`: the process that meets it ends, and starts again from what is durable.
+    `again`: the attempt is made again, elsewhere if possible, while attempts are left, then the group fails. `fail`: no
+        attempt
+    can succeed, so the group fails at once. `stop`: the process that meets it ends, and starts again from what is
+    durable.
     """
 
     cause: Cause
@@ -66,22 +71,44 @@ FAILURES: Mapping[str, Failure] = {
     "Forbidden": Failure("request", "fail", "the token's role does not allow it"),
     "Unauthorized": Failure("request", "fail", "no or a wrong token"),
     "Conflict": Failure("request", "fail", "not in the present state of the service"),
-    "Unavailable": Failure("infrastructure", "again", "a service is there and cannot do it now; an engine aborted too often"),
+    "Unavailable": Failure(
+        "infrastructure", "again", "a service is there and cannot do it now; an engine aborted too often"
+    ),
     "ServiceUnreachable": Failure("infrastructure", "again", "no connection, a broken one, or no answer in time"),
-    "QueueUnavailable": Failure("infrastructure", "again", "Redis does not answer or takes no writes; waited for, costs no attempt"),
+    "QueueUnavailable": Failure(
+        "infrastructure", "again", "Redis does not answer or takes no writes; waited for, costs no attempt"
+    ),
     "OutOfMemory": Failure("infrastructure", "again", "it does not fit into the server's memory now"),
-    "StorageUnavailable": Failure("infrastructure", "again", "files cannot be written now; what was made is kept and written later"),
-    "StorageDenied": Failure("infrastructure", "again", "files may not be written, or their folder is gone; like StorageFull"),
-    "StorageFull": Failure("infrastructure", "again", "a disk or a quota is full; what was made is kept and written later"),
-    "Busy": Failure("infrastructure", "again", "the environment service has other calls to make first; like RateLimited"),
+    "StorageUnavailable": Failure(
+        "infrastructure", "again", "files cannot be written now; what was made is kept and written later"
+    ),
+    "StorageDenied": Failure(
+        "infrastructure", "again", "files may not be written, or their folder is gone; like StorageFull"
+    ),
+    "StorageFull": Failure(
+        "infrastructure", "again", "a disk or a quota is full; what was made is kept and written later"
+    ),
+    "Busy": Failure(
+        "infrastructure", "again", "the environment service has other calls to make first; like RateLimited"
+    ),
     "GivenUp": Failure("infrastructure", "again", "a call into an environment took too long"),
-    "RateLimited": Failure("infrastructure", "again", "a service has enough to do; asked again when it says, costs no attempt"),
+    "RateLimited": Failure(
+        "infrastructure", "again", "a service has enough to do; asked again when it says, costs no attempt"
+    ),
     "EpisodeLost": Failure("infrastructure", "again", "the environment service restarted and forgot the episode"),
-    "EpisodeTimeout": Failure("infrastructure", "again", "an attempt took longer than episode_timeout_s, outages not counted"),
-    "WrongVersion": Failure("infrastructure", "again", "an evaluation got tokens of other weights than those it measures"),
-    "EngineDied": Failure("infrastructure", "again", "the inference engine is gone; its process ends and is started again"),
+    "EpisodeTimeout": Failure(
+        "infrastructure", "again", "an attempt took longer than episode_timeout_s, outages not counted"
+    ),
+    "WrongVersion": Failure(
+        "infrastructure", "again", "an evaluation got tokens of other weights than those it measures"
+    ),
+    "EngineDied": Failure(
+        "infrastructure", "again", "the inference engine is gone; its process ends and is started again"
+    ),
     "PrefixBroken": Failure("defect", "fail", "a turn would not continue exactly what was sampled before"),
-    "WeightsError": Failure("infrastructure", "again", "weights were refused: digest, tree, probe; the old ones serve on"),
+    "WeightsError": Failure(
+        "infrastructure", "again", "weights were refused: digest, tree, probe; the old ones serve on"
+    ),
     "NonFinite": Failure("defect", "stop", "a step of the trainer gave numbers that are not finite; it is refused"),
     "Fenced": Failure("infrastructure", "stop", "a newer trainer has taken over"),
 }

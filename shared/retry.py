@@ -1,4 +1,6 @@
-"""The one retry helper: bounded, jittered, for clients only. Never nest it, and never retry what the caller got wrong."""
+"""The one retry helper: bounded, jittered, for clients only. Never nest it, and never retry what the
+caller got wrong.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from shared.errors import Unavailable
 
 
 async def retry[T](call: Callable[[], Awaitable[T]], *, attempts: int, base_s: float = 0.1, cap_s: float = 5.0) -> T:
-    """Awaits `call()` up to `attempts` times, sleeping base_s, 2·base_s, … (full jitter, at most cap_s) after an `Unavailable`.
+    """Awaits `call()` up to `attempts` times, sleeping base_s, 2·base_s, … (full jitter, at most cap_s) after an
+    `Unavailable`.
 
     A server's `retry_after_s` is a lower bound of the sleep. Raises the last error; any other error at once.
     """

@@ -29,7 +29,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Run(Section):
+class RunSection(Section):
     """Identity of the run; its folder `dir/name` holds config, checkpoints, ledger, metrics and plots."""
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
@@ -41,15 +41,17 @@ class Run(Section):
         return self.dir / self.name
 
 
-class Model(Section):
-    """`path` is a Hugging Face folder or hub id: config.json and tokenizer; without safetensors the weights are random."""
+class ModelSection(Section):
+    """`path` is a Hugging Face folder or hub id: config.json and tokenizer; without safetensors the
+    weights are random.
+    """
 
     path: str
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "block", "decoder"] = "none"
 
 
-class Data(Section):
+class DataSection(Section):
     """Which environment makes the tasks. `train` and `eval` are the files of a dataset environment."""
 
     env: str
@@ -69,7 +71,7 @@ class OptimizerConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
 
 
-class Sft(Section):
+class SftSection(Section):
     """Warm start on demonstrations made by the environment, before step 0 of RL. `max_steps: 0` skips it."""
 
     max_steps: NonNegativeInt = 0
@@ -79,7 +81,9 @@ class Sft(Section):
 
 
 class GrpoConfig(Section):
-    """`off_policy_steps` is the staleness bound in steps: 0 trains synchronously. `max_response_length` bounds one turn, in tokens."""
+    """`off_policy_steps` is the staleness bound in steps: 0 trains synchronously. `max_response_length` bounds one
+    turn, in tokens.
+    """
 
     num_generations: Annotated[int, Field(ge=2)] = 8
     num_iterations: PositiveInt = 1
@@ -87,7 +91,9 @@ class GrpoConfig(Section):
     epsilon: PositiveFloat = 0.2
     epsilon_high: PositiveFloat | None = None
     loss_algo: Literal["grpo", "gspo-token"] = "grpo"
-    loss_agg_mode: Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale", "seq-mean-token-sum"] = "token-mean"
+    loss_agg_mode: Literal[
+        "sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale", "seq-mean-token-sum"
+    ] = "token-mean"
     kl_loss_mode: Literal["kl", "mse_kl", "low_var_kl"] = "low_var_kl"
     advantage_estimator: Literal["grpo", "drgrpo", "rloo"] = "grpo"
     sampler_is: Literal["none", "token"] = "none"
@@ -96,12 +102,12 @@ class GrpoConfig(Section):
     max_response_length: PositiveInt = 512
 
 
-class Mesh(Section):
+class MeshSection(Section):
     shape: tuple[PositiveInt, ...] = (1, 1)
     axis_names: tuple[Literal["fsdp", "tp"], ...] = ("fsdp", "tp")
 
     @model_validator(mode="after")
-    def _same_rank(self) -> Mesh:
+    def _same_rank(self) -> MeshSection:
         if len(self.shape) != len(self.axis_names):
             raise ValueError("mesh.shape and mesh.axis_names differ in length")
         return self
@@ -112,11 +118,11 @@ class CheckpointingOptions(Section):
     max_to_keep: Annotated[int, Field(ge=2)] = 3
 
 
-class Trainer(Section):
+class TrainerSection(Section):
     """`groups_per_step` groups of `num_generations` episodes make one optimizer step.
 
-    `length_buckets` are the sequence lengths compiled for, in tokens. `on_nonfinite` says what follows when a step gives numbers
-    that are not finite, which is never saved: the run stops, or goes on without its groups.
+    `length_buckets` are the sequence lengths compiled for, in tokens. `on_nonfinite` says what follows when a step
+    gives numbers that are not finite, which is never saved: the run stops, or goes on without its groups.
     """
 
     max_steps: PositiveInt = 10
@@ -127,11 +133,13 @@ class Trainer(Section):
     optimizer_config: OptimizerConfig = OptimizerConfig()
     checkpointing_options: CheckpointingOptions = CheckpointingOptions()
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    mesh: Mesh = Mesh()
+    mesh: MeshSection = MeshSection()
 
 
-class Engine(Section):
-    """sglang-jax: sizes are tokens, except `max_running_requests`. Paddings list the shapes compiled at start; null compiles on demand."""
+class EngineSection(Section):
+    """sglang-jax: sizes are tokens, except `max_running_requests`. Paddings list the shapes compiled at start; null
+    compiles on demand.
+    """
 
     device: Literal["cpu", "tpu", "gpu"] = "cpu"
     tp_size: PositiveInt = 1
@@ -143,21 +151,21 @@ class Engine(Section):
     precompile_bs_paddings: tuple[PositiveInt, ...] | None = None
 
 
-class Sampling(Section):
+class SamplingSection(Section):
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: int = -1
 
 
-class Rollout(Section):
+class RolloutSection(Section):
     """`update_mode` says what happens to requests that are running when new weights arrive."""
 
-    engine: Engine = Engine()
-    sampling: Sampling = Sampling()
+    engine: EngineSection = EngineSection()
+    sampling: SamplingSection = SamplingSection()
     update_mode: Literal["retract", "abort", "in_place"] = "retract"
 
 
-class Orchestrator(Section):
+class OrchestratorSection(Section):
     max_concurrent_episodes: PositiveInt = 256
     max_turns: PositiveInt = 8
     lease_s: PositiveFloat = 20.0
@@ -181,7 +189,8 @@ type Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 class Endpoint(Section):
-    """Where a service listens; `url` is how others reach it (default: from host and port, see `Services.base_url`).
+    """Where a service listens; `url` is how others reach it (default: from host and port, see
+    `ServicesSection.base_url`).
 
     Each service has a class of its own, so that naming one key of an endpoint leaves the others at their defaults.
     """
@@ -208,10 +217,11 @@ class TrainerEndpoint(Endpoint):
 
 
 class Limits(Section):
-    """What one client may cost a service. `body_timeout_s` bounds how long a body may take to arrive, and an answer to be read.
+    """What one client may cost a service. `body_timeout_s` bounds how long a body may take to arrive, and an answer to
+    be read.
 
-    `admin_per_s` is how many requests that change something for others (role admin) one address may make, with bursts of ten
-    times as many. `grace_s` is what running requests have after SIGTERM.
+    `admin_per_s` is how many requests that change something for others (role admin) one address may make, with bursts
+    of ten times as many. `grace_s` is what running requests have after SIGTERM.
     """
 
     max_body_bytes: PositiveInt = 8 * 2**20
@@ -236,13 +246,16 @@ class TokenFiles(Section):
     def _whole(self) -> TokenFiles:
         if any((self.viewer, self.service, self.admin)) and not (self.service and self.admin):
             raise ValueError(
-                "token_files needs service and admin: services call each other with the one, the trainer sets weights with the other"
+                "token_files needs service and admin: services call each other with the one, the "
+                "trainer sets weights with the other"
             )
         return self
 
 
 class Tls(Section):
-    """PEM files: services show `cert_file` (with its chain), clients trust `ca_file` (default: the system's), also for rediss://."""
+    """PEM files: services show `cert_file` (with its chain), clients trust `ca_file` (default: the system's), also for
+    rediss://.
+    """
 
     cert_file: Path | None = None
     key_file: Path | None = None
@@ -255,8 +268,9 @@ class Tls(Section):
         return self
 
 
-class Services(Section):
-    """`redis_url: null` starts the embedded server. Rollout servers register themselves; `rollout_urls` adds fixed ones.
+class ServicesSection(Section):
+    """`redis_url: null` starts the embedded server. Rollout servers register themselves; `rollout_urls` adds fixed
+    ones.
 
     `volley train` starts what is not named here: no env service with `env.url`, no rollout server with `rollout_urls`.
     """
@@ -288,27 +302,32 @@ class Services(Section):
 class RunConfig(Section):
     """The whole file."""
 
-    run: Run = Run(name="quickstart")
-    model: Model
-    data: Data
-    sft: Sft = Sft()
+    run: RunSection = RunSection(name="quickstart")
+    model: ModelSection
+    data: DataSection
+    sft: SftSection = SftSection()
     grpo_config: GrpoConfig = GrpoConfig()
-    trainer: Trainer = Trainer()
-    rollout: Rollout = Rollout()
-    orchestrator: Orchestrator = Orchestrator()
-    services: Services = Services()
+    trainer: TrainerSection = TrainerSection()
+    rollout: RolloutSection = RolloutSection()
+    orchestrator: OrchestratorSection = OrchestratorSection()
+    services: ServicesSection = ServicesSection()
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        interval, eta = self.trainer.checkpointing_options.save_interval_steps, self.grpo_config.off_policy_steps
-        if interval > eta + 1:
+        interval, max_staleness = (
+            self.trainer.checkpointing_options.save_interval_steps,
+            self.grpo_config.off_policy_steps,
+        )
+        if interval > max_staleness + 1:
             raise ValueError(
-                f"trainer.checkpointing_options.save_interval_steps={interval} needs grpo_config.off_policy_steps >= {interval - 1}: "
+                f"trainer.checkpointing_options.save_interval_steps={interval} needs "
+                f"grpo_config.off_policy_steps >= {interval - 1}: "
                 "new weights are published only once they are durable, so a longer interval would wait for itself"
             )
         if (lines := interval * self.trainer.groups_per_step) > _MOST_LINES:
             raise ValueError(
-                f"trainer.groups_per_step times trainer.checkpointing_options.save_interval_steps is {lines}, more than {_MOST_LINES}: "
+                f"trainer.groups_per_step times trainer.checkpointing_options.save_interval_steps "
+                f"is {lines}, more than {_MOST_LINES}: "
                 "a checkpoint carries a line of each group since the last one"
             )
         if self.rollout.engine.context_length > max(self.trainer.length_buckets):

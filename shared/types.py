@@ -35,7 +35,9 @@ _VERSION = re.compile(r"e([0-9]{6,18})-s([0-9]{6,18})\Z")
 
 @dataclass(frozen=True, order=True, slots=True)
 class WeightVersion:
-    """Identity of a set of weights: the trainer's `epoch` (incarnation), then its optimizer `step`. A higher epoch wins."""
+    """Identity of a set of weights: the trainer's `epoch` (incarnation), then its optimizer `step`. A higher epoch
+    wins.
+    """
 
     epoch: int
     step: int
@@ -76,13 +78,13 @@ class Trajectory:
     """One episode, token by token.
 
     Shapes: `token_ids` int32 [T], `loss_mask` uint8 [T], `logprobs` float32 [T] (behaviour, natural log).
-    `timings` are seconds. `status` is `completed` if the environment ended the episode, and `end` says how it ended (None in
-    records that are older than it). `faults` counts turns by what the model did wrong in them, `failures` the failed attempts
-    that this episode took, by class of error (see shared.outcomes).
+    `timings` are seconds. `status` is `completed` if the environment ended the episode, and `end` says how it ended
+    (None in records that are older than it). `faults` counts turns by what the model did wrong in them, `failures` the
+    failed attempts that this episode took, by class of error (see shared.outcomes).
     """
 
     ticket: int
-    sibling: int
+    sample_index: int
     attempt: int
     env: str
     task: str
@@ -136,7 +138,9 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All G episodes of one ticket: what travels through the queue. A failed group carries its error class and no trajectories."""
+    """All G episodes of one ticket: what travels through the queue. A failed group carries its error class and no
+    trajectories.
+    """
 
     ticket: int
     env: str
@@ -165,7 +169,9 @@ class Group:
     def decode(cls, data: bytes) -> Self:
         """Raises DecodeError if the bytes are not a valid group of this schema."""
         record = codec.unpack(data, "group", MAX_GROUP_OBJECTS)
-        _require(isinstance(record, dict) and repr(record.get("schema")) == str(SCHEMA), f"not a group of schema {SCHEMA}")
+        _require(
+            isinstance(record, dict) and repr(record.get("schema")) == str(SCHEMA), f"not a group of schema {SCHEMA}"
+        )
         try:
             group = cls(
                 ticket=_int(record["ticket"]),
@@ -180,8 +186,12 @@ class Group:
         return group
 
 
+_ON_WIRE = {"sample_index": "sibling"}
+"""Fields whose name on the wire, and in every archive, is another one."""
+
+
 def _trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
-    record = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(trajectory)}
+    record = {_ON_WIRE.get(f.name, f.name): getattr(trajectory, f.name) for f in dataclasses.fields(trajectory)}
     record["versions"] = [[s.version, s.start, s.end] for s in trajectory.versions]
     record["turns"] = [[t.start, t.end, t.role, t.reward] for t in trajectory.turns]
     for name in ("reward_components", "timings", "faults", "failures"):
@@ -194,7 +204,7 @@ def _trajectory(record: Any) -> Trajectory:
         raise TypeError(f"expected a trajectory, got {type(record).__name__}")
     return Trajectory(
         ticket=_int(record["ticket"]),
-        sibling=_int(record["sibling"]),
+        sample_index=_int(record["sibling"]),
         attempt=_int(record["attempt"]),
         env=_text(record["env"]),
         task=_text(record["task"]),

@@ -2,8 +2,9 @@
 
     .venvs/base/bin/python configs/models/make_tiny.py [--text FILE ...]
 
-A byte-level BPE of 512 tokens, trained on what the built-in environments say (and on the files given), so that a grid, an
-answer or a number costs few tokens, and any text can still be written. The weights are random: there are none in the folder.
+A byte-level BPE of 512 tokens, trained on what the built-in environments say (and on the files given), so that a grid,
+an answer or a number costs few tokens, and any text can still be written. The weights are random: there are none in the
+folder.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from services.env.environments.frozen_lake import FrozenLakeConfig, frozen_lake  # noqa: E402
-from services.env.environments.sokoban import SokobanConfig, sokoban  # noqa: E402
+from services.env.environments.games.frozen_lake import FrozenLakeConfig, frozen_lake  # noqa: E402
+from services.env.environments.games.sokoban import SokobanConfig, sokoban  # noqa: E402
 
 VOCABULARY = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# A tag, an action separator, a word with the space before it, a digit, any other sign (also a capital) or a space, each alone.
+# A tag, an action separator, a word with the space before it, a digit, any other sign (also a capital) or a space, each
+# alone.
 PIECES = r"</?[a-z_]+>| \|\| |####| ?[A-Z]?[a-z]+|[0-9]| ?[^\s0-9]|\s"
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -75,7 +77,9 @@ def conversations() -> Iterator[str]:
 def train(texts: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PIECES), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
@@ -89,7 +93,9 @@ def train(texts: list[str]) -> Tokenizer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--text", type=Path, action="append", default=[], help="more text to train on, e.g. problems of GSM8K")
+    parser.add_argument(
+        "--text", type=Path, action="append", default=[], help="more text to train on, e.g. problems of GSM8K"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "configs" / "models" / "tiny")
     arguments = parser.parse_args()
     texts = [*conversations(), *(path.read_text() for path in arguments.text)]

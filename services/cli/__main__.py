@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Of the whole command line."""
-    whole = argparse.ArgumentParser(prog="volley", description="Reinforcement-learning post-training for language-model agents.")
+    whole = argparse.ArgumentParser(
+        prog="volley", description="Reinforcement-learning post-training for language-model agents."
+    )
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
     for add in (_add_running, _add_looking, _add_proving, _add_measuring):
         add(commands)
@@ -54,13 +56,21 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_running(commands: _Commands) -> None:
     train = commands.add_parser(
-        "train", aliases=["up"], help="train, or go on training: starts all services on this machine, stops them at the end"
+        "train",
+        aliases=["up"],
+        help="train, or go on training: starts all services on this machine, stops them at the end",
     )
     train.add_argument(
-        "--config", action="append", metavar="FILE.yaml", help="of a run to start or continue; given again, the later file wins"
+        "--config",
+        action="append",
+        metavar="FILE.yaml",
+        help="of a run to start or continue; given again, the later file wins",
     )
     train.add_argument(
-        "rest", nargs="*", metavar="RUN_DIR | key.path=value", help="a run's folder continues that run; values win over the files"
+        "rest",
+        nargs="*",
+        metavar="RUN_DIR | key.path=value",
+        help="a run's folder continues that run; values win over the files",
     )
     train.set_defaults(command=_train)
 
@@ -78,40 +88,66 @@ def _add_looking(commands: _Commands) -> None:
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report.set_defaults(command=_report)
 
-    status = commands.add_parser("status", help="show the services of a run: readiness, weight versions, who waits for whom")
-    status.add_argument("targets", nargs="*", metavar="RUN_DIR|URL", help="a run's folder or addresses (default: the newest of runs/)")
+    status = commands.add_parser(
+        "status", help="show the services of a run: readiness, weight versions, who waits for whom"
+    )
+    status.add_argument(
+        "targets", nargs="*", metavar="RUN_DIR|URL", help="a run's folder or addresses (default: the newest of runs/)"
+    )
     status.add_argument("--json", action="store_true", help="for programs")
-    status.add_argument("--token-file", type=Path, metavar="FILE", help="a viewer's token, for services given by address")
+    status.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="a viewer's token, for services given by address"
+    )
     status.add_argument("--ca-file", type=Path, metavar="FILE", help="who vouches for services given by address")
     status.set_defaults(command=_status)
 
-    access = commands.add_parser("access", help="print addresses and token files of a running run, for a shell to evaluate")
+    access = commands.add_parser(
+        "access", help="print addresses and token files of a running run, for a shell to evaluate"
+    )
     access.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     access.add_argument("--json", action="store_true", help="for programs")
     access.set_defaults(command=_access)
 
 
 def _add_proving(commands: _Commands) -> None:
-    verify = commands.add_parser("verify", help="prove that no ticket of a run was lost or trained twice, from its folder")
+    verify = commands.add_parser(
+        "verify", help="prove that no ticket of a run was lost or trained twice, from its folder"
+    )
     verify.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     verify.add_argument("--json", action="store_true", help="for programs")
     verify.set_defaults(command=_verify)
 
-    replay = commands.add_parser("replay", help="train archived groups again from a retained checkpoint, and compare bit for bit")
+    replay = commands.add_parser(
+        "replay", help="train archived groups again from a retained checkpoint, and compare bit for bit"
+    )
     replay.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     replay.add_argument("--from-step", type=int, metavar="K", help="step of the checkpoint to begin at")
     replay.add_argument(
-        "--refused", metavar="VERSION", help="instead: a step that was refused, because it gave numbers that are not finite"
+        "--refused",
+        metavar="VERSION",
+        help="instead: a step that was refused, because it gave numbers that are not finite",
     )
     replay.add_argument("--to-step", type=int, metavar="M", help="last step (default: that of the newest checkpoint)")
     replay.add_argument("--json", action="store_true", help="for programs")
     replay.set_defaults(command=_replay)
 
-    chaos = commands.add_parser("chaos", help="break a run in every way, and require that nothing is lost, doubled or different")
+    chaos = commands.add_parser(
+        "chaos", help="break a run in every way, and require that nothing is lost, doubled or different"
+    )
     chaos.add_argument("--seed", type=int, default=0, metavar="N", help="which faults, when and where (default: 0)")
-    chaos.add_argument("--kills", type=_count, default=40, metavar="N", help="SIGKILLs over all services; not with --real (default: 40)")
     chaos.add_argument(
-        "--wipes", type=_count, default=2, metavar="N", help="times that Redis forgets everything; not with --real (default: 2)"
+        "--kills",
+        type=_count,
+        default=40,
+        metavar="N",
+        help="SIGKILLs over all services; not with --real (default: 40)",
+    )
+    chaos.add_argument(
+        "--wipes",
+        type=_count,
+        default=2,
+        metavar="N",
+        help="times that Redis forgets everything; not with --real (default: 2)",
     )
     chaos.add_argument(
         "--zombies",
@@ -120,9 +156,15 @@ def _add_proving(commands: _Commands) -> None:
         metavar="N",
         help="trainers that wake up after they were replaced; not with --real (default: 3)",
     )
-    chaos.add_argument("--real", action="store_true", help="the real engine and trainer, on a clock, instead of simulated ones")
-    chaos.add_argument("--minutes", type=_minutes, default=3.0, metavar="M", help="how long with --real, more than 0 (default: 3)")
-    chaos.add_argument("--dir", type=Path, default=Path("runs"), metavar="DIR", help="where the run's folder is made (default: runs)")
+    chaos.add_argument(
+        "--real", action="store_true", help="the real engine and trainer, on a clock, instead of simulated ones"
+    )
+    chaos.add_argument(
+        "--minutes", type=_minutes, default=3.0, metavar="M", help="how long with --real, more than 0 (default: 3)"
+    )
+    chaos.add_argument(
+        "--dir", type=Path, default=Path("runs"), metavar="DIR", help="where the run's folder is made (default: runs)"
+    )
     chaos.add_argument("--json", action="store_true", help="for programs")
     chaos.set_defaults(command=_chaos)
 
@@ -158,17 +200,19 @@ def _minutes(text: str) -> float:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from services.cli import train
+    from services.cli.commands import train
 
     if arguments.config:
         return train.main(arguments.config, arguments.rest)
     if not arguments.rest or "=" in Path(arguments.rest[0]).name:
-        raise ConfigError("neither a run's folder nor --config is given", "`volley train --config FILE.yaml` or `volley up RUN_DIR`")
+        raise ConfigError(
+            "neither a run's folder nor --config is given", "`volley train --config FILE.yaml` or `volley up RUN_DIR`"
+        )
     return train.resume(Path(arguments.rest[0]), arguments.rest[1:])
 
 
 def _quickstart(arguments: argparse.Namespace) -> int:
-    from services.cli import train
+    from services.cli.commands import train
     from services.cli.layout import PROJECT
 
     os.chdir(PROJECT)
@@ -176,25 +220,27 @@ def _quickstart(arguments: argparse.Namespace) -> int:
 
 
 def _follow(arguments: argparse.Namespace) -> int:
-    from services.cli import follow
+    from services.cli.commands import follow
 
     return follow.main(arguments.config, arguments.overrides)
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from services.cli import report
+    from services.cli.reporting import report
 
     return report.main(arguments.run_dir)
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from services.cli import status
+    from services.cli.commands import status
 
-    return status.main(arguments.targets, as_json=arguments.json, token_file=arguments.token_file, ca_file=arguments.ca_file)
+    return status.main(
+        arguments.targets, as_json=arguments.json, token_file=arguments.token_file, ca_file=arguments.ca_file
+    )
 
 
 def _access(arguments: argparse.Namespace) -> int:
-    from services.cli import access
+    from services.cli.commands import access
 
     return access.main(arguments.run_dir, as_json=arguments.json)
 
@@ -206,29 +252,29 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from services.cli import replay
+    from services.cli.commands import replay
 
     return replay.main(arguments.run_dir, arguments.from_step, arguments.to_step, arguments.refused, arguments.json)
 
 
 def _chaos(arguments: argparse.Namespace) -> int:
-    from services.cli.chaos import command
-    from services.cli.chaos.campaign import Wanted
-    from services.cli.chaos.plan import Amounts
+    from tools.chaos import command
+    from tools.chaos.campaign import CampaignSpec
+    from tools.chaos.plan import Amounts
 
     amounts = Amounts(arguments.kills, arguments.wipes, arguments.zombies)
-    wanted = Wanted(arguments.seed, amounts, arguments.minutes, arguments.dir)
+    wanted = CampaignSpec(arguments.seed, amounts, arguments.minutes, arguments.dir)
     return command.main(wanted, real=arguments.real, as_json=arguments.json)
 
 
 def _soak(arguments: argparse.Namespace) -> int:
-    from services.cli.soak import command
+    from tools.soak import command
 
     return command.main(arguments.minutes, arguments.config or [], arguments.overrides, as_json=arguments.json)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from services.cli.bench import frame
+    from tools.bench import command as frame
 
     return frame.main(arguments.names, arguments.json)
 

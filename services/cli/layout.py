@@ -15,7 +15,8 @@ CACHE = PROJECT / ".cache"
 def python_of(environment: str) -> Path:
     """The interpreter of an virtual environment: base, rollout or trainer.
 
-    VOLLEY_VENVS names another folder than the project's `.venvs`. Raises ConfigError if the environment is not installed.
+    VOLLEY_VENVS names another folder than the project's `.venvs`. Raises ConfigError if the environment is not
+    installed.
     """
     root = Path(os.environ.get("VOLLEY_VENVS") or PROJECT / ".venvs")
     python = root / environment / "bin" / "python"
@@ -27,7 +28,8 @@ def python_of(environment: str) -> Path:
 def variables_of(environment: str, *, cpu: bool) -> dict[str, str]:
     """The caller's variables, plus JAX's platform if it is to be the CPU, and JAX's compilation cache in the project.
 
-    Bytecode is written, whatever the caller has set: a service that may not keep it compiles every imported module at every start.
+    Bytecode is written, whatever the caller has set: a service that may not keep it compiles every imported module at
+    every start.
     """
     added = {"PYTHONUNBUFFERED": "1", "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{environment}")}
     if cpu:

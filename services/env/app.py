@@ -1,5 +1,6 @@
-"""Wires the env service: catalogue, episodes, routes. The environment of the run is tried at start, so that bad settings and
-missing files end the service with one line instead of failing its first episode."""
+"""Wires the env service: catalogue, episodes, routes. The environment of the run is tried at start, so that bad
+settings and missing files end the service with one line instead of failing its first episode.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +9,28 @@ from contextlib import asynccontextmanager
 
 from services.env.catalogue import Catalogue, try_out
 from services.env.episodes import Episodes
-from services.env.routes import ROLES, State, router
+from services.env.routes import ROLES, EnvState, router
 from services.env.runner import Runner
 from services.env.settings import MAX_OBJECTS, EnvSettings, from_config
-from shared import telemetry
-from shared.access import read_tokens
-from shared.boot import Service
 from shared.errors import ConfigError, InputError
-from shared.http import create_app
+from shared.process import telemetry
+from shared.process.boot import RunningService
 from shared.schema import RunConfig
+from shared.web.access import read_tokens
+from shared.web.http import create_app
 
 _log = telemetry.Log("env")
 
 
 @asynccontextmanager
-async def open_service(config: RunConfig) -> AsyncIterator[Service]:
+async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
     async with open_env(from_config(config)) as service:
         yield service
 
 
 @asynccontextmanager
-async def open_env(settings: EnvSettings) -> AsyncIterator[Service]:
+async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     """The service from plain settings. Raises ConfigError."""
     catalogue = open_catalogue(settings)
     runner = Runner(settings.n_threads, settings.deadline_s, settings.max_episodes)
@@ -44,10 +45,10 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[Service]:
     )
     try:
         episodes = Episodes(runner, max_episodes=settings.max_episodes, ttl_s=settings.ttl_s)
-        app.state.env = State(catalogue, episodes, runner)
+        app.state.env = EnvState(catalogue, episodes, runner)
         app.include_router(router)
         _log.info("environments ready", env=settings.env, available=[entry.name for entry in catalogue.entries()])
-        yield Service(app, [episodes.sweep, runner.watch])
+        yield RunningService(app, [episodes.sweep, runner.watch])
     finally:
         runner.close()
 

@@ -1,9 +1,11 @@
 """Episodes in progress: who they are, how long they live, and that a repeated request has one effect.
 
 Invariants
-- `request_id` makes create and step idempotent: the same request again gets the same answer, another one under the same id a 409.
+- `request_id` makes create and step idempotent: the same request again gets the same answer, another one under the same
+  id a 409.
 - An episode is stepped by one request at a time, never after its end, and never after a call into it failed.
-- At most `max_episodes` exist, each answers at most MAX_STEPS messages; one that is not touched for `ttl_s` is forgotten.
+- At most `max_episodes` exist, each answers at most MAX_STEPS messages; one that is not touched for `ttl_s` is
+  forgotten.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from services.env.catalogue import Entry
+from services.env.catalogue import CatalogueEntry
 from services.env.environments.base import Episode, Message, StepResult, fingerprint
-from services.env.runner import Busy, Runner
-from shared import telemetry
+from services.env.runner import Runner, RunnerBusy
 from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
+from shared.process import telemetry
 
 MAX_STEPS = 1000
 
@@ -35,22 +37,22 @@ _EVENTS = telemetry.Counter(
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class EpisodeRequest:
     """What a create request asks for. `seed: None` stands for one made from the request's id."""
 
-    entry: Entry
+    entry: CatalogueEntry
     split: str
     index: int
     seed: int | None
 
 
 @dataclass(slots=True)
-class Slot:
+class EpisodeSlot:
     """One episode and what has been answered about it. `episode` is None until the reset has run."""
 
     id: str
     request_id: str
-    request: Request
+    request: EpisodeRequest
     seed: int
     deadline: float
     task: str = ""
@@ -72,17 +74,21 @@ class Slot:
 class Episodes:
     """Args: ttl_s: idle life of an episode; clock: monotonic seconds."""
 
-    def __init__(self, runner: Runner, *, max_episodes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, runner: Runner, *, max_episodes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.ttl_s = ttl_s
         self._runner, self._max, self._clock = runner, max_episodes, clock
-        self._slots: OrderedDict[str, Slot] = OrderedDict()
-        self._by_request: dict[str, Slot] = {}
+        self._slots: OrderedDict[str, EpisodeSlot] = OrderedDict()
+        self._by_request: dict[str, EpisodeSlot] = {}
 
     def __len__(self) -> int:
         return len(self._slots)
 
-    async def create(self, request_id: str, request: Request) -> Slot:
-        """A running episode. Raises NotFound (task), Conflict (id reused), RateLimited (full), Unavailable (the reset took too long)."""
+    async def create(self, request_id: str, request: EpisodeRequest) -> EpisodeSlot:
+        """A running episode. Raises NotFound (task), Conflict (id reused), RateLimited (full), Unavailable (the reset
+        took too long).
+        """
         slot = self._by_request.get(request_id) or self._admit(request_id, request)
         if slot.request != request:
             raise Conflict(f"request {request_id!r} was sent before with another body", "use a new request_id")
@@ -95,13 +101,17 @@ class Episodes:
         return slot
 
     async def step(self, episode_id: str, request_id: str, message: Message) -> StepResult:
-        """Raises NotFound (unknown or expired), Conflict (over, failed, or id reused), Unavailable (did not end in time)."""
+        """Raises NotFound (unknown or expired), Conflict (over, failed, or id reused), Unavailable (did not end in
+        time).
+        """
         slot = self._find(episode_id)
         async with self._alone(slot):
             digest = fingerprint(message)
             if (answered := slot.answers.get(request_id)) is not None:
                 if answered[0] != digest:
-                    raise Conflict(f"request {request_id!r} was sent before with another message", "use a new request_id")
+                    raise Conflict(
+                        f"request {request_id!r} was sent before with another message", "use a new request_id"
+                    )
                 return answered[1]
             episode = slot.live
             if slot.over:
@@ -133,19 +143,19 @@ class Episodes:
             self.expire()
 
     @asynccontextmanager
-    async def _alone(self, slot: Slot) -> AsyncIterator[None]:
+    async def _alone(self, slot: EpisodeSlot) -> AsyncIterator[None]:
         """Raises Busy if the requests before this one take too long."""
         try:
             async with asyncio.timeout(self._runner.deadline_s):
                 await slot.lock.acquire()
         except TimeoutError:
-            raise Busy(f"episode {slot.id} is busy with another request", "send one request at a time") from None
+            raise RunnerBusy(f"episode {slot.id} is busy with another request", "send one request at a time") from None
         try:
             yield
         finally:
             slot.lock.release()
 
-    async def _reset(self, slot: Slot) -> None:
+    async def _reset(self, slot: EpisodeSlot) -> None:
         entry, split, index = slot.request.entry, slot.request.split, slot.request.index
 
         def reset() -> tuple[str, tuple[Message, ...], Episode]:
@@ -163,14 +173,16 @@ class Episodes:
                 self._drop(slot)
         _EVENTS.labels(entry.name, "created").inc()
 
-    async def _step(self, slot: Slot, episode: Episode, message: Message) -> StepResult:
+    async def _step(self, slot: EpisodeSlot, episode: Episode, message: Message) -> StepResult:
         entry = slot.request.entry
         try:
             result = await self._runner.run(entry, "step", lambda: episode.step(message))
-        except Busy:
+        except RunnerBusy:
             raise
         except BaseException as error:
-            slot.failure = error if isinstance(error, VolleyError) else Unavailable(f"a step of episode {slot.id} was given up")
+            slot.failure = (
+                error if isinstance(error, VolleyError) else Unavailable(f"a step of episode {slot.id} was given up")
+            )
             raise
         slot.over = result.over
         if result.over:
@@ -178,17 +190,19 @@ class Episodes:
             _EVENTS.labels(entry.name, event).inc()
         return result
 
-    def _admit(self, request_id: str, request: Request) -> Slot:
+    def _admit(self, request_id: str, request: EpisodeRequest) -> EpisodeSlot:
         self.expire()
         if len(self._slots) >= self._max:
-            raise RateLimited(f"{self._max} episodes are open", "finish or delete some, or try again later", retry_after_s=2.0)
+            raise RateLimited(
+                f"{self._max} episodes are open", "finish or delete some, or try again later", retry_after_s=2.0
+            )
         seed = request.seed if request.seed is not None else _seed_from(request_id)
-        slot = Slot(secrets.token_hex(8), request_id, request, seed, self._clock() + self.ttl_s)
+        slot = EpisodeSlot(secrets.token_hex(8), request_id, request, seed, self._clock() + self.ttl_s)
         self._slots[slot.id] = self._by_request[request_id] = slot
         _OPEN.set(len(self._slots))
         return slot
 
-    def _find(self, episode_id: str) -> Slot:
+    def _find(self, episode_id: str) -> EpisodeSlot:
         self.expire()
         slot = self._slots.get(episode_id)
         if slot is None:
@@ -196,12 +210,12 @@ class Episodes:
         self._touch(slot)
         return slot
 
-    def _touch(self, slot: Slot) -> None:
+    def _touch(self, slot: EpisodeSlot) -> None:
         if slot.id in self._slots:
             slot.deadline = self._clock() + self.ttl_s
             self._slots.move_to_end(slot.id)
 
-    def _drop(self, slot: Slot) -> None:
+    def _drop(self, slot: EpisodeSlot) -> None:
         self._slots.pop(slot.id, None)
         if self._by_request.get(slot.request_id) is slot:
             del self._by_request[slot.request_id]

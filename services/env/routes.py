@@ -1,4 +1,6 @@
-"""HTTP to catalogue and episodes. Task listing has the Open Reward Standard's names; episodes speak Gymnasium's five-tuple."""
+"""HTTP to catalogue and episodes. Task listing has the Open Reward Standard's names; episodes speak Gymnasium's
+five-tuple.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 
-from services.env.bodies import (
+from services.env.catalogue import Catalogue
+from services.env.environments.base import Demonstration, Environment
+from services.env.episodes import EpisodeRequest as EpisodeRequest
+from services.env.episodes import Episodes
+from services.env.runner import Call, Runner
+from services.env.schemas import (
     Counted,
     CreateBody,
     Created,
@@ -26,14 +33,9 @@ from services.env.bodies import (
     read,
     stepped,
 )
-from services.env.catalogue import Catalogue
-from services.env.environments.base import Demonstration, Environment
-from services.env.episodes import Episodes
-from services.env.episodes import Request as EpisodeRequest
-from services.env.runner import Call, Runner
-from shared.access import Role
-from shared.http import respond
-from shared.openapi import declares
+from shared.web.access import Role
+from shared.web.http import respond
+from shared.web.openapi import declares
 
 router = APIRouter()
 ROLES = {
@@ -52,7 +54,7 @@ ROLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class EnvState:
     """What the routes work on; lives in `app.state.env`."""
 
     catalogue: Catalogue
@@ -63,7 +65,7 @@ class State:
 EnvName = Annotated[str, Path(openapi_examples={"built in": {"value": "frozen_lake"}})]
 
 
-def _state(request: Request) -> State:
+def _state(request: Request) -> EnvState:
     return request.app.state.env
 
 
@@ -89,7 +91,12 @@ async def register_environment(request: Request) -> Response:
     return respond(request, entry.describe(), 201 if new else 200)
 
 
-@router.post("/episodes", status_code=201, tags=["episodes"], openapi_extra=declares(body=CreateBody, answer=Created, statuses=(201,)))
+@router.post(
+    "/episodes",
+    status_code=201,
+    tags=["episodes"],
+    openapi_extra=declares(body=CreateBody, answer=Created, statuses=(201,)),
+)
 async def create_episode(request: Request) -> Response:
     """Starts an episode of one task. Idempotent by `request_id` for as long as the episode lives."""
     body = await read(request, CreateBody)
@@ -101,7 +108,9 @@ async def create_episode(request: Request) -> Response:
 
 @router.post("/episodes/{episode_id}/step", tags=["episodes"], openapi_extra=declares(body=StepBody, answer=Stepped))
 async def step_episode(request: Request, episode_id: str) -> Response:
-    """Answers an assistant message with observation messages, reward, terminated, truncated, info. Idempotent by `request_id`."""
+    """Answers an assistant message with observation messages, reward, terminated, truncated, info. Idempotent by
+    `request_id`.
+    """
     body = await read(request, StepBody)
     result = await _state(request).episodes.step(episode_id, body.request_id, body.message.as_message())
     return respond(request, stepped(result))
@@ -114,7 +123,9 @@ async def delete_episode(request: Request, episode_id: str) -> Response:
     return Response(status_code=204)
 
 
-@router.get("/{env}/splits", tags=["tasks"], openapi_extra=declares(answer={"type": "array", "items": {"type": "string"}}))
+@router.get(
+    "/{env}/splits", tags=["tasks"], openapi_extra=declares(answer={"type": "array", "items": {"type": "string"}})
+)
 async def list_splits(request: Request, env: EnvName) -> Response:
     """The names of the task sets."""
     return respond(request, list(await _run(request, env, "list", lambda e: e.splits)))
@@ -134,16 +145,26 @@ async def show_task(request: Request, env: EnvName) -> Response:
 
 @router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=declares(body=TaskBody, answer=Shown))
 async def demonstrate(request: Request, env: EnvName) -> Response:
-    """A conversation of one task to learn from, ending with the assistant's last message, and whether it solves the task."""
+    """A conversation of one task to learn from, ending with the assistant's last message, and whether it solves the
+    task.
+    """
     body = await read(request, TaskBody)
     shown: Demonstration = await _run(request, env, "demonstrate", lambda e: e.demonstration(body.split, body.index))
     return respond(request, {"messages": list(shown.messages), "success": shown.success})
 
 
-for _path, _handler, _body, _answer in (("num_tasks", count_tasks, SplitBody, Counted), ("task", show_task, TaskBody, Named)):
-    for _method, _extra in (("GET", declares(query=_body, answer=_answer)), ("POST", declares(body=_body, answer=_answer))):
+for _path, _handler, _body, _answer in (
+    ("num_tasks", count_tasks, SplitBody, Counted),
+    ("task", show_task, TaskBody, Named),
+):
+    for _method, _extra in (
+        ("GET", declares(query=_body, answer=_answer)),
+        ("POST", declares(body=_body, answer=_answer)),
+    ):
         _id = f"{_method.lower()}_{_path}"
-        router.add_api_route(f"/{{env}}/{_path}", _handler, methods=[_method], tags=["tasks"], operation_id=_id, openapi_extra=_extra)
+        router.add_api_route(
+            f"/{{env}}/{_path}", _handler, methods=[_method], tags=["tasks"], operation_id=_id, openapi_extra=_extra
+        )
 
 
 async def _run(request: Request, env: str, what: Call, call: Callable[[Environment], Any]) -> Any:

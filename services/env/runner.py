@@ -1,9 +1,10 @@
 """Calls into environment code: each in a thread, with a deadline, behind one failure boundary.
 
-Invariants: the event loop never runs environment code; environments of one kind share a few threads that no other kind uses,
-so one that hangs starves only itself. A thread cannot be ended: one whose call was given up stays counted until the call
-returns. When all of a kind hang, its calls are refused at once; when they still hang a deadline later, `watch` ends the
-service, because only a new process has new threads.
+Invariants: the event loop never runs environment code; environments of one kind share a few threads that no other kind
+    uses,
+so one that hangs starves only itself. A thread cannot be ended: one whose call was given up stays counted until the
+call returns. When all of a kind hang, its calls are refused at once; when they still hang a deadline later, `watch`
+ends the service, because only a new process has new threads.
 """
 
 from __future__ import annotations
@@ -17,20 +18,22 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Literal
 
-from services.env.catalogue import Entry
-from shared import telemetry
+from services.env.catalogue import CatalogueEntry
 from shared.errors import RateLimited, Unavailable, VolleyError
+from shared.process import telemetry
 
 type Call = Literal["list", "reset", "step", "demonstrate"]
 
 _SECONDS = telemetry.Histogram(
     "volley_env_call_seconds", "Duration of a call into environment code", ["env", "call"], registry=telemetry.REGISTRY
 )
-_HUNG = telemetry.Gauge("volley_env_hung_calls", "Calls that were given up and still run", ["kind"], registry=telemetry.REGISTRY)
+_HUNG = telemetry.Gauge(
+    "volley_env_hung_calls", "Calls that were given up and still run", ["kind"], registry=telemetry.REGISTRY
+)
 _log = telemetry.Log("env")
 
 
-class Busy(RateLimited):
+class RunnerBusy(RateLimited):
     """The call has not begun, so it may be repeated."""
 
     title = "Environment busy"
@@ -54,13 +57,15 @@ class Runner:
         self._n_threads, self._max_waiting = n_threads, max_waiting
         self._lanes: dict[str, _Lane] = {}
 
-    async def run[T](self, entry: Entry, call: Call, function: Callable[[], T]) -> T:
-        """Raises the environment's VolleyErrors as they are, Busy, GivenUp, and VolleyError for a defect of the environment."""
+    async def run[T](self, entry: CatalogueEntry, call: Call, function: Callable[[], T]) -> T:
+        """Raises the environment's VolleyErrors as they are, Busy, GivenUp, and VolleyError for a defect of the
+        environment.
+        """
         lane = self._lane(entry.kind)
         if lane.is_stuck:
-            raise Busy(f"{entry.name}: {lane.complaint}", retry_after_s=self.deadline_s)
+            raise RunnerBusy(f"{entry.name}: {lane.complaint}", retry_after_s=self.deadline_s)
         if lane.n_waiting >= self._max_waiting:
-            raise Busy(f"{entry.name}: {lane.n_waiting} calls are waiting", "try again later", retry_after_s=2.0)
+            raise RunnerBusy(f"{entry.name}: {lane.n_waiting} calls are waiting", "try again later", retry_after_s=2.0)
         started = time.perf_counter()
         work = lane.submit(_guarded(entry.name, call, function))
         try:
@@ -68,8 +73,12 @@ class Runner:
                 return await asyncio.wrap_future(work)
         except TimeoutError:
             if work.cancelled():
-                raise Busy(f"{entry.name}: no thread was free for {call} within {self.deadline_s:g} s", "try again later") from None
-            raise GivenUp(f"{entry.name}: {call} took longer than {self.deadline_s:g} s", "the episode is given up") from None
+                raise RunnerBusy(
+                    f"{entry.name}: no thread was free for {call} within {self.deadline_s:g} s", "try again later"
+                ) from None
+            raise GivenUp(
+                f"{entry.name}: {call} took longer than {self.deadline_s:g} s", "the episode is given up"
+            ) from None
         finally:
             lane.leave(work)
             _SECONDS.labels(entry.name, call).observe(time.perf_counter() - started)

@@ -20,7 +20,8 @@ MAX_OBJECTS = 2**14
 
 @dataclass(frozen=True, slots=True)
 class EnvSettings:
-    """`env` is the environment of the run, checked at start; `configs` holds the settings of each built-in that has some.
+    """`env` is the environment of the run, checked at start; `configs` holds the settings of each built-in that has
+    some.
 
     ttl_s is the idle life of an episode, in seconds; deadline_s bounds one call into environment code; n_threads is
     how many calls into one kind of environment run at once.

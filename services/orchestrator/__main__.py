@@ -1,6 +1,6 @@
 """`python -m services.orchestrator --config run.yaml [key.path=value ...]`."""
 
-from shared.boot import main
+from shared.process.boot import main
 
 if __name__ == "__main__":
     main("orchestrator")

@@ -6,50 +6,54 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from services.orchestrator.balancer import Balancer
-from services.orchestrator.board import Board
-from services.orchestrator.conductor import Conductor
-from services.orchestrator.dispatch import Dispatcher
-from services.orchestrator.episode import EpisodeRunner
-from services.orchestrator.fleet import Discover, Fleet, Found
-from services.orchestrator.gate import Gate
+from services.orchestrator.episodes.dispatch import Dispatcher
+from services.orchestrator.episodes.runner import EpisodeRunner
+from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.routes import ROLES, router
+from services.orchestrator.schedule.gate import ReservationGate
+from services.orchestrator.servers.balancer import Balancer
+from services.orchestrator.servers.fleet import Discover, DiscoveredServer, Fleet
 from services.orchestrator.settings import OrchestratorSettings, from_config
-from shared.access import Role, read_tokens
-from shared.boot import Service
-from shared.chat import ChatTokenizer
+from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
-from shared.http import create_app
-from shared.hub import model_folder
+from shared.models.chat import ChatTokenizer
+from shared.models.hub import model_folder
+from shared.process.boot import RunningService
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
-from shared.registry import Registry
+from shared.queue.registry import Registry
 from shared.schema import RunConfig
+from shared.web.access import Role, read_tokens
+from shared.web.http import create_app
 
 
 @asynccontextmanager
-async def open_service(config: RunConfig) -> AsyncIterator[Service]:
+async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
     """Raises ConfigError. Services that are not up yet are waited for by the worker."""
     async with open_orchestrator(from_config(config)) as service:
         yield service
 
 
 @asynccontextmanager
-async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Service]:
+async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[RunningService]:
     """The service from plain settings. Raises ConfigError."""
     tokens = read_tokens(settings.token_files)
     token = tokens and tokens.of(Role.SERVICE)
     tokenizer = await asyncio.to_thread(lambda: ChatTokenizer(model_folder(settings.model_path, settings.folder)))
     async with AsyncExitStack() as stack:
-        redis = await stack.enter_async_context(connect(settings.redis_url, settings.redis_password_file, settings.ca_file))
-        environments = await stack.enter_async_context(EnvClient(settings.env_url, token=token, ca_file=settings.ca_file))
-        balancer = Balancer(settings.terms.eta)
+        redis = await stack.enter_async_context(
+            connect(settings.redis_url, settings.redis_password_file, settings.ca_file)
+        )
+        environments = await stack.enter_async_context(
+            EnvClient(settings.env_url, token=token, ca_file=settings.ca_file)
+        )
+        balancer = Balancer(settings.terms.max_staleness)
         discover = _discover(Registry(redis, settings.run), settings.rollout_urls)
         fleet = await stack.enter_async_context(
             Fleet(balancer, discover, lambda url: RolloutClient(url, token=token, ca_file=settings.ca_file))
         )
-        board = Board()
+        board = RunStatus()
         dispatcher = Dispatcher(
             EpisodeRunner(tokenizer, environments, balancer, board, settings.bounds),
             balancer,
@@ -58,17 +62,19 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Ser
             max_attempts=settings.bounds.max_attempts,
         )
         queue = TicketQueue(redis, settings.run)
-        conductor = Conductor(settings, queue, environments, tokenizer, balancer, board, Gate(), dispatcher)
+        conductor = Orchestrator(
+            settings, queue, environments, tokenizer, balancer, board, ReservationGate(), dispatcher
+        )
         app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=ROLES)
         app.state.conductor = conductor
         app.include_router(router)
-        yield Service(app, [fleet.watch, conductor.work])
+        yield RunningService(app, [fleet.watch, conductor.work])
 
 
 def _discover(registry: Registry, fixed_urls: Sequence[str]) -> Discover:
-    async def discover() -> Sequence[Found]:
-        registered = [Found(server.url.rstrip("/"), server.capacity) for server in await registry.servers()]
+    async def discover() -> Sequence[DiscoveredServer]:
+        registered = [DiscoveredServer(server.url.rstrip("/"), server.capacity) for server in await registry.servers()]
         known = {server.url for server in registered}
-        return registered + [Found(url.rstrip("/")) for url in fixed_urls if url.rstrip("/") not in known]
+        return registered + [DiscoveredServer(url.rstrip("/")) for url in fixed_urls if url.rstrip("/") not in known]
 
     return discover

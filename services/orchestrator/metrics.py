@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from shared.telemetry import REGISTRY, Counter, Gauge, Histogram
+from shared.process.telemetry import REGISTRY, Counter, Gauge, Histogram
 from shared.types import Trajectory
 
 _LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
-EPISODES = Counter("volley_episodes", "Episodes that are data, by how they ended", ["purpose", "end"], registry=REGISTRY)
-EPISODE_TOKENS = Histogram("volley_episode_tokens", "Sampled tokens of an episode", ["end"], buckets=_LENGTHS, registry=REGISTRY)
-FAULTS = Counter("volley_turn_faults", "Turns by what the model did wrong in them", ["purpose", "fault"], registry=REGISTRY)
-FAILED_ATTEMPTS = Counter("volley_failed_attempts", "Attempts at episodes that failed, by class of error", ["error"], registry=REGISTRY)
+EPISODES = Counter(
+    "volley_episodes", "Episodes that are data, by how they ended", ["purpose", "end"], registry=REGISTRY
+)
+EPISODE_TOKENS = Histogram(
+    "volley_episode_tokens", "Sampled tokens of an episode", ["end"], buckets=_LENGTHS, registry=REGISTRY
+)
+FAULTS = Counter(
+    "volley_turn_faults", "Turns by what the model did wrong in them", ["purpose", "fault"], registry=REGISTRY
+)
+FAILED_ATTEMPTS = Counter(
+    "volley_failed_attempts", "Attempts at episodes that failed, by class of error", ["error"], registry=REGISTRY
+)
 FAILED_TOKENS = Histogram(
-    "volley_failed_attempt_tokens", "Tokens an attempt had sampled when it failed", ["error"], buckets=(0, *_LENGTHS), registry=REGISTRY
+    "volley_failed_attempt_tokens",
+    "Tokens an attempt had sampled when it failed",
+    ["error"],
+    buckets=(0, *_LENGTHS),
+    registry=REGISTRY,
 )
 EPISODES_RUNNING = Gauge("volley_episodes_running", "Episodes in progress", registry=REGISTRY)
 EPISODE_SECONDS = Histogram(
-    "volley_episode_seconds", "Duration of an episode", buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000), registry=REGISTRY
+    "volley_episode_seconds",
+    "Duration of an episode",
+    buckets=(0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000),
+    registry=REGISTRY,
 )
 TOKENS = Counter("volley_tokens_sampled", "Tokens sampled by the model", ["purpose"], registry=REGISTRY)
 GENERATE_SECONDS = Histogram(
-    "volley_generate_seconds", "Duration of one generate request", buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100), registry=REGISTRY
+    "volley_generate_seconds",
+    "Duration of one generate request",
+    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
+    registry=REGISTRY,
 )
 GROUPS = Counter("volley_groups", "Groups by what became of them", ["outcome"], registry=REGISTRY)
 

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 
-from services.orchestrator.conductor import Conductor
-from shared.access import Role
+from services.orchestrator.orchestrator import Orchestrator
 from shared.errors import Conflict, NotFound
+from shared.web.access import Role
 
 router = APIRouter(prefix="/runs", tags=["runs"])
 ROLES = {
@@ -19,20 +19,20 @@ ROLES = {
 }
 
 
-async def _conductor(request: Request) -> Conductor:
+async def _conductor(request: Request) -> Orchestrator:
     return request.app.state.conductor
 
 
-Served = Annotated[Conductor, Depends(_conductor)]
+Served = Annotated[Orchestrator, Depends(_conductor)]
 
 
-async def _named(conductor: Served, name: str) -> Conductor:
+async def _named(conductor: Served, name: str) -> Orchestrator:
     if name != conductor.settings.run:
         raise NotFound(f"there is no run {name!r} here", f"this orchestrator serves {conductor.settings.run!r}")
     return conductor
 
 
-Named = Annotated[Conductor, Depends(_named)]
+Named = Annotated[Orchestrator, Depends(_named)]
 
 
 @router.get("")
@@ -42,7 +42,9 @@ async def list_runs(conductor: Served) -> list[dict[str, Any]]:
 
 @router.get("/{name}")
 async def show_run(conductor: Named) -> dict[str, Any]:
-    """State (waiting, running, evaluating, paused, finished, failed) with its reason, progress, rates, servers, evaluations."""
+    """State (waiting, running, evaluating, paused, finished, failed) with its reason, progress, rates, servers,
+    evaluations.
+    """
     return conductor.describe()
 
 
@@ -61,7 +63,7 @@ async def resume_run(conductor: Named) -> dict[str, Any]:
     return conductor.describe()
 
 
-def _require_going(conductor: Conductor) -> None:
+def _require_going(conductor: Orchestrator) -> None:
     if conductor.board.is_over:
         state, _ = conductor.board.state(None)
         raise Conflict(f"run {conductor.settings.run!r} has {state}")

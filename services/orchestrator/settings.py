@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.orchestrator.sampling import Bounds
-from services.orchestrator.tickets import Terms
+from services.orchestrator.episodes.turn import TokenBounds
+from services.orchestrator.schedule.ticket_loop import Admission
 from shared.errors import ConfigError
 from shared.schema import Limits, RunConfig, TokenFiles
 
@@ -29,8 +29,8 @@ class OrchestratorSettings:
     token_files: TokenFiles
     ca_file: Path | None
     limits: Limits
-    bounds: Bounds
-    terms: Terms
+    bounds: TokenBounds
+    terms: Admission
     sampling: Mapping[str, Any]
     n_siblings: int
     max_concurrent: int
@@ -49,7 +49,8 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
     orchestrator, trainer, services = config.orchestrator, config.trainer, config.services
     if services.redis_url is None:
         raise ConfigError(
-            "services.redis_url is not set", "volley train starts a server of its own and sets it; or name one: redis://host:6379/0"
+            "services.redis_url is not set",
+            "volley train starts a server of its own and sets it; or name one: redis://host:6379/0",
         )
     return OrchestratorSettings(
         run=config.run.name,
@@ -65,9 +66,9 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         ca_file=services.tls.ca_file,
         limits=services.limits,
         bounds=_bounds(config),
-        terms=Terms(
+        terms=Admission(
             batch=trainer.groups_per_step,
-            eta=config.grpo_config.off_policy_steps,
+            max_staleness=config.grpo_config.off_policy_steps,
             total=trainer.max_steps * trainer.groups_per_step,
             lease_s=orchestrator.lease_s,
             patience_s=orchestrator.episode_timeout_s,
@@ -81,9 +82,9 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
     )
 
 
-def _bounds(config: RunConfig) -> Bounds:
+def _bounds(config: RunConfig) -> TokenBounds:
     engine = config.rollout.engine
-    return Bounds(
+    return TokenBounds(
         context_length=min(engine.context_length, engine.max_total_tokens or engine.context_length),
         max_response_length=config.grpo_config.max_response_length,
         max_turns=config.orchestrator.max_turns,

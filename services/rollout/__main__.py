@@ -1,6 +1,6 @@
 """`python -m services.rollout --config run.yaml [key.path=value ...]`."""
 
-from shared.boot import main
+from shared.process.boot import main
 
 if __name__ == "__main__":
     main("rollout", requires="sgl_jax")

@@ -8,23 +8,24 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from services.rollout import metrics, openai, routes
-from services.rollout.engine.client import open_engine as open_sglang
-from services.rollout.engine.protocol import BASE_VERSION, Engine, EngineSpec
-from services.rollout.generation import Generation
+from services.rollout import metrics
+from services.rollout.api import openai, routes
+from services.rollout.api.generation import GenerationRunner
+from services.rollout.engines.base import BASE_VERSION, Engine, EngineSpec
+from services.rollout.engines.sglang_jax.client import open_engine as open_sglang
 from services.rollout.settings import RolloutSettings, from_config
-from services.rollout.updates import Updates
-from shared.access import Tokens, read_tokens
-from shared.boot import Service
-from shared.chat import ChatTokenizer
+from services.rollout.weights.updater import WeightUpdater
 from shared.errors import DecodeError
-from shared.http import create_app
-from shared.model_config import ModelConfig
+from shared.models.chat import ChatTokenizer
+from shared.models.config import ModelConfig
+from shared.process.boot import RunningService
+from shared.process.telemetry import Log
 from shared.queue.client import connect
-from shared.registry import Registry, Server
+from shared.queue.registry import RegisteredServer, Registry
 from shared.schema import RunConfig
-from shared.telemetry import Log
 from shared.types import WeightVersion
+from shared.web.access import AccessTokens, read_tokens
+from shared.web.http import create_app
 
 type OpenEngine = Callable[[EngineSpec], AbstractAsyncContextManager[Engine]]
 
@@ -33,34 +34,50 @@ _log = Log("rollout")
 
 
 @asynccontextmanager
-async def open_service(config: RunConfig) -> AsyncIterator[Service]:
+async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
     """Raises ConfigError, or EngineDied with the engine's reason."""
     async with open_rollout(from_config(config)) as service:
         yield service
 
 
 @asynccontextmanager
-async def open_rollout(settings: RolloutSettings, open_engine: OpenEngine = open_sglang) -> AsyncIterator[Service]:
+async def open_rollout(
+    settings: RolloutSettings, open_engine: OpenEngine = open_sglang
+) -> AsyncIterator[RunningService]:
     """The service from plain settings, around the engine that `open_engine` starts; Redis is used only if given."""
     model = ModelConfig.read(Path(settings.engine.model_path))
     tokens = read_tokens(settings.token_files)
     async with open_engine(settings.engine) as engine:
-        _log.info("engine ready", boot_s=engine.info.boot_s, pid=engine.info.pid, kv_tokens=engine.info.max_total_tokens)
-        updates = Updates(
-            engine, settings.weights_root, model, settings.run, settings.update_mode, _first_version(settings), settings.engine.dtype
+        _log.info(
+            "engine ready", boot_s=engine.info.boot_s, pid=engine.info.pid, kv_tokens=engine.info.max_total_tokens
         )
-        generation = Generation(engine, settings.limits.grace_s, updates)
+        updates = WeightUpdater(
+            engine,
+            settings.weights_root,
+            model,
+            settings.run,
+            settings.update_mode,
+            _first_version(settings),
+            settings.engine.dtype,
+        )
+        generation = GenerationRunner(engine, settings.limits.grace_s, updates)
         app = build_app(settings, engine, updates, generation, tokens)
         workers = [engine.wait_closed, updates.watch, updates.guard, generation.drain, lambda: metrics.observe(engine)]
         if settings.redis_url is None:
-            yield Service(app, workers)
+            yield RunningService(app, workers)
             return
         async with connect(settings.redis_url, settings.redis_password_file, settings.ca_file) as redis:
             heartbeat = _heartbeat(Registry(redis, settings.run), settings, updates, generation)
-            yield Service(app, [*workers, heartbeat])
+            yield RunningService(app, [*workers, heartbeat])
 
 
-def build_app(settings: RolloutSettings, engine: Engine, updates: Updates, generation: Generation, tokens: Tokens | None) -> FastAPI:
+def build_app(
+    settings: RolloutSettings,
+    engine: Engine,
+    updates: WeightUpdater,
+    generation: GenerationRunner,
+    tokens: AccessTokens | None,
+) -> FastAPI:
     """The HTTP face of any engine."""
     limits = settings.limits.model_copy(update={"max_body_bytes": _longest_body(settings)})
     app = create_app(
@@ -72,20 +89,24 @@ def build_app(settings: RolloutSettings, engine: Engine, updates: Updates, gener
         max_objects=_OBJECTS + settings.engine.context_length,  # a prompt may be a list
     )
     tokenizer = _tokenizer(Path(settings.engine.model_path))
-    app.state.rollout = routes.State(engine, generation, updates, settings.engine, tokenizer)
+    app.state.rollout = routes.RolloutState(engine, generation, updates, settings.engine, tokenizer)
     app.include_router(routes.router)
     app.include_router(openai.router)
     return app
 
 
-def _heartbeat(registry: Registry, settings: RolloutSettings, updates: Updates, generation: Generation) -> Callable[[], Awaitable[None]]:
+def _heartbeat(
+    registry: Registry, settings: RolloutSettings, updates: WeightUpdater, generation: GenerationRunner
+) -> Callable[[], Awaitable[None]]:
     """A worker that keeps the server's record in Redis while it can be routed to."""
 
-    def current() -> Server | None:
+    def current() -> RegisteredServer | None:
         if generation.why_not() is not None or updates.current is None:
             return None
         epoch = _epoch(updates.current)
-        return Server(settings.server_id, settings.url, updates.current, settings.engine.max_running_requests, epoch)
+        return RegisteredServer(
+            settings.server_id, settings.url, updates.current, settings.engine.max_running_requests, epoch
+        )
 
     return lambda: registry.heartbeat(current)
 

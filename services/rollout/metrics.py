@@ -6,9 +6,9 @@ import asyncio
 import math
 from contextlib import suppress
 
-from services.rollout.engine.protocol import Engine, EngineStatus, GenerateResult
+from services.rollout.engines.base import Engine, EngineStatus, GenerateResult
 from shared.errors import DecodeError, Unavailable
-from shared.telemetry import REGISTRY, Counter, Gauge, Histogram, Log, Totals
+from shared.process.telemetry import REGISTRY, Counter, Gauge, Histogram, Log, Totals
 from shared.types import WeightVersion
 
 PERIOD_S = 1.0
@@ -16,9 +16,15 @@ _log = Log("metrics")
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 TOKENS = Counter("volley_rollout_tokens", "Tokens handled", ["kind"], registry=REGISTRY)
 FINISHED = Counter("volley_rollout_requests", "Requests ended", ["finish"], registry=REGISTRY)
-STAGE_SECONDS = Histogram("volley_rollout_stage_seconds", "Verifying and loading weights", buckets=_BUCKETS, registry=REGISTRY)
-PAUSE_SECONDS = Histogram("volley_rollout_pause_seconds", "Decoding stood still for a commit", buckets=_BUCKETS, registry=REGISTRY)
-DISTRUSTED = Counter("volley_rollout_weights_distrusted", "Times that what served was not what was loaded", registry=REGISTRY)
+STAGE_SECONDS = Histogram(
+    "volley_rollout_stage_seconds", "Verifying and loading weights", buckets=_BUCKETS, registry=REGISTRY
+)
+PAUSE_SECONDS = Histogram(
+    "volley_rollout_pause_seconds", "Decoding stood still for a commit", buckets=_BUCKETS, registry=REGISTRY
+)
+DISTRUSTED = Counter(
+    "volley_rollout_weights_distrusted", "Times that what served was not what was loaded", registry=REGISTRY
+)
 _REQUESTS = Gauge("volley_rollout_engine_requests", "Requests in the engine", ["state"], registry=REGISTRY)
 _FREE = Gauge("volley_rollout_free_kv_tokens", "Free slots of the key/value pool", registry=REGISTRY)
 _STEPS = Totals("volley_rollout_engine_steps", "Steps of the engine since its start", "kind")

@@ -7,8 +7,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.rollout.engine.protocol import CommitMode, EngineSpec
-from shared.hub import model_folder
+from services.rollout.engines.base import CommitMode, EngineSpec
+from shared.models.hub import model_folder
 from shared.schema import Limits, RunConfig, TokenFiles
 
 

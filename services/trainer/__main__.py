@@ -1,5 +1,5 @@
 """`python -m services.trainer --config FILE.yaml [key.path=value …]`"""
 
-from shared.boot import main
+from shared.process.boot import main
 
 main("trainer")

@@ -8,22 +8,22 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from services.trainer import options as from_run
-from services.trainer.backend import Backend, check_vocabulary
-from services.trainer.board import Board
-from services.trainer.checkpoint import Checkpoints
-from services.trainer.orbax_arrays import OrbaxArrays
-from services.trainer.records import StepLog
-from services.trainer.settings import Tokens
-from services.trainer.warmup import WarmStart
+from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.learner.backend import TunixBackend, check_vocabulary
+from services.trainer.loop.ledger import StepLog
+from services.trainer.loop.warm_start import WarmStart
+from services.trainer.settings import TokenLimits
+from services.trainer.status import TrainerStatus
 from services.trainer.wiring import Given, Learns, open_trainer
-from shared.boot import Service
 from shared.clients.env import EnvClient
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
+from shared.process.boot import RunningService
 from shared.schema import RunConfig
 
 
 @asynccontextmanager
-async def open_service(config: RunConfig) -> AsyncIterator[Service]:
+async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
     async with open_trainer(config, _tunix) as service:
         yield service
@@ -35,13 +35,17 @@ def _tunix(given: Given) -> Learns:
     model = replace(from_run.model_options(config, given.folder), origin=given.origin)
     described = ModelConfig.read(model.folder)
     check_vocabulary(given.tokenizer, described)
-    tokens = Tokens(described.vocab_size, given.tokenizer.pad_id)
-    checkpoints = Checkpoints(settings.run_folder / "checkpoints", settings.run, settings.max_to_keep, OrbaxArrays())
-    backend = Backend(model, described, from_run.policy_options(config, tokens), checkpoints)
+    tokens = TokenLimits(described.vocab_size, given.tokenizer.pad_id)
+    checkpoints = CheckpointFolders(
+        settings.run_folder / "checkpoints", settings.run, settings.max_to_keep, OrbaxArrays()
+    )
+    backend = TunixBackend(model, described, from_run.policy_options(config, tokens), checkpoints)
     sft = from_run.sft_options(config, tokens)
 
-    async def warm_start(environments: EnvClient, board: Board, executor: Executor) -> None:
+    async def warm_start(environments: EnvClient, board: TrainerStatus, executor: Executor) -> None:
         log = StepLog(settings.run_folder / "sft.jsonl")
-        await WarmStart(settings.env, settings.n_demonstrations, sft, environments, given.tokenizer, log)(backend, board, executor)
+        await WarmStart(settings.env, settings.n_demonstrations, sft, environments, given.tokenizer, log)(
+            backend, board, executor
+        )
 
     return Learns(backend, checkpoints, tokens, warm_start)

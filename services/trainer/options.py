@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.trainer.backend import ModelOptions
-from services.trainer.batch import Layout
-from services.trainer.loss import GrpoOptions
-from services.trainer.optimizer import OptimizerOptions
-from services.trainer.policy import PolicyOptions
-from services.trainer.settings import Tokens
-from services.trainer.sft import SftOptions
+from services.trainer.algorithms.loss import GrpoOptions
+from services.trainer.algorithms.sft import SftOptions
+from services.trainer.learner.backend import ModelOptions
+from services.trainer.learner.batch import BatchLayout
+from services.trainer.learner.optimizer import OptimizerOptions
+from services.trainer.learner.policy import PolicyOptions
+from services.trainer.settings import TokenLimits
 from shared.errors import ConfigError
 from shared.schema import GrpoConfig, OptimizerConfig, RunConfig
 
@@ -20,7 +20,7 @@ def model_options(config: RunConfig, folder: Path) -> ModelOptions:
     return ModelOptions(folder, config.model.dtype, config.model.remat, mesh.shape, mesh.axis_names, config.run.seed)
 
 
-def layout(config: RunConfig, tokens: Tokens, rows_per_step: int) -> Layout:
+def layout(config: RunConfig, tokens: TokenLimits, rows_per_step: int) -> BatchLayout:
     """Raises ConfigError if the rows of a micro-batch do not divide over the mesh."""
     trainer = config.trainer
     rows = min(trainer.train_micro_batch_size or rows_per_step, rows_per_step)
@@ -30,10 +30,10 @@ def layout(config: RunConfig, tokens: Tokens, rows_per_step: int) -> Layout:
             f"micro-batches of {rows} sequences do not divide over fsdp={shards}",
             "choose trainer.train_micro_batch_size (or sft.batch_size) as a multiple of it",
         )
-    return Layout(tuple(sorted(trainer.length_buckets)), rows, tokens.pad_id)
+    return BatchLayout(tuple(sorted(trainer.length_buckets)), rows, tokens.pad_id)
 
 
-def policy_options(config: RunConfig, tokens: Tokens) -> PolicyOptions:
+def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
     grpo, trainer = config.grpo_config, config.trainer
     rows = trainer.groups_per_step * grpo.num_generations
     return PolicyOptions(
@@ -61,7 +61,7 @@ def grpo_options(grpo: GrpoConfig) -> GrpoOptions:
     )
 
 
-def sft_options(config: RunConfig, tokens: Tokens) -> SftOptions:
+def sft_options(config: RunConfig, tokens: TokenLimits) -> SftOptions:
     sft = config.sft
     return SftOptions(
         max_steps=sft.max_steps,

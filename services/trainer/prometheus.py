@@ -1,12 +1,14 @@
-"""The trainer's Prometheus metrics. The measures of the last step have the names of `metrics.jsonl`; what a step adds up is counted."""
+"""The trainer's Prometheus metrics. The measures of the last step have the names of `metrics.jsonl`; what a step adds
+up is counted.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-from services.trainer.metrics import StepMetrics
-from shared.telemetry import REGISTRY, Counter, Gauge, Histogram
+from services.trainer.learner.metrics import StepMetrics
+from shared.process.telemetry import REGISTRY, Counter, Gauge, Histogram
 
 _OF_THE_LAST_STEP = {
     "loss": "Loss",
@@ -24,16 +26,23 @@ _OF_THE_LAST_STEP = {
     "staleness_mean": "Mean staleness of a group in steps, by its oldest token",
     "staleness_max": "Largest staleness of a group in steps",
 }
-_LAST = {name: Gauge(f"volley_trainer_{name}", f"{text} (of the last step)", registry=REGISTRY) for name, text in _OF_THE_LAST_STEP.items()}
+_LAST = {
+    name: Gauge(f"volley_trainer_{name}", f"{text} (of the last step)", registry=REGISTRY)
+    for name, text in _OF_THE_LAST_STEP.items()
+}
 _EPOCH = Gauge("volley_trainer_epoch", "Epoch of the trainer: how often one has begun on this run", registry=REGISTRY)
 _STEP = Gauge(
-    "volley_trainer_step", "Step of the newest weights; a restart takes it back to that of the newest checkpoint", registry=REGISTRY
+    "volley_trainer_step",
+    "Step of the newest weights; a restart takes it back to that of the newest checkpoint",
+    registry=REGISTRY,
 )
 DURABLE = Gauge("volley_trainer_durable_step", "Step of the newest checkpoint", registry=REGISTRY)
 _STEPS = Counter("volley_trainer_steps", "Optimizer steps of RL made by this process", registry=REGISTRY)
 _TOKENS = Counter("volley_trainer_tokens", "Tokens trained on", registry=REGISTRY)
 _SEQUENCE_TOKENS = Counter(
-    "volley_trainer_sequence_tokens", "Tokens of the episodes trained on, prompts and observations too", registry=REGISTRY
+    "volley_trainer_sequence_tokens",
+    "Tokens of the episodes trained on, prompts and observations too",
+    registry=REGISTRY,
 )
 _GROUPS = Counter("volley_trainer_groups", "Groups trained on", registry=REGISTRY)
 _EPISODES = Counter("volley_trainer_episodes", "Episodes trained on", registry=REGISTRY)

@@ -7,10 +7,10 @@ from typing import Annotated, get_args
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
-from services.trainer.board import Board, Phase
-from shared.access import Role
-from shared.http import respond
-from shared.openapi import declares
+from services.trainer.status import Phase, TrainerStatus
+from shared.web.access import Role
+from shared.web.http import respond
+from shared.web.openapi import declares
 
 router = APIRouter(tags=["trainer"])
 _STATUS = {
@@ -28,11 +28,11 @@ ROLES = {
 }
 
 
-async def _board(request: Request) -> Board:
+async def _board(request: Request) -> TrainerStatus:
     return request.app.state.board
 
 
-Here = Annotated[Board, Depends(_board)]
+Here = Annotated[TrainerStatus, Depends(_board)]
 
 
 @router.get("/status", openapi_extra=declares(answer=_STATUS))

@@ -1,20 +1,22 @@
-"""The plain values the service needs, read once from the run's configuration. What only the model needs is in `options`."""
+"""The plain values the service needs, read once from the run's configuration. What only the model needs is in
+`options`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from services.trainer.intake import Rules
-from services.trainer.parts import Plan
-from shared import pinned
+from services.trainer.loop.group_buffer import AdmissionRules
+from services.trainer.loop.interfaces import TrainPlan
 from shared.errors import ConfigError
-from shared.origin import Origin
+from shared.models.origin import Origin
+from shared.run import pinned
 from shared.schema import Limits, RunConfig, TokenFiles
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenLimits:
     """What the tokenizer and the model's config.json say: ids below `vocab_size`, `pad_id` fills rows."""
 
     vocab_size: int
@@ -44,7 +46,10 @@ def from_config(config: RunConfig) -> TrainerSettings:
     """Raises ConfigError if no Redis is named."""
     services = config.services
     if services.redis_url is None:
-        raise ConfigError("services.redis_url is not set", "`volley train` starts an embedded server; a service alone needs its address")
+        raise ConfigError(
+            "services.redis_url is not set",
+            "`volley train` starts an embedded server; a service alone needs its address",
+        )
     return TrainerSettings(
         run=config.run.name,
         run_folder=config.run.folder.absolute(),
@@ -62,18 +67,18 @@ def from_config(config: RunConfig) -> TrainerSettings:
     )
 
 
-def plan(config: RunConfig, tokens: Tokens, origin: Origin | None = None) -> Plan:
+def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -> TrainPlan:
     grpo, trainer = config.grpo_config, config.trainer
-    return Plan(
+    return TrainPlan(
         max_steps=trainer.max_steps,
         groups_per_step=trainer.groups_per_step,
         save_interval_steps=trainer.checkpointing_options.save_interval_steps,
         grace_s=config.services.limits.grace_s,
         seed=config.run.seed,
         keep_reference=grpo.beta > 0,
-        rules=Rules(
+        rules=AdmissionRules(
             order=trainer.order,
-            eta=grpo.off_policy_steps,
+            max_staleness=grpo.off_policy_steps,
             longest=max(trainer.length_buckets),
             vocab_size=tokens.vocab_size,
             group_size=grpo.num_generations,

@@ -12,33 +12,35 @@ from pathlib import Path
 from redis.asyncio import Redis
 
 from services.trainer import settings as from_run
-from services.trainer.board import Board
-from services.trainer.checkpoint import Checkpoints
-from services.trainer.loop import Loop
-from services.trainer.parts import Parts, Trains
-from services.trainer.publish import Publisher
-from services.trainer.records import Ledger, StepLog
-from services.trainer.refusals import Refusals
+from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.loop.interfaces import Backend, Collaborators
+from services.trainer.loop.ledger import LedgerFile, StepLog
+from services.trainer.loop.publisher import Publisher
+from services.trainer.loop.refusals import Refusals
+from services.trainer.loop.worker import TrainerWorker
 from services.trainer.routes import ROLES, router
-from services.trainer.settings import Tokens, TrainerSettings
-from shared.access import Role, read_tokens
-from shared.archive import Archive
-from shared.boot import Service
-from shared.chat import ChatTokenizer
+from services.trainer.settings import TokenLimits, TrainerSettings
+from services.trainer.status import TrainerStatus
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
-from shared.http import create_app
-from shared.hub import keep, model_folder
-from shared.origin import Origin
+from shared.models.chat import ChatTokenizer
+from shared.models.hub import keep, model_folder
+from shared.models.origin import Origin
+from shared.process.boot import RunningService
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
-from shared.registry import Registry
+from shared.queue.registry import Registry
+from shared.run.archive import Archive
 from shared.schema import RunConfig
+from shared.web.access import Role, read_tokens
+from shared.web.http import create_app
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a learner is made from; `folder` holds the model's config.json and tokenizer, `origin` the first weights if it is set."""
+    """What a learner is made from; `folder` holds the model's config.json and tokenizer, `origin` the first weights if
+    it is set.
+    """
 
     config: RunConfig
     settings: TrainerSettings
@@ -49,16 +51,18 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Learns:
-    """`backend` trains on groups whose ids obey `tokens`, and keeps its `checkpoints`; `warm_start` readies a new model before step 0."""
+    """`backend` trains on groups whose ids obey `tokens`, and keeps its `checkpoints`; `warm_start` readies a new model
+    before step 0.
+    """
 
-    backend: Trains
-    checkpoints: Checkpoints
-    tokens: Tokens
-    warm_start: Callable[[EnvClient, Board, Executor], Awaitable[None]]
+    backend: Backend
+    checkpoints: CheckpointFolders
+    tokens: TokenLimits
+    warm_start: Callable[[EnvClient, TrainerStatus, Executor], Awaitable[None]]
 
 
 @asynccontextmanager
-async def open_trainer(config: RunConfig, learner: Callable[[Given], Learns]) -> AsyncIterator[Service]:
+async def open_trainer(config: RunConfig, learner: Callable[[Given], Learns]) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
     origin = await asyncio.to_thread(keep, config)
     if origin is not None:
@@ -67,22 +71,26 @@ async def open_trainer(config: RunConfig, learner: Callable[[Given], Learns]) ->
     callers = read_tokens(settings.token_files)
     token, admin = (callers.of(Role.SERVICE), callers.of(Role.ADMIN)) if callers else (None, None)
     model = await asyncio.to_thread(model_folder, config.model.path, config.run.folder, weights=True)
-    board = Board(settings.run, config.trainer.max_steps)
+    board = TrainerStatus(settings.run, config.trainer.max_steps)
     async with AsyncExitStack() as stack:
         redis = connect(settings.redis_url, settings.redis_password_file, settings.ca_file)
         stack.push_async_callback(redis.aclose)
-        environments = await stack.enter_async_context(EnvClient(settings.env_url, token=token, ca_file=settings.ca_file))
+        environments = await stack.enter_async_context(
+            EnvClient(settings.env_url, token=token, ca_file=settings.ca_file)
+        )
         thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         stack.callback(thread.shutdown, wait=False, cancel_futures=True)
         learns, folder = learner(Given(config, settings, model, ChatTokenizer(model), origin)), settings.run_folder
         publisher = Publisher(
-            _servers(redis, settings), lambda url: RolloutClient(url, token=admin, ca_file=settings.ca_file), settings.update_mode
+            _servers(redis, settings),
+            lambda url: RolloutClient(url, token=admin, ca_file=settings.ca_file),
+            settings.update_mode,
         )
-        parts = Parts(
+        parts = Collaborators(
             backend=learns.backend,
             checkpoints=learns.checkpoints,
             queue=TicketQueue(redis, settings.run),
-            ledger=Ledger(folder / "ledger.jsonl"),
+            ledger=LedgerFile(folder / "ledger.jsonl"),
             archive=Archive(folder / "archive", settings.run),
             metrics=StepLog(folder / "metrics.jsonl"),
             handovers=StepLog(folder / "handovers.jsonl"),
@@ -94,7 +102,7 @@ async def open_trainer(config: RunConfig, learner: Callable[[Given], Learns]) ->
         app = create_app("trainer", limits=settings.limits, tokens=callers, ready=board.not_ready, roles=ROLES)
         app.state.board = board
         app.include_router(router)
-        yield Service(app, [Loop(from_run.plan(config, learns.tokens, origin), parts, board).run])
+        yield RunningService(app, [TrainerWorker(from_run.plan(config, learns.tokens, origin), parts, board).run])
 
 
 def _servers(redis: Redis, settings: TrainerSettings) -> Callable[[], Awaitable[Sequence[str]]]:

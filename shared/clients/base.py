@@ -1,8 +1,8 @@
 """The one HTTP client: msgpack bodies over aiohttp, foreign errors translated here.
 
-aiohttp carries the network because httpx's request and response objects cost three times the CPU of a whole call, and the
-orchestrator makes thousands a second; an httpx transport can take its place, which is how tests reach an application directly.
-Retries: only what the caller marks as safe to repeat, only for `Unavailable`, in `shared.retry`.
+aiohttp carries the network because httpx's request and response objects cost three times the CPU of a whole call, and
+the orchestrator makes thousands a second; an httpx transport can take its place, which is how tests reach an
+application directly. Retries: only what the caller marks as safe to repeat, only for `Unavailable`, in `shared.retry`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import aiohttp
 
-from shared import codec, descriptors, offload
+from shared import codec
 from shared.bounds import MAX_OBJECTS
 from shared.errors import DecodeError, ServiceUnreachable, from_problem
+from shared.process import descriptors, offload
 from shared.retry import retry
-from shared.tls import client_context
+from shared.web.tls import client_context
 
 if TYPE_CHECKING:
     from httpx import AsyncBaseTransport
@@ -27,17 +28,19 @@ if TYPE_CHECKING:
 _CONNECT_TIMEOUT_S = 5.0
 _NO_ADDRESS = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError)
 MAX_ANSWER_BYTES = 64 * 2**20
-_KEEPALIVE_S = 4.0  # well below that of shared.serving, so that no request meets a connection that is being closed
+_KEEPALIVE_S = 4.0  # well below that of shared.web.serving, so that no request meets a connection that is being closed
 
 
-class _Answer(NamedTuple):
+class _HttpReply(NamedTuple):
     status: int
     content_type: str
     content: bytes
 
 
 class _Wire(Protocol):
-    async def send(self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float) -> _Answer: ...
+    async def send(
+        self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float
+    ) -> _HttpReply: ...
 
     async def close(self) -> None: ...
 
@@ -72,7 +75,9 @@ class HttpClient:
             self._wire = _Direct(self.base_url, self._headers, self._transport)
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         wire, self._wire = self._wire, None
         if wire is not None:
             await wire.close()
@@ -81,9 +86,15 @@ class HttpClient:
         """Raises VolleyError: ServiceUnreachable, or what the service's problem body says."""
         return await retry(lambda: self._send("GET", path, None, params, None), attempts=attempts)
 
-    async def post(self, path: str, body: Any, *, attempts: int = 1, timeout_s: float | None = None, max_objects: int = MAX_OBJECTS) -> Any:
-        """Sends msgpack. Give `attempts` > 1 only for requests that may safely be repeated. `max_objects` bounds the answer's values."""
-        return await retry(lambda: self._send("POST", path, codec.pack(body), None, timeout_s, max_objects), attempts=attempts)
+    async def post(
+        self, path: str, body: Any, *, attempts: int = 1, timeout_s: float | None = None, max_objects: int = MAX_OBJECTS
+    ) -> Any:
+        """Sends msgpack. Give `attempts` > 1 only for requests that may safely be repeated. `max_objects` bounds the
+        answer's values.
+        """
+        return await retry(
+            lambda: self._send("POST", path, codec.pack(body), None, timeout_s, max_objects), attempts=attempts
+        )
 
     async def delete(self, path: str, *, attempts: int = 1) -> Any:
         return await retry(lambda: self._send("DELETE", path, None, None, None), attempts=attempts)
@@ -104,7 +115,9 @@ class HttpClient:
         except TimeoutError as error:
             raise ServiceUnreachable(f"{what} did not answer in time") from error
         except aiohttp.ClientSSLError as error:
-            raise ServiceUnreachable(f"{what}: {_tls_reason(error)}", "see services.tls; its ca_file must vouch for that name") from error
+            raise ServiceUnreachable(
+                f"{what}: {_tls_reason(error)}", "see services.tls; its ca_file must vouch for that name"
+            ) from error
         except (aiohttp.ClientError, OSError) as error:
             if (reason := descriptors.exhausted(error)) is not None:
                 raise ServiceUnreachable(f"{what}: {reason}", descriptors.HINT) from error
@@ -124,15 +137,19 @@ class _Network:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=trusted)
         skip = ("User-Agent", "Accept-Encoding")
         self._base_url = base_url
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers, skip_auto_headers=skip, auto_decompress=False)
+        self._session = aiohttp.ClientSession(
+            connector=connector, headers=headers, skip_auto_headers=skip, auto_decompress=False
+        )
 
-    async def send(self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float) -> _Answer:
+    async def send(
+        self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float
+    ) -> _HttpReply:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         url, headers = self._base_url + path, _content_type(body)
         async with self._session.request(
             method, url, data=body, params=params, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
-            return _Answer(answer.status, answer.headers.get("Content-Type", ""), await _bounded(answer, path))
+            return _HttpReply(answer.status, answer.headers.get("Content-Type", ""), await _bounded(answer, path))
 
     async def close(self) -> None:
         await self._session.close()
@@ -157,9 +174,11 @@ class _Direct:
 
         self._direct = Direct(base_url, headers, transport)
 
-    async def send(self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float) -> _Answer:
+    async def send(
+        self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float
+    ) -> _HttpReply:
         answer = await self._direct.send(method, path, body, params, _content_type(body), timeout_s)
-        return _Answer(answer.status_code, answer.headers.get("Content-Type", ""), answer.content)
+        return _HttpReply(answer.status_code, answer.headers.get("Content-Type", ""), answer.content)
 
     async def close(self) -> None:
         await self._direct.close()
@@ -197,7 +216,7 @@ def _content_type(body: bytes | None) -> dict[str, str]:
     return {} if body is None else {"Content-Type": codec.MEDIA_TYPE}
 
 
-def _read(answer: _Answer, path: str, max_objects: int) -> Any:
+def _read(answer: _HttpReply, path: str, max_objects: int) -> Any:
     """The decoded body of a success. Raises what a problem body says, or DecodeError."""
     if answer.status < 300:
         return _decode(answer, path, max_objects) if answer.content else None
@@ -208,5 +227,5 @@ def _read(answer: _Answer, path: str, max_objects: int) -> Any:
     raise from_problem(answer.status, value if isinstance(value, dict) else {})
 
 
-def _decode(answer: _Answer, path: str, max_objects: int) -> Any:
+def _decode(answer: _HttpReply, path: str, max_objects: int) -> Any:
     return codec.by_type(answer.content_type, answer.content, f"the answer of {path}", max_objects)

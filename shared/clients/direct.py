@@ -18,10 +18,18 @@ class Direct:
         self._client = httpx.AsyncClient(base_url=base_url, headers=headers, transport=transport)
 
     async def send(
-        self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, headers: Mapping[str, str], timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        params: Mapping[str, Any] | None,
+        headers: Mapping[str, str],
+        timeout_s: float,
     ) -> httpx.Response:
         try:
-            return await self._client.request(method, path, content=body, params=params, headers=headers, timeout=timeout_s)
+            return await self._client.request(
+                method, path, content=body, params=params, headers=headers, timeout=timeout_s
+            )
         except httpx.TimeoutException as error:
             raise TimeoutError from error
         except httpx.HTTPError as error:

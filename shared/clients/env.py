@@ -1,7 +1,7 @@
 """Client of the environment service: tasks, demonstrations, episodes.
 
-All of it may safely be repeated (creating and stepping are idempotent by `request_id` at the service). The callers do, each with a
-bound of its own, so nothing is repeated here.
+All of it may safely be repeated (creating and stepping are idempotent by `request_id` at the service). The callers do,
+each with a bound of its own, so nothing is repeated here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
-class StepResult:
+class StepReply:
     """Gymnasium's five-tuple, with the observation as messages and the parts of `info` that training needs.
 
     `fault` is what the model did wrong in this turn, if anything.
@@ -58,7 +58,9 @@ class EnvClient(HttpClient):
         return _read(lambda: int(answer["num_tasks"]))
 
     async def demonstration(self, env: str, split: str, index: int) -> list[Message]:
-        """A conversation of one task to learn from, solved or not; the last message is the assistant's. Raises NotFound."""
+        """A conversation of one task to learn from, solved or not; the last message is the assistant's. Raises
+        NotFound.
+        """
         answer = await self.post(f"/{env}/demonstration", {"split": split, "index": index})
         return _read(lambda: list(answer["messages"]))
 
@@ -67,10 +69,15 @@ class EnvClient(HttpClient):
         body = {"request_id": request_id, "env": env, "split": split, "index": index, "seed": seed}
         answer = await self.post("/episodes", body)
         return _read(
-            lambda: Opening(str(answer["episode_id"]), str(answer["task"]), list(answer["messages"]), list(answer.get("tools") or ()))
+            lambda: Opening(
+                str(answer["episode_id"]),
+                str(answer["task"]),
+                list(answer["messages"]),
+                list(answer.get("tools") or ()),
+            )
         )
 
-    async def step(self, episode_id: str, request_id: str, content: str) -> StepResult:
+    async def step(self, episode_id: str, request_id: str, content: str) -> StepReply:
         """Answers the assistant's message. Raises NotFound if the service no longer knows the episode."""
         body = {"request_id": request_id, "message": {"role": "assistant", "content": content}}
         answer = await self.post(f"/episodes/{episode_id}/step", body)
@@ -81,9 +88,9 @@ class EnvClient(HttpClient):
         await self.delete(f"/episodes/{episode_id}")
 
 
-def _step(answer: Mapping[str, Any]) -> StepResult:
+def _step(answer: Mapping[str, Any]) -> StepReply:
     info = answer.get("info") or {}
-    return StepResult(
+    return StepReply(
         messages=list(answer["messages"]),
         reward=float(answer["reward"]),
         terminated=bool(answer["terminated"]),

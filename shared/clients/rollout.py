@@ -1,7 +1,8 @@
 """Client of a rollout server: token ids in, token ids and behaviour log-probabilities out, and weight updates.
 
-A `Generation` that leaves this module is whole: as many log-probabilities as ids, all finite, version spans that cover them,
-and the server has seen exactly the prompt that was sent. Anything else makes the server unavailable, and is never data.
+A `Generation` that leaves this module is whole: as many log-probabilities as ids, all finite, version spans that cover
+them, and the server has seen exactly the prompt that was sent. Anything else makes the server unavailable, and is never
+data.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class ServerWeights:
-    """Versions a server serves (`current`) and holds ready (`staged`); None where it has none. `digest` identifies the current weights."""
+    """Versions a server serves (`current`) and holds ready (`staged`); None where it has none. `digest` identifies the
+    current weights.
+    """
 
     current: str | None
     staged: str | None
@@ -49,12 +52,16 @@ class ServerWeights:
 class RolloutClient(HttpClient):
     """Every method raises VolleyError: ServiceUnreachable, or what the server's problem body says."""
 
-    async def generate(self, input_ids: np.ndarray, sampling: Mapping[str, Any], rid: str, *, timeout_s: float | None = None) -> Generation:
+    async def generate(
+        self, input_ids: np.ndarray, sampling: Mapping[str, Any], rid: str, *, timeout_s: float | None = None
+    ) -> Generation:
         """Samples a continuation of `input_ids` (int32 [T]). Not idempotent, so never repeated here.
 
         Args:
-            sampling: SGLang's `sampling_params`: max_new_tokens, temperature, top_p, top_k, stop_token_ids, sampling_seed.
-            rid: name of the request for `abort`. Volley's servers compare whole ids, SGLang's own prefixes: use ids of one length.
+            sampling: SGLang's `sampling_params`: max_new_tokens, temperature, top_p, top_k, stop_token_ids,
+                sampling_seed.
+            rid: name of the request for `abort`. Volley's servers compare whole ids, SGLang's own prefixes: use ids of
+                one length.
 
         Raises:
             Unavailable: the answer breaks an invariant of `Generation`.
@@ -88,13 +95,17 @@ class RolloutClient(HttpClient):
         return await self.post("/weights/stage", {"manifest": str(manifest)}, attempts=3, timeout_s=_WEIGHTS_TIMEOUT_S)
 
     async def commit(self, version: str, mode: str, *, base_version: str | None = None) -> dict[str, Any]:
-        """Makes staged weights the current ones, between two decode steps. Raises Conflict if `base_version` is not current."""
+        """Makes staged weights the current ones, between two decode steps. Raises Conflict if `base_version` is not
+        current.
+        """
         body = {"version": version, "mode": mode} | ({"base_version": base_version} if base_version else {})
         return await self.post("/weights/commit", body, timeout_s=_WEIGHTS_TIMEOUT_S)
 
     async def update_weights(self, manifest: Path, mode: str) -> dict[str, Any]:
         """`stage` and `commit` in one call."""
-        return await self.post("/update_weights", {"manifest": str(manifest), "mode": mode}, timeout_s=_WEIGHTS_TIMEOUT_S)
+        return await self.post(
+            "/update_weights", {"manifest": str(manifest), "mode": mode}, timeout_s=_WEIGHTS_TIMEOUT_S
+        )
 
 
 def _generation(answer: Any, n_prompt: int) -> Generation:
@@ -103,7 +114,9 @@ def _generation(answer: Any, n_prompt: int) -> Generation:
         generation = Generation(
             output_ids=_ids(answer["output_ids"]),
             logprobs=_logprobs(meta["output_token_logprobs"]),
-            versions=tuple(VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in meta["weight_versions"]),
+            versions=tuple(
+                VersionSpan(str(s["version"]), int(s["start"]), int(s["end"])) for s in meta["weight_versions"]
+            ),
             finish_reason=str(meta["finish_reason"]["type"]),
             cached_tokens=int(meta.get("cached_tokens") or 0),
         )

@@ -1,6 +1,7 @@
 """The connection to Redis or Valkey: time-outs, no hidden retries, and the translation of its errors.
 
-Retries are the caller's: a client that repeats commands by itself would hide the lost replies that the queue must know of.
+Retries are the caller's: a client that repeats commands by itself would hide the lost replies that the queue must know
+of.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from shared.access import read_secret
-from shared.descriptors import HINT, exhausted
 from shared.errors import ConfigError, Fenced, QueueUnavailable
+from shared.process.descriptors import HINT, exhausted
+from shared.web.access import read_secret
 
 CONNECT_TIMEOUT_S = 3.0
 SOCKET_TIMEOUT_S = 15.0
 MAX_BLOCK_MS = 2000  # the longest a command may block, far below the socket time-out
-_CLOSED = "the handler is closed"  # uvloop says so, with a RuntimeError, where asyncio would notice a reset when it reads
+_CLOSED = (
+    "the handler is closed"  # uvloop says so, with a RuntimeError, where asyncio would notice a reset when it reads
+)
 _TRANSIENT = ("OOM", "MISCONF", "READONLY", "LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS")
 
 
@@ -100,7 +103,9 @@ def _from_server(error: foreign.ResponseError) -> Exception:
     if code in ("NOGROUP", "UNBLOCKED"):
         return Fenced("the consumer group of this trainer is gone", "another trainer has begun, or Redis was wiped")
     if code in _TRANSIENT or isinstance(error, foreign.OutOfMemoryError | foreign.ReadOnlyError):
-        return QueueUnavailable(f"Redis cannot take this command now: {text}", "look at its memory limit, disk and role")
+        return QueueUnavailable(
+            f"Redis cannot take this command now: {text}", "look at its memory limit, disk and role"
+        )
     return error
 
 

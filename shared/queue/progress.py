@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-class Progress:
+class TicketProgress:
     """Finished tickets, compactly.
 
     Args:

@@ -1,16 +1,16 @@
 """The train-data queue: tickets on a Redis stream.
 
-A ticket is a number (from 1) that is at once group id, dedupe key, staleness admission, backpressure credit and position
-in the data. A producer reserves a ticket before it generates, and publishes the group under it; the trainer reads groups,
-and commits tickets once a checkpoint that contains their effect is durable.
+A ticket is a number (from 1) that is at once group id, dedupe key, staleness admission, backpressure credit and
+position in the data. A producer reserves a ticket before it generates, and publishes the group under it; the trainer
+reads groups, and commits tickets once a checkpoint that contains their effect is durable.
 
 Invariants:
-- A ticket is new only while issued - void < (version + eta + 1) * batch, so no group is more than eta steps old when it is
-  trained, and the stream is bounded. (Void tickets ended without training.)
-- Delivery is at least once; the effect of training is exactly once along the surviving lineage of checkpoints: what came
-  after the last durable checkpoint is undone and done again.
-- Every issued ticket is finished, queued, leased, or in the pool of tickets to be issued again. `begin` restores this from
-  a checkpoint alone, whatever the server has lost.
+- A ticket is new only while issued - void < (version + max_staleness + 1) * batch, so no group is more than
+  max_staleness steps old when it is trained, and the stream is bounded. (Void tickets ended without training.)
+- Delivery is at least once; the effect of training is exactly once along the surviving lineage of checkpoints: what
+  came after the last durable checkpoint is undone and done again.
+- Every issued ticket is finished, queued, leased, or in the pool of tickets to be issued again. `begin` restores this
+  from a checkpoint alone, whatever the server has lost.
 - Every write of a trainer carries its fence; a trainer that was replaced changes nothing and gets `Fenced`.
 
 Nothing here repeats a command. After `QueueUnavailable` every method may simply be called again.
@@ -26,16 +26,16 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
-from shared import telemetry
 from shared.errors import Fenced
+from shared.process import telemetry
 from shared.queue.client import MAX_BLOCK_MS, command, transaction
-from shared.queue.progress import Progress
-from shared.queue.records import Entry, Finished, Published, QueueState, Refusal, Reservation
+from shared.queue.progress import TicketProgress
+from shared.queue.records import Finished, Published, PublishRefusal, QueueState, Reservation, StreamEntry
 from shared.queue.scripts import Keys, Scripts
 
-__all__ = ["Entry", "Finished", "Published", "QueueState", "Refusal", "Reservation", "TicketQueue"]
+__all__ = ["Finished", "PublishRefusal", "Published", "QueueState", "Reservation", "StreamEntry", "TicketQueue"]
 
-_REFUSALS = {-1: Refusal.NOT_READY, -2: Refusal.FULL, -3: Refusal.EXHAUSTED}
+_REFUSALS = {-1: PublishRefusal.NOT_READY, -2: PublishRefusal.FULL, -3: PublishRefusal.EXHAUSTED}
 _CHUNK = 500  # tickets per script call
 _DEAD_KEPT = 64
 _NEW = ">"
@@ -50,13 +50,13 @@ type _Row = tuple[bytes, dict[bytes, bytes] | None]  # entry id, fields
 class _Lineage:
     """What the trainer's end knows of its own incarnation.
 
-    `held` are tickets given to the caller and not committed; `cursor` is where to read next: `>` for new entries, or the
-    entry id after which our own pending ones are read again.
+    `held` are tickets given to the caller and not committed; `cursor` is where to read next: `>` for new entries, or
+    the entry id after which our own pending ones are read again.
     """
 
     epoch: int
     fence: str
-    progress: Progress
+    progress: TicketProgress
     version: int
     tries: dict[int, int]
     held: set[int] = field(default_factory=set)
@@ -64,8 +64,8 @@ class _Lineage:
 
 
 @dataclass(frozen=True)
-class _Answer:
-    result: Reservation | Refusal
+class _RedisReply:
+    result: Reservation | PublishRefusal
     wake: int
     next_lease_ms: int  # until the next lease ends; -1 if none is out
 
@@ -82,26 +82,29 @@ class TicketQueue:
         self._scripts = Scripts(redis, self.keys)
         self._lineage: _Lineage | None = None
 
-    async def reserve(self, ttl_s: float, batch: int, eta: int, total: int) -> Reservation | Refusal:
+    async def reserve(self, ttl_s: float, batch: int, max_staleness: int, total: int) -> Reservation | PublishRefusal:
         """Takes a ticket: one that was lost or whose lease ran out, lowest first, else a new one.
 
         Args:
             ttl_s: the lease, in seconds by the server's clock; an unpublished ticket is then issued again.
             batch: groups per step.
-            eta: allowed staleness in steps.
+            max_staleness: allowed staleness in steps.
             total: groups to train in the whole run.
         """
-        return (await self._reserve(ttl_s, batch, eta, total)).result
+        return (await self._reserve(ttl_s, batch, max_staleness, total)).result
 
-    async def reserve_wait(self, ttl_s: float, batch: int, eta: int, total: int, deadline_s: float) -> Reservation | Refusal:
+    async def reserve_wait(
+        self, ttl_s: float, batch: int, max_staleness: int, total: int, deadline_s: float
+    ) -> Reservation | PublishRefusal:
         """Like `reserve`, but waits up to `deadline_s` seconds for a ticket; the last refusal if none came.
 
-        Woken by commits, by a trainer that has begun, and by leases that run out. Occupies one connection while it waits.
+        Woken by commits, by a trainer that has begun, and by leases that run out. Occupies one connection while it
+        waits.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + deadline_s
         while True:
-            answer = await self._reserve(ttl_s, batch, eta, total)
+            answer = await self._reserve(ttl_s, batch, max_staleness, total)
             left_ms = int((end - loop.time()) * 1000)
             if isinstance(answer.result, Reservation) or left_ms <= 0:
                 return answer.result
@@ -109,11 +112,11 @@ class TicketQueue:
             block_ms = max(1, min(left_ms, until_lease, MAX_BLOCK_MS))
             await command(self._redis, "XREAD", "BLOCK", block_ms, "STREAMS", self.keys.wake, f"{answer.wake}-0")
 
-    async def _reserve(self, ttl_s: float, batch: int, eta: int, total: int) -> _Answer:
-        row = await self._scripts.call("reserve", _ms(ttl_s), batch, eta, total)
+    async def _reserve(self, ttl_s: float, batch: int, max_staleness: int, total: int) -> _RedisReply:
+        row = await self._scripts.call("reserve", _ms(ttl_s), batch, max_staleness, total)
         if row[0] < 0:
-            return _Answer(_REFUSALS[row[0]], wake=row[2], next_lease_ms=row[3])
-        return _Answer(Reservation(ticket=row[0], version=row[1]), wake=0, next_lease_ms=-1)
+            return _RedisReply(_REFUSALS[row[0]], wake=row[2], next_lease_ms=row[3])
+        return _RedisReply(Reservation(ticket=row[0], version=row[1]), wake=0, next_lease_ms=-1)
 
     async def renew(self, ticket: int, ttl_s: float) -> bool:
         """Extends the lease to `ttl_s` from now; 0 gives the ticket back to be issued at once.
@@ -128,14 +131,17 @@ class TicketQueue:
             return Published.UNKNOWN
         return Published((await self._scripts.call("publish", ticket, payload)).decode())
 
-    async def begin(self, low: int, version: int, issued: int, void: int, done: Iterable[int], epoch: int, above: int = 0) -> int:
+    async def begin(
+        self, low: int, version: int, issued: int, void: int, done: Iterable[int], epoch: int, above: int = 0
+    ) -> int:
         """A trainer takes over with the state of its checkpoint; all earlier trainers are fenced.
 
-        Closes the queue, repairs it in bounded pieces, and opens it: finished tickets are removed, lost ones will be issued
-        again, all others are delivered again. A trainer that dies in between leaves the queue closed for the next one.
+        Closes the queue, repairs it in bounded pieces, and opens it: finished tickets are removed, lost ones will be
+        issued again, all others are delivered again. A trainer that dies in between leaves the queue closed for the
+        next one.
 
         Args:
-            low, done, void: finished tickets (see `Progress`).
+            low, done, void: finished tickets (see `TicketProgress`).
             version: durable step.
             issued: highest ticket known to be issued.
             epoch: the checkpoint's epoch; 0 without a checkpoint, which also forgets all groups of an earlier lineage.
@@ -148,7 +154,7 @@ class TicketQueue:
             Fenced: yet another trainer has begun meanwhile.
         """
         self._lineage = None
-        progress = Progress(low, done, void)
+        progress = TicketProgress(low, done, void)
         row = await self._scripts.call("begin", secrets.token_hex(4), epoch, progress.low, version, issued, void, above)
         fence = row[1].decode()
         for chunk in itertools.batched(sorted(progress.done), _CHUNK):
@@ -160,11 +166,11 @@ class TicketQueue:
         self._lineage = _Lineage(epoch=int(row[0]), fence=fence, progress=progress, version=version, tries=tries)
         return self._lineage.epoch
 
-    async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[Entry]:
+    async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[StreamEntry]:
         """Up to `count` groups in the order of arrival, each ticket at most once between two commits of it.
 
-        Waits up to `block_ms` (at most MAX_BLOCK_MS) for the first one. After a failed or cancelled call the entries that
-        its lost answer held come again.
+        Waits up to `block_ms` (at most MAX_BLOCK_MS) for the first one. After a failed or cancelled call the entries
+        that its lost answer held come again.
 
         Raises:
             Fenced: another trainer has begun, or the server was wiped.
@@ -190,9 +196,11 @@ class TicketQueue:
         answer = await command(self._redis, "XREADGROUP", *group, "COUNT", count, *block, *where)
         return answer[0][1] if answer else []
 
-    async def _unseen(self, lineage: _Lineage, rows: Sequence[_Row]) -> list[Entry]:
-        """Entries the caller neither holds nor has finished. The server may have lost a commit: those are finished again."""
-        fresh: list[Entry] = []
+    async def _unseen(self, lineage: _Lineage, rows: Sequence[_Row]) -> list[StreamEntry]:
+        """Entries the caller neither holds nor has finished. The server may have lost a commit: those are finished
+        again.
+        """
+        fresh: list[StreamEntry] = []
         again: list[Finished] = []
         for entry_id, fields in rows:
             if not fields:
@@ -203,7 +211,7 @@ class TicketQueue:
             elif lineage.progress.is_finished(ticket):
                 again.append(Finished(ticket, entry))
             elif ticket not in lineage.held:
-                fresh.append(Entry(entry, ticket, fields[b"d"], deliveries=1 + lineage.tries.get(ticket, 0)))
+                fresh.append(StreamEntry(entry, ticket, fields[b"d"], deliveries=1 + lineage.tries.get(ticket, 0)))
         if again:
             await self._commit(lineage, again)
         lineage.held.update(entry.ticket for entry in fresh)
@@ -241,7 +249,7 @@ class TicketQueue:
             lineage.held.discard(ticket.ticket)
             lineage.tries.pop(ticket.ticket, None)
 
-    async def dead_letter(self, epoch: int, entry: Entry, reason: str) -> None:
+    async def dead_letter(self, epoch: int, entry: StreamEntry, reason: str) -> None:
         """Keeps a copy of a poisoned entry for inspection; the ticket still has to be committed, as void.
 
         Raises:
@@ -251,7 +259,8 @@ class TicketQueue:
         await self._scripts.fenced("dead_letter", lineage.fence, [entry.entry_id, entry.ticket, reason, _DEAD_KEPT])
 
     async def leave(self, epoch: int, refused: str = "") -> None:
-        """The trainer stops in order: groups that it has taken and not committed are not counted as if it had crashed over them.
+        """The trainer stops in order: groups that it has taken and not committed are not counted as if it had crashed
+        over them.
 
         Args:
             refused: why it trains no more, for `state` to tell until another trainer begins.
@@ -275,7 +284,9 @@ class TicketQueue:
         names = ("issued", "low", "version", "epoch", "void", "reissued", "duplicates", "strays")
         counts = {name: int(raw.get(name.encode(), 0)) for name in names}
         refused = raw.get(b"refused", b"").decode(errors="replace")
-        return QueueState(**counts, ready=raw.get(b"ready") == b"1", depth=depth, leased=leased, done=done, dead=dead, refused=refused)
+        return QueueState(
+            **counts, ready=raw.get(b"ready") == b"1", depth=depth, leased=leased, done=done, dead=dead, refused=refused
+        )
 
     def _owned(self, epoch: int) -> _Lineage:
         if self._lineage is None or self._lineage.epoch != epoch:

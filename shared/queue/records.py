@@ -14,11 +14,11 @@ class Reservation:
     version: int
 
 
-class Refusal(StrEnum):
+class PublishRefusal(StrEnum):
     """Why there is no ticket just now."""
 
     NOT_READY = "not_ready"  # no trainer has begun, or one is repairing the queue
-    FULL = "full"  # one more group could be older than eta steps when it is trained
+    FULL = "full"  # one more group could be older than max_staleness steps when it is trained
     EXHAUSTED = "exhausted"  # enough tickets for the whole run are issued
 
 
@@ -33,11 +33,11 @@ class Published(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StreamEntry:
     """One queued group.
 
-    `deliveries` is 1 the first time. It grows by one with each trainer incarnation that took the entry and ended, not in
-    order, without having committed a step, so it counts crashes that this entry may have caused.
+    `deliveries` is 1 the first time. It grows by one with each trainer incarnation that took the entry and ended, not
+    in order, without having committed a step, so it counts crashes that this entry may have caused.
     """
 
     entry_id: str

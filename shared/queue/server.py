@@ -1,6 +1,7 @@
 """The embedded server: Redis or Valkey as a child process, for a run that brings none of its own.
 
-Invariants: it listens on 127.0.0.1 only, asks for a random password that is never on a command line, writes an append-only
+Invariants: it listens on 127.0.0.1 only, asks for a random password that is never on a command line, writes an
+    append-only
 file in its folder, never evicts, and stops with its context. One server per folder: a lock that the process itself
 holds guards the data, even if whoever started it is gone.
 """
@@ -23,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from shared.errors import ConfigError, QueueUnavailable
-from shared.ports import free_port
+from shared.process.ports import free_port
 
 _OLDEST_REDIS = (6, 2)
 _CONFIG = """\
@@ -68,12 +69,15 @@ class ServerSpec:
 
 
 def prepare(folder: Path, binary: Path | None = None) -> ServerSpec:
-    """Makes the folder (mode 0700) and the configuration file (0600) with a new password and the port it had before, or a free one.
+    """Makes the folder (mode 0700) and the configuration file (0600) with a new password and the port it had before, or
+    a free one.
 
     Raises:
         ConfigError: no usable server program is found, or the folder cannot be written.
     """
-    spec = ServerSpec(binary or find_binary(), folder.absolute(), free_port(_port_before(folder)), secrets.token_hex(24))
+    spec = ServerSpec(
+        binary or find_binary(), folder.absolute(), free_port(_port_before(folder)), secrets.token_hex(24)
+    )
     text = _CONFIG.format(port=spec.port, password=spec.password, folder=_quoted(spec.folder))
     try:
         spec.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,7 +99,9 @@ def running(spec: ServerSpec, ready_s: float = 20.0, stop_s: float = 10.0) -> It
         QueueUnavailable: it did not become ready in `ready_s` seconds; the message ends with its last log lines.
     """
     with folder_lock(spec.folder) as lock, spec.log.open("ab") as log:
-        process = subprocess.Popen(spec.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,), process_group=0)
+        process = subprocess.Popen(
+            spec.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=(lock,), process_group=0
+        )
     try:
         _wait_ready(spec, process, ready_s)
         yield process
@@ -126,7 +132,9 @@ def folder_lock(folder: Path) -> Iterator[int]:
 
 @contextmanager
 def embedded_server(folder: Path) -> Iterator[ServerSpec]:
-    """A server of our own in `folder`, at a free port, for the length of the context. Raises as `prepare` and `running`."""
+    """A server of our own in `folder`, at a free port, for the length of the context. Raises as `prepare` and
+    `running`.
+    """
     spec = prepare(folder)
     with running(spec):
         yield spec
@@ -159,7 +167,9 @@ def find_binary() -> Path:
 
 def _recent_enough(binary: Path) -> bool:
     try:
-        answer = subprocess.run([str(binary), "--version"], capture_output=True, text=True, timeout=5, check=True).stdout
+        answer = subprocess.run(
+            [str(binary), "--version"], capture_output=True, text=True, timeout=5, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return False
     version = re.search(r"v=(\d+)\.(\d+)", answer)
@@ -199,7 +209,9 @@ def _lock(descriptor: int, folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ConfigError(f"another server is using {folder}", "stop that run first, or give this one another name") from error
+        raise ConfigError(
+            f"another server is using {folder}", "stop that run first, or give this one another name"
+        ) from error
 
 
 def _wait_ready(spec: ServerSpec, process: subprocess.Popen[bytes], ready_s: float) -> None:
@@ -235,7 +247,9 @@ def _last_lines(log: Path, n: int = 3) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes], stop_s: float) -> None:
-    """SIGTERM lets the server flush its append-only file; SIGKILL follows if that takes longer than `stop_s` seconds."""
+    """SIGTERM lets the server flush its append-only file; SIGKILL follows if that takes longer than
+    `stop_s` seconds.
+    """
     process.terminate()
     try:
         process.wait(stop_s)

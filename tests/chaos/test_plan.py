@@ -1,10 +1,12 @@
-"""The list of faults: a pure function of the seed, with as many of each kind as was asked for, and none that undo the test itself."""
+"""The list of faults: a pure function of the seed, with as many of each kind as was asked for, and none that undo the
+test itself.
+"""
 
 from __future__ import annotations
 
 from itertools import chain, islice
 
-from services.cli.chaos.plan import LINKS, SERVICES, Amounts, Round, counts, endless, kills, plan
+from tools.chaos.plan import LINKS, SERVICES, Amounts, Round, counts, endless, kills, plan
 
 CI = Amounts(kills=300, wipes=10, zombies=20)
 
@@ -58,5 +60,7 @@ def test_a_run_on_a_clock_meets_every_kind_soon():
 
 def test_half_of_the_rounds_with_kills_spare_the_orchestrator():
     storms = [faults for faults in plan(1, CI) if sum(fault.kind == "kill" for fault in faults) > 1]
-    spared = [faults for faults in storms if not any(fault.kind == "kill" and fault.at == "orchestrator" for fault in faults)]
+    spared = [
+        faults for faults in storms if not any(fault.kind == "kill" and fault.at == "orchestrator" for fault in faults)
+    ]
     assert len(spared) == len(storms) // 2

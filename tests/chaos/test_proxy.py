@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.cli.chaos.proxy import Proxy
-from shared.ports import free_port
+from shared.process.ports import free_port
+from tools.chaos.proxy import Proxy
 
 type Link = tuple[Proxy, asyncio.StreamReader, asyncio.StreamWriter]
 

@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.engine.protocol import EngineInfo, EngineSpec, GenerateRequest, SamplingParams, StagedWeights
-from services.rollout.simulated import SimulatedEngine, draw, load, open_engine
-from services.trainer.checkpoint import Checkpoints
-from services.trainer.intake import held_of
-from services.trainer.simulated import NumpyArrays, SimulatedBackend
+from services.rollout.engines.base import EngineInfo, EngineSpec, GenerateRequest, SamplingParams, StagedWeights
+from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.loop.group_buffer import ready_group
 from shared.errors import Unavailable, WeightsError
-from shared.state import fresh
+from shared.run.state import initial_state
+from shared.run.weights import read_manifest
 from shared.types import Group, WeightVersion
-from shared.weights import read_manifest
 from tests.support.small_run import group
 from tests.support.tokenizer import FOLDER
+from tools.simulated.rollout import SimulatedEngine, draw, load, open_engine
+from tools.simulated.trainer import NumpyArrays, SimulatedBackend
 
 INFO = EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1)
 V1 = WeightVersion(1, 0)
@@ -28,13 +28,13 @@ GROUPS = [group(ticket, V1) for ticket in (1, 2, 3)]
 
 
 def backend(folder: Path) -> SimulatedBackend:
-    return SimulatedBackend(Checkpoints(folder, "r", 3, NumpyArrays()), {}, 0)
+    return SimulatedBackend(CheckpointFolders(folder, "r", 3, NumpyArrays()), {}, 0)
 
 
 def trained(folder: Path, groups: Sequence[Group]) -> bytes:
     one = backend(folder)
     one.build()
-    one.step([held_of(g, b"", "") for g in groups], V1)
+    one.step([ready_group(g, b"", "") for g in groups], V1)
     return b"".join(value.tobytes() for _, value in sorted(one.params.items()))
 
 
@@ -59,17 +59,17 @@ def test_a_reward_changes_them_and_an_attempt_does_not(tmp_path: Path):
 
 def test_a_resumed_learner_goes_on_bit_by_bit(tmp_path: Path):
     first, second = backend(tmp_path / "a"), backend(tmp_path / "a")
-    state = fresh(0).under(1, keep_reference=False)
+    state = initial_state(0).under(1, keep_reference=False)
     first.build()
     first.start(state)
-    first.step([held_of(GROUPS[0], b"", "")], V1)
+    first.step([ready_group(GROUPS[0], b"", "")], V1)
     first.save(replace(state, step=1), V1)
     restored = second.restore()
     assert restored is not None
     second.build()
     second.start(restored.under(2, keep_reference=False))
     for one in (first, second):
-        one.step([held_of(GROUPS[1], b"", "")], WeightVersion(1, 1))
+        one.step([ready_group(GROUPS[1], b"", "")], WeightVersion(1, 1))
     assert all(np.array_equal(first.params[name], second.params[name]) for name in first.params)
 
 
@@ -83,7 +83,9 @@ def test_tokens_depend_on_seed_and_prompt_alone():
 
 
 async def test_every_token_tells_the_version_that_served(tmp_path: Path):
-    request = GenerateRequest("a", np.array([5], np.int32), SamplingParams(max_new_tokens=6, sampling_seed=1, stop_token_ids=(2,)))
+    request = GenerateRequest(
+        "a", np.array([5], np.int32), SamplingParams(max_new_tokens=6, sampling_seed=1, stop_token_ids=(2,))
+    )
     async with open_engine(EngineSpec(str(FOLDER))) as engine:
         with pytest.raises(Unavailable):
             await engine.generate(request)
@@ -101,7 +103,7 @@ async def serve(engine: SimulatedEngine, root: Path, step: int) -> None:
     """Makes a checkpoint, and the engine load it."""
     one = backend(root)
     one.build()
-    folder = one.save(replace(fresh(0).under(1, keep_reference=False), step=step), None)
+    folder = one.save(replace(initial_state(0).under(1, keep_reference=False), step=step), None)
     manifest = read_manifest(folder)
     loaded = await engine.stage(StagedWeights(str(folder / manifest.path), manifest.version, tree=manifest.tree))
     committed = await engine.commit(manifest.version, "in_place")

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from services.cli.chaos.arena import Seen, Zombie
-from services.cli.chaos.plan import Fault
-from services.cli.chaos.siege import Injected, Log
-from services.cli.chaos.verdict import Evidence, judge, spread
 from shared.types import WeightVersion
+from tools.chaos.arena import Sighting, Zombie
+from tools.chaos.plan import Fault
+from tools.chaos.siege import InjectedFault, SiegeLog
+from tools.chaos.verdict import Evidence, judge, spread
 
 AT = WeightVersion(3, 14)
 PROVEN = {"ok": True, "redis": "agrees", "lost": 0, "doubly_trained": 0, "violations": []}
@@ -51,8 +51,14 @@ def test_each_broken_requirement_is_named(change: dict[str, object], named: str,
 
 
 def test_recovery_counts_to_readiness_and_to_the_next_durable_step():
-    seen = [Seen(1.0, WeightVersion(1, 1)), Seen(5.0, WeightVersion(2, 1)), Seen(7.0, WeightVersion(2, 2))]
-    log = Log(injected=[Injected(Fault("kill", "env"), 3.0, 4.0, 0.5), Injected(Fault("cut", "redis"), 8.0, 8.0, 0.1)], durable=seen)
+    seen = [Sighting(1.0, WeightVersion(1, 1)), Sighting(5.0, WeightVersion(2, 1)), Sighting(7.0, WeightVersion(2, 2))]
+    log = SiegeLog(
+        injected=[
+            InjectedFault(Fault("kill", "env"), 3.0, 4.0, 0.5),
+            InjectedFault(Fault("cut", "redis"), 8.0, 8.0, 0.1),
+        ],
+        durable=seen,
+    )
     assert log.recoveries() == {"env": [0.5], "run": [3.0], "redis": [0.1]}
 
 

@@ -1,4 +1,6 @@
-"""`volley access`: evaluated by a real shell, for runs started here, with services of others, and for runs that others started."""
+"""`volley access`: evaluated by a real shell, for runs started here, with services of others, and for runs that others
+started.
+"""
 
 import asyncio
 import os
@@ -11,12 +13,13 @@ import orjson
 import pytest
 import yaml
 
-from services.cli import access, addresses, status
+from services.cli.commands import access, status
 from services.cli.layout import RunFolder
-from shared.access import Role, Tokens, read_tokens
+from services.cli.runs import addresses
 from shared.errors import ConfigError, ServiceUnreachable
-from shared.http import create_app
-from shared.schema import Limits, Services, Tls
+from shared.schema import Limits, ServicesSection, Tls
+from shared.web.access import AccessTokens, Role, read_tokens
+from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.net import free_port
 from tests.support.tokens import write_tokens
@@ -42,11 +45,11 @@ async def test_a_shell_gets_what_it_needs_whatever_the_path(tmp_path, name):
     folder.path.mkdir()
     tokens = write_tokens(folder.path)
     async with answering("trainer") as url:
-        services = Services(token_files=tokens, tls=Tls(ca_file=folder.path / "ca.pem"))
+        services = ServicesSection(token_files=tokens, tls=Tls(ca_file=folder.path / "ca.pem"))
         addresses.write(folder, {"trainer": url, "rollout-0": "http://127.0.0.1:1"}, {}, services)
         script = (
-            'eval "$("$PYTHON" -m services.cli access "$FOLDER")" && '
-            'printf "%s|" "$VOLLEY_TRAINER_URL" "$VOLLEY_ROLLOUT_0_URL" "$(cat "$VOLLEY_TOKEN_FILE_ADMIN")" "$VOLLEY_CA_FILE"'
+            'eval "$("$PYTHON" -m services.cli access "$FOLDER")" && printf "%s|" "$VOLLEY_TRAINER_URL"'
+            ' "$VOLLEY_ROLLOUT_0_URL" "$(cat "$VOLLEY_TOKEN_FILE_ADMIN")" "$VOLLEY_CA_FILE"'
         )
         code, output = await shell(script, str(folder.path))
     assert (code, output) == (0, f"{url}|http://127.0.0.1:1|admin-token-of-a-test|{folder.path / 'ca.pem'}|")
@@ -56,7 +59,7 @@ async def test_a_shell_gets_what_it_needs_whatever_the_path(tmp_path, name):
 async def test_a_run_that_does_not_run_gives_a_shell_nothing(tmp_path, capsys):
     folder = RunFolder(tmp_path)
     async with answering("env") as url:
-        addresses.write(folder, {"trainer": f"http://127.0.0.1:{free_port()}"}, {"env": url}, Services())
+        addresses.write(folder, {"trainer": f"http://127.0.0.1:{free_port()}"}, {"env": url}, ServicesSection())
         code, output = await shell('"$PYTHON" -m services.cli access "$FOLDER" 2>/dev/null', str(tmp_path))
         assert (code, output) == (1, "")
         code, output = await shell('"$PYTHON" -m services.cli access "$FOLDER"', str(tmp_path))
@@ -71,7 +74,7 @@ async def test_no_token_is_printed(tmp_path):
     folder = RunFolder(tmp_path)
     tokens = write_tokens(tmp_path)
     async with answering("trainer") as url:
-        addresses.write(folder, {"trainer": url}, {}, Services(token_files=tokens))
+        addresses.write(folder, {"trainer": url}, {}, ServicesSection(token_files=tokens))
         for option in ("", "--json"):
             code, output = await shell(f'"$PYTHON" -m services.cli access {option} "$FOLDER"', str(tmp_path))
             assert code == 0
@@ -102,7 +105,7 @@ def test_what_is_no_run_is_refused(tmp_path):
 
 
 def test_nothing_answers(tmp_path):
-    addresses.write(RunFolder(tmp_path), {"trainer": f"http://127.0.0.1:{free_port()}"}, {}, Services())
+    addresses.write(RunFolder(tmp_path), {"trainer": f"http://127.0.0.1:{free_port()}"}, {}, ServicesSection())
     with pytest.raises(ServiceUnreachable, match="volley up"):
         access.main(tmp_path)
 
@@ -112,8 +115,13 @@ async def run_of(name, tokens):
     """Addresses of trainer and environments of the run."""
     async with AsyncExitStack() as entered:
         urls = {}
-        for kind, path, answer in [("trainer", "/status", {"run": name, "phase": "waiting"}), ("env", "/environments", {})]:
-            app = create_app(kind, limits=Limits(), tokens=tokens, ready=lambda: None, roles={f"GET {path}": Role.VIEWER})
+        for kind, path, answer in [
+            ("trainer", "/status", {"run": name, "phase": "waiting"}),
+            ("env", "/environments", {}),
+        ]:
+            app = create_app(
+                kind, limits=Limits(), tokens=tokens, ready=lambda: None, roles={f"GET {path}": Role.VIEWER}
+            )
             app.get(path)(lambda answer=answer: answer)
             urls[kind] = await entered.enter_async_context(served(app))
         yield urls
@@ -123,9 +131,9 @@ async def run_of(name, tokens):
 async def test_another_run_on_the_same_ports_is_not_the_run(tmp_path, capsys, shared_tokens):
     (tmp_path / "a").mkdir()
     folder, files = RunFolder(tmp_path / "a"), write_tokens(tmp_path / "a")
-    tokens = read_tokens(files) if shared_tokens else Tokens({Role.VIEWER: "a-token-of-another-run"})
+    tokens = read_tokens(files) if shared_tokens else AccessTokens({Role.VIEWER: "a-token-of-another-run"})
     async with run_of("b", tokens) as urls:
-        addresses.write(folder, urls, {}, Services(token_files=files))
+        addresses.write(folder, urls, {}, ServicesSection(token_files=files))
         with pytest.raises(ServiceUnreachable, match="run a is not running; other services answer at its addresses"):
             await asyncio.to_thread(access.main, folder.path)
         assert await asyncio.to_thread(access.main, folder.path, as_json=True) == 1
@@ -135,5 +143,5 @@ async def test_another_run_on_the_same_ports_is_not_the_run(tmp_path, capsys, sh
         assert "run a is not running; other services answer at its addresses" in shown
         assert "has stopped" not in shown
     async with run_of("a", read_tokens(files)) as urls:
-        addresses.write(folder, urls, {}, Services(token_files=files))
+        addresses.write(folder, urls, {}, ServicesSection(token_files=files))
         assert await asyncio.to_thread(access.main, folder.path) == 0

@@ -1,4 +1,6 @@
-"""The bootstrap on machines that lack something: real interpreters, real processes, a package index that is not there."""
+"""The bootstrap on machines that lack something: real interpreters, real processes, a package index
+that is not there.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import bootstrap
 from services.cli.layout import PROJECT
+from tools import bootstrap
 
 
 def executable(path: Path, text: str) -> Path:
@@ -61,7 +63,9 @@ def test_it_makes_three_environments_and_then_nothing(checkout: Path, tmp_path: 
     path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
     assert run(checkout, path, UV_CALLS=str(calls)).returncode == 0
     made = calls.read_text().splitlines()
-    assert [line.split()[0] for line in made] == [str(checkout / ".venvs" / name) for name in ("base", "rollout", "trainer")]
+    assert [line.split()[0] for line in made] == [
+        str(checkout / ".venvs" / name) for name in ("base", "rollout", "trainer")
+    ]
     assert ["--extra rollout" in line for line in made] == [False, True, False]
     assert all("--locked" in line and "--no-python-downloads" in line for line in made)
     assert run(checkout, path, UV_CALLS=str(calls)).stderr == ""
@@ -100,7 +104,8 @@ def test_without_uv_and_network_it_says_what_is_missing(checkout: Path) -> None:
 
 def test_a_failing_installation_is_told_in_one_line(checkout: Path, tmp_path: Path) -> None:
     executable(
-        tmp_path / "bin" / "uv", 'case "$1" in --version) echo "uv 0.99.0" ;; *) echo "error: Failed to fetch: x" >&2; exit 2 ;; esac'
+        tmp_path / "bin" / "uv",
+        'case "$1" in --version) echo "uv 0.99.0" ;; *) echo "error: Failed to fetch: x" >&2; exit 2 ;; esac',
     )
     done = run(checkout, f"{tmp_path / 'bin'}:/usr/bin:/bin")
     assert done.returncode == 1

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import ports, runs
 from services.cli.__main__ import main
 from services.cli.layout import PROJECT
-from shared.boot import bind
+from services.cli.local import ports
+from services.cli.runs import record as runs
 from shared.config import load
 from shared.errors import ConfigError
-from shared.hub import model_folder
-from shared.schema import Endpoint, Services
+from shared.models.hub import model_folder
+from shared.process.boot import bind
+from shared.schema import Endpoint, ServicesSection
 
 CONFIG = "configs/quickstart.yaml"
 
@@ -84,7 +85,10 @@ def test_a_runs_folder_is_no_model(tmp_path: Path) -> None:
 def test_help_lists_the_commands() -> None:
     done = volley("--help")
     assert done.returncode == 0
-    assert all(command in done.stdout for command in ("train", "up", "quickstart", "report", "status", "verify", "replay", "soak"))
+    assert all(
+        command in done.stdout
+        for command in ("train", "up", "quickstart", "report", "status", "verify", "replay", "soak")
+    )
 
 
 def test_going_on_with_a_finished_run_shows_its_report(tmp_path: Path) -> None:
@@ -111,15 +115,17 @@ def test_status_of_a_service_that_is_not_there(tmp_path: Path) -> None:
 def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        services = Services.model_validate({"env": {"port": port}})
+        services = ServicesSection.model_validate({"env": {"port": port}})
         with pytest.raises(ConfigError, match=rf"services\.env\.port={port}"):
             ports.choose(services, {"env": {"port": port}}, {"env": 1})
 
 
-@pytest.mark.parametrize(("host", "problem"), [("nope.invalid", "cannot be resolved"), ("192.0.2.1", "no address of this machine")])
+@pytest.mark.parametrize(
+    ("host", "problem"), [("nope.invalid", "cannot be resolved"), ("192.0.2.1", "no address of this machine")]
+)
 def test_a_host_that_is_not_ours_is_told_from_a_taken_port(host: str, problem: str) -> None:
     for given in ({"host": host}, {"host": host, "port": 8101}):
-        services = Services.model_validate({"env": given})
+        services = ServicesSection.model_validate({"env": given})
         with pytest.raises(ConfigError, match=rf"services\.env\.host={host}: .*{problem} \(name an address"):
             ports.choose(services, {"env": given}, {"env": 1})
     with pytest.raises(ConfigError, match=rf"{host}:8101: .*{problem} \(name an address"):
@@ -129,8 +135,10 @@ def test_a_host_that_is_not_ours_is_told_from_a_taken_port(host: str, problem: s
 def test_free_ports_are_distinct_and_named_ones_are_kept() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         free = probe.getsockname()[1]
-    services = Services.model_validate({"trainer": {"port": free}})
-    chosen = ports.choose(services, {"trainer": {"port": free}}, {"env": 1, "rollout": 3, "orchestrator": 1, "trainer": 1})
+    services = ServicesSection.model_validate({"trainer": {"port": free}})
+    chosen = ports.choose(
+        services, {"trainer": {"port": free}}, {"env": 1, "rollout": 3, "orchestrator": 1, "trainer": 1}
+    )
     numbers = [port for found in chosen.values() for port in found]
     assert chosen["trainer"] == [free]
     assert len(chosen["rollout"]) == 3

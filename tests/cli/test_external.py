@@ -1,4 +1,6 @@
-"""`volley train` with services of others: what is wrong with them is said before anything is started, and the rest starts around them."""
+"""`volley train` with services of others: what is wrong with them is said before anything is started, and the rest
+starts around them.
+"""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -7,21 +9,23 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.cli import addresses, external, ports, stack, status
-from services.cli.chaos.arena import SIMULATED
-from services.cli.processes import Reaper
-from services.cli.runs import claimed
-from services.cli.stack import Seams
-from services.cli.supervisor import Patience
+from services.cli.commands import status
+from services.cli.local import external, ports, stack
+from services.cli.local.processes import Reaper
+from services.cli.local.stack import StackSeams
+from services.cli.local.supervisor import RestartPolicy
+from services.cli.runs import addresses
+from services.cli.runs.record import claimed
 from services.env.app import open_service
 from shared.config import load
 from shared.errors import ConfigError, ServiceUnreachable, Unavailable
-from shared.http import create_app
-from shared.ports import hold
-from shared.schema import Limits, Services, TokenFiles
+from shared.process.ports import hold
+from shared.schema import Limits, ServicesSection, TokenFiles
+from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.net import free_port
 from tests.support.tokens import write_private, write_tokens
+from tools.chaos.arena import SIMULATED
 
 CONFIG = "configs/chaos.yaml"
 
@@ -58,7 +62,9 @@ async def test_the_tokens_are_those_that_the_service_knows(tmp_path):
 
 async def test_it_must_answer_be_ready_and_offer_the_environment_as_configured():
     address = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(ServiceUnreachable, match=r"services\.env\.url: GET .*start it, or leave services\.env\.url out"):
+    with pytest.raises(
+        ServiceUnreachable, match=r"services\.env\.url: GET .*start it, or leave services\.env\.url out"
+    ):
         await check(f"services.env.url={address}")
     stuck = create_app("env", limits=Limits(), tokens=None, ready=lambda: "all threads hang")
     async with served(stuck) as url:
@@ -90,7 +96,7 @@ async def test_a_rollout_server_must_answer_and_take_weights_from_us(tmp_path):
 )
 def test_what_cannot_be_external_says_so(key, named):
     with pytest.raises(ConfigError, match=named):
-        external.find(Services.model_validate({key: {"url": "http://far:1"}}))
+        external.find(ServicesSection.model_validate({key: {"url": "http://far:1"}}))
 
 
 def test_ports_are_those_of_the_last_session_if_they_are_free():
@@ -98,19 +104,25 @@ def test_ports_are_those_of_the_last_session_if_they_are_free():
     free, taken = free_port(), free_port()
     with hold("127.0.0.1", taken) as other:
         other.listen()
-        chosen = ports.choose(Services(), {}, {"env": 1, "rollout": 1}, {"env": free, "rollout-0": taken}, said.append)
+        chosen = ports.choose(
+            ServicesSection(), {}, {"env": 1, "rollout": 1}, {"env": free, "rollout-0": taken}, said.append
+        )
     assert chosen["env"] == [free]
     assert chosen["rollout"] != [taken]
-    assert said == [f"rollout-0 listens on port {chosen['rollout'][0]} now: another program uses {taken}, its port until now"]
+    assert said == [
+        f"rollout-0 listens on port {chosen['rollout'][0]} now: another program uses {taken}, its port until now"
+    ]
 
 
 def test_the_ports_of_external_services_are_not_ours(tmp_path):
     from services.cli.layout import RunFolder
 
     folder = RunFolder(tmp_path)
-    addresses.write(folder, {"trainer": "http://127.0.0.1:20001"}, {"env": "http://127.0.0.1:20002"}, Services())
+    addresses.write(folder, {"trainer": "http://127.0.0.1:20001"}, {"env": "http://127.0.0.1:20002"}, ServicesSection())
     assert addresses.ports_before(folder) == {"trainer": 20001}
-    folder.processes.write_bytes(b'{"urls": {"env": "http://x:99999999", "trainer": "nonsense"}, "token_files": {}, "ca_file": null}')
+    folder.processes.write_bytes(
+        b'{"urls": {"env": "http://x:99999999", "trainer": "nonsense"}, "token_files": {}, "ca_file": null}'
+    )
     assert addresses.ports_before(folder) == {}
 
 
@@ -118,10 +130,15 @@ def test_the_ports_of_external_services_are_not_ours(tmp_path):
 async def test_a_run_starts_around_an_external_environment_and_resumes_at_the_same_addresses(tmp_path: Path, capsys):
     seen: list[dict[str, str]] = []
     async with env() as url:
-        loaded = load([CONFIG], [f"run.dir={tmp_path}", "run.name=around", f"services.env.url={url}", "services.rollout_replicas=1"])
+        loaded = load(
+            [CONFIG],
+            [f"run.dir={tmp_path}", "run.name=around", f"services.env.url={url}", "services.rollout_replicas=1"],
+        )
         for _session in range(2):
             with claimed(loaded) as claim, Reaper.running() as reaper:
-                async with stack.running(loaded, claim.folder, reaper, print, Patience(), Seams(SIMULATED)) as running:
+                async with stack.running(
+                    loaded, claim.folder, reaper, print, RestartPolicy(), StackSeams(SIMULATED)
+                ) as running:
                     assert {one.name for one in running.kept} == {"redis", "orchestrator", "trainer", "rollout-0"}
                     seen.append(dict(running.urls))
                     async with running.client("trainer") as trainer:

@@ -1,7 +1,7 @@
 """Every command that reads a run's folder, on folders in which something else lies in the place of a record.
 
-A command ends, with an exit code of its own and without a traceback, whatever lies there: a FIFO would hold it for ever, a sparse
-file of a terabyte fill its memory.
+A command ends, with an exit code of its own and without a traceback, whatever lies there: a FIFO would hold it for
+ever, a sparse file of a terabyte fill its memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import orjson
 import pytest
 
 from services.cli.__main__ import main
-from services.trainer import replay
+from services.trainer.replay import steps as replay
 from tests.support import small_run
 
 READERS = {
@@ -67,7 +67,9 @@ def _noise(path: Path) -> None:
 
 
 def _numbers(path: Path) -> None:
-    path.write_bytes(b'{"step": 1e999, "version": 7, "run": {"name": []}, "urls": {"env": 3}, "elapsed_s": "x", "n_tasks": null}\n')
+    path.write_bytes(
+        b'{"step": 1e999, "version": 7, "run": {"name": []}, "urls": {"env": 3}, "elapsed_s": "x", "n_tasks": null}\n'
+    )
 
 
 THINGS: tuple[Callable[[Path], None], ...] = (_fifo, _loop, _folder, _terabyte, _deep, _noise, _numbers)
@@ -166,7 +168,9 @@ REFUSAL = b'{"version":"e000001-s000001","what":["w"]}\n'
     [b"[]", b"7", b"{", b"\xff", b"null", b"[" * 100_000, b'{"version":"e000001-s000001"}', b'{"version":7,"what":[]}']
     + [b'{"version":"e000001-s000001","what":%s}' % what for what in (b'"banana"', b"{}", b"[7]")],
 )
-def test_a_replay_names_the_line_that_is_no_refusal(valid: Path, tmp_path: Path, line: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replay_names_the_line_that_is_no_refusal(
+    valid: Path, tmp_path: Path, line: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / small_run.RUN
     shutil.copytree(valid, folder)
     (folder / "refused.jsonl").write_bytes(REFUSAL + line + b"\n")

@@ -1,4 +1,5 @@
-"""A seeded mutator changes copies of a valid run in hundreds of ways; the proof names every one, within bounds and without a traceback.
+"""A seeded mutator changes copies of a valid run in hundreds of ways; the proof names every one, within bounds and
+without a traceback.
 
 The mutator runs in a process of its own, so that its peak of memory is that of `verify`.
 """
@@ -14,7 +15,9 @@ from tests.support import small_run
 
 _OF_A_KIND = 4
 _HUNG_S = 120
-"""On whatever machine the suite runs; the bound of `verify` is that of `python -m tests.support.mutations` on an idle one."""
+"""On whatever machine the suite runs; the bound of `verify` is that of `python -m tests.support.mutations` on an idle
+one.
+"""
 
 
 def test_every_manipulation_is_named_within_bounds(tmp_path: Path):

@@ -10,12 +10,12 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli import report
-from services.cli.jsonl import Tail
 from services.cli.layout import RunFolder
-from services.cli.progress import Progress, eval_line, step_line
+from services.cli.reporting import report
+from services.cli.reporting.jsonl import JsonlTail
+from services.cli.reporting.progress import ProgressDisplay, eval_line, step_line
 from shared.errors import ConfigError
-from shared.state import fresh
+from shared.run.state import initial_state
 
 
 def step(n: int, **fields: Any) -> dict[str, Any]:
@@ -71,7 +71,15 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def test_a_step_is_one_line_with_all_that_matters() -> None:
     line = step_line(step(3), 10)
-    for part in ("step  3/10", "loss -0.0123", "reward 0.300", "success 0.150", "KL 0.00200", "mean |Δlogp| 3.1e-06", "812 tokens/s"):
+    for part in (
+        "step  3/10",
+        "loss -0.0123",
+        "reward 0.300",
+        "success 0.150",
+        "KL 0.00200",
+        "mean |Δlogp| 3.1e-06",
+        "812 tokens/s",
+    ):
         assert part in line
     assert "weights e000001-s000003" in line
     assert "staleness 0.5 (max 1)" in line
@@ -84,7 +92,7 @@ def test_missing_figures_are_dashes() -> None:
 
 def test_progress_shows_only_what_is_new(folder: RunFolder) -> None:
     said: list[str] = []
-    progress = Progress(folder, 10, said.append)
+    progress = ProgressDisplay(folder, 10, said.append)
     assert not progress.show()
     write(folder.metrics, [step(4)])
     assert progress.show()
@@ -94,7 +102,7 @@ def test_progress_shows_only_what_is_new(folder: RunFolder) -> None:
 
 def test_a_tail_waits_for_whole_lines_and_survives_a_rollback(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    tail = Tail(path)
+    tail = JsonlTail(path)
     assert tail.new() == []
     path.write_bytes(b'{"a":1}\n{"a":')
     assert tail.new() == [{"a": 1}]
@@ -139,7 +147,17 @@ def test_a_ticket_counts_by_its_end_along_the_surviving_lineage() -> None:
 
 def test_ends_lengths_and_failures_are_summed_up(folder: RunFolder) -> None:
     write(
-        folder.ledger, [{"ticket": 9, "disposition": "failed", "reason": "NoServer", "step": 1, "epoch": 1, "version": "e000001-s000001"}]
+        folder.ledger,
+        [
+            {
+                "ticket": 9,
+                "disposition": "failed",
+                "reason": "NoServer",
+                "step": 1,
+                "epoch": 1,
+                "version": "e000001-s000001",
+            }
+        ],
     )
     summary = report.make(folder)
     assert summary["episodes"] == {
@@ -151,7 +169,12 @@ def test_ends_lengths_and_failures_are_summed_up(folder: RunFolder) -> None:
         "failed_groups": {"NoServer": 1},
     }
     table = report.table(summary, folder)
-    for part in ("75.0% answered (20 tokens), 25.0% length (66 tokens)", "9 format", "1 ServiceUnreachable", "1 NoServer"):
+    for part in (
+        "75.0% answered (20 tokens), 25.0% length (66 tokens)",
+        "9 format",
+        "1 ServiceUnreachable",
+        "1 NoServer",
+    ):
         assert part in table
 
 
@@ -159,7 +182,7 @@ def test_an_evaluation_of_undone_weights_does_not_count(folder: RunFolder) -> No
     write(folder.evals, [evaluation(3, 0.9, epoch=2), evaluation(4, 0.1)])
     checkpoint = folder.checkpoints / "e000002-s000003"
     checkpoint.mkdir(parents=True)
-    state = fresh(0).under(1, keep_reference=False).under(2, keep_reference=False)
+    state = initial_state(0).under(1, keep_reference=False).under(2, keep_reference=False)
     (checkpoint / "state.json").write_bytes(state.to_json(lineage=[(1, 0), (2, 2)], optimizer_files=[]))
     (checkpoint / "manifest.json").write_text("{}")
     summary = report.make(folder)
@@ -175,4 +198,4 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_lines_of_more_values_than_a_record_has_are_skipped(tmp_path: Path):
     path = tmp_path / "evals.jsonl"
     path.write_bytes(b'{"x":[' + b"[]," * 20_000 + b'[]]}\n{"step":1}\n')
-    assert Tail(path).new() == [{"step": 1}]
+    assert JsonlTail(path).new() == [{"step": 1}]

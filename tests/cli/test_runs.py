@@ -15,22 +15,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.cli import runs, worked
+from services.cli.commands.train import fresh_name
 from services.cli.layout import PROJECT, RunFolder
-from services.cli.train import fresh_name
-from services.trainer.checkpoint import Checkpoints, Contents
-from services.trainer.simulated import NumpyArrays
-from shared.config import Loaded, rooted, validate
+from services.cli.runs import elapsed as worked
+from services.cli.runs import record as runs
+from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders
+from shared.config import LoadedConfig, rooted, validate
 from shared.errors import ConfigError, StorageDenied
-from shared.pinned import relevant
-from shared.state import fresh
+from shared.run.pinned import relevant
+from shared.run.state import initial_state
+from tools.simulated.trainer import NumpyArrays
 
 
-def loaded(folder: Path, **sections: Any) -> Loaded:
-    return validate({"run": {"name": "r", "dir": str(folder)}, "model": {"path": "m"}, "data": {"env": "e"}, **sections})
+def loaded(folder: Path, **sections: Any) -> LoadedConfig:
+    return validate(
+        {"run": {"name": "r", "dir": str(folder)}, "model": {"path": "m"}, "data": {"env": "e"}, **sections}
+    )
 
 
-def claim(wanted: Loaded) -> None:
+def claim(wanted: LoadedConfig) -> None:
     with runs.claimed(wanted):
         pass
 
@@ -50,13 +53,17 @@ def test_it_is_continued_by_the_same_configuration_wherever_its_services_listen(
         assert again.elapsed_s == 12.0
 
 
-def begun(folder: Path, step: int = 4, **sections: Any) -> Loaded:
+def begun(folder: Path, step: int = 4, **sections: Any) -> LoadedConfig:
     """A run with a checkpoint of this step."""
     wanted = loaded(folder, **sections)
     claim(wanted)
-    state = fresh(0).under(1, keep_reference=False, settings=relevant(wanted.config))
-    checkpoints = Checkpoints(folder / "r" / "checkpoints", "r", 3, NumpyArrays())
-    checkpoints.save(replace(state, step=step, low=step), Contents({"w": np.zeros(1)}, {"count": np.zeros(1)}, None, {}, None), None)
+    state = initial_state(0).under(1, keep_reference=False, settings=relevant(wanted.config))
+    checkpoints = CheckpointFolders(folder / "r" / "checkpoints", "r", 3, NumpyArrays())
+    checkpoints.save(
+        replace(state, step=step, low=step),
+        CheckpointContents({"w": np.zeros(1)}, {"count": np.zeros(1)}, None, {}, None),
+        None,
+    )
     return wanted
 
 
@@ -101,10 +108,12 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(tmp_path: Path) -> N
 
 def test_a_finished_run_tells_what_its_trainer_had_in_force(tmp_path: Path) -> None:
     wanted = begun(tmp_path)
-    state = fresh(0).under(1, keep_reference=False, settings=relevant(wanted.config))
+    state = initial_state(0).under(1, keep_reference=False, settings=relevant(wanted.config))
     other = relevant(loaded(tmp_path, trainer={"max_steps": 5}).config)
     state = replace(replace(state, step=4).under(2, keep_reference=False, settings=other), step=5, low=5)
-    Checkpoints(tmp_path / "r" / "checkpoints", "r", 3, NumpyArrays()).save(state, Contents({}, {}, None, {}, None), None)
+    CheckpointFolders(tmp_path / "r" / "checkpoints", "r", 3, NumpyArrays()).save(
+        state, CheckpointContents({}, {}, None, {}, None), None
+    )
     with runs.claimed(loaded(tmp_path, trainer={"max_steps": 10})) as (folder, record, _):
         done = runs.finished(folder, record)
     assert (done.final, done.config["trainer.max_steps"]) == ("e000002-s000005", 5)
@@ -119,13 +128,13 @@ def test_two_processes_cannot_train_one_run(tmp_path: Path) -> None:
 
 KILLED = """
 import asyncio, os, pathlib, signal, sys
-from services.cli import runs, worked
-from services.cli.processes import Child, Reaper, Spec
+from services.cli.runs import record as runs
+from services.cli.local.processes import Child, ProcessSpec, Reaper
 from shared import config
 async def main(lock):
     with Reaper.running(holds=[lock]) as reaper:
         stubborn = ("/bin/sh", "-c", "trap 'sleep 1; exit' TERM; touch $0; while :; do sleep 0.05; done", sys.argv[2])
-        await Child.start(Spec("child", stubborn, dict(os.environ), pathlib.Path(sys.argv[2] + ".log")), reaper)
+        await Child.start(ProcessSpec("child", stubborn, dict(os.environ), pathlib.Path(sys.argv[2] + ".log")), reaper)
         while not pathlib.Path(sys.argv[2]).exists():
             await asyncio.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -137,7 +146,9 @@ with runs.claimed(config.load([sys.argv[1]])) as claim:
 def test_a_run_whose_supervisor_was_killed_is_taken_up_when_its_processes_have_ended(tmp_path: Path) -> None:
     config, started = tmp_path / "c.yaml", tmp_path / "started"
     config.write_text(loaded(tmp_path).to_yaml())
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(config), str(started)], cwd=PROJECT, timeout=60, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(config), str(started)], cwd=PROJECT, timeout=60, check=False
+    )
     assert killed.returncode == -9
     said: list[str] = []
     with runs.claimed(loaded(tmp_path), said.append):
@@ -192,7 +203,8 @@ def test_a_hub_id_stays_one(tmp_path: Path) -> None:
 
 COUNTS = """
 import sys, time
-from services.cli import runs, worked
+from services.cli.runs import elapsed as worked
+from services.cli.runs import record as runs
 from shared import config
 with runs.claimed(config.load([sys.argv[1]])) as claim, worked.counting(claim.folder, claim.record):
     time.sleep(600)
@@ -303,7 +315,10 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"run folder .*choose another with run\.dir"), runs.claimed(loaded(tmp_path / "file")):
+    with (
+        pytest.raises(ConfigError, match=r"run folder .*choose another with run\.dir"),
+        runs.claimed(loaded(tmp_path / "file")),
+    ):
         pass
 
 

@@ -10,29 +10,31 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from services.cli.soak.command import told
-from services.cli.soak.judgement import Sample, judged
-from services.cli.soak.samples import QueueUsage, Usage, queue_usage, usage
-from services.cli.soak.trend import trend
 from shared.config import load
 from shared.queue.scripts import Keys
 from shared.schema import RunConfig
 from tests.support.redis import redis, redis_server  # noqa: F401
+from tools.soak.command import told
+from tools.soak.judgement import SoakSample, judged
+from tools.soak.samples import ProcessUsage, QueueUsage, queue_usage, usage
+from tools.soak.trend import trend
 
 CONFIG: RunConfig = load(["configs/soak.yaml"]).config
 QUIET = QueueUsage(used=2_050_000, clients=10_000, stream=40_000, n_entries=4, n_keys=7)
 
 
-def samples(service: Callable[[float], Usage], queue: Callable[[float], QueueUsage] = lambda _: QUIET) -> list[Sample]:
+def samples(
+    service: Callable[[float], ProcessUsage], queue: Callable[[float], QueueUsage] = lambda _: QUIET
+) -> list[SoakSample]:
     """Half an hour, every three seconds, a step every two; what a service and the queue hold by the time in hours."""
-    return [Sample(3.0 * i, i * 3 // 2, {"env": service(i / 1200)}, queue(i / 1200)) for i in range(600)]
+    return [SoakSample(3.0 * i, i * 3 // 2, {"env": service(i / 1200)}, queue(i / 1200)) for i in range(600)]
 
 
-def steady(hour: float) -> Usage:
-    return Usage(pid=1, memory=int(100e6 + 5e6 * np.sin(hour * 2000)), fds=20 + int(hour * 1000) % 3, threads=4)
+def steady(hour: float) -> ProcessUsage:
+    return ProcessUsage(pid=1, memory=int(100e6 + 5e6 * np.sin(hour * 2000)), fds=20 + int(hour * 1000) % 3, threads=4)
 
 
-def problems(service: Callable[[float], Usage], queue: Callable[[float], QueueUsage] = lambda _: QUIET) -> str:
+def problems(service: Callable[[float], ProcessUsage], queue: Callable[[float], QueueUsage] = lambda _: QUIET) -> str:
     result = judged(samples(service, queue), CONFIG)
     assert result["ok"] == (not result["problems"])
     assert all(problem in told(result) for problem in result["problems"])
@@ -47,18 +49,24 @@ def test_a_steady_run_has_no_problem() -> None:
 
 
 def test_what_grows_during_the_warm_up_only_is_no_problem() -> None:
-    assert problems(lambda hour: Usage(1, int(min(hour, 0.1) * 3e9), int(min(hour, 0.1) * 1000), 4)) == ""
+    assert problems(lambda hour: ProcessUsage(1, int(min(hour, 0.1) * 3e9), int(min(hour, 0.1) * 1000), 4)) == ""
 
 
 @pytest.mark.parametrize(
     ("leak", "named"),
     [
-        (lambda hour: Usage(1, int(steady(hour).memory + 40e6 * hour), 20, 4), "env: memory grows by 40 MB an hour"),
-        (lambda hour: Usage(1, steady(hour).memory, steady(hour).fds + int(30 * hour), 4), "env: file descriptors grow by"),
-        (lambda hour: Usage(1 + (hour > 0.3), steady(hour).memory, 20, 4), "env: restarted 1 times"),
+        (
+            lambda hour: ProcessUsage(1, int(steady(hour).memory + 40e6 * hour), 20, 4),
+            "env: memory grows by 40 MB an hour",
+        ),
+        (
+            lambda hour: ProcessUsage(1, steady(hour).memory, steady(hour).fds + int(30 * hour), 4),
+            "env: file descriptors grow by",
+        ),
+        (lambda hour: ProcessUsage(1 + (hour > 0.3), steady(hour).memory, 20, 4), "env: restarted 1 times"),
     ],
 )
-def test_what_grows_or_falls_over_is_named(leak: Callable[[float], Usage], named: str) -> None:
+def test_what_grows_or_falls_over_is_named(leak: Callable[[float], ProcessUsage], named: str) -> None:
     assert named in problems(leak)
 
 
@@ -74,21 +82,30 @@ def test_a_queue_above_its_bound_is_named(queue: Callable[[float], QueueUsage], 
 
 
 def test_a_queue_that_is_full_is_within_its_bound() -> None:
-    assert problems(steady, lambda hour: QueueUsage(2_010_000 + 10_000 * 12, 10_000, 10_000 * 12, 12, 7) if hour > 0.3 else QUIET) == ""
+    assert (
+        problems(
+            steady,
+            lambda hour: QueueUsage(2_010_000 + 10_000 * 12, 10_000, 10_000 * 12, 12, 7) if hour > 0.3 else QUIET,
+        )
+        == ""
+    )
 
 
 def test_a_run_without_steps_is_a_problem() -> None:
-    still = [Sample(one.time, 5, one.services, one.queue) for one in samples(steady)]
+    still = [SoakSample(one.time, 5, one.services, one.queue) for one in samples(steady)]
     assert judged(still, CONFIG)["problems"] == ["no step was trained after the warm-up"]
 
 
 def test_what_tensorstore_keeps_of_checkpoints_is_allowed_where_they_are_written() -> None:
     """Half an hour of 899 steps: 0.08 MB a step are 144 MB an hour."""
 
-    def kept(hour: float) -> Usage:
-        return Usage(1, int(steady(hour).memory + 144e6 * hour), 20, 4)
+    def kept(hour: float) -> ProcessUsage:
+        return ProcessUsage(1, int(steady(hour).memory + 144e6 * hour), 20, 4)
 
-    named = [Sample(one.time, one.step, {"trainer": one.services["env"], "env": one.services["env"]}, one.queue) for one in samples(kept)]
+    named = [
+        SoakSample(one.time, one.step, {"trainer": one.services["env"], "env": one.services["env"]}, one.queue)
+        for one in samples(kept)
+    ]
     assert judged(named, CONFIG)["problems"] == ["env: memory grows by 144 MB an hour, 20 are allowed"]
 
 
@@ -120,7 +137,9 @@ time.sleep(100)
 @pytest.fixture
 def family() -> Iterator[int]:
     """A process with a child; each holds 25 files and 60 MB."""
-    with subprocess.Popen([sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(HOLDS)

@@ -1,4 +1,6 @@
-"""`volley status` over services that answer HTTP: from a run's folder with a viewer's token, from addresses, as text and as JSON."""
+"""`volley status` over services that answer HTTP: from a run's folder with a viewer's token, from addresses, as text
+and as JSON.
+"""
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -6,15 +8,21 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import orjson
 import pytest
 
-from services.cli import status
-from shared.access import Role, read_tokens
+from services.cli.commands import status
 from shared.errors import ConfigError
-from shared.http import create_app
+from shared.process.wedge import QUIET_S
 from shared.schema import Limits, TokenFiles
-from shared.wedge import QUIET_S
+from shared.web.access import Role, read_tokens
+from shared.web.http import create_app
 from tests.support.asgi import served
 
-TRAINER = {"phase": "waiting", "waiting_for": "groups: 1 of 8 are here", "step": 12, "max_steps": 99, "durable_step": 12}
+TRAINER = {
+    "phase": "waiting",
+    "waiting_for": "groups: 1 of 8 are here",
+    "step": 12,
+    "max_steps": 99,
+    "durable_step": 12,
+}
 RUN = {"state": "running", "waits": {"rollout": 4}, "quiet_s": QUIET_S, "servers": [], "queue": {}}
 ROUTES = {
     "trainer": {"/status": TRAINER},
@@ -41,7 +49,10 @@ def app_of(name, answers, tokens=None, ready=None):
 async def stack(tokens=None, **changed):
     async with AsyncExitStack() as entered:
         routes = ROUTES | changed
-        yield {name: await entered.enter_async_context(served(app_of(name, answers, tokens))) for name, answers in routes.items()}
+        yield {
+            name: await entered.enter_async_context(served(app_of(name, answers, tokens)))
+            for name, answers in routes.items()
+        }
 
 
 def folder_with(tmp_path, urls):
@@ -66,26 +77,39 @@ async def test_a_wedge_is_shown_from_the_runs_folder_with_a_viewers_token(tmp_pa
         assert await show(tmp_path) == 1
     shown = capsys.readouterr().out
     assert "the run is wedged, nothing has advanced for 60 s" in shown
-    assert "← trainer waits for groups: 1 of 8 are here\n  ← orchestrator waits for answers of rollout servers (4 requests)" in shown
+    assert (
+        "← trainer waits for groups: 1 of 8 are here\n  ← orchestrator waits for answers of rollout servers (4"
+        " requests)" in shown
+    )
 
 
 async def test_addresses_say_what_they_are_and_json_is_for_programs(capsys):
     async with stack() as urls:
         assert await show(*urls.values(), as_json=True) == 1
     told = orjson.loads(capsys.readouterr().out)
-    assert (told["state"], told["quiet_s"], told["chain"][0]) == ("wedged", QUIET_S, "trainer waits for groups: 1 of 8 are here")
+    assert (told["state"], told["quiet_s"], told["chain"][0]) == (
+        "wedged",
+        QUIET_S,
+        "trainer waits for groups: 1 of 8 are here",
+    )
     assert [s["name"] for s in told["services"]] == ["trainer", "orchestrator", urls["rollout-0"], "env"]
     assert all(s["ready"] for s in told["services"])
 
 
 async def test_a_server_that_makes_tokens_keeps_a_quiet_run_from_being_wedged(capsys):
     made = iter(range(100, 10_000, 50))
-    engine = {"/weights": {}, "/get_server_info": lambda: {"internal_state": {"running": 4, "output_tokens": next(made)}}}
+    engine = {
+        "/weights": {},
+        "/get_server_info": lambda: {"internal_state": {"running": 4, "output_tokens": next(made)}},
+    }
     async with stack(**{"rollout-0": engine}) as urls:
         assert await show(*urls.values()) == 0
     assert "the run is running" in capsys.readouterr().out
     stalls = iter([100] * 3)
-    engine = {"/weights": {}, "/get_server_info": lambda: {"internal_state": {"running": 4, "output_tokens": next(stalls, 150)}}}
+    engine = {
+        "/weights": {},
+        "/get_server_info": lambda: {"internal_state": {"running": 4, "output_tokens": next(stalls, 150)}},
+    }
     async with stack(**{"rollout-0": engine}) as urls:
         assert await show(*urls.values()) == 0
     hung = {"/weights": {}, "/get_server_info": {"internal_state": {"running": 4, "output_tokens": 100}}}

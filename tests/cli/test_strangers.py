@@ -1,4 +1,6 @@
-"""`volley verify` where another program has taken the port of the run's Redis: the files are proven all the same, in bounded time."""
+"""`volley verify` where another program has taken the port of the run's Redis: the files are proven all the same, in
+bounded time.
+"""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.processes import Reaper, Spec, last_error
-from services.cli.supervisor import Kept, Member, Patience, ServiceFailed, keeping
+from services.cli.local.processes import ProcessSpec, Reaper, last_error
+from services.cli.local.supervisor import RestartPolicy, ServiceFailed, SupervisedProcess, Supervision, keeping
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, VolleyError, first_error
 from tests.support.net import free_port
@@ -29,16 +29,16 @@ def reaper() -> Iterator[Reaper]:
 
 
 @pytest.fixture
-def member(tmp_path: Path) -> Callable[..., Member]:
-    def make(program: str, *, name: str = "child", stop_s: float = 5.0, start_s: float = 20.0) -> Member:
+def member(tmp_path: Path) -> Callable[..., SupervisedProcess]:
+    def make(program: str, *, name: str = "child", stop_s: float = 5.0, start_s: float = 20.0) -> SupervisedProcess:
         flag = tmp_path / f"{name}.up"
         command = (sys.executable, "-c", program, str(flag))
-        spec = Spec(name, command, dict(os.environ), tmp_path / f"{name}.log", stop_s)
+        spec = ProcessSpec(name, command, dict(os.environ), tmp_path / f"{name}.log", stop_s)
 
         async def up() -> bool:
             return flag.exists()
 
-        return Member(spec, up, start_s)
+        return SupervisedProcess(spec, up, start_s)
 
     return make
 
@@ -55,46 +55,54 @@ async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
             await asyncio.sleep(0.02)
 
 
-def pid_of(kept: Kept) -> int:
+def pid_of(kept: Supervision) -> int:
     assert kept.child is not None
     return kept.child.pid
 
 
-async def fails(member: Member, reaper: Reaper, said: list[str], patience: Patience | None = None) -> BaseException:
+async def fails(
+    member: SupervisedProcess, reaper: Reaper, said: list[str], patience: RestartPolicy | None = None
+) -> BaseException:
     """The error that supervision of this process ends with."""
     try:
-        async with asyncio.timeout(40), keeping([member], reaper, said.append, patience or Patience()):
+        async with asyncio.timeout(40), keeping([member], reaper, said.append, patience or RestartPolicy()):
             await asyncio.sleep(40)
     except BaseExceptionGroup as group:
         return first_error(group)
     raise AssertionError("supervision ended without an error")
 
 
-async def test_the_context_ends_what_it_started(member: Callable[..., Member], reaper: Reaper) -> None:
+async def test_the_context_ends_what_it_started(member: Callable[..., SupervisedProcess], reaper: Reaper) -> None:
     async with keeping([member(LIVES, name="a"), member(LIVES, name="b")], reaper, print) as kept:
         pids = [pid_of(one) for one in kept]
         assert all(map(is_alive, pids))
     assert not any(map(is_alive, pids))
 
 
-async def test_a_process_that_ends_before_it_is_up_fails_the_run(member: Callable[..., Member], reaper: Reaper) -> None:
+async def test_a_process_that_ends_before_it_is_up_fails_the_run(
+    member: Callable[..., SupervisedProcess], reaper: Reaper
+) -> None:
     error = await fails(member("import sys; print('no such mesh', file=sys.stderr); sys.exit(1)"), reaper, [])
     assert isinstance(error, ServiceFailed)
     assert "child ended with exit code 1 before it was ready: no such mesh" in str(error)
 
 
-async def test_a_process_that_never_answers_fails_the_run(member: Callable[..., Member], reaper: Reaper) -> None:
+async def test_a_process_that_never_answers_fails_the_run(
+    member: Callable[..., SupervisedProcess], reaper: Reaper
+) -> None:
     error = await fails(member("import time; time.sleep(60)", start_s=0.3), reaper, [])
     assert "did not answer within 0.3 s" in str(error)
 
 
-async def test_exit_code_2_is_a_wrong_configuration(member: Callable[..., Member], reaper: Reaper) -> None:
-    error = await fails(member("import sys; print('trainer: data.train is missing', file=sys.stderr); sys.exit(2)"), reaper, [])
+async def test_exit_code_2_is_a_wrong_configuration(member: Callable[..., SupervisedProcess], reaper: Reaper) -> None:
+    error = await fails(
+        member("import sys; print('trainer: data.train is missing', file=sys.stderr); sys.exit(2)"), reaper, []
+    )
     assert isinstance(error, ConfigError)
     assert str(error) == "trainer: data.train is missing"
 
 
-async def test_a_crashed_process_is_started_again(member: Callable[..., Member], reaper: Reaper) -> None:
+async def test_a_crashed_process_is_started_again(member: Callable[..., SupervisedProcess], reaper: Reaper) -> None:
     said: list[str] = []
     async with keeping([member(LIVES)], reaper, said.append) as (kept,):
         first = pid_of(kept)
@@ -103,7 +111,9 @@ async def test_a_crashed_process_is_started_again(member: Callable[..., Member],
     assert said == ["child ended with signal 9; restarting it in 0.5 s"]
 
 
-async def test_what_is_killed_on_request_is_not_started_again(member: Callable[..., Member], reaper: Reaper) -> None:
+async def test_what_is_killed_on_request_is_not_started_again(
+    member: Callable[..., SupervisedProcess], reaper: Reaper
+) -> None:
     said: list[str] = []
     async with keeping([member(LIVES)], reaper, said.append) as (kept,):
         pid = pid_of(kept)
@@ -113,10 +123,10 @@ async def test_what_is_killed_on_request_is_not_started_again(member: Callable[.
     assert said == []
 
 
-async def test_restarts_are_bounded(member: Callable[..., Member], reaper: Reaper) -> None:
+async def test_restarts_are_bounded(member: Callable[..., SupervisedProcess], reaper: Reaper) -> None:
     said: list[str] = []
     program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1.5); sys.exit(1)"
-    error = await fails(member(program), reaper, said, Patience(restarts=2, pause_s=0.01))
+    error = await fails(member(program), reaper, said, RestartPolicy(restarts=2, pause_s=0.01))
     assert "again after 2 restarts" in str(error)
     assert len(said) == 2
 
@@ -134,28 +144,34 @@ sys.exit(1)
 """
 
 
-async def test_the_time_to_get_ready_is_no_service(member: Callable[..., Member], reaper: Reaper) -> None:
+async def test_the_time_to_get_ready_is_no_service(member: Callable[..., SupervisedProcess], reaper: Reaper) -> None:
     """It fails less than once in a window, by the clock, and has hardly served."""
-    error = await fails(member(SLOW_TO_START), reaper, [], Patience(restarts=2, window_s=2.0, pause_s=0.01))
+    error = await fails(member(SLOW_TO_START), reaper, [], RestartPolicy(restarts=2, window_s=2.0, pause_s=0.01))
     assert "again after 2 restarts in 2 s of service" in str(error)
 
 
-async def test_a_process_that_fails_rarely_is_restarted_for_ever(member: Callable[..., Member], reaper: Reaper) -> None:
+async def test_a_process_that_fails_rarely_is_restarted_for_ever(
+    member: Callable[..., SupervisedProcess], reaper: Reaper
+) -> None:
     said: list[str] = []
     program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1.5); sys.exit(1)"
-    async with keeping([member(program)], reaper, said.append, Patience(restarts=1, window_s=0.2, pause_s=0.01)):
+    async with keeping([member(program)], reaper, said.append, RestartPolicy(restarts=1, window_s=0.2, pause_s=0.01)):
         await until(lambda: len(said) >= 3)
     assert set(said) == {"child ended with exit code 1; restarting it in 0.01 s"}
 
 
-async def test_the_pause_between_restarts_grows_up_to_a_bound(member: Callable[..., Member], reaper: Reaper) -> None:
+async def test_the_pause_between_restarts_grows_up_to_a_bound(
+    member: Callable[..., SupervisedProcess], reaper: Reaper
+) -> None:
     said: list[str] = []
     program = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(1.5); sys.exit(1)"
-    await fails(member(program), reaper, said, Patience(restarts=4, pause_s=0.01, longest_pause_s=0.03))
+    await fails(member(program), reaper, said, RestartPolicy(restarts=4, pause_s=0.01, longest_pause_s=0.03))
     assert [line.rpartition(" in ")[2] for line in said] == ["0.01 s", "0.02 s", "0.03 s", "0.03 s"]
 
 
-async def test_an_error_of_an_earlier_process_is_not_blamed(member: Callable[..., Member], reaper: Reaper) -> None:
+async def test_an_error_of_an_earlier_process_is_not_blamed(
+    member: Callable[..., SupervisedProcess], reaper: Reaper
+) -> None:
     failing = member("import sys; print('out of luck', file=sys.stderr); sys.exit(1)")
     failing.spec.log.write_text('{"level":"error","event":"old trouble"}\n')
     error = await fails(failing, reaper, [])
@@ -176,7 +192,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 async def test_a_process_that_no_longer_answers_is_killed_and_started_again(reaper: Reaper, tmp_path: Path) -> None:
     port, said = free_port(), list[str]()
-    spec = Spec("web", (sys.executable, "-c", SERVES, str(port)), dict(os.environ), tmp_path / "log")
+    spec = ProcessSpec("web", (sys.executable, "-c", SERVES, str(port)), dict(os.environ), tmp_path / "log")
 
     async def answers() -> bool:
         with contextlib.suppress(VolleyError):
@@ -184,8 +200,8 @@ async def test_a_process_that_no_longer_answers_is_killed_and_started_again(reap
                 return await client.get("/health", attempts=1) == {}
         return False
 
-    patience = Patience(probe_s=0.3, hung_s=1.5, pause_s=0.01)
-    async with keeping([Member(spec, answers, 20.0)], reaper, said.append, patience) as (kept,):
+    patience = RestartPolicy(probe_s=0.3, hung_s=1.5, pause_s=0.01)
+    async with keeping([SupervisedProcess(spec, answers, 20.0)], reaper, said.append, patience) as (kept,):
         first = pid_of(kept)
         os.kill(first, signal.SIGSTOP)
         await until(lambda: pid_of(kept) != first)
@@ -197,7 +213,7 @@ async def test_a_process_that_no_longer_answers_is_killed_and_started_again(reap
 
 
 async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(
-    member: Callable[..., Member], reaper: Reaper, tmp_path: Path
+    member: Callable[..., SupervisedProcess], reaper: Reaper, tmp_path: Path
 ) -> None:
     program = (
         "import pathlib, signal, subprocess, sys, time\n"
@@ -215,10 +231,10 @@ async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(
 async def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     program = (
         "import asyncio, os, pathlib, sys\n"
-        "from services.cli.processes import Child, Reaper, Spec\n"
+        "from services.cli.local.processes import Child, ProcessSpec, Reaper\n"
         "async def main():\n"
         "    with Reaper.running() as reaper:\n"
-        "        spec = Spec('child', ('sleep', '60'), dict(os.environ), pathlib.Path(sys.argv[1] + '.log'))\n"
+        "        spec = ProcessSpec('child', ('sleep', '60'), dict(os.environ), pathlib.Path(sys.argv[1] + '.log'))\n"
         "        child = await Child.start(spec, reaper)\n"
         "        pathlib.Path(sys.argv[1]).write_text(str(child.pid))\n"
         "        await child.wait()\n"
@@ -235,7 +251,10 @@ async def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
 
 def test_the_last_error_of_a_log_is_found_among_its_events(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text('{"level":"error","event":"worker failed","error":"Fenced","detail":"gone"}\n{"level":"info","event":"stopped"}\n')
+    log.write_text(
+        '{"level":"error","event":"worker'
+        ' failed","error":"Fenced","detail":"gone"}\n{"level":"info","event":"stopped"}\n'
+    )
     assert last_error(log) == "worker failed: Fenced: gone"
     log.write_text("Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'jax'\n")
     assert last_error(log) == "ModuleNotFoundError: No module named 'jax'"

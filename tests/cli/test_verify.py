@@ -15,13 +15,13 @@ import yaml
 
 from services.cli.layout import RunFolder
 from services.cli.verify import command, tickets
-from services.cli.verify.violation import Kind
-from shared import archive, ledger, weights
-from shared.archive import Archive
+from services.cli.verify.violation import ViolationKind
 from shared.errors import ConfigError
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
 from shared.queue.server import embedded_server
+from shared.run import archive, ledger, weights
+from shared.run.archive import Archive
 from shared.types import Group, WeightVersion
 from tests.support import small_run
 from tests.support.redis import configured
@@ -205,7 +205,9 @@ def archive_an_invalid_group(run: RunFolder) -> None:
 
 
 def archive_too_large_a_group(run: RunFolder) -> None:
-    edit_archive(run, 3, lambda groups: groups.__setitem__(0, replace(groups[0], trajectories=groups[0].trajectories * 2)))
+    edit_archive(
+        run, 3, lambda groups: groups.__setitem__(0, replace(groups[0], trajectories=groups[0].trajectories * 2))
+    )
 
 
 def train_on_stale_tokens(run: RunFolder) -> None:
@@ -255,50 +257,56 @@ def remove_the_last_checkpoint(run: RunFolder) -> None:
 
 
 PLANTED = [
-    (change_a_reward_everywhere, Kind.LEDGER, {"ticket": 8, "step": 3}),
-    (change_a_reward_everywhere, Kind.CHAIN, {"step": 3}),
-    (change_a_loss, Kind.CHAIN, {"step": 3}),
-    (empty_the_metrics, Kind.METRICS, {"step": 1}),
-    (change_a_reason, Kind.CHAIN, {"file": "ledger.jsonl"}),
-    (change_the_bound, Kind.CONFIG, {"file": "config.yaml"}),
-    (change_the_record, Kind.CONFIG, {"file": "run.json"}),
-    (remove_the_last_checkpoint, Kind.CHECKPOINT, {"file": "run.json"}),
-    (lose_a_trained_line, Kind.LOST, {"ticket": 7}),
-    (lose_a_void_line, Kind.LOST, {"ticket": 3}),
-    (train_twice, Kind.DOUBLY_TRAINED, {"ticket": 7}),
-    (archive_twice, Kind.DOUBLY_TRAINED, {"ticket": 7, "step": 4}),
-    (end_in_two_ways, Kind.TWO_DISPOSITIONS, {"ticket": 7, "step": 3}),
-    (end_twice_without_training, Kind.TWO_DISPOSITIONS, {"ticket": 5}),
-    (train_unknown_to_the_checkpoint, Kind.NOT_IN_CHECKPOINT, {"ticket": 99, "step": 3}),
-    (void_unknown_to_the_checkpoint, Kind.NOT_IN_CHECKPOINT, {"ticket": 98}),
-    (shrink_a_step, Kind.STEP, {"step": 3}),
-    (write_nonsense, Kind.LEDGER, {"file": "ledger.jsonl"}),
-    (lie_about_versions, Kind.LEDGER, {"ticket": 9, "step": 4}),
-    (miscount_voids, Kind.STATE, {"step": 5}),
-    (forget_a_finished_ticket, Kind.STATE, {"step": 5}),
-    (break_the_lineage, Kind.STATE, {"file": f"checkpoints/{E2[4]}/state.json"}),
-    (lose_the_reference, Kind.STATE, {"step": 5}),
-    (flip_a_parameter, Kind.CHECKPOINT, {"file": f"checkpoints/{E2[4]}"}),
-    (flip_the_optimizer, Kind.CHECKPOINT, {"file": HEAD}),
-    (flip_the_state, Kind.CHECKPOINT, {"file": HEAD}),
-    (take_a_manifest_of_another_run, Kind.CHECKPOINT, {"file": HEAD}),
-    (remove_an_archived_step, Kind.ARCHIVE, {"file": "archive/e000001/s000002.zst"}),
-    (flip_an_archived_step, Kind.ARCHIVE, {"file": "archive/e000002/s000003.zst"}),
-    (swap_archived_groups, Kind.ARCHIVE, {"step": 3}),
-    (drop_an_archived_group, Kind.ARCHIVE, {"step": 3}),
-    (change_a_reward, Kind.DIGEST, {"ticket": 8, "step": 3}),
-    (archive_an_invalid_group, Kind.GROUP, {"step": 3}),
-    (archive_too_large_a_group, Kind.GROUP, {"ticket": 7}),
-    (train_on_stale_tokens, Kind.STALENESS, {"ticket": 11, "step": 5}),
-    (train_on_undone_weights, Kind.LINEAGE, {"ticket": 10, "step": 4}),
-    (train_on_future_weights, Kind.LINEAGE, {"ticket": 10, "step": 4}),
-    (repeat_metrics, Kind.METRICS, {"file": "metrics.jsonl"}),
+    (change_a_reward_everywhere, ViolationKind.LEDGER, {"ticket": 8, "step": 3}),
+    (change_a_reward_everywhere, ViolationKind.CHAIN, {"step": 3}),
+    (change_a_loss, ViolationKind.CHAIN, {"step": 3}),
+    (empty_the_metrics, ViolationKind.METRICS, {"step": 1}),
+    (change_a_reason, ViolationKind.CHAIN, {"file": "ledger.jsonl"}),
+    (change_the_bound, ViolationKind.CONFIG, {"file": "config.yaml"}),
+    (change_the_record, ViolationKind.CONFIG, {"file": "run.json"}),
+    (remove_the_last_checkpoint, ViolationKind.CHECKPOINT, {"file": "run.json"}),
+    (lose_a_trained_line, ViolationKind.LOST, {"ticket": 7}),
+    (lose_a_void_line, ViolationKind.LOST, {"ticket": 3}),
+    (train_twice, ViolationKind.DOUBLY_TRAINED, {"ticket": 7}),
+    (archive_twice, ViolationKind.DOUBLY_TRAINED, {"ticket": 7, "step": 4}),
+    (end_in_two_ways, ViolationKind.TWO_DISPOSITIONS, {"ticket": 7, "step": 3}),
+    (end_twice_without_training, ViolationKind.TWO_DISPOSITIONS, {"ticket": 5}),
+    (train_unknown_to_the_checkpoint, ViolationKind.NOT_IN_CHECKPOINT, {"ticket": 99, "step": 3}),
+    (void_unknown_to_the_checkpoint, ViolationKind.NOT_IN_CHECKPOINT, {"ticket": 98}),
+    (shrink_a_step, ViolationKind.STEP, {"step": 3}),
+    (write_nonsense, ViolationKind.LEDGER, {"file": "ledger.jsonl"}),
+    (lie_about_versions, ViolationKind.LEDGER, {"ticket": 9, "step": 4}),
+    (miscount_voids, ViolationKind.STATE, {"step": 5}),
+    (forget_a_finished_ticket, ViolationKind.STATE, {"step": 5}),
+    (break_the_lineage, ViolationKind.STATE, {"file": f"checkpoints/{E2[4]}/state.json"}),
+    (lose_the_reference, ViolationKind.STATE, {"step": 5}),
+    (flip_a_parameter, ViolationKind.CHECKPOINT, {"file": f"checkpoints/{E2[4]}"}),
+    (flip_the_optimizer, ViolationKind.CHECKPOINT, {"file": HEAD}),
+    (flip_the_state, ViolationKind.CHECKPOINT, {"file": HEAD}),
+    (take_a_manifest_of_another_run, ViolationKind.CHECKPOINT, {"file": HEAD}),
+    (remove_an_archived_step, ViolationKind.ARCHIVE, {"file": "archive/e000001/s000002.zst"}),
+    (flip_an_archived_step, ViolationKind.ARCHIVE, {"file": "archive/e000002/s000003.zst"}),
+    (swap_archived_groups, ViolationKind.ARCHIVE, {"step": 3}),
+    (drop_an_archived_group, ViolationKind.ARCHIVE, {"step": 3}),
+    (change_a_reward, ViolationKind.DIGEST, {"ticket": 8, "step": 3}),
+    (archive_an_invalid_group, ViolationKind.GROUP, {"step": 3}),
+    (archive_too_large_a_group, ViolationKind.GROUP, {"ticket": 7}),
+    (train_on_stale_tokens, ViolationKind.STALENESS, {"ticket": 11, "step": 5}),
+    (train_on_undone_weights, ViolationKind.LINEAGE, {"ticket": 10, "step": 4}),
+    (train_on_future_weights, ViolationKind.LINEAGE, {"ticket": 10, "step": 4}),
+    (repeat_metrics, ViolationKind.METRICS, {"file": "metrics.jsonl"}),
 ]
 
 
-@pytest.mark.parametrize(("plant", "kind", "named"), PLANTED, ids=[f"{plant.__name__}-{kind}" for plant, kind, _ in PLANTED])
+@pytest.mark.parametrize(
+    ("plant", "kind", "named"), PLANTED, ids=[f"{plant.__name__}-{kind}" for plant, kind, _ in PLANTED]
+)
 def test_a_planted_violation_is_named(
-    run: RunFolder, plant: Callable[[RunFolder], None], kind: Kind, named: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    run: RunFolder,
+    plant: Callable[[RunFolder], None],
+    kind: ViolationKind,
+    named: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ):
     plant(run)
     assert command.main(run.path, as_json=True) == 1
@@ -312,7 +320,7 @@ def test_a_planted_violation_is_named(
 
 
 def test_every_kind_is_planted():
-    assert {kind for _, kind, _ in PLANTED} == set(Kind) - {Kind.QUEUE}
+    assert {kind for _, kind, _ in PLANTED} == set(ViolationKind) - {ViolationKind.QUEUE}
 
 
 def test_without_a_checkpoint_nothing_is_proven(run: RunFolder):
@@ -378,7 +386,11 @@ def test_a_checkpoint_that_was_set_aside_is_told(run: RunFolder, capsys: pytest.
 
 
 def test_a_rollback_undoes_what_was_trained_before_it(run: RunFolder):
-    lines = [ledger.line(1, "trained", WeightVersion(1, 1)), ledger.line(2, "trained", WeightVersion(1, 1)), ledger.rollback(0, 2)]
+    lines = [
+        ledger.line(1, "trained", WeightVersion(1, 1)),
+        ledger.line(2, "trained", WeightVersion(1, 1)),
+        ledger.rollback(0, 2),
+    ]
     edit_ledger(run, lambda old: old.__setitem__(slice(0, 0), lines))
     assert verify(run)["ok"]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.layout import RunFolder
-from services.cli.runs import claimed, finished
+from services.cli.runs.record import claimed, finished
 from services.cli.verify import command
 from shared import config
-from shared.state import TrainerState
+from shared.run.state import TrainerState
+from shared.run.weights import BAD
 from shared.types import Group, WeightVersion
-from shared.weights import BAD
 from tests.support import small_run
 from tests.support.small_run import RUN, Incarnation
 

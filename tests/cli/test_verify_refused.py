@@ -1,4 +1,6 @@
-"""Refused steps: what the trainer leaves, also after a crash, is proven; lines and files that contradict each other are named."""
+"""Refused steps: what the trainer leaves, also after a crash, is proven; lines and files that contradict each other are
+named.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,10 @@ MANIPULATIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "file of a skipped step removed": (lambda run: (run / FIRST).unlink(), "archive"),
     "file removed": (lambda run: (run / SECOND).unlink(), "archive"),
     "file damaged": (lambda run: (run / SECOND).write_bytes(b"x"), "archive"),
-    "folder in place of the lines": (lambda run: ((run / "refused.jsonl").unlink(), (run / "refused.jsonl").mkdir()), "ledger"),
+    "folder in place of the lines": (
+        lambda run: ((run / "refused.jsonl").unlink(), (run / "refused.jsonl").mkdir()),
+        "ledger",
+    ),
 }
 
 

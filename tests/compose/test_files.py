@@ -30,7 +30,10 @@ LONG_RUNNING = {"redis", "env", "rollout", "orchestrator", "trainer"}
 def compose() -> dict[str, Any]:
     """The compose file as the plugin understands it; needs the plugin, not the engine."""
     command = ["docker", "compose", "-f", str(ROOT / "compose.yaml"), "config", "--format", "json"]
-    if shutil.which("docker") is None or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
+    if (
+        shutil.which("docker") is None
+        or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode
+    ):
         pytest.skip("no docker compose plugin on this machine")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VOLLEY_")}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
@@ -70,7 +73,9 @@ def test_secrets_reach_services_as_files_and_never_as_environment(compose: dict[
         service = compose["services"][name]
         mounts = {mount["target"]: mount for mount in service["volumes"]}
         assert mounts["/run/secrets"]["read_only"], name
-        assert not [key for key in service.get("environment") or {} if re.search("token|password|secret", key, re.IGNORECASE)], name
+        assert not [
+            key for key in service.get("environment") or {} if re.search("token|password|secret", key, re.IGNORECASE)
+        ], name
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)

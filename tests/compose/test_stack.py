@@ -17,7 +17,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERRIDES = (
-    "run.name=compose-test sft.max_steps=10 sft.n_demonstrations=64 trainer.max_steps=5 trainer.groups_per_step=4 data.n_eval_tasks=20"
+    "run.name=compose-test sft.max_steps=10 sft.n_demonstrations=64 trainer.max_steps=5 trainer.groups_per_step=4"
+    " data.n_eval_tasks=20"
 )
 PUBLISHING = ("env", "rollout", "orchestrator", "trainer")
 ASK_WEIGHTS = """
@@ -28,24 +29,42 @@ print(urllib.request.urlopen(request, timeout=10).read().decode())
 """
 
 pytestmark = [
-    pytest.mark.skipif(os.environ.get("VOLLEY_TEST_COMPOSE") != "1", reason="set VOLLEY_TEST_COMPOSE=1 to build and run the containers"),
+    pytest.mark.skipif(
+        os.environ.get("VOLLEY_TEST_COMPOSE") != "1", reason="set VOLLEY_TEST_COMPOSE=1 to build and run the containers"
+    ),
     pytest.mark.timeout(3000),
 ]
 
 
-class Stack:
+class ComposeStack:
     """A compose project of its own, without published ports."""
 
     def __init__(self, folder: Path) -> None:
         override = folder / "override.yaml"
         override.write_text("services:\n" + "".join(f"  {name}: {{ports: !reset []}}\n" for name in PUBLISHING))
-        self._command = ["docker", "compose", "-p", f"volley-test-{os.getpid()}", "-f", str(ROOT / "compose.yaml"), "-f", str(override)]
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("VOLLEY_") or key == "VOLLEY_CA_FILE"}
+        self._command = [
+            "docker",
+            "compose",
+            "-p",
+            f"volley-test-{os.getpid()}",
+            "-f",
+            str(ROOT / "compose.yaml"),
+            "-f",
+            str(override),
+        ]
+        kept = {
+            key: value for key, value in os.environ.items() if not key.startswith("VOLLEY_") or key == "VOLLEY_CA_FILE"
+        }
         self._environment = {**kept, "VOLLEY_OVERRIDES": OVERRIDES}
 
     def __call__(self, *arguments: str, timeout_s: float = 60.0, check: bool = True) -> str:
         done = subprocess.run(
-            [*self._command, *arguments], env=self._environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
+            [*self._command, *arguments],
+            env=self._environment,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
         )
         assert not check or done.returncode == 0, f"{arguments}: {done.stderr[-4000:]}"
         return done.stdout
@@ -53,7 +72,9 @@ class Stack:
     def exit_code(self, service: str, timeout_s: float) -> int:
         """Waits until the service's one container has ended. Raises TimeoutExpired."""
         container = self("ps", "--all", "--quiet", service).split()[-1]
-        done = subprocess.run(["docker", "wait", container], capture_output=True, text=True, timeout=timeout_s, check=True)
+        done = subprocess.run(
+            ["docker", "wait", container], capture_output=True, text=True, timeout=timeout_s, check=True
+        )
         return int(done.stdout)
 
     def weights(self, replica: int) -> dict[str, Any]:
@@ -62,17 +83,17 @@ class Stack:
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
     if shutil.which("docker") is None or subprocess.run(["docker", "info"], capture_output=True).returncode:
         pytest.skip("no docker engine can be reached")
-    stack = Stack(tmp_path_factory.mktemp("compose"))
+    stack = ComposeStack(tmp_path_factory.mktemp("compose"))
     try:
         yield stack
     finally:
         stack("down", "--volumes", "--timeout", "20", timeout_s=120, check=False)
 
 
-def test_scaled_stack_trains_and_both_rollout_servers_end_on_the_last_version(stack: Stack) -> None:
+def test_scaled_stack_trains_and_both_rollout_servers_end_on_the_last_version(stack: ComposeStack) -> None:
     stack("up", "--build", "--detach", "--scale", "rollout=2", timeout_s=1500)
     code = stack.exit_code("report", timeout_s=1200)
     told = stack("logs", "--no-log-prefix", "report")

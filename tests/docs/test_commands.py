@@ -1,4 +1,5 @@
-"""Every command line of the documentation runs: small ones for real, at services and a run of their own, the others up to their parser.
+"""Every command line of the documentation runs: small ones for real, at services and a run of their own, the others up
+to their parser.
 
 A line that nobody here knows how to run fails.
 """
@@ -13,9 +14,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.cli import addresses
 from services.cli.__main__ import parser
 from services.cli.layout import RunFolder, python_of, variables_of
+from services.cli.runs import addresses
 from shared import config
 from shared.queue.server import embedded_server
 from tests.docs.commands import ROOT, blocks, yaml_of
@@ -74,7 +75,12 @@ def shell(place, script, timeout_s=120):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VOLLEY_")}
     more = {"TOKEN_VIEWER": str(services.token_files.viewer), "ROLLOUT": urls["rollout"].partition("://")[2]}
     return subprocess.run(
-        ["bash", "-c", PRELUDE + script], cwd=folder, env={**kept, **more, "PATH": path}, capture_output=True, text=True, timeout=timeout_s
+        ["bash", "-c", PRELUDE + script],
+        cwd=folder,
+        env={**kept, **more, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
     )
 
 
@@ -145,13 +151,17 @@ def secured(folder, text):
     (folder / "security.yaml").write_text(yaml_of("security.md", "services:\n  token_files"))
     port = free_port()
     start, rest = text.split("\n", 1)
-    wait = f"until command curl -s --cacert secrets/ca.pem https://localhost:{port}/health; do kill -0 $!; sleep 0.2; done"
+    wait = (
+        f"until command curl -s --cacert secrets/ca.pem https://localhost:{port}/health; do kill -0 $!; sleep 0.2; done"
+    )
     return f"{start} services.env.port={port} &\ntrap 'kill %1' EXIT\n{wait}\n{rest.replace(':8101', f':{port}')}"
 
 
 @pytest.mark.timeout(600)
 def test_the_services_start_as_on_several_hosts(tmp_path):
-    """The lines as they are, each with the Python of its environment, at free ports: every service answers, and follow watches."""
+    """The lines as they are, each with the Python of its environment, at free ports: every service answers, and follow
+    watches.
+    """
     lines = [line.values[0] for line in LINES if line.values[0].startswith("python")]
     assert len(lines) == 4
     ports = {name: free_port() for name in ("env", "rollout", "orchestrator", "trainer")}
@@ -165,10 +175,14 @@ def test_the_services_start_as_on_several_hosts(tmp_path):
             for line in lines:
                 name = re.search(r"services\.(\w+)", line)[1]
                 environment = name if name in ("rollout", "trainer") else "base"
-                command = line.replace("python", str(python_of(environment)), 1).replace(":8102", f":{ports['rollout']}")
+                command = line.replace("python", str(python_of(environment)), 1).replace(
+                    ":8102", f":{ports['rollout']}"
+                )
                 variables = variables_of(environment, cpu=True)
                 log = (tmp_path / f"{name}.log").open("wb")
-                processes.append(subprocess.Popen(f"exec {command}", shell=True, cwd=tmp_path, env=variables, stdout=log, stderr=log))
+                processes.append(
+                    subprocess.Popen(f"exec {command}", shell=True, cwd=tmp_path, env=variables, stdout=log, stderr=log)
+                )
                 wait_http(f"http://127.0.0.1:{ports[name]}/health", 240)
         finally:
             for process in processes:

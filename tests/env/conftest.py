@@ -16,7 +16,10 @@ from services.env.settings import EnvSettings
 from shared.schema import Limits, TokenFiles
 
 ROWS = [
-    {"question": "Ann has 48 eggs and sells half. How many are left?", "answer": "She has 48/2 = <<48/2=24>>24 eggs.\n#### 24"},
+    {
+        "question": "Ann has 48 eggs and sells half. How many are left?",
+        "answer": "She has 48/2 = <<48/2=24>>24 eggs.\n#### 24",
+    },
     {
         "question": "A car costs $1,000 and gains 8%. Its price?",
         "answer": "It gains 1000*0.08 = <<1000*0.08=80>>80.\nNow 1000+80 = <<1000+80=1080>>$1,080.\n#### 1,080",

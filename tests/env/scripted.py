@@ -9,13 +9,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from services.env.catalogue import Entry
+from services.env.catalogue import CatalogueEntry
 from services.env.environments.base import Demonstration, Info, Message, StepResult, assistant, check_task, user
 
 
 @dataclass
 class ScriptedEpisode:
-    env: Scripted
+    env: ScriptedEnvironment
     steps: int = 0
     tools: Sequence[Mapping[str, Any]] = ()
 
@@ -27,11 +27,13 @@ class ScriptedEpisode:
         self.steps += 1
         self.env.calls.append(message["content"])
         self.env.on_step()
-        return StepResult((user(f"step {self.steps}"),), 1.0, message["content"] == "end", False, Info({"one": 1.0}, False))
+        return StepResult(
+            (user(f"step {self.steps}"),), 1.0, message["content"] == "end", False, Info({"one": 1.0}, False)
+        )
 
 
 @dataclass
-class Scripted:
+class ScriptedEnvironment:
     on_reset: Callable[[], object] = lambda: None
     on_step: Callable[[], object] = lambda: None
     calls: list[str] = field(default_factory=list[str])
@@ -59,8 +61,8 @@ class NoSettings(BaseModel):
     pass
 
 
-def entry(env: Scripted) -> Entry:
-    return Entry("scripted", "scripted", NoSettings(), env)
+def entry(env: ScriptedEnvironment) -> CatalogueEntry:
+    return CatalogueEntry("scripted", "scripted", NoSettings(), env)
 
 
 def until(event: threading.Event) -> Callable[[], object]:

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.env.environments.actions import ActionProtocol, Reply
+from services.env.environments.games.actions import ActionProtocol, Reply
 
 NAMES = ("Left", "Down", "Right", "Up")
 ANSWER = ActionProtocol(NAMES, "answer", 5)
@@ -15,7 +15,11 @@ def test_what_is_written_is_read_back(wanted: tuple[str, ...]) -> None:
         assert protocol.read(protocol.write(wanted)) == Reply(wanted)
 
 
-@given(actions, st.text(alphabet=st.characters(exclude_characters="<>")), st.text(alphabet=st.characters(exclude_characters="<>")))
+@given(
+    actions,
+    st.text(alphabet=st.characters(exclude_characters="<>")),
+    st.text(alphabet=st.characters(exclude_characters="<>")),
+)
 def test_words_around_the_tag_do_not_matter(wanted: tuple[str, ...], before: str, after: str) -> None:
     assert ANSWER.read(before + ANSWER.write(wanted) + after) == Reply(wanted)
 

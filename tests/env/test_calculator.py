@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.env.environments.calculator import CalculatorError, calculate, evaluate
+from services.env.environments.gsm8k.calculator import CalculatorError, calculate, evaluate
 
 numbers = st.decimals(-1000, 1000, places=2).map(str)
 
 
-expressions = st.recursive(numbers, lambda inner: st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda t: f"({t[0]}{t[1]}{t[2]})"))
+expressions = st.recursive(
+    numbers, lambda inner: st.tuples(inner, st.sampled_from("+-*"), inner).map(lambda t: f"({t[0]}{t[1]}{t[2]})")
+)
 
 
 @given(expressions.filter(lambda text: len(text) <= 200))

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from services.env.app import open_catalogue
-from services.env.catalogue import KINDS, MAX_VARIANTS, Catalogue, Entry
+from services.env.catalogue import KINDS, MAX_VARIANTS, Catalogue, CatalogueEntry
 from services.env.environments.base import Environment
 from services.env.settings import MAX_BODY, from_config
 from shared.config import load, validate
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
 
 
-def register(catalogue: Catalogue, name: str, base: str, config: dict[str, Any]) -> tuple[Entry, bool]:
-    async def at_once(_base: Entry, build: Callable[[], Environment]) -> Environment:
+def register(catalogue: Catalogue, name: str, base: str, config: dict[str, Any]) -> tuple[CatalogueEntry, bool]:
+    async def at_once(_base: CatalogueEntry, build: Callable[[], Environment]) -> Environment:
         return build()
 
     return asyncio.run(catalogue.register(name, base, config, at_once))
@@ -117,7 +117,10 @@ def test_the_runs_configuration_reaches_its_environment(gsm8k_files: dict[str, P
     [
         ({"env": "maze"}, "data.env=maze: there is no environment"),
         ({"env": "frozen_lake", "env_config": {"sise": 4}}, "unknown setting sise"),
-        ({"env": "frozen_lake", "env_config": {"size": 8}}, "size=8 needs at least 14 actions, but an episode allows 10"),
+        (
+            {"env": "frozen_lake", "env_config": {"size": 8}},
+            "size=8 needs at least 14 actions, but an episode allows 10",
+        ),
         ({"env": "gsm8k"}, "gsm8k has no data"),
         ({"env": "gsm8k", "train": "/nowhere.jsonl"}, "data file /nowhere.jsonl: No such file"),
         ({"env": "sokoban", "env_config": {"dim_room": [4, 4]}}, "no room for num_boxes=1"),

@@ -25,7 +25,7 @@ def example() -> Any:
 async def test_the_documented_environment_plays_its_demonstrations(
     open_client: OpenClient, example: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = {**catalogue.KINDS, "countdown": catalogue.Kind(example.CountdownConfig, example.Countdown)}
+    kinds = {**catalogue.KINDS, "countdown": catalogue.EnvironmentKind(example.CountdownConfig, example.Countdown)}
     monkeypatch.setattr(catalogue, "KINDS", kinds)
     async with open_client(env="countdown") as client:
         for split in ("train", "eval"):

@@ -1,4 +1,6 @@
-"""No legal configuration makes a call into a game long: the slowest of a seeded search takes a bounded number of function calls."""
+"""No legal configuration makes a call into a game long: the slowest of a seeded search takes a bounded number of
+function calls.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,36 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from services.env.environments import layouts
-from services.env.environments.frozen_lake import FrozenLake, FrozenLakeConfig, distances, frozen_lake, shortest_path, way
-from services.env.environments.sokoban import Sokoban, SokobanConfig, sokoban
+from services.env.environments.games import layouts
+from services.env.environments.games.frozen_lake import (
+    FrozenLake,
+    FrozenLakeConfig,
+    distances,
+    frozen_lake,
+    shortest_path,
+    way,
+)
+from services.env.environments.games.sokoban import Sokoban, SokobanConfig, sokoban
 from shared.errors import InputError, RateLimited
 
 N_CONFIGS = 15
 MAX_CALLS = 1_500_000
-"""Python and C functions: under a second when nobody counts them. The most that was found is 954,213, of 64 slippery lakes of 16 by 16."""
+"""Python and C functions: under a second when nobody counts them. The most that was found is 954,213, of 64 slippery
+lakes of 16 by 16.
+"""
 
 WORST: list[tuple[str, dict[str, Any]]] = [
     ("sokoban", {"dim_room": (12, 12), "num_boxes": 4, "min_solution": 100, "max_turns": 100, "max_actions": 1000}),
-    ("sokoban", {"dim_room": (12, 12), "num_boxes": 4, "max_turns": 100, "max_actions": 1000, "demo_actions_per_turn": 1}),
+    (
+        "sokoban",
+        {"dim_room": (12, 12), "num_boxes": 4, "max_turns": 100, "max_actions": 1000, "demo_actions_per_turn": 1},
+    ),
     ("sokoban", {"dim_room": (5, 5), "eval_tasks": 10_000, "distinct_train": True, "train_tasks": 10_000}),
     ("frozen_lake", {"size": 16, "frozen_probability": 0.65, "max_actions": 30}),
-    ("frozen_lake", {"size": 16, "frozen_probability": 0.65, "is_slippery": True, "max_turns": 100, "max_actions": 1000}),
+    (
+        "frozen_lake",
+        {"size": 16, "frozen_probability": 0.65, "is_slippery": True, "max_turns": 100, "max_actions": 1000},
+    ),
     ("frozen_lake", {"size": 3, "frozen_probability": 1, "eval_tasks": 10_000}),
     ("frozen_lake", {"size": 4, "eval_tasks": 10_000, "distinct_train": True, "train_tasks": 10_000}),
 ]
@@ -66,7 +83,11 @@ def legal(dice: random.Random) -> tuple[str, dict[str, Any]]:
         }
         lake = {"size": between(3, 16), "frozen_probability": dice.choice((0.65, 1.0, dice.uniform(0.65, 1)))}
         lake |= {"is_slippery": dice.random() < 0.5, "demo_blind": dice.choice((0.0, 1.0, 0.5))}
-        room = {"dim_room": (between(4, 12), between(4, 12)), "num_boxes": between(1, 4), "min_solution": between(1, 100)}
+        room = {
+            "dim_room": (between(4, 12), between(4, 12)),
+            "num_boxes": between(1, 4),
+            "min_solution": between(1, 100),
+        }
         kind, config = dice.choice((("frozen_lake", shared | lake), ("sokoban", shared | room)))
         try:
             (FrozenLakeConfig if kind == "frozen_lake" else SokobanConfig).model_validate(config)
@@ -80,7 +101,9 @@ def built(kind: str, config: dict[str, Any]) -> FrozenLake | Sokoban:
 
 
 def slowest(kind: str, config: dict[str, Any]) -> int:
-    """The most function calls of any call into the environment: of first tasks with all that is done with them, and of last ones."""
+    """The most function calls of any call into the environment: of first tasks with all that is done with them, and of
+    last ones.
+    """
     environment = built(kind, config)
 
     def most(split: str) -> int:
@@ -118,7 +141,9 @@ def test_legal_configurations_are_bounded() -> None:
 def test_the_way_is_the_shortest_path() -> None:
     """From every cell of many maps, action by action."""
     for seed in range(40):
-        environment = frozen_lake(FrozenLakeConfig(size=3 + seed % 6, max_actions=40, max_turns=40, frozen_probability=0.7))
+        environment = frozen_lake(
+            FrozenLakeConfig(size=3 + seed % 6, max_actions=40, max_turns=40, frozen_probability=0.7)
+        )
         rows = environment.layouts.get("train", seed).layout
         away = distances(rows)
         for r in range(len(rows)):

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 
 from services.env.environments.base import assistant
-from services.env.episodes import MAX_STEPS, Episodes, Request
-from services.env.runner import Busy, GivenUp, Runner
+from services.env.episodes import MAX_STEPS, EpisodeRequest, Episodes
+from services.env.runner import GivenUp, Runner, RunnerBusy
 from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
-from tests.env.scripted import Scripted, entry, until
+from tests.env.scripted import ScriptedEnvironment, entry, until
 
 type Open = Callable[..., Episodes]
 
 
-class Clock:
+class EpisodeClock:
     now = 0.0
 
     def __call__(self) -> float:
@@ -24,12 +24,12 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> EpisodeClock:
+    return EpisodeClock()
 
 
 @pytest.fixture
-def open_episodes(clock: Clock) -> Iterator[Open]:
+def open_episodes(clock: EpisodeClock) -> Iterator[Open]:
     runners: list[Runner] = []
 
     def make(max_episodes: int = 8, deadline_s: float = 5.0, n_threads: int = 2) -> Episodes:
@@ -41,12 +41,12 @@ def open_episodes(clock: Clock) -> Iterator[Open]:
         runner.close()
 
 
-def task(env: Scripted, index: int = 0, seed: int | None = None) -> Request:
-    return Request(entry(env), "train", index, seed)
+def task(env: ScriptedEnvironment, index: int = 0, seed: int | None = None) -> EpisodeRequest:
+    return EpisodeRequest(entry(env), "train", index, seed)
 
 
 async def test_create_and_step_have_one_effect_per_request(open_episodes: Open) -> None:
-    episodes, env = open_episodes(), Scripted()
+    episodes, env = open_episodes(), ScriptedEnvironment()
     request = task(env)
     first = await episodes.create("r", request)
     answer = await episodes.step(first.id, "s", assistant("a"))
@@ -58,7 +58,7 @@ async def test_create_and_step_have_one_effect_per_request(open_episodes: Open) 
 
 
 async def test_an_answer_is_repeated_after_later_steps_and_after_the_end(open_episodes: Open) -> None:
-    episodes, env = open_episodes(), Scripted()
+    episodes, env = open_episodes(), ScriptedEnvironment()
     slot = await episodes.create("r", task(env))
     first = await episodes.step(slot.id, "1", assistant("a"))
     last = await episodes.step(slot.id, "2", assistant("end"))
@@ -67,7 +67,7 @@ async def test_an_answer_is_repeated_after_later_steps_and_after_the_end(open_ep
 
 
 async def test_another_request_under_the_same_id_conflicts(open_episodes: Open) -> None:
-    episodes, env = open_episodes(), Scripted()
+    episodes, env = open_episodes(), ScriptedEnvironment()
     slot = await episodes.create("r", task(env))
     with pytest.raises(Conflict, match="'r'"):
         await episodes.create("r", task(env, index=1))
@@ -78,7 +78,7 @@ async def test_another_request_under_the_same_id_conflicts(open_episodes: Open) 
 
 async def test_a_step_after_the_end_conflicts(open_episodes: Open) -> None:
     episodes = open_episodes()
-    slot = await episodes.create("r", task(Scripted()))
+    slot = await episodes.create("r", task(ScriptedEnvironment()))
     await episodes.step(slot.id, "1", assistant("end"))
     with pytest.raises(Conflict, match="is over"):
         await episodes.step(slot.id, "2", assistant("a"))
@@ -86,7 +86,7 @@ async def test_a_step_after_the_end_conflicts(open_episodes: Open) -> None:
 
 async def test_the_same_request_twice_at_once_has_one_effect(open_episodes: Open) -> None:
     episodes, gate = open_episodes(), threading.Event()
-    env = Scripted(on_reset=until(gate), on_step=until(gate))
+    env = ScriptedEnvironment(on_reset=until(gate), on_step=until(gate))
     request = task(env, seed=1)
     asyncio.get_running_loop().call_later(0.05, gate.set)
     one, two = await asyncio.gather(episodes.create("r", request), episodes.create("r", request))
@@ -99,15 +99,15 @@ async def test_the_same_request_twice_at_once_has_one_effect(open_episodes: Open
 
 
 async def test_seeds_come_from_the_request_id_unless_given(open_episodes: Open) -> None:
-    episodes, env = open_episodes(), Scripted()
+    episodes, env = open_episodes(), ScriptedEnvironment()
     a, b, c = [await episodes.create(name, task(env)) for name in "abc"]
     assert len({a.seed, b.seed, c.seed}) == 3
     assert (await open_episodes().create("a", task(env))).seed == a.seed
     assert (await episodes.create("d", task(env, seed=7))).seed == 7
 
 
-async def test_idle_episodes_expire_and_used_ones_do_not(open_episodes: Open, clock: Clock) -> None:
-    episodes, env = open_episodes(), Scripted()
+async def test_idle_episodes_expire_and_used_ones_do_not(open_episodes: Open, clock: EpisodeClock) -> None:
+    episodes, env = open_episodes(), ScriptedEnvironment()
     idle, used = await episodes.create("idle", task(env)), await episodes.create("used", task(env))
     clock.now = 9
     await episodes.step(used.id, "1", assistant("a"))
@@ -122,8 +122,8 @@ async def test_idle_episodes_expire_and_used_ones_do_not(open_episodes: Open, cl
     assert len(episodes) == 0
 
 
-async def test_episodes_are_bounded_until_some_expire(open_episodes: Open, clock: Clock) -> None:
-    episodes, env = open_episodes(max_episodes=2), Scripted()
+async def test_episodes_are_bounded_until_some_expire(open_episodes: Open, clock: EpisodeClock) -> None:
+    episodes, env = open_episodes(max_episodes=2), ScriptedEnvironment()
     await episodes.create("a", task(env))
     second = await episodes.create("b", task(env))
     with pytest.raises(RateLimited, match="2 episodes are open") as full:
@@ -135,7 +135,7 @@ async def test_episodes_are_bounded_until_some_expire(open_episodes: Open, clock
 
 
 async def test_deleting_is_idempotent_and_frees_the_request_id(open_episodes: Open) -> None:
-    episodes, env = open_episodes(max_episodes=1), Scripted()
+    episodes, env = open_episodes(max_episodes=1), ScriptedEnvironment()
     slot = await episodes.create("r", task(env))
     episodes.delete(slot.id)
     episodes.delete(slot.id)
@@ -144,7 +144,7 @@ async def test_deleting_is_idempotent_and_frees_the_request_id(open_episodes: Op
 
 
 async def test_a_failed_reset_leaves_nothing_and_may_be_repeated(open_episodes: Open) -> None:
-    episodes, env = open_episodes(), Scripted()
+    episodes, env = open_episodes(), ScriptedEnvironment()
     with pytest.raises(NotFound, match="no task 99"):
         await episodes.create("r", task(env, index=99))
     assert len(episodes) == 0
@@ -153,7 +153,7 @@ async def test_a_failed_reset_leaves_nothing_and_may_be_repeated(open_episodes: 
 
 async def test_a_defect_of_an_environment_is_one_failed_episode(open_episodes: Open) -> None:
     episodes = open_episodes()
-    broken, sound = Scripted(on_step=lambda: {}["key"]), Scripted()
+    broken, sound = ScriptedEnvironment(on_step=lambda: {}["key"]), ScriptedEnvironment()
     slot, other = await episodes.create("a", task(broken)), await episodes.create("b", task(sound))
     with pytest.raises(VolleyError, match=r"scripted: step failed with KeyError: 'key'") as failure:
         await episodes.step(slot.id, "1", assistant("a"))
@@ -175,13 +175,13 @@ def stuck() -> Iterator[Callable[[], object]]:
 async def test_a_reset_that_takes_too_long_leaves_nothing(open_episodes: Open, stuck: Callable[[], object]) -> None:
     episodes = open_episodes(deadline_s=0.1)
     with pytest.raises(Unavailable, match="reset took longer than"):
-        await episodes.create("r", task(Scripted(on_reset=stuck)))
+        await episodes.create("r", task(ScriptedEnvironment(on_reset=stuck)))
     assert len(episodes) == 0
 
 
 async def test_a_step_that_takes_too_long_ends_the_episode(open_episodes: Open, stuck: Callable[[], object]) -> None:
     episodes = open_episodes(deadline_s=0.5)
-    slot = await episodes.create("r", task(Scripted(on_step=stuck)))
+    slot = await episodes.create("r", task(ScriptedEnvironment(on_step=stuck)))
     with pytest.raises(Unavailable, match="step took longer than"):
         await episodes.step(slot.id, "1", assistant("a"))
     with pytest.raises(Conflict, match="took longer"):
@@ -190,28 +190,30 @@ async def test_a_step_that_takes_too_long_ends_the_episode(open_episodes: Open, 
 
 async def test_a_slow_call_does_not_hold_up_the_others(open_episodes: Open) -> None:
     episodes, gate = open_episodes(), threading.Event()
-    slow = Scripted(on_reset=until(gate))
+    slow = ScriptedEnvironment(on_reset=until(gate))
     async with asyncio.TaskGroup() as group:
         blocked = group.create_task(episodes.create("slow", task(slow)))
         await asyncio.sleep(0)
-        quick = await episodes.create("quick", task(Scripted()))
+        quick = await episodes.create("quick", task(ScriptedEnvironment()))
         await episodes.step(quick.id, "1", assistant("a"))
         assert not blocked.done()
         gate.set()
 
 
 async def test_a_hung_environment_starves_only_itself(open_episodes: Open, stuck: Callable[[], object]) -> None:
-    """All threads of its kind hang: its calls are refused at once, other kinds go on, and it is back when the calls return."""
+    """All threads of its kind hang: its calls are refused at once, other kinds go on, and it is back when the calls
+    return.
+    """
     gate = threading.Event()
     episodes = open_episodes(deadline_s=0.5)
-    hung, other = Scripted(on_step=until(gate)), Scripted()
+    hung, other = ScriptedEnvironment(on_step=until(gate)), ScriptedEnvironment()
     slots = [await episodes.create(str(i), task(hung)) for i in range(3)]
     for slot in slots[:2]:
         with pytest.raises(GivenUp, match="step took longer than"):
             await episodes.step(slot.id, "1", assistant("a"))
-    with pytest.raises(Busy, match="all 2 threads hang"):
+    with pytest.raises(RunnerBusy, match="all 2 threads hang"):
         await episodes.step(slots[2].id, "1", assistant("a"))
-    quick = await episodes.create("other", Request(replace(entry(other), kind="other"), "train", 0, None))
+    quick = await episodes.create("other", EpisodeRequest(replace(entry(other), kind="other"), "train", 0, None))
     await episodes.step(quick.id, "1", assistant("a"))
     gate.set()
     async with asyncio.timeout(5):
@@ -219,7 +221,7 @@ async def test_a_hung_environment_starves_only_itself(open_episodes: Open, stuck
             try:
                 await episodes.step(slots[2].id, "1", assistant("a"))
                 return
-            except Busy:
+            except RunnerBusy:
                 await asyncio.sleep(0.01)
 
 
@@ -227,12 +229,12 @@ async def test_a_call_that_never_began_may_be_repeated(open_episodes: Open) -> N
     """The only thread is taken: the step waits in vain, its episode goes on afterwards."""
     gate = threading.Event()
     episodes = open_episodes(deadline_s=0.5, n_threads=1)
-    waiting = await episodes.create("a", task(Scripted()))
-    hung = await episodes.create("b", task(Scripted(on_step=until(gate))))
+    waiting = await episodes.create("a", task(ScriptedEnvironment()))
+    hung = await episodes.create("b", task(ScriptedEnvironment(on_step=until(gate))))
     async with asyncio.TaskGroup() as group:
         first = group.create_task(_ignoring(GivenUp, episodes.step(hung.id, "1", assistant("a"))))
         await asyncio.sleep(0)
-        with pytest.raises(Busy, match="no thread was free"):
+        with pytest.raises(RunnerBusy, match="no thread was free"):
             await episodes.step(waiting.id, "1", assistant("a"))
         await first
     gate.set()
@@ -241,7 +243,7 @@ async def test_a_call_that_never_began_may_be_repeated(open_episodes: Open) -> N
             try:
                 assert (await episodes.step(waiting.id, "1", assistant("a"))).reward == 1
                 return
-            except Busy:
+            except RunnerBusy:
                 await asyncio.sleep(0.01)
 
 
@@ -253,28 +255,28 @@ async def _ignoring(error: type[Exception], call: Awaitable[object]) -> None:
 async def test_waiting_calls_are_bounded(open_episodes: Open) -> None:
     gate = threading.Event()
     episodes = open_episodes(max_episodes=100, n_threads=1)
-    slots = [await episodes.create(str(i), task(Scripted(on_step=until(gate)))) for i in range(9)]
+    slots = [await episodes.create(str(i), task(ScriptedEnvironment(on_step=until(gate)))) for i in range(9)]
     async with asyncio.TaskGroup() as group:
         for slot in slots[:8]:
             group.create_task(episodes.step(slot.id, "1", assistant("a")))
         await asyncio.sleep(0)
-        with pytest.raises(Busy, match="8 calls are waiting"):
+        with pytest.raises(RunnerBusy, match="8 calls are waiting"):
             await episodes.step(slots[8].id, "1", assistant("a"))
         gate.set()
 
 
 async def test_a_request_behind_another_has_a_deadline(open_episodes: Open) -> None:
     episodes = open_episodes(deadline_s=0.5)
-    slot = await episodes.create("r", task(Scripted()))
+    slot = await episodes.create("r", task(ScriptedEnvironment()))
     async with slot.lock:
-        with pytest.raises(Busy, match="busy with another request"):
+        with pytest.raises(RunnerBusy, match="busy with another request"):
             await episodes.step(slot.id, "1", assistant("a"))
     await episodes.step(slot.id, "1", assistant("a"))
 
 
 async def test_a_step_whose_client_is_cancelled_is_never_taken_twice(open_episodes: Open) -> None:
     episodes, gate = open_episodes(), threading.Event()
-    env = Scripted(on_step=until(gate))
+    env = ScriptedEnvironment(on_step=until(gate))
     slot = await episodes.create("r", task(env))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
@@ -287,14 +289,14 @@ async def test_a_step_whose_client_is_cancelled_is_never_taken_twice(open_episod
 
 async def test_an_environment_that_exits_is_one_failed_episode(open_episodes: Open) -> None:
     episodes = open_episodes()
-    slot = await episodes.create("r", task(Scripted(on_step=lambda: sys.exit(3))))
+    slot = await episodes.create("r", task(ScriptedEnvironment(on_step=lambda: sys.exit(3))))
     with pytest.raises(VolleyError, match="SystemExit"):
         await episodes.step(slot.id, "1", assistant("a"))
 
 
 async def test_an_episode_answers_a_bounded_number_of_messages(open_episodes: Open) -> None:
     episodes = open_episodes()
-    slot = await episodes.create("r", task(Scripted()))
+    slot = await episodes.create("r", task(ScriptedEnvironment()))
     for n in range(MAX_STEPS):
         await episodes.step(slot.id, str(n), assistant("a"))
     with pytest.raises(Conflict, match=f"has answered {MAX_STEPS} messages"):
@@ -304,7 +306,7 @@ async def test_an_episode_answers_a_bounded_number_of_messages(open_episodes: Op
 async def test_a_service_whose_environment_never_recovers_ends(stuck: Callable[[], object]) -> None:
     runner = Runner(1, 0.05, max_waiting=8)
     with pytest.raises(GivenUp):
-        await runner.run(entry(Scripted()), "step", stuck)
+        await runner.run(entry(ScriptedEnvironment()), "step", stuck)
     assert runner.why_stuck("scripted") == "scripted: all 1 threads hang in calls that were given up"
     assert runner.why_stuck("other") is None
     async with asyncio.timeout(5):

@@ -6,8 +6,8 @@ import pytest
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
 from services.env.environments.base import assistant
-from services.env.environments.frozen_lake import ACTIONS, FrozenLakeConfig, LakeGame, frozen_lake, shortest_path
-from services.env.environments.text_game import Outcome
+from services.env.environments.games.frozen_lake import ACTIONS, FrozenLakeConfig, LakeGame, frozen_lake, shortest_path
+from services.env.environments.games.text_game import MoveOutcome
 
 LOOSE: dict[str, Any] = {"max_turns": 100, "max_actions": 1000, "max_actions_per_turn": 100}
 
@@ -56,7 +56,12 @@ def test_shortest_path_against_relaxation() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"size": 6, "max_actions": 12, "demo_actions_per_turn": 1, "max_turns": 12}, {"talk": "bare", "protocol": "plain"}]
+    "config",
+    [
+        {},
+        {"size": 6, "max_actions": 12, "demo_actions_per_turn": 1, "max_turns": 12},
+        {"talk": "bare", "protocol": "plain"},
+    ],
 )
 def test_demonstrations_win_within_the_budget(config: dict[str, Any]) -> None:
     env = frozen_lake(FrozenLakeConfig(**config))
@@ -83,7 +88,7 @@ def test_slippery_demonstrations_win_too() -> None:
 ROWS = ("SFH", "FHF", "FFG")
 
 
-def play(*actions: str, **config: Any) -> tuple[LakeGame, list[Outcome]]:
+def play(*actions: str, **config: Any) -> tuple[LakeGame, list[MoveOutcome]]:
     """A game on ROWS after some actions."""
     lake = FrozenLakeEnv(desc=list(ROWS), is_slippery=False)
     lake.reset(seed=0)
@@ -107,14 +112,14 @@ def test_renderings(render: Any, text: str) -> None:
 def test_a_hole_ends_the_game() -> None:
     game, outcomes = play("Right", "Down", hole_reward=-0.5)
     assert game.render() == "__O\n_X_\n__G"
-    assert outcomes == [Outcome({}, False, False), Outcome({"hole": -0.5}, True, False)]
+    assert outcomes == [MoveOutcome({}, False, False), MoveOutcome({"hole": -0.5}, True, False)]
 
 
 def test_the_goal_wins_and_steps_may_cost() -> None:
     game, outcomes = play("Down", "Down", "Right", "Right", success_reward=2, step_reward=-0.01)
     assert game.render() == "__O\n_O_\n__*"
-    assert outcomes[0] == Outcome({"step": -0.01}, False, False)
-    assert outcomes[-1] == Outcome({"success": 2.0, "step": -0.01}, True, True)
+    assert outcomes[0] == MoveOutcome({"step": -0.01}, False, False)
+    assert outcomes[-1] == MoveOutcome({"success": 2.0, "step": -0.01}, True, True)
 
 
 def test_what_lies_around_the_player_is_named():

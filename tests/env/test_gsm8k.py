@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.env.environments.base import assistant
-from services.env.environments.gsm8k import Gsm8k, Gsm8kConfig
-from services.env.environments.gsm8k_data import read_number, same_number
-from services.env.environments.tools import tool_calls, write_call
+from services.env.environments.gsm8k.data import read_number, same_number
+from services.env.environments.gsm8k.environment import Gsm8k, Gsm8kConfig
+from services.env.environments.tool_calls import tool_calls, write_call
 from shared.errors import ConfigError, NotFound
 
 
@@ -37,7 +37,9 @@ def test_strict_needs_the_mark(text: str) -> None:
     assert read_number(text, "strict") is None
 
 
-@pytest.mark.parametrize(("given_", "expected", "same"), [("72", "72.0", True), ("72", "73", False), ("9" * 65, "9" * 65, False)])
+@pytest.mark.parametrize(
+    ("given_", "expected", "same"), [("72", "72.0", True), ("72", "73", False), ("9" * 65, "9" * 65, False)]
+)
 def test_numbers_are_compared_by_value(given_: str, expected: str, same: bool) -> None:
     assert same_number(given_, expected) is same
 
@@ -79,7 +81,16 @@ def test_the_calculator_answers_both_ways_of_calling(gsm8k_files: dict[str, Path
 
 @pytest.mark.parametrize(
     "body",
-    ["", "{", "[]", '"x"', '{"name":"calculator"}', '{"name":1,"arguments":{}}', '{"name":"shell","arguments":{}}', "[" * 100_000]
+    [
+        "",
+        "{",
+        "[]",
+        '"x"',
+        '{"name":"calculator"}',
+        '{"name":1,"arguments":{}}',
+        '{"name":"shell","arguments":{}}',
+        "[" * 100_000,
+    ]
     + ['{"name":"calculator","arguments":{"expression":5}}', '{"name":"calculator","arguments":{}}'],
 )
 def test_bad_calls_get_an_error_observation(gsm8k_files: dict[str, Path], body: str) -> None:
@@ -130,7 +141,13 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         Gsm8k(Gsm8kConfig(train=tmp_path / "nowhere.jsonl")).num_tasks("train")
 
 
-NOT_PROBLEMS = ["{", "[]", '{"question": "a"}', '{"question": "a", "answer": "no mark"}', '{"question": 1, "answer": "#### 1"}']
+NOT_PROBLEMS = [
+    "{",
+    "[]",
+    '{"question": "a"}',
+    '{"question": "a", "answer": "no mark"}',
+    '{"question": 1, "answer": "#### 1"}',
+]
 
 
 @pytest.mark.parametrize("line", NOT_PROBLEMS)

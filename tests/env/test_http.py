@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from shared import codec
-from shared.access import Role, token_for
 from shared.schema import Limits
+from shared.web.access import Role, token_for
 from tests.env.conftest import OpenClient
 from tests.support.tokens import write_tokens
 
@@ -31,7 +31,11 @@ async def test_an_episode_from_listing_to_deletion(open_client: OpenClient) -> N
         assert episode["ttl_s"] == 60
         answer: dict[str, Any] = {}
         for n, message in enumerate(m for m in shown if m["role"] == "assistant"):
-            answer = (await client.post(f"/episodes/{episode['episode_id']}/step", json={"request_id": f"{n}", "message": message})).json()
+            answer = (
+                await client.post(
+                    f"/episodes/{episode['episode_id']}/step", json={"request_id": f"{n}", "message": message}
+                )
+            ).json()
         assert (answer["reward"], answer["terminated"], answer["truncated"]) == (1.0, True, False)
         assert answer["info"]["success"] is True
         assert answer["info"]["reward_components"] == {"success": 1.0}
@@ -42,7 +46,10 @@ async def test_an_episode_from_listing_to_deletion(open_client: OpenClient) -> N
 async def test_tasks_are_listed_by_get_and_by_post(open_client: OpenClient) -> None:
     async with open_client() as client:
         for name, body in (("num_tasks", {"split": "eval"}), ("task", {"split": "train", "index": 5})):
-            got, posted = await client.get(f"/sokoban/{name}", params=body), await client.post(f"/sokoban/{name}", json=body)
+            got, posted = (
+                await client.get(f"/sokoban/{name}", params=body),
+                await client.post(f"/sokoban/{name}", json=body),
+            )
             assert got.status_code == posted.status_code == 200
             assert got.json() == posted.json()
 
@@ -57,11 +64,15 @@ async def test_msgpack_gives_the_same_answers(open_client: OpenClient) -> None:
 
 async def test_tool_calls_of_the_openai_sdk_are_played(open_client: OpenClient, gsm8k_files: dict[str, Path]) -> None:
     async with open_client(env="gsm8k", configs={"gsm8k": {**gsm8k_files, "tool": "calculator"}}) as client:
-        episode = (await client.post("/episodes", json={"request_id": "r", "env": "gsm8k", "split": "eval", "index": 0})).json()
+        episode = (
+            await client.post("/episodes", json={"request_id": "r", "env": "gsm8k", "split": "eval", "index": 0})
+        ).json()
         assert episode["tools"][0]["function"]["name"] == "calculator"
         call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "2-5"}'}}
         message = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None}
-        step = await client.post(f"/episodes/{episode['episode_id']}/step", json={"request_id": "1", "message": message})
+        step = await client.post(
+            f"/episodes/{episode['episode_id']}/step", json={"request_id": "1", "message": message}
+        )
         assert step.json()["messages"] == [{"role": "tool", "content": "-3"}]
 
 
@@ -127,7 +138,9 @@ async def test_bad_requests_get_a_problem_body(
 )
 async def test_bad_messages_are_refused_and_cost_nothing(open_client: OpenClient, message: Any, detail: str) -> None:
     async with open_client() as client:
-        path = f"/episodes/{(await client.post('/episodes', json={**LAKE, 'request_id': 'r'})).json()['episode_id']}/step"
+        path = (
+            f"/episodes/{(await client.post('/episodes', json={**LAKE, 'request_id': 'r'})).json()['episode_id']}/step"
+        )
         packed = codec.pack({"request_id": "1", "message": message})
         refused = await client.post(path, content=packed, headers={"Content-Type": codec.MEDIA_TYPE})
         assert refused.status_code == 422
@@ -138,7 +151,9 @@ async def test_bad_messages_are_refused_and_cost_nothing(open_client: OpenClient
 
 async def test_a_message_of_a_megabyte_is_too_long(open_client: OpenClient) -> None:
     async with open_client(limits=Limits()) as client:
-        path = f"/episodes/{(await client.post('/episodes', json={**LAKE, 'request_id': 'r'})).json()['episode_id']}/step"
+        path = (
+            f"/episodes/{(await client.post('/episodes', json={**LAKE, 'request_id': 'r'})).json()['episode_id']}/step"
+        )
         answer = await client.post(path, json={"request_id": "1", "message": {"content": "x" * (2**20 + 1)}})
         assert answer.status_code == 422
         assert "message.content" in answer.json()["detail"]
@@ -146,7 +161,9 @@ async def test_a_message_of_a_megabyte_is_too_long(open_client: OpenClient) -> N
 
 async def test_a_step_after_the_end_is_a_conflict(open_client: OpenClient) -> None:
     async with open_client(configs={"frozen_lake": {"max_turns": 1, "max_actions_per_turn": 10}}) as client:
-        path = f"/episodes/{(await client.post('/episodes', json={**LAKE, 'request_id': 'r'})).json()['episode_id']}/step"
+        path = (
+            f"/episodes/{(await client.post('/episodes', json={**LAKE, 'request_id': 'r'})).json()['episode_id']}/step"
+        )
         assert (await client.post(path, json={"request_id": "1", "message": {"content": "?"}})).json()["truncated"]
         late = await client.post(path, json={"request_id": "2", "message": {"content": "?"}})
         assert late.status_code == 409
@@ -164,7 +181,9 @@ async def test_a_full_service_says_when_to_come_back(open_client: OpenClient) ->
 async def test_tokens_guard_all_but_health(open_client: OpenClient, tmp_path: Path) -> None:
     token_files = write_tokens(tmp_path)
     async with open_client(token_files=token_files) as client:
-        assert [(await client.get(path)).status_code for path in ("/environments", "/metrics", "/health", "/ready")] == [401, 401, 200, 200]
+        assert [
+            (await client.get(path)).status_code for path in ("/environments", "/metrics", "/health", "/ready")
+        ] == [401, 401, 200, 200]
         viewer = {"Authorization": f"Bearer {token_for(token_files, Role.VIEWER)}"}
         assert (await client.get("/environments", headers=viewer)).status_code == 200
         assert (await client.post("/episodes", json={**LAKE, "request_id": "r"}, headers=viewer)).status_code == 403
@@ -179,4 +198,11 @@ async def test_metrics_and_openapi_describe_the_service(open_client: OpenClient)
         paths = (await client.get("/openapi.json")).json()["paths"]
         step = paths["/episodes/{episode_id}/step"]["post"]
         assert step["requestBody"]["content"]["application/json"]["schema"]["required"] == ["request_id", "message"]
-        assert {"/environments", "/{env}/splits", "/{env}/num_tasks", "/{env}/task", "/{env}/demonstration", "/episodes"} <= set(paths)
+        assert {
+            "/environments",
+            "/{env}/splits",
+            "/{env}/num_tasks",
+            "/{env}/task",
+            "/{env}/demonstration",
+            "/episodes",
+        } <= set(paths)

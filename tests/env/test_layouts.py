@@ -9,13 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.env.environments.frozen_lake import FrozenLakeConfig, frozen_lake
-from services.env.environments.layouts import Effort, Layouts, canonical, seed_of, split_of
-from services.env.environments.sokoban import SokobanConfig, sokoban
-from services.env.environments.sokoban_level import draw
+from services.env.environments.games.frozen_lake import FrozenLakeConfig, frozen_lake
+from services.env.environments.games.layouts import Effort, Layouts, canonical, seed_of, split_of
+from services.env.environments.games.sokoban import SokobanConfig, sokoban
+from services.env.environments.games.sokoban_level import draw
 from shared.errors import InputError, NotFound, RateLimited, Unavailable
 
-square = st.integers(1, 5).flatmap(lambda n: st.lists(st.text("ab#", min_size=n, max_size=n), min_size=n, max_size=n)).map(tuple)
+square = (
+    st.integers(1, 5)
+    .flatmap(lambda n: st.lists(st.text("ab#", min_size=n, max_size=n), min_size=n, max_size=n))
+    .map(tuple)
+)
 
 
 @given(square)
@@ -50,11 +54,14 @@ def test_evaluation_layouts_are_new_and_distinct(name: str) -> None:
 
 def test_tasks_do_not_depend_on_order_or_process() -> None:
     program = (
-        "from services.env.environments.frozen_lake import *; from services.env.environments.sokoban import *\n"
+        "from services.env.environments.games.frozen_lake import *\n"
+        "from services.env.environments.games.sokoban import *\n"
         "for env in (frozen_lake(FrozenLakeConfig()), sokoban(SokobanConfig())):\n"
         "    print(*(env.task(s, i) for s in ('eval', 'train') for i in (7, 2)))"
     )
-    there = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60).stdout.split()
+    there = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+    ).stdout.split()
     envs = (frozen_lake(FrozenLakeConfig()), sokoban(SokobanConfig()))
     assert there == [env.task(split, i) for env in envs for split in ("eval", "train") for i in (7, 2)]
     again = (frozen_lake(FrozenLakeConfig()), sokoban(SokobanConfig()))
@@ -78,7 +85,9 @@ def test_unknown_tasks_are_refused(split: str, index: int) -> None:
 
 
 def test_a_call_draws_with_a_bounded_effort_and_the_next_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call has steps for a few layouts only; asking again gets there, with the layouts it would have had at once."""
+    """Each call has steps for a few layouts only; asking again gets there, with the layouts it would have
+    had at once.
+    """
     made: list[int] = []
 
     def make(seed: int, effort: Effort) -> tuple[str, ...]:
@@ -90,7 +99,7 @@ def test_a_call_draws_with_a_bounded_effort_and_the_next_goes_on(monkeypatch: py
         return Layouts("slow", make, lambda rows: rows, {"train": 50, "eval": 50}, distinct_train=True)
 
     at_once = layouts().get("train", 20)
-    monkeypatch.setattr("services.env.environments.layouts.MAX_EFFORT", 1000)
+    monkeypatch.setattr("services.env.environments.games.layouts.MAX_EFFORT", 1000)
     slow, refusals = layouts(), 0
     while refusals < 1000:
         made.clear()
@@ -103,12 +112,16 @@ def test_a_call_draws_with_a_bounded_effort_and_the_next_goes_on(monkeypatch: py
     assert refusals > 0
 
 
-def test_a_layout_that_takes_too_much_is_refused_with_the_settings_that_make_it_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layout_that_takes_too_much_is_refused_with_the_settings_that_make_it_rare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def make(seed: int, effort: Effort) -> None:
         effort.spend(100)
 
-    monkeypatch.setattr("services.env.environments.layouts.MAX_EFFORT", 1000)
-    layouts: Layouts[tuple[str, ...]] = Layouts("rare", make, lambda rows: rows, {"train": 5, "eval": 5}, advice="raise x")
+    monkeypatch.setattr("services.env.environments.games.layouts.MAX_EFFORT", 1000)
+    layouts: Layouts[tuple[str, ...]] = Layouts(
+        "rare", make, lambda rows: rows, {"train": 5, "eval": 5}, advice="raise x"
+    )
     for split in ("train", "eval"):
         with pytest.raises(InputError, match=f"{split} task 0 in 10 draws.*raise x, or lower {split}_tasks"):
             layouts.get(split, 0)
@@ -123,7 +136,7 @@ def test_nobody_waits_long_for_another_who_draws(monkeypatch: pytest.MonkeyPatch
         return (f"{seed}",)
 
     layouts = Layouts("held", make, lambda rows: rows, {"train": 5, "eval": 5})
-    monkeypatch.setattr("services.env.environments.layouts.WAIT_S", 0.05)
+    monkeypatch.setattr("services.env.environments.games.layouts.WAIT_S", 0.05)
 
     def draw_one() -> None:
         with contextlib.suppress(Unavailable):
@@ -142,6 +155,10 @@ def test_nobody_waits_long_for_another_who_draws(monkeypatch: pytest.MonkeyPatch
 def test_a_configuration_without_bounds_is_refused(make: Callable[[Any], Any]) -> None:
     config = FrozenLakeConfig if make is frozen_lake else SokobanConfig
     assert config(distinct_train=True, train_tasks=10_000)
-    for wrong in ({"distinct_train": True, "train_tasks": 10_001}, {"format_penalty": float("-inf")}, {"format_penalty": -1e300}):
+    for wrong in (
+        {"distinct_train": True, "train_tasks": 10_001},
+        {"format_penalty": float("-inf")},
+        {"format_penalty": -1e300},
+    ):
         with pytest.raises(ValueError, match=next(reversed(wrong))):
             config.model_validate(wrong)

@@ -29,7 +29,9 @@ def process(tmp_path: Path) -> Iterator[tuple[str, int]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with subprocess.Popen([*COMMAND, config(tmp_path, "data: {env: sokoban}", f"services: {{env: {{port: {port}}}}}")]) as process:
+    with subprocess.Popen(
+        [*COMMAND, config(tmp_path, "data: {env: sokoban}", f"services: {{env: {{port: {port}}}}}")]
+    ) as process:
         try:
             url = f"http://127.0.0.1:{port}"
             with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=30, trust_env=False) as client:
@@ -104,12 +106,12 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_two(tmp_path: Path, dat
 HUNG = """
 import asyncio, time
 from services.env.runner import GivenUp, Runner
-from tests.env.scripted import Scripted, entry
+from tests.env.scripted import ScriptedEnvironment, entry
 
 async def main():
     runner = Runner(1, 0.1, max_waiting=1)
     try:
-        await runner.run(entry(Scripted()), "step", lambda: time.sleep(600))
+        await runner.run(entry(ScriptedEnvironment()), "step", lambda: time.sleep(600))
     except GivenUp:
         runner.close()
 

@@ -5,8 +5,8 @@ import pytest
 from pydantic import ValidationError
 
 from services.env.environments.base import assistant
-from services.env.environments.sokoban import SokobanConfig, SokobanGame, sokoban
-from services.env.environments.sokoban_level import MOVES, draw, generate, solve
+from services.env.environments.games.sokoban import SokobanConfig, SokobanGame, sokoban
+from services.env.environments.games.sokoban_level import MOVES, draw, generate, solve
 
 LOOSE: dict[str, Any] = {"max_turns": 100, "max_actions": 1000, "max_actions_per_turn": 100}
 
@@ -88,7 +88,12 @@ def test_levels_are_solvable_in_exactly_the_moves_they_state(shape: tuple[int, i
 
 def test_levels_have_a_border_and_their_boxes_off_target() -> None:
     for index in range(50):
-        rows = sokoban(SokobanConfig(num_boxes=2, dim_room=(7, 6), max_actions=20)).reset("train", index, 0).game.render().split("\n")
+        rows = (
+            sokoban(SokobanConfig(num_boxes=2, dim_room=(7, 6), max_actions=20))
+            .reset("train", index, 0)
+            .game.render()
+            .split("\n")
+        )
         text = "".join(rows)
         assert (len(rows), len(rows[0])) == (7, 6)
         assert set(rows[0] + rows[-1] + "".join(row[0] + row[-1] for row in rows)) == {"#"}
@@ -99,7 +104,8 @@ def test_levels_have_a_border_and_their_boxes_off_target() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{}, {"num_boxes": 2, "dim_room": (7, 7), "max_actions": 20}, {"demo_actions_per_turn": 1, "max_turns": 10}]
+    "config",
+    [{}, {"num_boxes": 2, "dim_room": (7, 7), "max_actions": 20}, {"demo_actions_per_turn": 1, "max_turns": 10}],
 )
 def test_demonstrations_win_within_the_budget(config: dict[str, Any]) -> None:
     env = sokoban(SokobanConfig(**config))
@@ -121,7 +127,9 @@ def test_rewards_scale_and_the_penalty_does_not() -> None:
     assert total == pytest.approx(0.1 * (10 + 1 - 0.1 * game.level.moves))
 
 
-@pytest.mark.parametrize("config", [{"dim_room": (3, 6)}, {"dim_room": (4, 4), "num_boxes": 1}, {"min_solution": 11}, {"boxes": 1}])
+@pytest.mark.parametrize(
+    "config", [{"dim_room": (3, 6)}, {"dim_room": (4, 4), "num_boxes": 1}, {"min_solution": 11}, {"boxes": 1}]
+)
 def test_impossible_settings_are_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         SokobanConfig(**config)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.env.environments.actions import ActionProtocol
 from services.env.environments.base import assistant
-from services.env.environments.text_game import GameConfig, GameEpisode, Outcome
+from services.env.environments.games.actions import ActionProtocol
+from services.env.environments.games.text_game import GameConfig, GameEpisode, MoveOutcome
 
 
 @dataclass
@@ -20,9 +20,9 @@ class Counting:
     def render(self) -> str:
         return f"n={self.n}"
 
-    def act(self, action: str) -> Outcome:
+    def act(self, action: str) -> MoveOutcome:
         self.n += 1 if action == "Up" else -1
-        return Outcome({"up": 0.5} if action == "Up" else {"down": -0.25}, self.n == 3, self.n == 3)
+        return MoveOutcome({"up": 0.5} if action == "Up" else {"down": -0.25}, self.n == 3, self.n == 3)
 
     def plan(self) -> tuple[str, ...]:
         return ("Up",) * (3 - self.n)
@@ -30,7 +30,9 @@ class Counting:
 
 def episode(**config: int | str) -> GameEpisode:
     settings = GameConfig.model_validate({"talk": "bare", **config})
-    return GameEpisode(Counting(), settings, ActionProtocol(("Up", "Down"), settings.protocol, settings.max_actions_per_turn))
+    return GameEpisode(
+        Counting(), settings, ActionProtocol(("Up", "Down"), settings.protocol, settings.max_actions_per_turn)
+    )
 
 
 def test_several_actions_a_turn_until_the_game_is_won() -> None:
@@ -66,7 +68,12 @@ def test_winning_with_the_last_action_is_no_truncation() -> None:
     assert (result.terminated, result.truncated) == (True, False)
 
 
-@given(st.lists(st.sampled_from(["<answer>Up</answer>", "<answer>Down || Up</answer>", "", "<answer>x || Down</answer>"]), max_size=12))
+@given(
+    st.lists(
+        st.sampled_from(["<answer>Up</answer>", "<answer>Down || Up</answer>", "", "<answer>x || Down</answer>"]),
+        max_size=12,
+    )
+)
 def test_rewards_are_the_sum_of_their_components_and_budgets_hold(texts: list[str]) -> None:
     play, played = episode(max_turns=8), 0
     for turn, text in enumerate(texts, 1):
@@ -83,4 +90,8 @@ def test_rewards_are_the_sum_of_their_components_and_budgets_hold(texts: list[st
 def test_chat_tells_what_is_left_and_what_was_wrong() -> None:
     play = episode(talk="chat")
     assert play.step(assistant("<answer>Up</answer>")).messages[0]["content"] == "5 turns and 9 actions left.\nn=1"
-    assert play.step(assistant("?")).messages[0]["content"].startswith("Not a valid answer; write <answer>Up || Down</answer>.\n")
+    assert (
+        play.step(assistant("?"))
+        .messages[0]["content"]
+        .startswith("Not a valid answer; write <answer>Up || Down</answer>.\n")
+    )

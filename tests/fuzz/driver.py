@@ -1,8 +1,8 @@
 """Schemathesis against a service that listens on a real socket, in a thread of this process.
 
-A third of the cases of an operation are valid by its schema, a third invalid, and a third noise: a case with headers, query
-or body that no schema speaks of. In each, fields whose names are known take real values now and then, so that cases reach
-what lies behind "not found". The same seed gives the same cases.
+A third of the cases of an operation are valid by its schema, a third invalid, and a third noise: a case with headers,
+query or body that no schema speaks of. In each, fields whose names are known take real values now and then, so that
+cases reach what lies behind "not found". The same seed gives the same cases.
 """
 
 from __future__ import annotations
@@ -39,8 +39,28 @@ REFUSALS = (429, 503, 507)
 """Answers that say "later", with Retry-After; no other status of 500 or more is allowed."""
 
 _CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
-_HEADERS = ("Content-Type", "Authorization", "Accept", "Content-Encoding", "Range", "Expect", "X-Forwarded-For", "Cookie", "Host")
-_VALUES = ("application/msgpack", "application/json", "text/plain; charset=utf-16", "Bearer x", "gzip", "bytes=5-1", "*/*", "a" * 3000, "")
+_HEADERS = (
+    "Content-Type",
+    "Authorization",
+    "Accept",
+    "Content-Encoding",
+    "Range",
+    "Expect",
+    "X-Forwarded-For",
+    "Cookie",
+    "Host",
+)
+_VALUES = (
+    "application/msgpack",
+    "application/json",
+    "text/plain; charset=utf-16",
+    "Bearer x",
+    "gzip",
+    "bytes=5-1",
+    "*/*",
+    "a" * 3000,
+    "",
+)
 _PROBLEM = "application/problem+json"
 
 
@@ -60,7 +80,7 @@ def _unpack(_context: Any, response: Response) -> Any:
 
 
 @dataclass
-class Findings:
+class FuzzFindings:
     """`answers` counts by operation and status; `failures` holds the first of each kind, as text."""
 
     cases: int = 0
@@ -116,12 +136,12 @@ class Fuzzer:
 
     def __init__(self, url: str, known: Mapping[str, list[Any]], token: str) -> None:
         self.url, self.known = url, {name: list(values) for name, values in known.items()}
-        self.findings = Findings()
+        self.findings = FuzzFindings()
         self._session = requests.Session()
         self._session.trust_env = False
         self._headers = {"Authorization": f"Bearer {token}"}
 
-    def run(self, n_cases: int, first_seed: int) -> Findings:
+    def run(self, n_cases: int, first_seed: int) -> FuzzFindings:
         """At least `n_cases` cases; operations that take no input get a quarter of the others' share."""
         schema = schemathesis.openapi.from_dict(self._document())
         operations = [found.ok() for found in schema.get_all_operations()]
@@ -130,7 +150,9 @@ class Fuzzer:
             share, done = -(-n_cases * weights[number] // sum(weights)), 0
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
                 with suppress(Unsatisfiable):
-                    done += self._cases(operation.as_strategy(generation_mode=mode), share // 3, first_seed + number, noise=False)
+                    done += self._cases(
+                        operation.as_strategy(generation_mode=mode), share // 3, first_seed + number, noise=False
+                    )
             plain = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
             self._cases(plain, share - done, first_seed + number, noise=True)
         return self.findings
@@ -148,8 +170,16 @@ class Fuzzer:
         before = self.findings.cases
 
         @seed(seed_)
-        @settings(max_examples=n, database=None, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
-        @given(case=strategy, dice=st.randoms(use_true_random=False, note_method_calls=False), number=st.integers(0, 2**32))
+        @settings(
+            max_examples=n,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],
+        )
+        @given(
+            case=strategy, dice=st.randoms(use_true_random=False, note_method_calls=False), number=st.integers(0, 2**32)
+        )
         def one(case: Case, dice: random.Random, number: int) -> None:
             self._one(case, random.Random(number + dice.getrandbits(32)), noise)
 
@@ -175,7 +205,9 @@ class Fuzzer:
             causes = getattr(failure, "exceptions", (failure,))
             for cause in causes:
                 kind = f"{case.operation.label} {answer.status_code} {type(cause).__name__}"
-                self.findings.failures.setdefault(kind, f"{kind}: {cause} -- {request} -> {answer.content[:500]!r}"[:4000])
+                self.findings.failures.setdefault(
+                    kind, f"{kind}: {cause} -- {request} -> {answer.content[:500]!r}"[:4000]
+                )
 
     def _send(self, request: dict[str, Any]) -> Response:
         """Once more if the server closed the connection, as it may after a request that was no HTTP."""
@@ -213,7 +245,10 @@ def _disturb(request: dict[str, Any], dice: random.Random) -> None:
             text = "".join(dice.choices(string.printable[:95], k=dice.randrange(40))).strip()
             request["headers"][dice.choice(_HEADERS)] = dice.choice((*_VALUES, text))
         elif kind == 1:
-            request["params"] = {"".join(dice.choices(string.ascii_letters, k=3)): dice.choice(_VALUES), **(request.get("params") or {})}
+            request["params"] = {
+                "".join(dice.choices(string.ascii_letters, k=3)): dice.choice(_VALUES),
+                **(request.get("params") or {}),
+            }
         elif kind == 2:
             request.pop("json", None)
             request["data"] = dice.randbytes(dice.choice((0, 1, 30, 3000)))
@@ -224,7 +259,9 @@ def _disturb(request: dict[str, Any], dice: random.Random) -> None:
 
 
 def _check(case: Case, answer: Response, *, schema: bool, rejects: bool) -> None:
-    """No server error, every error a problem; with `schema`, what is declared; with `rejects`, that invalid data is refused."""
+    """No server error, every error a problem; with `schema`, what is declared; with `rejects`, that invalid data is
+    refused.
+    """
     status = answer.status_code
     assert status < 500 or status in REFUSALS, "server error"
     media = answer.headers.get("content-type", [""])[0]

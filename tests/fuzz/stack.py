@@ -1,4 +1,6 @@
-"""All services of a run in one process, around a simulated engine and a simulated trainer, each on a socket of its own."""
+"""All services of a run in one process, around a simulated engine and a simulated trainer, each on a
+socket of its own.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,6 @@ import httpx
 
 from services.env.app import open_service as open_env
 from services.orchestrator.app import open_service as open_orchestrator
-from services.rollout.simulated import open_service as open_rollout
-from services.trainer.simulated import open_service as open_trainer
 from shared import config
 from shared.schema import RunConfig
 from tests.support.asgi import served
@@ -21,6 +21,8 @@ from tests.support.net import free_port
 from tests.support.redis import configured
 from tests.support.tokenizer import FOLDER
 from tests.support.tokens import write_tokens
+from tools.simulated.rollout import open_service as open_rollout
+from tools.simulated.trainer import open_service as open_trainer
 
 TOKEN = "admin-token-of-a-test"
 RUN = "fuzzed"
@@ -35,7 +37,12 @@ def run_config(folder: Path, redis_url: str, max_body_bytes: int = 100_000) -> R
     tree = {
         "run": {"name": RUN, "dir": str(folder)},
         "model": {"path": str(FOLDER)},
-        "data": {"env": "frozen_lake", "env_config": {"max_turns": 2}, "train": str(folder / "train.jsonl"), "n_eval_tasks": 1},
+        "data": {
+            "env": "frozen_lake",
+            "env_config": {"max_turns": 2},
+            "train": str(folder / "train.jsonl"),
+            "n_eval_tasks": 1,
+        },
         "grpo_config": {"num_generations": 2, "max_response_length": 8},
         "trainer": {"max_steps": 1_000_000, "groups_per_step": 1, "length_buckets": [512]},
         "orchestrator": {"max_concurrent_episodes": 2, "max_turns": 2, "episode_timeout_s": 60},
@@ -69,7 +76,10 @@ async def open_stack(run: RunConfig) -> AsyncIterator[dict[str, str]]:
 
 async def _ready(urls: dict[str, str]) -> None:
     """Returns once every service is ready. Raises TimeoutError."""
-    async with asyncio.timeout(60), httpx.AsyncClient(trust_env=False, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
+    async with (
+        asyncio.timeout(60),
+        httpx.AsyncClient(trust_env=False, headers={"Authorization": f"Bearer {TOKEN}"}) as client,
+    ):
         for url in urls.values():
             while (await client.get(f"{url}/ready")).status_code != 200:
                 await asyncio.sleep(0.05)

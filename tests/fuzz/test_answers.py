@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import codec, registry
+from shared import codec
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.errors import DecodeError, InputError, Unavailable, VolleyError, from_problem, problem
+from shared.queue import registry
 from tests.fuzz.values import EXAMPLES, JSON, WIRE, as_json, changed
 
 ANSWERS: dict[str, dict[str, Any]] = {
@@ -50,7 +51,9 @@ CALLS: dict[str, Callable[[httpx.MockTransport], Any]] = {
     "num_tasks": lambda t: _with(EnvClient("http://x", transport=t), lambda c: c.num_tasks("e", "train")),
     "demonstration": lambda t: _with(EnvClient("http://x", transport=t), lambda c: c.demonstration("e", "train", 0)),
     "weights": lambda t: _with(RolloutClient("http://x", transport=t), lambda c: c.weights()),
-    "generate": lambda t: _with(RolloutClient("http://x", transport=t), lambda c: c.generate(IDS, {"max_new_tokens": 4}, "r")),
+    "generate": lambda t: _with(
+        RolloutClient("http://x", transport=t), lambda c: c.generate(IDS, {"max_new_tokens": 4}, "r")
+    ),
 }
 
 
@@ -61,7 +64,9 @@ async def _with(client: Any, call: Callable[[Any], Any]) -> Any:
 
 @EXAMPLES
 @given(
-    st.sampled_from(sorted(ANSWERS)).flatmap(lambda name: st.tuples(st.just(name), changed(ANSWERS[name], WIRE) | WIRE)),
+    st.sampled_from(sorted(ANSWERS)).flatmap(
+        lambda name: st.tuples(st.just(name), changed(ANSWERS[name], WIRE) | WIRE)
+    ),
     st.sampled_from([200, 200, 200, 404]),
 )
 def test_answers_of_other_services(case: tuple[str, Any], code: int) -> None:
@@ -95,7 +100,9 @@ def test_an_error_does_not_repeat_its_input_at_length() -> None:
 
 
 @pytest.mark.parametrize(
-    "ids", [[5.5, 6.0], [2**31, 5], [[5, 6]], [[], []], ["5", "6"], [True, False], np.array([2**40, 5]), np.zeros(2, "f4")], ids=repr
+    "ids",
+    [[5.5, 6.0], [2**31, 5], [[5, 6]], [[], []], ["5", "6"], [True, False], np.array([2**40, 5]), np.zeros(2, "f4")],
+    ids=repr,
 )
 async def test_output_ids_that_are_none_are_never_data(ids: Any) -> None:
     tree = {**ANSWERS["generate"], "output_ids": ids}

@@ -14,13 +14,17 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.cli import addresses, jsonl, runs, status
+from services.cli.commands import status
 from services.cli.layout import RunFolder
-from services.trainer.intake import Intake, Rules
-from shared import archive, codec, ledger, state, weights
+from services.cli.reporting import jsonl
+from services.cli.runs import addresses
+from services.cli.runs import record as runs
+from services.trainer.loop.group_buffer import AdmissionRules, GroupBuffer
+from shared import codec
 from shared.errors import ConfigError, DecodeError, VolleyError, WeightsError
-from shared.queue.progress import Progress
-from shared.queue.records import Entry
+from shared.queue.progress import TicketProgress
+from shared.queue.records import StreamEntry
+from shared.run import archive, ledger, state, weights
 from shared.types import WeightVersion
 from tests.fuzz.test_msgpack import GROUP
 from tests.fuzz.values import EXAMPLES, JSON, WIRE, as_json, changed
@@ -35,8 +39,8 @@ MANIFEST = orjson.loads(
                 step=2,
                 kind="full",
                 path="params",
-                files=(weights.File("params/a", 1, "00"),),
-                tree=(weights.Leaf("a", (2, 3), "float32"),),
+                files=(weights.ManifestFile("params/a", 1, "00"),),
+                tree=(weights.ManifestLeaf("a", (2, 3), "float32"),),
                 model={"vocab_size": 512},
                 probe=weights.Probe((1, 2), (-0.5,)),
                 created=1.0,
@@ -59,13 +63,17 @@ def test_manifests(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> Non
 
 
 STATE = orjson.loads(
-    replace(state.fresh(7), lineage=((1, 0),), reference="e000001-s000000", recent=({"ticket": 1},)).to_json(optimizer_files=[])
+    replace(state.initial_state(7), lineage=((1, 0),), reference="e000001-s000000", recent=({"ticket": 1},)).to_json(
+        optimizer_files=[]
+    )
 )
 
 
 @EXAMPLES
 @given(
-    changed({**STATE, "done": [1, 2], "optimizer_files": [{"name": "optimizer/a", "size": 1, "blake3": "0"}]}, JSON).map(as_json)
+    changed(
+        {**STATE, "done": [1, 2], "optimizer_files": [{"name": "optimizer/a", "size": 1, "blake3": "0"}]}, JSON
+    ).map(as_json)
     | JSON.map(as_json)
 )
 def test_states(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
@@ -77,14 +85,21 @@ def test_states(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
         found.progress()
         found.to_json()
         with suppress(VolleyError):
-            weights.verify_files(folder, weights.Manifest.from_json(orjson.dumps({**MANIFEST, "files": [asdict(f) for f in files]})))
+            weights.verify_files(
+                folder, weights.Manifest.from_json(orjson.dumps({**MANIFEST, "files": [asdict(f) for f in files]}))
+            )
 
 
 LINE = ledger.line(3, "trained", WeightVersion(1, 2), versions=(WeightVersion(1, 1), WeightVersion(1, 1)), digest="00")
 
 
 @EXAMPLES
-@given(st.lists(changed(LINE, JSON).map(as_json) | changed(ledger.rollback(1, 2), JSON).map(as_json) | st.binary(max_size=20), max_size=4))
+@given(
+    st.lists(
+        changed(LINE, JSON).map(as_json) | changed(ledger.rollback(1, 2), JSON).map(as_json) | st.binary(max_size=20),
+        max_size=4,
+    )
+)
 def test_ledger_lines(lines: list[bytes]) -> None:
     parsed = [one for one in map(ledger.parse, lines) if one is not None]
     for one in ledger.settled(parsed).values():
@@ -135,7 +150,9 @@ HEADER = {"schema": archive.SCHEMA, "run": "r", "version": str(VERSION), "n": 2}
 
 @EXAMPLES
 @given(changed(HEADER, WIRE), st.lists(WIRE, max_size=2))
-def test_archives_with_other_content(tmp_path_factory: pytest.TempPathFactory, header: dict[str, Any], values: list[Any]) -> None:
+def test_archives_with_other_content(
+    tmp_path_factory: pytest.TempPathFactory, header: dict[str, Any], values: list[Any]
+) -> None:
     frames = b"".join(zstandard.compress(codec.pack(value)) for value in (header, *values))
     with suppress(DecodeError):
         assert len(read_archive(tmp_path_factory.getbasetemp(), frames)) == len(values)
@@ -163,7 +180,11 @@ def test_run_records(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> N
         assert isinstance(record.elapsed_s, float)
 
 
-PROCESSES = {"urls": {"env": "http://127.0.0.1:1"}, "token_files": {"viewer": None, "service": None, "admin": None}, "ca_file": None}
+PROCESSES = {
+    "urls": {"env": "http://127.0.0.1:1"},
+    "token_files": {"viewer": None, "service": None, "admin": None},
+    "ca_file": None,
+}
 
 
 @EXAMPLES
@@ -185,7 +206,9 @@ def test_process_lists(tmp_path_factory: pytest.TempPathFactory, data: bytes) ->
         (b"\xdd\xff\xff\xff\xff" * 2**20, "damaged"),
     ],
 )
-def test_an_archive_that_holds_too_much_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, named: str) -> None:
+def test_an_archive_that_holds_too_much_costs_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, named: str
+) -> None:
     """With groups of up to 1 MiB, a file of a few kB that unpacks to megabytes is refused in less than four."""
     monkeypatch.setattr(archive, "MAX_GROUP_BYTES", 2**20)
     data = zstandard.compress(codec.pack({**HEADER, "n": 1})) + zstandard.compress(content, 19)
@@ -200,9 +223,11 @@ def test_an_archive_that_holds_too_much_costs_little(tmp_path: Path, monkeypatch
 
 
 def test_a_group_too_large_for_the_archive_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.intake.MAX_GROUP_BYTES", 100)
-    intake = Intake(Progress(), [(1, 0)], Rules("arrival", eta=1, longest=64, vocab_size=512, group_size=4))
-    void = intake.offer(Entry("1-0", 3, GROUP.encode(), 1))
+    monkeypatch.setattr("services.trainer.loop.group_buffer.MAX_GROUP_BYTES", 100)
+    intake = GroupBuffer(
+        TicketProgress(), [(1, 0)], AdmissionRules("arrival", max_staleness=1, longest=64, vocab_size=512, group_size=4)
+    )
+    void = intake.offer(StreamEntry("1-0", 3, GROUP.encode(), 1))
     assert void is not None
     assert void.reason == "poison"
     assert "could not be archived" in void.detail

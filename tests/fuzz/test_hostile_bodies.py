@@ -1,4 +1,5 @@
-"""Every route of every service gets every hostile body: many values in few bytes, and such values in the fields it declares.
+"""Every route of every service gets every hostile body: many values in few bytes, and such values in the fields it
+declares.
 
 The routes are those the services themselves list, so a new one is covered by being there.
 """
@@ -32,7 +33,10 @@ WHOLE: dict[str, tuple[str, bytes]] = {
     "lists": (codec.MEDIA_TYPE, array_of(SIZE, b"\x90")),
     "ints": (codec.MEDIA_TYPE, array_of(SIZE, b"\x01")),
     "texts": (codec.MEDIA_TYPE, array_of(SIZE // 2, b"\xa1a")),
-    "a map of maps": (codec.MEDIA_TYPE, b"\xdf" + (SIZE // 5).to_bytes(4, "big") + b"".join(b"\xa3%03x\x80" % i for i in range(SIZE // 5))),
+    "a map of maps": (
+        codec.MEDIA_TYPE,
+        b"\xdf" + (SIZE // 5).to_bytes(4, "big") + b"".join(b"\xa3%03x\x80" % i for i in range(SIZE // 5)),
+    ),
     "deep": (codec.MEDIA_TYPE, b"\x81\xa1k" * (SIZE // 3) + b"\xc0"),
     "keys of bytes": (codec.MEDIA_TYPE, codec.pack({b"x": 1, b"rid": 2})),
     "no msgpack": (codec.MEDIA_TYPE, b"\xc1" * SIZE),
@@ -58,7 +62,10 @@ VALUES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("hostile")
-    with embedded_server(folder / "redis") as redis, in_a_thread(lambda: open_stack(run_config(folder, redis.url, 2**20))) as urls:
+    with (
+        embedded_server(folder / "redis") as redis,
+        in_a_thread(lambda: open_stack(run_config(folder, redis.url, 2**20))) as urls,
+    ):
         yield urls
 
 
@@ -97,13 +104,17 @@ def rss() -> int:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", OPENERS)
 def test_every_route_refuses_every_hostile_body(urls: dict[str, str], name: str) -> None:
-    with httpx.Client(base_url=urls[name], headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=60) as client:
+    with httpx.Client(
+        base_url=urls[name], headers={"Authorization": f"Bearer {TOKEN}"}, trust_env=False, timeout=60
+    ) as client:
         found, before = list(operations(client)), rss()
         assert len(found) >= 5
         for method, path, properties in found:
             for what, (media, body) in WHOLE.items():
                 status = refused(client, method, path, media, body, what)
-                assert properties is None or len(body) < 1000 or status in (400, 413, 422), f"{method} {path} took {what}"
+                assert properties is None or len(body) < 1000 or status in (400, 413, 422), (
+                    f"{method} {path} took {what}"
+                )
             for field in properties or ():
                 for what, value in VALUES.items():
                     refused(client, method, path, JSON_TYPE, orjson.dumps({field: value}), what)

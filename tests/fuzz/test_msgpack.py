@@ -14,11 +14,11 @@ import msgpack
 import numpy as np
 import pytest
 
-from services.trainer.intake import Intake, Rules
+from services.trainer.loop.group_buffer import AdmissionRules, GroupBuffer
 from shared import codec
 from shared.errors import DecodeError
-from shared.queue.progress import Progress
-from shared.queue.records import Entry
+from shared.queue.progress import TicketProgress
+from shared.queue.records import StreamEntry
 from shared.types import Group, Trajectory, Turn, VersionSpan, WeightVersion
 from tests.fuzz.mutation import bombs, mutations
 
@@ -27,11 +27,11 @@ RECORDS = 20_000
 _PAGE = 4096
 
 
-def trajectory(sibling: int, n: int = 12) -> Trajectory:
+def trajectory(sample_index: int, n: int = 12) -> Trajectory:
     mask = (np.arange(n) >= 4).astype(np.uint8)
     return Trajectory(
         ticket=3,
-        sibling=sibling,
+        sample_index=sample_index,
         attempt=0,
         env="frozen_lake",
         task="train/7@63bfb0362518",
@@ -53,10 +53,34 @@ GROUP = Group(3, "frozen_lake", "train/7@63bfb0362518", (trajectory(0), trajecto
 CORPUS = [
     GROUP.encode(),
     Group(3, "frozen_lake", "train/7", (), "EpisodeTimeout").encode(),
-    codec.pack({"input_ids": np.arange(9, dtype=np.int32), "sampling_params": {"max_new_tokens": 5, "top_p": 0.5}, "rid": "a"}),
-    codec.pack({"request_id": "r", "message": {"role": "assistant", "content": "<answer>Up</answer>", "tool_calls": [{"function": {}}]}}),
+    codec.pack(
+        {"input_ids": np.arange(9, dtype=np.int32), "sampling_params": {"max_new_tokens": 5, "top_p": 0.5}, "rid": "a"}
+    ),
+    codec.pack(
+        {
+            "request_id": "r",
+            "message": {"role": "assistant", "content": "<answer>Up</answer>", "tool_calls": [{"function": {}}]},
+        }
+    ),
 ]
-ODD: list[Any] = [None, True, -1, 0, 2**63, -(2**63), 10**9, 1.5, float("nan"), float("inf"), 1e308, "", "é" * 40, "12", b"", b"xyz"]
+ODD: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    2**63,
+    -(2**63),
+    10**9,
+    1.5,
+    float("nan"),
+    float("inf"),
+    1e308,
+    "",
+    "é" * 40,
+    "12",
+    b"",
+    b"xyz",
+]
 ODD += [[], {}, [[]], {"a": 1}, {b"a": 1}]
 ODD += [np.zeros(n, dtype) for n in (0, 1, 12) for dtype in ("i4", "f4", "u1", "i8", "f8")]
 
@@ -69,8 +93,10 @@ def clean(decode: Callable[[bytes], Any], body: bytes) -> Any:
         return None
 
 
-def intake() -> Intake:
-    return Intake(Progress(), [(1, 0)], Rules("arrival", eta=1, longest=64, vocab_size=512, group_size=4))
+def intake() -> GroupBuffer:
+    return GroupBuffer(
+        TicketProgress(), [(1, 0)], AdmissionRules("arrival", max_staleness=1, longest=64, vocab_size=512, group_size=4)
+    )
 
 
 def rss() -> int:
@@ -122,7 +148,7 @@ def test_a_group_that_decodes_can_be_trained_on_or_is_poison() -> None:
         group = clean(Group.decode, body)
         if group is not None:
             assert Group.decode(group.encode()).encode() == group.encode()
-        taken += intake().offer(Entry(f"{i}-0", 3, body, 1)) is None
+        taken += intake().offer(StreamEntry(f"{i}-0", 3, body, 1)) is None
     assert RECORDS // 100 < taken < RECORDS
 
 
@@ -137,7 +163,9 @@ def test_bombs_are_refused_in_little_memory() -> None:
             tracemalloc.stop()
 
 
-@pytest.mark.parametrize("name", ["array of 2^32", "arrays a million deep", "a map with a list for a key", "text that is no UTF-8"])
+@pytest.mark.parametrize(
+    "name", ["array of 2^32", "arrays a million deep", "a map with a list for a key", "text that is no UTF-8"]
+)
 def test_what_is_no_value_is_a_decode_error(name: str) -> None:
     with pytest.raises(DecodeError):
         codec.unpack(bombs()[name])
@@ -154,7 +182,9 @@ def test_numbers_that_are_none_are_no_group() -> None:
         assert clean(Group.decode, codec.pack({**record, "ticket": value})) is None
 
 
-@pytest.mark.parametrize("text", ["e٠٠٠٠٠١-s٠٠٠٠٠١", f"e{'9' * 5000}-s000001", "e000001-s000001\n", "e1-s1", "", " e000001-s000001"])
+@pytest.mark.parametrize(
+    "text", ["e٠٠٠٠٠١-s٠٠٠٠٠١", f"e{'9' * 5000}-s000001", "e000001-s000001\n", "e1-s1", "", " e000001-s000001"]
+)
 def test_a_version_has_one_spelling(text: str) -> None:
     with pytest.raises(DecodeError):
         WeightVersion.parse(text)

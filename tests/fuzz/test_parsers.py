@@ -15,18 +15,18 @@ from fastapi import Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.env import bodies
+from services.env import schemas
 from services.env.catalogue import KINDS, Catalogue
 from services.env.environments.base import assistant
-from services.env.environments.gsm8k import Gsm8kConfig, Gsm8kEpisode
-from services.env.environments.gsm8k_data import Problem
-from services.rollout.engine.protocol import EngineInfo
-from services.rollout.intake import NEUTRAL, generate_request
+from services.env.environments.gsm8k.data import Problem
+from services.env.environments.gsm8k.environment import Gsm8kConfig, Gsm8kEpisode
+from services.rollout.api.validation import NEUTRAL, generate_request
+from services.rollout.engines.base import EngineInfo
 from shared import codec, config
 from shared.errors import ConfigError, DecodeError, InputError, VolleyError
-from shared.http import create_app
 from shared.schema import Limits
 from shared.types import WeightVersion
+from shared.web.http import create_app
 from tests.env.test_catalogue import register
 from tests.fuzz.values import CASES, EXAMPLES, JSON, KEYS, TEXTS, WIRE, changed
 from tests.support.tokenizer import FOLDER
@@ -36,7 +36,15 @@ PROBLEM = Problem("?", "#### 4", "4")
 
 GENERATE = {
     "input_ids": [5, 6],
-    "sampling_params": {"max_new_tokens": 3, "temperature": 1.0, "top_p": 0.9, "top_k": 4, "stop_token_ids": [2], "min_p": 0, "stop": []},
+    "sampling_params": {
+        "max_new_tokens": 3,
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "top_k": 4,
+        "stop_token_ids": [2],
+        "min_p": 0,
+        "stop": [],
+    },
     "rid": "a",
     "stream": False,
     "top_logprobs_num": 0,
@@ -55,7 +63,9 @@ def test_generate_bodies(body: dict[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("value", [np.zeros(0), np.zeros(1), np.zeros(2), b"", float("nan"), {"a": 1}, [0]], ids=repr)
-@pytest.mark.parametrize("name", ["stream", "top_logprobs_num", *NEUTRAL, "ignore_eos", "top_p", "max_new_tokens", "sampling_seed"])
+@pytest.mark.parametrize(
+    "name", ["stream", "top_logprobs_num", *NEUTRAL, "ignore_eos", "top_p", "max_new_tokens", "sampling_seed"]
+)
 def test_values_of_the_wrong_type_are_refused(name: str, value: Any) -> None:
     inside = name not in ("stream", "top_logprobs_num")
     body = {"input_ids": [5]} | ({"sampling_params": {name: value}} if inside else {name: value})
@@ -67,40 +77,50 @@ CREATE = {"request_id": "r", "env": "frozen_lake", "split": "train", "index": 0,
 CALL = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1+1"}'}}
 STEP = {"request_id": "r", "message": {"role": "assistant", "content": "<answer>Up</answer>", "tool_calls": [CALL]}}
 REGISTER = {"name": "v", "base": "gsm8k", "config": {"tool": "calculator", "max_turns": 3}}
-BODIES: list[tuple[type[bodies.Body], dict[str, Any]]] = [
-    (bodies.CreateBody, CREATE),
-    (bodies.StepBody, STEP),
-    (bodies.RegisterBody, REGISTER),
+BODIES: list[tuple[type[schemas.Body], dict[str, Any]]] = [
+    (schemas.CreateBody, CREATE),
+    (schemas.StepBody, STEP),
+    (schemas.RegisterBody, REGISTER),
 ]
 
 
 APP = create_app("env", limits=Limits(), tokens=None, ready=lambda: None)
 
 
-async def _read(model: type[bodies.Body], content: bytes, media: str) -> bodies.Body:
+async def _read(model: type[schemas.Body], content: bytes, media: str) -> schemas.Body:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": content, "more_body": False}
 
-    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", media.encode())], "query_string": b"", "app": APP}
-    return await bodies.read(Request(scope, receive), model)
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "headers": [(b"content-type", media.encode())],
+        "query_string": b"",
+        "app": APP,
+    }
+    return await schemas.read(Request(scope, receive), model)
 
 
 @EXAMPLES
-@given(st.sampled_from(BODIES).flatmap(lambda pair: st.tuples(st.just(pair[0]), changed(pair[1], WIRE) | st.dictionaries(KEYS, WIRE))))
-def test_environment_bodies(case: tuple[type[bodies.Body], dict[Any, Any]]) -> None:
+@given(
+    st.sampled_from(BODIES).flatmap(
+        lambda pair: st.tuples(st.just(pair[0]), changed(pair[1], WIRE) | st.dictionaries(KEYS, WIRE))
+    )
+)
+def test_environment_bodies(case: tuple[type[schemas.Body], dict[Any, Any]]) -> None:
     model, tree = case
     with suppress(InputError):
         body = asyncio.run(_read(model, codec.pack(tree), codec.MEDIA_TYPE))
-        if isinstance(body, bodies.StepBody):
+        if isinstance(body, schemas.StepBody):
             episode = Gsm8kEpisode(PROBLEM, Gsm8kConfig(tool="calculator"))
-            orjson.dumps(bodies.stepped(episode.step(body.message.as_message())))
+            orjson.dumps(schemas.stepped(episode.step(body.message.as_message())))
 
 
 @EXAMPLES
 @given(st.binary(max_size=60), st.sampled_from(["application/json", codec.MEDIA_TYPE]))
 def test_environment_bodies_that_are_none(content: bytes, media: str) -> None:
     with suppress(InputError):
-        asyncio.run(_read(bodies.CreateBody, content, media))
+        asyncio.run(_read(schemas.CreateBody, content, media))
 
 
 @EXAMPLES
@@ -109,12 +129,15 @@ def test_steps_of_a_tool_environment_are_total(text: str, calls: Any) -> None:
     """Whatever a model says is data."""
     episode = Gsm8kEpisode(PROBLEM, Gsm8kConfig(tool="calculator"))
     said = f"<tool_call>{text}</tool_call>" if len(text) % 2 else text
-    orjson.dumps(bodies.stepped(episode.step(assistant(said))))
+    orjson.dumps(schemas.stepped(episode.step(assistant(said))))
     if isinstance(calls, list):
-        orjson.dumps(bodies.stepped(episode.step({"role": "assistant", "content": "", "tool_calls": calls})))
+        orjson.dumps(schemas.stepped(episode.step({"role": "assistant", "content": "", "tool_calls": calls})))
 
 
-CONFIGS = {kind: {name: field.default for name, field in KINDS[kind].config.model_fields.items()} for kind in ("frozen_lake", "sokoban")}
+CONFIGS = {
+    kind: {name: field.default for name, field in KINDS[kind].config.model_fields.items()}
+    for kind in ("frozen_lake", "sokoban")
+}
 
 
 @EXAMPLES
@@ -160,7 +183,10 @@ ODD_YAML = [
 
 
 @settings(EXAMPLES, max_examples=CASES // 10)
-@given(st.binary(max_size=40) | st.sampled_from([*ODD_YAML, b"run: " + b"{a: " * 500, b"run: {name: 0x1F, seed: 1_0}", b"run: {<<: 5}"]))
+@given(
+    st.binary(max_size=40)
+    | st.sampled_from([*ODD_YAML, b"run: " + b"{a: " * 500, b"run: {name: 0x1F, seed: 1_0}", b"run: {<<: 5}"])
+)
 def test_configuration_files(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "odd.yaml"
     path.write_bytes(data)

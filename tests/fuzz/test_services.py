@@ -41,14 +41,31 @@ KNOWN: dict[str, dict[str, list[Any]]] = {
         "split": ["train", "eval"],
         "index": [0, 0, 0, 1, 2, 3, 255, 10**6, -1],
         "request_id": [str(n) for n in range(40)],
-        "message": [{"role": "assistant", "content": text} for text in SAYS] + [{"content": None, "tool_calls": [CALL]}],
+        "message": [{"role": "assistant", "content": text} for text in SAYS]
+        + [{"content": None, "tool_calls": [CALL]}],
         "episode_id": [],
     },
     "rollout": {
         "input_ids": [[5], [5, 6, 7], list(range(3, 90)), [10**6], []],
-        "sampling_params": [{}, {"max_new_tokens": 3}, {"temperature": 0, "top_k": 1}, {"stop_token_ids": [5]}, {"top_p": 2}],
+        "sampling_params": [
+            {},
+            {"max_new_tokens": 3},
+            {"temperature": 0, "top_k": 1},
+            {"stop_token_ids": [5]},
+            {"top_p": 2},
+        ],
         "rid": ["a", "b", "c"],
-        "manifest": [*[FIRST] * 6, f"{FIRST}/manifest.json", "../secrets", "/etc", "e000009-s000009", "", "\0", "a" * 5000, "x/" * 3000],
+        "manifest": [
+            *[FIRST] * 6,
+            f"{FIRST}/manifest.json",
+            "../secrets",
+            "/etc",
+            "e000009-s000009",
+            "",
+            "\0",
+            "a" * 5000,
+            "x/" * 3000,
+        ],
         "model_path": [*[FIRST] * 3, "..", "nothing", "\0", "a" * 300],
         "version": [FIRST, "e000001-s000001", "x"],
         "base_version": [FIRST, None],
@@ -66,7 +83,10 @@ KNOWN: dict[str, dict[str, list[Any]]] = {
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("fuzz")
-    with embedded_server(folder / "redis") as redis, in_a_thread(lambda: open_stack(run_config(folder, redis.url))) as urls:
+    with (
+        embedded_server(folder / "redis") as redis,
+        in_a_thread(lambda: open_stack(run_config(folder, redis.url))) as urls,
+    ):
         yield urls
 
 

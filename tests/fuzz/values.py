@@ -14,18 +14,26 @@ from hypothesis import strategies as st
 CASES = int(os.environ.get("VOLLEY_FUZZ_CASES", "300"))
 """Of a service; a test of one parser has a third of it."""
 
-EXAMPLES = settings(max_examples=CASES // 3, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(
+    max_examples=CASES // 3, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1) | st.floats() | st.booleans() | st.none()
 _NAMES = ["e000001-s000000", "..", "/etc/passwd", "\0", "a" * 5000, "٣", "NaN", "1e400", "9" * 5000]
 TEXTS = st.text(max_size=12) | st.sampled_from(_NAMES)
-ARRAYS = st.sampled_from(["<i4", "<f4", "u1", "<i8", "<f8"]).flatmap(lambda dtype: st.integers(0, 3).map(lambda n: np.zeros(n, dtype)))
+ARRAYS = st.sampled_from(["<i4", "<f4", "u1", "<i8", "<f8"]).flatmap(
+    lambda dtype: st.integers(0, 3).map(lambda n: np.zeros(n, dtype))
+)
 KEYS = st.text(max_size=4) | st.binary(max_size=2)
 JSON: st.SearchStrategy[Any] = st.recursive(
-    NUMBERS | TEXTS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=4), v, max_size=3), max_leaves=6
+    NUMBERS | TEXTS,
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=4), v, max_size=3),
+    max_leaves=6,
 )
 WIRE: st.SearchStrategy[Any] = st.recursive(
-    NUMBERS | TEXTS | ARRAYS | st.binary(max_size=4), lambda v: st.lists(v, max_size=3) | st.dictionaries(KEYS, v, max_size=3), max_leaves=6
+    NUMBERS | TEXTS | ARRAYS | st.binary(max_size=4),
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(KEYS, v, max_size=3),
+    max_leaves=6,
 )
 
 
@@ -44,7 +52,11 @@ def changed(valid: Mapping[str, Any], values: st.SearchStrategy[Any]) -> st.Sear
             node: Any = tree
             while True:
                 places = list(node) if isinstance(node, dict) else list(range(len(node)))
-                key = draw(st.sampled_from([*places, "extra"])) if isinstance(node, dict) else draw(st.sampled_from(places))
+                key = (
+                    draw(st.sampled_from([*places, "extra"]))
+                    if isinstance(node, dict)
+                    else draw(st.sampled_from(places))
+                )
                 inside = node.get(key) if isinstance(node, dict) else node[key]
                 if not isinstance(inside, dict | list) or not inside or draw(st.booleans()):
                     break

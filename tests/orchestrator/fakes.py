@@ -9,22 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from services.orchestrator.balancer import Balancer, Need, Server
-from services.orchestrator.board import Board
-from services.orchestrator.dispatch import Dispatcher
-from services.orchestrator.draws import TaskOrder
-from services.orchestrator.episode import EpisodeRunner
-from services.orchestrator.groups import GroupPlan
-from services.orchestrator.sampling import Bounds, Spec
-from shared.clients.env import Opening, StepResult
+from services.orchestrator.episodes.dispatch import Dispatcher
+from services.orchestrator.episodes.groups import GroupPlan
+from services.orchestrator.episodes.runner import EpisodeRunner
+from services.orchestrator.episodes.turn import SamplingSpec, TokenBounds
+from services.orchestrator.schedule.seeding import TaskOrder
+from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
+from services.orchestrator.status import RunStatus
+from shared.clients.env import Opening, StepReply
 from shared.clients.rollout import Generation, ServerWeights
 from shared.errors import NotFound, QueueUnavailable, ServiceUnreachable, VolleyError
-from shared.queue.records import Published, QueueState, Refusal, Reservation
+from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
 from shared.types import VersionSpan, WeightVersion
 from tests.support.tokenizer import tiny_tokenizer
 
 V0 = WeightVersion(1, 0)
-BOUNDS = Bounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=5.0, max_attempts=3)
+BOUNDS = TokenBounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=5.0, max_attempts=3)
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 
 
@@ -52,7 +52,9 @@ class ScriptedEngine:
     aborted: list[str] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
 
-    async def generate(self, input_ids: np.ndarray, sampling: Mapping[str, Any], rid: str, *, timeout_s: float | None = None) -> Generation:
+    async def generate(
+        self, input_ids: np.ndarray, sampling: Mapping[str, Any], rid: str, *, timeout_s: float | None = None
+    ) -> Generation:
         self.prompts.append(input_ids.copy())
         self.params.append(sampling)
         self.running.add(rid)
@@ -102,7 +104,7 @@ class ScriptedEnv:
     open: dict[str, int] = field(default_factory=dict)
     created: list[tuple[str, int, int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    respond: Callable[[str], StepResult] | None = None
+    respond: Callable[[str], StepReply] | None = None
     not_ready: int = 0
     broken: set[int] = field(default_factory=set)
     by_request: dict[str, str] = field(default_factory=dict)
@@ -119,7 +121,7 @@ class ScriptedEnv:
         await asyncio.sleep(self.delay_s)
         return Opening(self.by_request[request_id], f"{split}/{index}", [{"role": "user", "content": self.prompt}])
 
-    async def step(self, episode_id: str, request_id: str, content: str) -> StepResult:
+    async def step(self, episode_id: str, request_id: str, content: str) -> StepReply:
         await asyncio.sleep(self.delay_s)
         if self.step_failures:
             raise self.step_failures.pop(0)
@@ -130,7 +132,9 @@ class ScriptedEnv:
             return self.respond(content)
         self.open[episode_id] += 1
         over = self.open[episode_id] >= self.n_turns
-        return StepResult([] if over else [{"role": "user", "content": self.reply}], 1.0, over, False, over, {"turn": 1.0})
+        return StepReply(
+            [] if over else [{"role": "user", "content": self.reply}], 1.0, over, False, over, {"turn": 1.0}
+        )
 
     async def delete_episode(self, episode_id: str) -> None:
         self.open.pop(episode_id, None)
@@ -160,16 +164,18 @@ class MemoryQueue:
     away: int = 0
     answers: list[Published] = field(default_factory=list)
 
-    async def reserve_wait(self, ttl_s: float, batch: int, eta: int, total: int, deadline_s: float) -> Reservation | Refusal:
+    async def reserve_wait(
+        self, ttl_s: float, batch: int, max_staleness: int, total: int, deadline_s: float
+    ) -> Reservation | PublishRefusal:
         await self._reach()
         if not self.ready:
             await asyncio.sleep(0.01)
-            return Refusal.NOT_READY
+            return PublishRefusal.NOT_READY
         if self.given_back:
             return Reservation(self.given_back.pop(0), self.version)
         if self.issued >= self.limit:
             await asyncio.sleep(0.01)
-            return Refusal.FULL
+            return PublishRefusal.FULL
         self.issued += 1
         return Reservation(self.issued, self.version)
 
@@ -190,7 +196,9 @@ class MemoryQueue:
     async def state(self) -> QueueState:
         await self._reach()
         zeros = dict.fromkeys(("low", "depth", "leased", "done", "dead", "reissued", "duplicates", "strays"), 0)
-        return QueueState(issued=self.issued, version=self.version, epoch=self.epoch, ready=self.ready, void=self.void, **zeros)
+        return QueueState(
+            issued=self.issued, version=self.version, epoch=self.epoch, ready=self.ready, void=self.void, **zeros
+        )
 
     async def _reach(self) -> None:
         await asyncio.sleep(0)
@@ -199,30 +207,32 @@ class MemoryQueue:
             raise QueueUnavailable("Redis did not answer")
 
 
-def balancer_of(*engines: ScriptedEngine, eta: int = 1) -> Balancer:
+def balancer_of(*engines: ScriptedEngine, max_staleness: int = 1) -> Balancer:
     """A balancer whose servers have been probed already."""
-    balancer = Balancer(eta)
+    balancer = Balancer(max_staleness)
     for i, engine in enumerate(engines):
-        balancer.add(Server(f"http://engine{i}", engine, version=engine.version))
+        balancer.add(ServerLoad(f"http://engine{i}", engine, version=engine.version))
     return balancer
 
 
-def runner_of(env: ScriptedEnv, balancer: Balancer, bounds: Bounds = BOUNDS) -> EpisodeRunner:
-    return EpisodeRunner(tiny_tokenizer(), env, balancer, Board(), bounds)
+def runner_of(env: ScriptedEnv, balancer: Balancer, bounds: TokenBounds = BOUNDS) -> EpisodeRunner:
+    return EpisodeRunner(tiny_tokenizer(), env, balancer, RunStatus(), bounds)
 
 
-def dispatcher_of(env: ScriptedEnv, balancer: Balancer, bounds: Bounds = BOUNDS, max_concurrent: int = 64) -> Dispatcher:
+def dispatcher_of(
+    env: ScriptedEnv, balancer: Balancer, bounds: TokenBounds = BOUNDS, max_concurrent: int = 64
+) -> Dispatcher:
     return Dispatcher(
         runner_of(env, balancer, bounds),
         balancer,
-        Board(),
+        RunStatus(),
         max_concurrent=max_concurrent,
         max_attempts=bounds.max_attempts,
     )
 
 
-def spec(ticket: int = 1, sibling: int = 0, need: Need | None = None, seed: int = 7) -> Spec:
-    return Spec("demo", "train", 3, ticket, sibling, seed, SAMPLING, need or Need())
+def spec(ticket: int = 1, sample_index: int = 0, need: VersionBounds | None = None, seed: int = 7) -> SamplingSpec:
+    return SamplingSpec("demo", "train", 3, ticket, sample_index, seed, SAMPLING, need or VersionBounds())
 
 
 def plan(n_siblings: int = 4, n_tasks: int = 10) -> GroupPlan:

@@ -1,27 +1,31 @@
-"""Routing: fresh enough, least loaded, sticky with limits, out after a failure, and a reason when there is no server."""
+"""Routing: fresh enough, least loaded, sticky with limits, out after a failure, and a reason when
+there is no server.
+"""
 
 import asyncio
 import time
 
 import pytest
 
-from services.orchestrator.balancer import Balancer, Need, Server
+from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
 from shared.types import WeightVersion
 from tests.orchestrator.fakes import ScriptedEngine
 
-ANY = Need()
+ANY = VersionBounds()
 
 
-class Clock:
+class BalancerClock:
     now = 0.0
 
     def __call__(self):
         return self.now
 
 
-def make(*versions, eta=1, target=(1, 5), lineage=((1, 0), (2, 5)), clock=time.monotonic):
-    balancer = Balancer(eta, clock)
-    servers = [Server(f"s{i}", ScriptedEngine(), version=WeightVersion(*v) if v else None) for i, v in enumerate(versions)]
+def make(*versions, max_staleness=1, target=(1, 5), lineage=((1, 0), (2, 5)), clock=time.monotonic):
+    balancer = Balancer(max_staleness, clock)
+    servers = [
+        ServerLoad(f"s{i}", ScriptedEngine(), version=WeightVersion(*v) if v else None) for i, v in enumerate(versions)
+    ]
     for server in servers:
         balancer.add(server)
     balancer.set_target(WeightVersion(*target), lineage[: target[0]])
@@ -46,8 +50,8 @@ def test_a_server_may_lag_eta_steps_and_not_more():
 
 def test_a_need_raises_the_floor_and_sets_a_ceiling():
     balancer, _ = make((1, 5), (1, 4), (1, 6))
-    assert routable(balancer, Need(min_step=5)) == {"s0", "s2"}
-    assert routable(balancer, Need(min_step=5, max_step=5)) == {"s0"}
+    assert routable(balancer, VersionBounds(min_step=5)) == {"s0", "s2"}
+    assert routable(balancer, VersionBounds(min_step=5, max_step=5)) == {"s0"}
 
 
 def test_after_a_rollback_the_higher_epoch_wins():
@@ -56,14 +60,14 @@ def test_after_a_rollback_the_higher_epoch_wins():
 
 
 def test_weights_that_were_undone_stay_out_when_their_step_is_made_again():
-    balancer, _ = make((1, 7), (2, 7), (1, 5), target=(2, 7), eta=3)
+    balancer, _ = make((1, 7), (2, 7), (1, 5), target=(2, 7), max_staleness=3)
     assert routable(balancer) == {"s1", "s2"}
-    assert "s0: has e000001-s000007, which was undone" in balancer.why_none(Need(min_step=8))
+    assert "s0: has e000001-s000007, which was undone" in balancer.why_none(VersionBounds(min_step=8))
 
 
 async def test_a_floor_that_fell_with_the_trainer_wakes_who_waits_for_it():
     balancer, (server,) = make((1, 3), target=(1, 6), lineage=((1, 0), (2, 3)))
-    need = Need(min_step=6)
+    need = VersionBounds(min_step=6)
 
     async def go_back():
         await balancer.hungry(5)
@@ -92,7 +96,7 @@ def test_sticky_until_overloaded():
 
 
 def test_a_failure_takes_a_server_out_until_a_probe_finds_it_well():
-    clock = Clock()
+    clock = BalancerClock()
     balancer, (server,) = make((1, 5), clock=clock)
     balancer.fail(server, "no answer")
     assert balancer.pick(ANY) is None
@@ -104,7 +108,7 @@ def test_a_failure_takes_a_server_out_until_a_probe_finds_it_well():
 
 
 def test_probes_come_later_and_later_until_a_request_succeeds():
-    clock = Clock()
+    clock = BalancerClock()
     balancer, (server,) = make((1, 5), clock=clock)
     waits = []
     for _ in range(7):
@@ -120,7 +124,7 @@ def test_probes_come_later_and_later_until_a_request_succeeds():
 
 
 def test_many_requests_that_fail_while_a_server_is_out_count_once():
-    clock = Clock()
+    clock = BalancerClock()
     balancer, (server,) = make((1, 5), clock=clock)
     server.failures = 1
     for _ in range(100):
@@ -145,7 +149,11 @@ async def test_waiting_ends_when_a_server_gets_fresh_weights():
 
 @pytest.mark.parametrize(
     ("versions", "reason"),
-    [((), "no rollout server is known"), (((1, 3),), "s0: has e000001-s000003, step 4 is needed"), ((None,), "no weight version")],
+    [
+        ((), "no rollout server is known"),
+        (((1, 3),), "s0: has e000001-s000003, step 4 is needed"),
+        ((None,), "no weight version"),
+    ],
 )
 def test_where_no_server_can_be_used_the_reason_is_named(versions, reason):
     balancer, _ = make(*versions)

@@ -13,8 +13,8 @@ from shared import codec
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.errors import Conflict, DecodeError, NotFound, ServiceUnreachable, Unavailable, problem
-from shared.http import create_app
 from shared.schema import Limits
+from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.fake_rollout import FakeRollout
 from tests.support.net import free_port

@@ -29,14 +29,20 @@ def run_config(folder, **sections):
         "grpo_config": {"num_generations": 3, "off_policy_steps": 1, "max_response_length": 16},
         "trainer": {"max_steps": 4, "groups_per_step": 2},
         "rollout": {"engine": {"context_length": 512}},
-        "orchestrator": {"max_concurrent_episodes": 24, "max_turns": 3, "lease_s": 3, "episode_timeout_s": 20, "eval_every_n_steps": 2},
+        "orchestrator": {
+            "max_concurrent_episodes": 24,
+            "max_turns": 3,
+            "lease_s": 3,
+            "episode_timeout_s": 20,
+            "eval_every_n_steps": 2,
+        },
     }
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values}
     return config.validate(tree).config
 
 
-class Trainer:
+class TrainerClient:
     """Takes groups in any order, a step for every B of them, and publishes "weights" before it commits."""
 
     def __init__(self, redis, rollouts, batch=2):
@@ -65,7 +71,9 @@ async def system(folder, redis_url, rollouts, **sections):
         env_url = await stack.enter_async_context(served(env.app))
         urls = [await stack.enter_async_context(served(rollout.app())) for rollout in rollouts]
         services = {**configured(redis_url, folder), "env": {"port": 1, "url": env_url}, "rollout_urls": urls}
-        service = await stack.enter_async_context(open_orchestrator(from_config(run_config(folder, services=services, **sections))))
+        service = await stack.enter_async_context(
+            open_orchestrator(from_config(run_config(folder, services=services, **sections)))
+        )
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         workers = [tasks.create_task(worker()) for worker in service.workers]
         client = httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url="http://orchestrator")
@@ -91,7 +99,7 @@ def evals(folder):
 
 async def test_a_run_from_start_to_finish(tmp_path, redis, redis_url):
     rollouts = [FakeRollout(), FakeRollout()]
-    trainer = Trainer(redis, rollouts)
+    trainer = TrainerClient(redis, rollouts)
     async with system(tmp_path, redis_url, rollouts) as (client, episodes):
         assert (await until(client, "waiting"))["reason"]
         await trainer.train(4)
@@ -115,8 +123,11 @@ async def test_a_run_from_start_to_finish(tmp_path, redis, redis_url):
 async def test_a_synchronous_run_repeats_itself_through_failures(tmp_path, redis, redis_url):
     async def tokens(folder, rollouts, disturb):
         await redis.flushall()
-        trainer = Trainer(redis, rollouts)
-        async with system(folder, redis_url, rollouts, grpo_config={"off_policy_steps": 0}) as (client, _), asyncio.TaskGroup() as tasks:
+        trainer = TrainerClient(redis, rollouts)
+        async with (
+            system(folder, redis_url, rollouts, grpo_config={"off_policy_steps": 0}) as (client, _),
+            asyncio.TaskGroup() as tasks,
+        ):
             tasks.create_task(trainer.train(4))
             if disturb:
                 tasks.create_task(flicker(rollouts[0]))
@@ -138,7 +149,7 @@ async def test_a_synchronous_run_repeats_itself_through_failures(tmp_path, redis
 
 async def test_pause_and_resume(tmp_path, redis, redis_url):
     rollouts = [FakeRollout(delay_s=0.01)]
-    trainer = Trainer(redis, rollouts)
+    trainer = TrainerClient(redis, rollouts)
     async with system(tmp_path, redis_url, rollouts) as (client, _), asyncio.TaskGroup() as tasks:
         assert (await client.post("/runs/demo/pause")).json()["state"] in ("paused", "waiting")
         training = tasks.create_task(trainer.train(4))
@@ -162,7 +173,9 @@ async def test_what_is_missing_is_named(tmp_path, redis, redis_url):
             while (await client.get("/runs/demo")).json()["reason"] != "no rollout server is known":
                 await asyncio.sleep(0.05)
         run = (await client.get("/runs/demo")).json()
-        assert run["chain"] == ["orchestrator waits for a rollout server it can use (12 requests, none is known), to evaluate step 0"]
+        assert run["chain"] == [
+            "orchestrator waits for a rollout server it can use (12 requests, none is known), to evaluate step 0"
+        ]
         assert run["quiet_s"] >= 0
 
 

@@ -7,11 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.orchestrator.balancer import Need
-from services.orchestrator.failures import EpisodeLost, EpisodeTimeout, PrefixBroken, PromptTooLong, WrongVersion
-from services.orchestrator.recorder import Recorder
-from services.orchestrator.sampling import Bounds, Budget
-from shared.clients.env import StepResult
+from services.orchestrator.episodes.failures import (
+    EpisodeLost,
+    EpisodeTimeout,
+    PrefixBroken,
+    PromptTooLong,
+    WrongVersion,
+)
+from services.orchestrator.episodes.recorder import Recorder
+from services.orchestrator.episodes.turn import TokenBounds, TokenBudget
+from services.orchestrator.servers.balancer import VersionBounds
+from shared.clients.env import StepReply
 from shared.clients.rollout import Generation
 from shared.errors import Conflict, NotFound, RateLimited, ServiceUnreachable, Unavailable
 from shared.types import VersionSpan, WeightVersion
@@ -23,7 +29,9 @@ EOS = TOKENIZER.eos_id
 
 
 def play(env, engine, bounds=BOUNDS, budget=None, need=None):
-    return asyncio.run(runner_of(env, balancer_of(engine), bounds).run(spec(need=need), budget or Budget(bounds.max_attempts)))
+    return asyncio.run(
+        runner_of(env, balancer_of(engine), bounds).run(spec(need=need), budget or TokenBudget(bounds.max_attempts))
+    )
 
 
 def sampled(trajectory):
@@ -39,9 +47,12 @@ answers = st.builds(
     versions=st.sampled_from([(), ("e000001-s000000",), ("e000001-s000000", "e000001-s000001")]),
 )
 replies = st.builds(
-    StepResult,
+    StepReply,
     messages=st.lists(
-        st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "tool"]), st.text(max_size=20)), max_size=2
+        st.builds(
+            lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "tool"]), st.text(max_size=20)
+        ),
+        max_size=2,
     ),
     reward=st.floats(-2, 2),
     terminated=st.booleans(),
@@ -62,9 +73,9 @@ replies = st.builds(
 @settings(max_examples=150, deadline=None)
 def test_invariants_of_any_conversation(script, steps, prompt, context, response, max_turns):
     queue = list(steps)
-    env = ScriptedEnv(prompt=prompt, respond=lambda _: queue.pop(0) if queue else StepResult([], 0.0, True, False))
+    env = ScriptedEnv(prompt=prompt, respond=lambda _: queue.pop(0) if queue else StepReply([], 0.0, True, False))
     engine = ScriptedEngine(script=list(script))
-    trajectory = play(env, engine, Bounds(context, response, max_turns, 5.0, 3))
+    trajectory = play(env, engine, TokenBounds(context, response, max_turns, 5.0, 3))
 
     trajectory.validate()
     n = len(trajectory.token_ids)
@@ -90,8 +101,14 @@ def test_the_text_the_environment_gets_is_what_was_sampled_without_its_end():
 def test_a_conversation_reads_as_the_template_writes_it():
     env = ScriptedEnv(n_turns=2, prompt="one", reply="two")
     trajectory = play(env, ScriptedEngine([Say([*TOKENIZER.encode("A"), EOS]), Say([*TOKENIZER.encode("B"), EOS])]))
-    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "A"}, {"role": "user", "content": "two"}]
-    assert TOKENIZER.decode(trajectory.token_ids) == TOKENIZER.decode(TOKENIZER.render_prompt(messages)) + "B" + TOKENIZER.decode([EOS])
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "A"},
+        {"role": "user", "content": "two"},
+    ]
+    assert TOKENIZER.decode(trajectory.token_ids) == TOKENIZER.decode(
+        TOKENIZER.render_prompt(messages)
+    ) + "B" + TOKENIZER.decode([EOS])
     assert trajectory.status == "completed"
     assert trajectory.success
     assert trajectory.reward == 2.0
@@ -129,11 +146,16 @@ def test_a_prompt_longer_than_the_context_has_its_own_failure():
 
 
 def test_a_turn_aborted_by_a_weight_update_goes_on_under_the_new_version():
-    engine = ScriptedEngine([Say([60, 61], "abort", ("e000001-s000000",)), Say([62, EOS], "stop", ("e000001-s000001",))])
+    engine = ScriptedEngine(
+        [Say([60, 61], "abort", ("e000001-s000000",)), Say([62, EOS], "stop", ("e000001-s000001",))]
+    )
     trajectory = play(ScriptedEnv(n_turns=1), engine)
     start = trajectory.prompt_len
     assert sampled(trajectory) == [60, 61, 62, EOS]
-    assert trajectory.versions == (VersionSpan("e000001-s000000", start, start + 2), VersionSpan("e000001-s000001", start + 2, start + 4))
+    assert trajectory.versions == (
+        VersionSpan("e000001-s000000", start, start + 2),
+        VersionSpan("e000001-s000001", start + 2, start + 4),
+    )
     assert engine.params[1]["max_new_tokens"] == BOUNDS.max_response_length - 2
     assert engine.params[0]["sampling_seed"] != engine.params[1]["sampling_seed"]
 
@@ -145,7 +167,7 @@ def test_endless_aborts_are_an_infrastructure_failure():
 
 def test_a_failed_server_costs_an_attempt_and_not_the_episode():
     dead, alive = ScriptedEngine(failures=unreachable()), ScriptedEngine()
-    env, balancer, budget = ScriptedEnv(n_turns=3), balancer_of(dead, alive), Budget(3)
+    env, balancer, budget = ScriptedEnv(n_turns=3), balancer_of(dead, alive), TokenBudget(3)
     trajectory = asyncio.run(runner_of(env, balancer).run(spec(), budget))
     assert (budget.used, trajectory.attempt, len(env.created)) == (1, 1, 1)
     assert len(alive.prompts) == 3
@@ -163,14 +185,14 @@ def test_an_environment_that_forgot_the_episode_is_an_infrastructure_failure(err
 async def test_a_deadline_aborts_the_request_and_deletes_the_episode():
     env, engine = ScriptedEnv(), ScriptedEngine(delay_s=30)
     with pytest.raises(EpisodeTimeout):
-        await runner_of(env, balancer_of(engine), Bounds(256, 16, 4, 0.05, 3)).run(spec(), Budget(3))
+        await runner_of(env, balancer_of(engine), TokenBounds(256, 16, 4, 0.05, 3)).run(spec(), TokenBudget(3))
     assert set(engine.aborted) == engine.running != set()
     assert not env.open
 
 
 async def test_an_episode_whose_making_is_cancelled_is_deleted():
     env = ScriptedEnv(delay_s=0.05)
-    task = asyncio.ensure_future(runner_of(env, balancer_of(ScriptedEngine())).run(spec(), Budget(3)))
+    task = asyncio.ensure_future(runner_of(env, balancer_of(ScriptedEngine())).run(spec(), TokenBudget(3)))
     await asyncio.sleep(0.01)
     assert env.open
     task.cancel()
@@ -181,7 +203,7 @@ async def test_an_episode_whose_making_is_cancelled_is_deleted():
 
 async def test_cancellation_passes_and_leaves_nothing_open():
     env, engine = ScriptedEnv(), ScriptedEngine(delay_s=30)
-    task = asyncio.ensure_future(runner_of(env, balancer_of(engine)).run(spec(), Budget(3)))
+    task = asyncio.ensure_future(runner_of(env, balancer_of(engine)).run(spec(), TokenBudget(3)))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -196,26 +218,30 @@ def test_tokens_of_a_wrong_version_are_asked_for_again_where_one_is_asked_for(ot
     wrong, right = ScriptedEngine([Say([60, 61, EOS], versions=("e000001-s000000", other))]), ScriptedEngine()
     balancer = balancer_of(wrong, right)
     balancer.set_target(WeightVersion(1, 0), ((1, 0),))
-    budget = Budget(3)
-    trajectory = asyncio.run(runner_of(ScriptedEnv(n_turns=1), balancer).run(spec(need=Need(0, 0, strict=True)), budget))
+    budget = TokenBudget(3)
+    trajectory = asyncio.run(
+        runner_of(ScriptedEnv(n_turns=1), balancer).run(spec(need=VersionBounds(0, 0, strict=True)), budget)
+    )
     assert budget.failures == trajectory.failures == {"WrongVersion": 1}
     assert {span.version for span in trajectory.versions} == {"e000001-s000000"}
     wrong.script.append(Say([60], versions=(other,)))
     balancer.remove("http://engine1")
     balancer.observe(balancer.servers[0], WeightVersion(1, 0))
     with pytest.raises(WrongVersion):
-        asyncio.run(runner_of(ScriptedEnv(), balancer).run(spec(need=Need(0, 0, strict=True)), Budget(1)))
+        asyncio.run(runner_of(ScriptedEnv(), balancer).run(spec(need=VersionBounds(0, 0, strict=True)), TokenBudget(1)))
 
 
 def test_the_same_spec_repeats_itself():
-    runs = [play(ScriptedEnv(n_turns=3), ScriptedEngine(), budget=Budget(9, used)) for used in (0, 2)]
+    runs = [play(ScriptedEnv(n_turns=3), ScriptedEngine(), budget=TokenBudget(9, used)) for used in (0, 2)]
     assert runs[0].token_ids.tolist() == runs[1].token_ids.tolist()
 
 
 def test_a_changed_prefix_is_never_sent():
     recorder = Recorder([1, 2, 3])
     recorder.prompt()
-    recorder.add_sampled(Generation(np.array([4], np.int32), np.array([-1], np.float32), (VersionSpan("e000001-s000000", 0, 1),), "stop"))
+    recorder.add_sampled(
+        Generation(np.array([4], np.int32), np.array([-1], np.float32), (VersionSpan("e000001-s000000", 0, 1),), "stop")
+    )
     recorder._ids[1] = 9
     with pytest.raises(PrefixBroken):
         recorder.prompt()
@@ -223,7 +249,7 @@ def test_a_changed_prefix_is_never_sent():
 
 def test_a_long_environment_text_is_tokenized_off_the_loop():
     env = ScriptedEnv(n_turns=2, reply="word " * 5000)
-    trajectory = play(env, ScriptedEngine(), Bounds(60_000, 16, 4, 20.0, 3))
+    trajectory = play(env, ScriptedEngine(), TokenBounds(60_000, 16, 4, 20.0, 3))
     assert trajectory.status == "completed"
 
 
@@ -233,14 +259,14 @@ def test_failures_of_the_environment_are_raised_with_their_class():
 
 
 def test_a_step_that_was_not_answered_is_asked_again_and_counts_once():
-    env, budget = ScriptedEnv(n_turns=2, step_failures=unreachable(), not_ready=1), Budget(3)
+    env, budget = ScriptedEnv(n_turns=2, step_failures=unreachable(), not_ready=1), TokenBudget(3)
     trajectory = play(env, ScriptedEngine(), budget=budget)
     assert (len(env.created), len(env.texts), budget.used) == (1, 2, 1)
     assert trajectory.failures == {"ServiceUnreachable": 1}
 
 
 def test_an_environment_that_restarts_costs_one_attempt():
-    env, budget = ScriptedEnv(step_failures=[*unreachable(), NotFound("restarted")]), Budget(3)
+    env, budget = ScriptedEnv(step_failures=[*unreachable(), NotFound("restarted")]), TokenBudget(3)
     with pytest.raises(EpisodeLost) as lost:
         play(env, ScriptedEngine(), budget=budget)
     budget.spend(lost.value)  # as the dispatcher does
@@ -249,8 +275,12 @@ def test_an_environment_that_restarts_costs_one_attempt():
 
 
 async def test_an_outage_within_an_episode_costs_one_attempt_however_long_it_is():
-    impatient = Bounds(256, 16, 4, 0.3, 3)
-    env, engine, budget = ScriptedEnv(step_failures=unreachable(), not_ready=1), ScriptedEngine(failures=unreachable()), Budget(3)
+    impatient = TokenBounds(256, 16, 4, 0.3, 3)
+    env, engine, budget = (
+        ScriptedEnv(step_failures=unreachable(), not_ready=1),
+        ScriptedEngine(failures=unreachable()),
+        TokenBudget(3),
+    )
     balancer = balancer_of(engine)
     asyncio.get_running_loop().call_later(0.6, balancer.observe, balancer.servers[0], WeightVersion(1, 0))
     await runner_of(env, balancer, impatient).run(spec(), budget)
@@ -259,7 +289,11 @@ async def test_an_outage_within_an_episode_costs_one_attempt_however_long_it_is(
 
 def test_being_told_to_wait_costs_no_attempt():
     waits = [RateLimited("full", retry_after_s=0.001) for _ in range(9)]
-    env, engine, budget = ScriptedEnv(create_failures=waits[:3], step_failures=waits[3:6]), ScriptedEngine(failures=waits[6:]), Budget(3)
+    env, engine, budget = (
+        ScriptedEnv(create_failures=waits[:3], step_failures=waits[3:6]),
+        ScriptedEngine(failures=waits[6:]),
+        TokenBudget(3),
+    )
     balancer = balancer_of(engine)
     asyncio.run(runner_of(env, balancer).run(spec(), budget))
     assert budget.used == 0

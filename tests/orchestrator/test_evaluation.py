@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import orjson
 import pytest
 
-from services.orchestrator.board import Board
-from services.orchestrator.evaluation import EvalPlan, Evaluator
-from services.orchestrator.records import read_records
+from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator
+from services.orchestrator.evaluation.records import read_records
+from services.orchestrator.status import RunStatus
 from shared.errors import Unavailable
 from shared.types import WeightVersion
 from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of
@@ -22,7 +22,7 @@ EOS = tiny_tokenizer().eos_id
 
 def evaluator(folder, env=None, engine=None, plan=PLAN, other=None):
     balancer = balancer_of(engine or ScriptedEngine(), *filter(None, [other]))
-    return Evaluator(dispatcher_of(env or ScriptedEnv(), balancer), Board(), tiny_tokenizer(), plan, folder)
+    return Evaluator(dispatcher_of(env or ScriptedEnv(), balancer), RunStatus(), tiny_tokenizer(), plan, folder)
 
 
 async def measured(found, step):
@@ -150,7 +150,7 @@ async def test_a_step_whose_weights_were_undone_is_measured_again_and_its_last_r
 
 
 async def test_a_full_disk_delays_the_record_and_loses_nothing(tmp_path):
-    found, board = evaluator(tmp_path), Board()
+    found, board = evaluator(tmp_path), RunStatus()
     found._board = board
     with full_disk():
         task = asyncio.ensure_future(found.run(0))
@@ -175,7 +175,10 @@ def full_disk():
 
 
 def test_records_of_before_there_were_ends_are_read(tmp_path):
-    old = '{"step":0,"version_min":"e000001-s000000","version_max":"e000001-s000000","n_tasks":6,"success":1.0,"reward_mean":1.0,'
+    old = (
+        '{"step":0,"version_min":"e000001-s000000","version_max":"e000001-s000000","n_tasks":6,'
+        '"success":1.0,"reward_mean":1.0,'
+    )
     (tmp_path / "evals.jsonl").write_text(old + '"turns_mean":1.0,"tokens":9,"elapsed_s":0.1,"failed":0}\n')
     assert not evaluator(tmp_path).due(0)
 

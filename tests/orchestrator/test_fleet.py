@@ -3,8 +3,8 @@
 import asyncio
 import time
 
-from services.orchestrator.balancer import Balancer, Need
-from services.orchestrator.fleet import Fleet, Found
+from services.orchestrator.servers.balancer import Balancer, VersionBounds
+from services.orchestrator.servers.fleet import DiscoveredServer, Fleet
 from shared.clients.rollout import RolloutClient
 from shared.errors import QueueUnavailable
 from shared.types import WeightVersion
@@ -16,7 +16,7 @@ def fleet_of(balancer, found):
     async def discover():
         if isinstance(found, Exception):
             raise found
-        return [Found(url) for url in found]
+        return [DiscoveredServer(url) for url in found]
 
     return Fleet(balancer, discover, RolloutClient)
 
@@ -27,11 +27,11 @@ async def test_a_server_is_routable_after_its_first_probe_and_gone_when_it_leave
         found = [url]
         async with fleet_of(balancer, found) as fleet:
             await fleet.refresh()
-            assert balancer.pick(Need()).url == url
+            assert balancer.pick(VersionBounds()).url == url
             found.clear()
-            async with balancer.server(Need(), time.monotonic() + 1):
+            async with balancer.server(VersionBounds(), time.monotonic() + 1):
                 await fleet.refresh()
-                assert balancer.pick(Need()) is None
+                assert balancer.pick(VersionBounds()) is None
                 assert len(balancer.servers) == 1
             await fleet.refresh()
             assert not balancer.servers
@@ -77,6 +77,6 @@ async def test_a_waiting_episode_is_served_soon_after_the_weights_arrive():
         await asyncio.sleep(0.2)
         rollout.version = "e000001-s000001"
         started = time.monotonic()
-        await balancer.wait_routable(Need())
+        await balancer.wait_routable(VersionBounds())
         assert time.monotonic() - started < 0.9
         watching.cancel()

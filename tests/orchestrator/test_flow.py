@@ -1,4 +1,6 @@
-"""Flow control: what is slow is waited for and never piled up, and nothing is repeated inside something that is repeated."""
+"""Flow control: what is slow is waited for and never piled up, and nothing is repeated inside something that is
+repeated.
+"""
 
 import asyncio
 from collections import Counter
@@ -9,26 +11,35 @@ import pytest
 from fastapi import Request
 from fastapi.responses import Response
 
-from services.orchestrator.balancer import Balancer, Server
-from services.orchestrator.board import Board
-from services.orchestrator.dispatch import Dispatcher
-from services.orchestrator.episode import EpisodeRunner
-from services.orchestrator.gate import Gate
-from services.orchestrator.groups import run_group
-from services.orchestrator.tickets import Terms, TicketLoop
+from services.orchestrator.episodes.dispatch import Dispatcher
+from services.orchestrator.episodes.groups import run_group
+from services.orchestrator.episodes.runner import EpisodeRunner
+from services.orchestrator.schedule.gate import ReservationGate
+from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
+from services.orchestrator.servers.balancer import Balancer, ServerLoad
+from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.errors import Unavailable, VolleyError
-from shared.http import create_app
 from shared.queue.records import Published
 from shared.schema import Limits
 from shared.types import Trajectory, WeightVersion
-from tests.orchestrator.fakes import BOUNDS, MemoryQueue, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, spec
+from shared.web.http import create_app
+from tests.orchestrator.fakes import (
+    BOUNDS,
+    MemoryQueue,
+    ScriptedEngine,
+    ScriptedEnv,
+    balancer_of,
+    dispatcher_of,
+    plan,
+    spec,
+)
 from tests.support.asgi import served
 from tests.support.fake_rollout import FakeRollout
 from tests.support.tokenizer import tiny_tokenizer
 
-TERMS = Terms(batch=2, eta=1, total=10_000, lease_s=60, patience_s=60)
+TERMS = Admission(batch=2, max_staleness=1, total=10_000, lease_s=60, patience_s=60)
 N_GROUPS, N_SIBLINGS, N_EPISODES = 3, 4, 5
 
 
@@ -37,16 +48,26 @@ async def test_what_is_slow_holds_everything_before_it_back(slow):
     """A thousand tickets are free to take; what is under way stays within the bounds all the time."""
     env, engine, queue = ScriptedEnv(n_turns=2), ScriptedEngine(), MemoryQueue(limit=1000)
     {"env": env, "rollout": engine}[slow].delay_s = 3600
-    dispatcher, gate = dispatcher_of(env, balancer_of(engine), max_concurrent=N_EPISODES), Gate()
-    gate.release(Gate.START)
+    dispatcher, gate = dispatcher_of(env, balancer_of(engine), max_concurrent=N_EPISODES), ReservationGate()
+    gate.release(ReservationGate.START)
     loop = TicketLoop(
-        queue, gate, Board(), TERMS, n_groups=N_GROUPS, run_group=lambda ticket, need: run_group(dispatcher, plan(N_SIBLINGS), ticket, need)
+        queue,
+        gate,
+        RunStatus(),
+        TERMS,
+        n_groups=N_GROUPS,
+        run_group=lambda ticket, need: run_group(dispatcher, plan(N_SIBLINGS), ticket, need),
     )
     running = asyncio.ensure_future(loop.run())
     peak = Counter()
     for _ in range(200):
         await asyncio.sleep(0.005)
-        now = {"tickets": len(loop.held), "episodes": len(env.open), "requests": len(engine.running), "tasks": len(asyncio.all_tasks())}
+        now = {
+            "tickets": len(loop.held),
+            "episodes": len(env.open),
+            "requests": len(engine.running),
+            "tasks": len(asyncio.all_tasks()),
+        }
         peak |= Counter(now)
     running.cancel()
     await asyncio.wait([running])
@@ -58,10 +79,17 @@ async def test_what_is_slow_holds_everything_before_it_back(slow):
 
 async def test_groups_that_cannot_be_published_keep_their_place():
     queue = MemoryQueue(limit=1000)
-    dispatcher, gate = dispatcher_of(ScriptedEnv(n_turns=1), balancer_of(ScriptedEngine())), Gate()
-    gate.release(Gate.START)
+    dispatcher, gate = dispatcher_of(ScriptedEnv(n_turns=1), balancer_of(ScriptedEngine())), ReservationGate()
+    gate.release(ReservationGate.START)
     queue.answers = [Published.NOT_READY] * 10_000
-    loop = TicketLoop(queue, gate, Board(), TERMS, n_groups=N_GROUPS, run_group=lambda t, need: run_group(dispatcher, plan(2), t, need))
+    loop = TicketLoop(
+        queue,
+        gate,
+        RunStatus(),
+        TERMS,
+        n_groups=N_GROUPS,
+        run_group=lambda t, need: run_group(dispatcher, plan(2), t, need),
+    )
     running = asyncio.ensure_future(loop.run())
     await asyncio.sleep(1)
     assert queue.issued == len(loop.held) == N_GROUPS
@@ -71,7 +99,7 @@ async def test_groups_that_cannot_be_published_keep_their_place():
 
 def test_the_window_of_rates_is_bounded_though_nobody_reads_it():
     now = 0.0
-    board = Board(lambda: now)
+    board = RunStatus(lambda: now)
     for i in range(100_000):
         now = i * 0.01
         board.ended(TRAJECTORY)
@@ -80,14 +108,29 @@ def test_the_window_of_rates_is_bounded_though_nobody_reads_it():
 
 
 TRAJECTORY = Trajectory(
-    1, 0, 0, "e", "t", 1, np.ones(4, np.int32), np.array([0, 1, 1, 1], np.uint8), np.zeros(4, np.float32), (), (), 0.0, False, "completed",
+    1,
+    0,
+    0,
+    "e",
+    "t",
+    1,
+    np.ones(4, np.int32),
+    np.array([0, 1, 1, 1], np.uint8),
+    np.zeros(4, np.float32),
+    (),
+    (),
+    0.0,
+    False,
+    "completed",
     timings={"total_s": 1.0},
-)  # fmt: skip
+)
 
 
 @asynccontextmanager
 async def counted(failing):
-    """A real client of an environment service whose route `failing` always answers 503, and a count of the requests it gets."""
+    """A real client of an environment service whose route `failing` always answers 503, and a count of the requests it
+    gets.
+    """
     requests = Counter()
     app = create_app("env", limits=Limits(), tokens=None, ready=lambda: None)
 
@@ -97,7 +140,10 @@ async def counted(failing):
         requests[name] += 1
         if name == failing:
             raise Unavailable("out of order")
-        return Response('{"episode_id": "e", "task": "t", "messages": [{"role": "user", "content": "hi"}]}', media_type="application/json")
+        return Response(
+            '{"episode_id": "e", "task": "t", "messages": [{"role": "user", "content": "hi"}]}',
+            media_type="application/json",
+        )
 
     async with served(app) as url, EnvClient(url) as client:
         yield client, requests
@@ -112,12 +158,12 @@ async def test_a_service_that_fails_is_asked_as_often_as_there_are_attempts(fail
 
 
 async def test_a_rollout_server_that_fails_is_asked_as_often_as_there_are_attempts():
-    fake, board = FakeRollout(), Board()
+    fake, board = FakeRollout(), RunStatus()
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(served(fake.app()))
         client = await stack.enter_async_context(RolloutClient(url))
         balancer = Balancer(1)
-        balancer.add(server := Server(url, client, version=WeightVersion(1, 0)))
+        balancer.add(server := ServerLoad(url, client, version=WeightVersion(1, 0)))
         fake.answer = [-5]  # no token: the client makes it an error
         runner = EpisodeRunner(tiny_tokenizer(), ScriptedEnv(), balancer, board, BOUNDS)
         dispatcher = Dispatcher(runner, balancer, board, max_concurrent=4, max_attempts=3)

@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from services.orchestrator.balancer import Need
-from services.orchestrator.groups import run_group
-from services.orchestrator.sampling import Bounds
+from services.orchestrator.episodes.groups import run_group
+from services.orchestrator.episodes.turn import TokenBounds
+from services.orchestrator.servers.balancer import VersionBounds
 from shared.errors import NotFound, ServiceUnreachable, VolleyError
 from shared.types import Group, WeightVersion
 from tests.orchestrator.fakes import ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, spec, unreachable
 
-NEED = Need(0)
+NEED = VersionBounds(0)
 
 
 async def group_of(env, *engines, n=4, **kwargs):
@@ -21,7 +21,7 @@ async def group_of(env, *engines, n=4, **kwargs):
 async def test_a_group_has_all_siblings_of_one_task_and_survives_the_wire():
     group = await group_of(ScriptedEnv(), ScriptedEngine())
     again = Group.decode(group.encode())
-    assert [t.sibling for t in again.trajectories] == [0, 1, 2, 3]
+    assert [t.sample_index for t in again.trajectories] == [0, 1, 2, 3]
     assert len({t.task for t in again.trajectories}) == 1
     assert len({t.token_ids.tobytes() for t in again.trajectories}) == 4
 
@@ -71,7 +71,10 @@ async def test_an_infrastructure_failure_never_becomes_a_reward():
 
 
 async def test_attempts_are_shared_between_turns_and_restarts():
-    engines, env = (ScriptedEngine(failures=unreachable(1)), ScriptedEngine()), ScriptedEnv(step_failures=unreachable(2))
+    engines, env = (
+        (ScriptedEngine(failures=unreachable(1)), ScriptedEngine()),
+        ScriptedEnv(step_failures=unreachable(2)),
+    )
     with pytest.raises(ServiceUnreachable):
         await dispatcher_of(env, balancer_of(*engines)).episode(spec(), "train")
     assert len(env.created) == 1
@@ -101,7 +104,7 @@ async def test_an_outage_of_all_servers_costs_time_and_no_attempt():
 
 
 async def test_an_outage_may_last_longer_than_an_episode():
-    engine, impatient = ScriptedEngine(), Bounds(256, 16, 4, 0.3, 1)
+    engine, impatient = ScriptedEngine(), TokenBounds(256, 16, 4, 0.3, 1)
     balancer = balancer_of(engine)
     balancer.fail(balancer.servers[0], "restarting")
     asyncio.get_running_loop().call_later(0.6, balancer.observe, balancer.servers[0], WeightVersion(1, 0))

@@ -1,4 +1,6 @@
-"""The taxonomy: every class of error is in it, none of them ever becomes a reward, and whatever a model does is data."""
+"""The taxonomy: every class of error is in it, none of them ever becomes a reward, and whatever a
+model does is data.
+"""
 
 import ast
 import asyncio
@@ -8,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from services.env import runner
-from services.orchestrator import failures
-from services.orchestrator.groups import run_group
-from services.orchestrator.sampling import Bounds, Budget
+from services.orchestrator.episodes import failures
+from services.orchestrator.episodes.groups import run_group
+from services.orchestrator.episodes.turn import TokenBounds, TokenBudget
 from shared import codec, errors
-from shared.clients.env import StepResult
+from shared.clients.env import StepReply
 from shared.errors import DecodeError, RateLimited, VolleyError
 from shared.outcomes import ENDS, FAILURES, FAULTS, judged
-from shared.telemetry import REGISTRY
+from shared.process.telemetry import REGISTRY
 from shared.types import MAX_MESSAGE, Group
 from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, runner_of, spec
 from tests.support.tokenizer import tiny_tokenizer
@@ -23,11 +25,13 @@ from tests.support.tokenizer import tiny_tokenizer
 PROJECT = Path(__file__).parents[2]
 TOKENIZER = tiny_tokenizer()
 EOS = TOKENIZER.eos_id
-TWO_ATTEMPTS = Bounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=5.0, max_attempts=2)
+TWO_ATTEMPTS = TokenBounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=5.0, max_attempts=2)
 
 
 def error_classes():
-    """Names of all classes in the sources that descend from VolleyError. Those of the command line end a command, never an episode."""
+    """Names of all classes in the sources that descend from VolleyError. Those of the command line end a command, never
+    an episode.
+    """
     bases = {
         node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
         for file in [*PROJECT.glob("services/**/*.py"), *PROJECT.glob("shared/**/*.py")]
@@ -77,7 +81,9 @@ async def keep_well(balancer):
 
 
 async def groups_with(place, n_failures):
-    names = [name for name in FAILURES if not isinstance(error(name), RateLimited)]  # those are waited for, see test_episode
+    names = [
+        name for name in FAILURES if not isinstance(error(name), RateLimited)
+    ]  # those are waited for, see test_episode
     async with asyncio.TaskGroup() as tasks:
         found = {name: tasks.create_task(group_with(name, place, n_failures)) for name in names}
     return {name: task.result() for name, task in found.items()}
@@ -106,7 +112,7 @@ async def test_an_error_that_passes_costs_an_attempt_if_it_may_pass_and_the_grou
 
 
 def ending(fault=None, terminated=True):
-    return ScriptedEnv(respond=lambda _: StepResult([], 0.5, terminated, not terminated, fault=fault))
+    return ScriptedEnv(respond=lambda _: StepReply([], 0.5, terminated, not terminated, fault=fault))
 
 
 MODELS = {
@@ -123,7 +129,7 @@ MODELS = {
 @pytest.mark.parametrize("end", ENDS)
 async def test_whatever_ends_an_episode_on_the_models_side_is_data(end):
     env, script = MODELS[end]
-    trajectory = await runner_of(env, balancer_of(ScriptedEngine(script))).run(spec(), Budget(1))
+    trajectory = await runner_of(env, balancer_of(ScriptedEngine(script))).run(spec(), TokenBudget(1))
     trajectory.validate()
     assert trajectory.end == end
     assert trajectory.reward > 0
@@ -132,23 +138,27 @@ async def test_whatever_ends_an_episode_on_the_models_side_is_data(end):
 
 
 async def test_a_turn_that_fills_the_context_ends_with_the_context():
-    bounds = Bounds(context_length=60, max_response_length=64, max_turns=4, timeout_s=5.0, max_attempts=1)
-    trajectory = await runner_of(ending("format"), balancer_of(ScriptedEngine([Say([50] * 99)])), bounds).run(spec(), Budget(1))
+    bounds = TokenBounds(context_length=60, max_response_length=64, max_turns=4, timeout_s=5.0, max_attempts=1)
+    trajectory = await runner_of(ending("format"), balancer_of(ScriptedEngine([Say([50] * 99)])), bounds).run(
+        spec(), TokenBudget(1)
+    )
     assert (trajectory.end, trajectory.faults) == ("context", {"format": 1})
 
 
 async def test_faults_of_all_turns_are_counted():
     faults = iter(["format", None, "tool", "format"])
-    env = ScriptedEnv(respond=lambda _: StepResult([], 0.0, False, False, fault=next(faults)))
-    trajectory = await runner_of(env, balancer_of(ScriptedEngine([Say([50] * 99)]))).run(spec(), Budget(1))
+    env = ScriptedEnv(respond=lambda _: StepReply([], 0.0, False, False, fault=next(faults)))
+    trajectory = await runner_of(env, balancer_of(ScriptedEngine([Say([50] * 99)]))).run(spec(), TokenBudget(1))
     assert (trajectory.end, trajectory.faults) == ("turns", {"format": 2, "tool": 1, "length": 1})
 
 
 async def test_text_beyond_what_the_environment_takes_is_cut_and_no_failure():
     env = ScriptedEnv(n_turns=1)
     ids = TOKENIZER.encode("word " * 230_000)
-    bounds = Bounds(context_length=10**6, max_response_length=10**6, max_turns=1, timeout_s=60.0, max_attempts=1)
-    trajectory = await runner_of(env, balancer_of(ScriptedEngine([Say([*ids, EOS])])), bounds).run(spec(), Budget(1))
+    bounds = TokenBounds(context_length=10**6, max_response_length=10**6, max_turns=1, timeout_s=60.0, max_attempts=1)
+    trajectory = await runner_of(env, balancer_of(ScriptedEngine([Say([*ids, EOS])])), bounds).run(
+        spec(), TokenBudget(1)
+    )
     assert len(env.texts[0]) == MAX_MESSAGE
     assert trajectory.n_sampled == len(ids) + 1
 
@@ -156,12 +166,16 @@ async def test_text_beyond_what_the_environment_takes_is_cut_and_no_failure():
 async def test_the_wire_carries_the_outcome_and_old_records_are_read():
     group = await group_with("ServiceUnreachable", "step", 1)
     again = Group.decode(group.encode())
-    assert [(t.end, t.faults, t.failures) for t in again.trajectories] == [(t.end, t.faults, t.failures) for t in group.trajectories]
+    assert [(t.end, t.faults, t.failures) for t in again.trajectories] == [
+        (t.end, t.faults, t.failures) for t in group.trajectories
+    ]
     record = codec.unpack(group.encode())
     for trajectory in record["trajectories"]:
         for name in ("end", "faults", "failures"):
             del trajectory[name]
-    assert {(t.end, len(t.faults), len(t.failures)) for t in Group.decode(codec.pack(record)).trajectories} == {(None, 0, 0)}
+    assert {(t.end, len(t.faults), len(t.failures)) for t in Group.decode(codec.pack(record)).trajectories} == {
+        (None, 0, 0)
+    }
     for wrong in ("bored", 7, ["answered"]):
         record["trajectories"][0]["end"] = wrong
         with pytest.raises(DecodeError):
@@ -180,7 +194,10 @@ async def test_prometheus_tells_classes_and_lengths():
     def read():
         return {name: REGISTRY.get_sample_value(name, labels) or 0 for name, labels in WATCHED.items()}
 
-    engine, env = ScriptedEngine([Say([60, 61, 62, EOS])]), ScriptedEnv(n_turns=2, step_failures=[VolleyError("a defect")])
+    engine, env = (
+        ScriptedEngine([Say([60, 61, 62, EOS])]),
+        ScriptedEnv(n_turns=2, step_failures=[VolleyError("a defect")]),
+    )
     before = read()
     await dispatcher_of(env, balancer_of(engine)).episode(spec(), "train")
     after = read()

@@ -36,11 +36,15 @@ async def test_sigterm_gives_back_tickets_and_deletes_episodes(tmp_path, redis, 
             "orchestrator": {"port": free_port()},
         }
         file = tmp_path / "run.yaml"
-        file.write_text(yaml.safe_dump(run_config(tmp_path, services=services).model_dump(mode="json", exclude_unset=True)))
+        file.write_text(
+            yaml.safe_dump(run_config(tmp_path, services=services).model_dump(mode="json", exclude_unset=True))
+        )
         assert config.load([file])
         queue, episodes = TicketQueue(redis, "demo"), env.app.state.env.episodes
         await queue.begin(0, 0, 0, 0, [], 0)
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "services.orchestrator", "--config", str(file))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.orchestrator", "--config", str(file)
+        )
         try:
             async with asyncio.timeout(60):
                 while not (tmp_path / "demo" / "evals.jsonl").exists():

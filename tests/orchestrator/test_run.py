@@ -5,39 +5,44 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.orchestrator.board import Board
-from services.orchestrator.evaluation import EvalPlan, Evaluator
-from services.orchestrator.gate import Gate
-from services.orchestrator.groups import run_group
-from services.orchestrator.lineage import lineage_at
-from services.orchestrator.run import Course
-from services.orchestrator.sampling import Bounds
-from services.orchestrator.tickets import Terms, TicketLoop
+from services.orchestrator.episodes.groups import run_group
+from services.orchestrator.episodes.turn import TokenBounds
+from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator
+from services.orchestrator.schedule.gate import ReservationGate
+from services.orchestrator.schedule.lineage import lineage_at
+from services.orchestrator.schedule.run_schedule import RunSchedule
+from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
+from services.orchestrator.status import RunStatus
 from shared.errors import VolleyError
-from shared.state import fresh
+from shared.run.state import initial_state
+from shared.run.weights import MANIFEST
 from shared.types import Group, WeightVersion
-from shared.weights import MANIFEST
 from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan
 from tests.support.tokenizer import tiny_tokenizer
 
-HOURS = Bounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=7200.0, max_attempts=3)
-TERMS = Terms(batch=2, eta=0, total=100, lease_s=60, patience_s=7200.0)
+HOURS = TokenBounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=7200.0, max_attempts=3)
+TERMS = Admission(batch=2, max_staleness=0, total=100, lease_s=60, patience_s=7200.0)
 PLAN = EvalPlan("demo", 3, 7, every=5, last_step=20)
 
 
-class Run:
+class RunUnderTest:
     """A course over fakes; `serve` is a rollout server that has just been probed, with these weights."""
 
     def __init__(self, folder, queue, max_steps=20):
-        self.queue, self.board, gate = queue, Board(), Gate()
-        self.balancer = balancer_of(ScriptedEngine(version=None), eta=0)
+        self.queue, self.board, gate = queue, RunStatus(), ReservationGate()
+        self.balancer = balancer_of(ScriptedEngine(version=None), max_staleness=0)
         dispatcher = dispatcher_of(ScriptedEnv(n_turns=1), self.balancer, HOURS)
         self.evaluator = Evaluator(dispatcher, self.board, tiny_tokenizer(), PLAN, folder)
         loop = TicketLoop(
-            queue, gate, self.board, TERMS, n_groups=2, run_group=lambda ticket, need: run_group(dispatcher, plan(2), ticket, need)
+            queue,
+            gate,
+            self.board,
+            TERMS,
+            n_groups=2,
+            run_group=lambda ticket, need: run_group(dispatcher, plan(2), ticket, need),
         )
         parts = (queue, self.balancer, self.board, gate, loop, self.evaluator)
-        self.course = Course(*parts, max_steps=max_steps, checkpoints=folder / "checkpoints")
+        self.course = RunSchedule(*parts, max_steps=max_steps, checkpoints=folder / "checkpoints")
 
     def serve(self, epoch, step):
         (server,) = self.balancer.servers
@@ -63,7 +68,7 @@ async def until(condition):
 
 
 async def test_a_ticket_stops_waiting_for_weights_that_were_undone(tmp_path):
-    run = Run(tmp_path, MemoryQueue(version=4, limit=1))
+    run = RunUnderTest(tmp_path, MemoryQueue(version=4, limit=1))
     run.serve(1, 3)
     async with following(run):
         await until(lambda: run.queue.issued == 1 and "step 4 is needed" in (run.balancer.why_none() or ""))
@@ -75,7 +80,7 @@ async def test_a_ticket_stops_waiting_for_weights_that_were_undone(tmp_path):
 
 
 async def test_an_evaluation_of_undone_weights_ends_and_its_step_is_measured_when_it_is_made_again(tmp_path):
-    run = Run(tmp_path, MemoryQueue(version=5, limit=0))
+    run = RunUnderTest(tmp_path, MemoryQueue(version=5, limit=0))
     run.serve(1, 4)
     async with following(run):
         await until(lambda: run.board.evaluating_step == 5)
@@ -89,7 +94,7 @@ async def test_an_evaluation_of_undone_weights_ends_and_its_step_is_measured_whe
 
 
 async def test_the_run_ends_only_when_the_last_step_of_the_present_lineage_is_measured(tmp_path):
-    run = Run(tmp_path, MemoryQueue(version=20, limit=0))
+    run = RunUnderTest(tmp_path, MemoryQueue(version=20, limit=0))
     run.serve(1, 19)
     async with following(run):
         await until(lambda: run.board.evaluating_step == 20)
@@ -101,7 +106,7 @@ async def test_the_run_ends_only_when_the_last_step_of_the_present_lineage_is_me
 
 
 async def test_an_evaluation_without_a_single_episode_fails_the_run(tmp_path):
-    run = Run(tmp_path, MemoryQueue(version=0, limit=0))
+    run = RunUnderTest(tmp_path, MemoryQueue(version=0, limit=0))
     (server,) = run.balancer.servers
     server.engine.failures += [VolleyError("a defect")] * 99
     run.serve(1, 0)
@@ -122,7 +127,7 @@ async def keep_well(run):
 def checkpoint(root, epoch, step, lineage):
     folder = root / str(WeightVersion(epoch, step))
     folder.mkdir(parents=True)
-    state = fresh(0).under(1, keep_reference=False)
+    state = initial_state(0).under(1, keep_reference=False)
     text = state.to_json(epoch=epoch, step=step, lineage=lineage, optimizer_files=[])
     (folder / "state.json").write_bytes(text)
     (folder / MANIFEST).write_text("{}")

@@ -1,4 +1,6 @@
-"""The ticket loop: publishes every reserved ticket once, survives Redis and trainer, gives back what it cannot finish."""
+"""The ticket loop: publishes every reserved ticket once, survives Redis and trainer, gives back what
+it cannot finish.
+"""
 
 import asyncio
 
@@ -6,22 +8,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.orchestrator.balancer import Need
-from services.orchestrator.board import Board
-from services.orchestrator.gate import Gate
-from services.orchestrator.groups import run_group
-from services.orchestrator.tickets import Terms, TicketLoop
+from services.orchestrator.episodes.groups import run_group
+from services.orchestrator.schedule.gate import ReservationGate
+from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
+from services.orchestrator.servers.balancer import VersionBounds
+from services.orchestrator.status import RunStatus
 from shared.errors import VolleyError
 from shared.queue.records import Published, Reservation
 from shared.types import Group
-from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, unreachable
+from tests.orchestrator.fakes import (
+    MemoryQueue,
+    ScriptedEngine,
+    ScriptedEnv,
+    balancer_of,
+    dispatcher_of,
+    plan,
+    unreachable,
+)
 
-TERMS = Terms(batch=2, eta=1, total=100, lease_s=0.09, patience_s=5.0)
+TERMS = Admission(batch=2, max_staleness=1, total=100, lease_s=0.09, patience_s=5.0)
 
 
 def loop_of(queue, run=None, env=None, engine=None, n_groups=2):
-    gate, board = Gate(), Board()
-    gate.release(Gate.START)
+    gate, board = ReservationGate(), RunStatus()
+    gate.release(ReservationGate.START)
     dispatcher = dispatcher_of(env or ScriptedEnv(n_turns=1), balancer_of(engine or ScriptedEngine()))
     run = run or (lambda ticket, need: run_group(dispatcher, plan(2), ticket, need))
     return TicketLoop(queue, gate, board, TERMS, n_groups=n_groups, run_group=run), gate, board
@@ -184,21 +194,27 @@ async def test_at_most_n_groups_are_in_memory():
 
 
 @given(
-    ticket_in_cap=st.integers(0, 99), version=st.integers(0, 50), eta=st.integers(0, 4), batch=st.integers(1, 16), void=st.integers(0, 30)
+    ticket_in_cap=st.integers(0, 99),
+    version=st.integers(0, 50),
+    max_staleness=st.integers(0, 4),
+    batch=st.integers(1, 16),
+    void=st.integers(0, 30),
 )
-def test_the_need_of_a_ticket_can_be_met_and_keeps_it_from_being_stale(ticket_in_cap, version, eta, batch, void):
-    terms = Terms(batch, eta, 10_000, 60, 60)
-    admitted = (version + eta + 1) * batch + void
-    ticket = max(1, admitted - ticket_in_cap % ((eta + 1) * batch))
+def test_the_need_of_a_ticket_can_be_met_and_keeps_it_from_being_stale(
+    ticket_in_cap, version, max_staleness, batch, void
+):
+    terms = Admission(batch, max_staleness, 10_000, 60, 60)
+    admitted = (version + max_staleness + 1) * batch + void
+    ticket = max(1, admitted - ticket_in_cap % ((max_staleness + 1) * batch))
     need = terms.need(Reservation(ticket, version), void)
     assert need.min_step <= version
     trained_at = (ticket - void - 1) // batch
-    assert trained_at - need.min_step <= eta or trained_at < 0
+    assert trained_at - need.min_step <= max_staleness or trained_at < 0
     assert terms.need(Reservation(ticket, version), 0).min_step <= version
 
 
 def test_need_of_a_synchronous_run_is_the_newest_version():
-    assert Terms(4, 0, 100, 60, 60).need(Reservation(9, 2), 0) == Need(2)
+    assert Admission(4, 0, 100, 60, 60).need(Reservation(9, 2), 0) == VersionBounds(2)
 
 
 async def test_errors_of_the_service_itself_end_the_loop():
@@ -220,4 +236,4 @@ async def test_a_rough_environment_does_not_stop_the_loop():
 
 def test_a_ticket_issued_again_asks_for_weights_that_can_still_be_trained():
     """Voids before it would place ticket 5 in step 1, but step 1 is over: it trains at step 2 or later."""
-    assert Terms(4, 0, 100, 60, 60).need(Reservation(5, 1), 2) == Need(1)
+    assert Admission(4, 0, 100, 60, 60).need(Reservation(5, 1), 2) == VersionBounds(1)

@@ -1,6 +1,7 @@
 """The queue as a state machine against a real server: any order of work and faults keeps the invariants.
 
-Faults: lost leases, lost replies, duplicate and stray groups, a trainer that crashes with uncommitted work, between checkpoint and
+Faults: lost leases, lost replies, duplicate and stray groups, a trainer that crashes with uncommitted work, between
+    checkpoint and
 commit, or while it begins, a replaced trainer that goes on, a lost newest checkpoint, a wiped server, and a server that
 forgets its last moments (its append-only file is up to a second behind).
 """
@@ -20,8 +21,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from shared.errors import Fenced
 from shared.queue.client import command, connect
-from shared.queue.progress import Progress
-from shared.queue.queue import Entry, Finished, Published, Reservation, TicketQueue
+from shared.queue.progress import TicketProgress
+from shared.queue.queue import Finished, Published, Reservation, StreamEntry, TicketQueue
 from shared.queue.scripts import Scripts
 from shared.queue.server import ServerSpec
 
@@ -42,10 +43,20 @@ FAULTS = (
     "zombie_goes_on",
 )
 PRODUCE = st.fixed_dictionaries(
-    {"n": st.integers(0, CAP), "late": st.booleans(), "published": st.sets(st.integers(0, CAP), min_size=3), "keep": st.booleans()}
+    {
+        "n": st.integers(0, CAP),
+        "late": st.booleans(),
+        "published": st.sets(st.integers(0, CAP), min_size=3),
+        "keep": st.booleans(),
+    }
 )
 CONSUME = st.fixed_dictionaries(
-    {"count": st.integers(0, CAP), "filtered": st.booleans(), "steps": st.integers(0, ETA + 1), "end": st.sampled_from(END)}
+    {
+        "count": st.integers(0, CAP),
+        "filtered": st.booleans(),
+        "steps": st.integers(0, ETA + 1),
+        "end": st.sampled_from(END),
+    }
 )
 ACTIONS = st.one_of(
     st.tuples(st.just("produce"), PRODUCE),
@@ -69,17 +80,17 @@ class Checkpoint:
 
 @dataclass
 class TrainerModel:
-    """One incarnation, in arrival order; a checkpoint at most every eta + 1 steps."""
+    """One incarnation, in arrival order; a checkpoint at most every max_staleness + 1 steps."""
 
     queue: TicketQueue
     epoch: int
     version: int
-    progress: Progress
+    progress: TicketProgress
     trained: list[int]
-    hand: list[Entry] = field(default_factory=list)
+    hand: list[StreamEntry] = field(default_factory=list)
     uncommitted: list[Finished] = field(default_factory=list)
 
-    def finish(self, entry: Entry, *, void: bool) -> None:
+    def finish(self, entry: StreamEntry, *, void: bool) -> None:
         assert self.progress.finish(entry.ticket, void=void)
         self.hand.remove(entry)
         self.uncommitted.append(Finished(entry.ticket, entry.entry_id))
@@ -101,7 +112,9 @@ class TrainerModel:
 
     def checkpoint(self, issued: int) -> Checkpoint:
         progress = self.progress
-        return Checkpoint(self.epoch, self.version, issued, progress.low, frozenset(progress.done), progress.void, tuple(self.trained))
+        return Checkpoint(
+            self.epoch, self.version, issued, progress.low, frozenset(progress.done), progress.void, tuple(self.trained)
+        )
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -179,11 +192,18 @@ class QueueMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         checkpoint = self.durable[-1]
         queue = TicketQueue(self.redis, "run")
-        args = (checkpoint.low, checkpoint.version, checkpoint.issued, checkpoint.void, checkpoint.done, checkpoint.epoch)
+        args = (
+            checkpoint.low,
+            checkpoint.version,
+            checkpoint.issued,
+            checkpoint.void,
+            checkpoint.done,
+            checkpoint.epoch,
+        )
         epoch = self.do(queue.begin(*args))
         assert epoch > checkpoint.epoch
         assert self.finished() == (checkpoint.low, checkpoint.done)
-        progress = Progress(checkpoint.low, checkpoint.done, checkpoint.void)
+        progress = TicketProgress(checkpoint.low, checkpoint.done, checkpoint.void)
         self.trainer = TrainerModel(queue, epoch, checkpoint.version, progress, list(checkpoint.trained))
         if checkpoint.epoch == 0:
             self.reserved.clear()
@@ -308,7 +328,9 @@ class QueueMachine(RuleBasedStateMachine):
             return
         queued, leased, done, stream = self.do(self.contents())
         finished = set(range(1, state.low + 1)) | done
-        assert sorted([*queued, *leased, *(finished & set(range(1, state.issued + 1)))]) == list(range(1, state.issued + 1))
+        assert sorted([*queued, *leased, *(finished & set(range(1, state.issued + 1)))]) == list(
+            range(1, state.issued + 1)
+        )
         assert sorted(queued.values()) == stream
         assert len(stream) <= 2 * CAP + len(done)
         assert all(ticket > state.low for ticket in done)
@@ -322,7 +344,12 @@ class QueueMachine(RuleBasedStateMachine):
         leased = await command(self.redis, "ZRANGE", keys.lease, 0, -1)
         done = await command(self.redis, "SMEMBERS", keys.done)
         stream = await command(self.redis, "XRANGE", keys.stream, "-", "+")
-        return {int(t): e for t, e in queued.items()}, set(map(int, leased)), set(map(int, done)), sorted(e for e, _ in stream)
+        return (
+            {int(t): e for t, e in queued.items()},
+            set(map(int, leased)),
+            set(map(int, done)),
+            sorted(e for e, _ in stream),
+        )
 
     @invariant()
     def nothing_is_trained_twice(self) -> None:

@@ -1,8 +1,8 @@
 """`kill -9` of producers, trainer and server, wiped servers and trainers that come back from the dead: the weights at
 the end are, bit for bit, those of a run without faults.
 
-Faults strike when the run reaches given steps, so the test does the same on slow machines; only the phase within a step is
-left to chance.
+Faults strike when the run reaches given steps, so the test does the same on slow machines; only the phase within a step
+is left to chance.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""`Progress` against a plain set of tickets."""
+"""`TicketProgress` against a plain set of tickets."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.queue.progress import Progress
+from shared.queue.progress import TicketProgress
 
 ENDS = st.lists(st.tuples(st.integers(1, 20), st.booleans()))
 
 
 @given(ENDS)
 def test_it_is_a_set_of_tickets(ends: list[tuple[int, bool]]):
-    progress, plain = Progress(), dict[int, bool]()
+    progress, plain = TicketProgress(), dict[int, bool]()
     for ticket, void in ends:
         assert progress.finish(ticket, void=void) == (ticket not in plain)
         plain.setdefault(ticket, void)
@@ -24,6 +24,6 @@ def test_it_is_a_set_of_tickets(ends: list[tuple[int, bool]]):
 
 @given(ENDS, st.integers(0, 10))
 def test_it_survives_a_checkpoint(ends: list[tuple[int, bool]], low: int):
-    progress = Progress(low, (ticket for ticket, _ in ends), void=3)
-    again = Progress(progress.low, sorted(progress.done), progress.void)
+    progress = TicketProgress(low, (ticket for ticket, _ in ends), void=3)
+    again = TicketProgress(progress.low, sorted(progress.done), progress.void)
     assert (again.low, again.done, again.void) == (progress.low, progress.done, 3)

@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from shared.errors import ConfigError, Fenced, QueueUnavailable
 from shared.queue.client import command, connect
-from shared.queue.queue import Entry, Finished, Published, Refusal, Reservation, TicketQueue
+from shared.queue.queue import Finished, Published, PublishRefusal, Reservation, StreamEntry, TicketQueue
 from shared.queue.scripts import Scripts
 
 BATCH, ETA, TOTAL = 2, 1, 100_000
@@ -27,7 +27,7 @@ async def start(queue: TicketQueue) -> int:
     return await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0)
 
 
-async def take(queue: TicketQueue, ttl_s: float = 600.0, total: int = TOTAL) -> Reservation | Refusal:
+async def take(queue: TicketQueue, ttl_s: float = 600.0, total: int = TOTAL) -> Reservation | PublishRefusal:
     return await queue.reserve(ttl_s, BATCH, ETA, total)
 
 
@@ -39,7 +39,7 @@ async def fill(queue: TicketQueue, *tickets: int) -> None:
         assert await queue.publish(ticket, b"group %d" % ticket) is Published.QUEUED
 
 
-async def read(queue: TicketQueue, epoch: int, count: int = 10) -> list[Entry]:
+async def read(queue: TicketQueue, epoch: int, count: int = 10) -> list[StreamEntry]:
     return await queue.read(epoch, "trainer", count, 0)
 
 
@@ -54,7 +54,7 @@ async def restore(redis: Redis, saved: dict[Any, Any]) -> None:
 
 
 async def test_nothing_is_issued_before_a_trainer_begins(queue: TicketQueue):
-    assert await take(queue) is Refusal.NOT_READY
+    assert await take(queue) is PublishRefusal.NOT_READY
     assert await queue.publish(1, b"") is Published.NOT_READY
     assert not (await queue.state()).ready
 
@@ -74,17 +74,21 @@ async def test_a_group_travels_once(queue: TicketQueue):
 async def test_tickets_are_bounded_by_staleness_and_opened_by_commits(queue: TicketQueue):
     epoch = await start(queue)
     await fill(queue, 1, 2)
-    assert [await take(queue) for _ in range(3)] == [Reservation(3, 0), Reservation(4, 0), Refusal.FULL]
+    assert [await take(queue) for _ in range(3)] == [Reservation(3, 0), Reservation(4, 0), PublishRefusal.FULL]
     await queue.commit(epoch, 1, [Finished(1), Finished(2)], 0)
-    assert [await take(queue) for _ in range(3)] == [Reservation(5, 1), Reservation(6, 1), Refusal.FULL]
+    assert [await take(queue) for _ in range(3)] == [Reservation(5, 1), Reservation(6, 1), PublishRefusal.FULL]
 
 
 async def test_a_void_ticket_is_replaced(queue: TicketQueue):
     epoch = await start(queue)
-    assert [await take(queue, total=2) for _ in range(3)] == [Reservation(1, 0), Reservation(2, 0), Refusal.EXHAUSTED]
+    assert [await take(queue, total=2) for _ in range(3)] == [
+        Reservation(1, 0),
+        Reservation(2, 0),
+        PublishRefusal.EXHAUSTED,
+    ]
     await queue.commit(epoch, 0, [Finished(2)], 1)
     assert await take(queue, total=2) == Reservation(3, 0)
-    assert await take(queue, total=2) is Refusal.EXHAUSTED
+    assert await take(queue, total=2) is PublishRefusal.EXHAUSTED
 
 
 async def test_publishing_again_changes_nothing(queue: TicketQueue):
@@ -191,7 +195,7 @@ async def test_begin_is_chunked_and_closed_while_it_works(queue: TicketQueue, re
     _, fence = await dying.call("begin", "nonce", 1, 0, 5000, 10_000, 0, 0)
     for _ in range(5):
         assert await dying.fenced("begin_chunk", fence.decode(), [500]) == 0
-    assert await take(queue) is Refusal.NOT_READY
+    assert await take(queue) is PublishRefusal.NOT_READY
     assert 0 < (await queue.state()).leased < 10_000
     await queue.begin(low=0, version=5000, issued=10_000, void=0, done=range(500, 9000, 2), epoch=1)
     assert (await queue.state()).leased == 10_000 - 4250
@@ -204,7 +208,7 @@ async def test_a_rollback_is_issued_in_order_and_bounded(queue: TicketQueue):
     await fill(queue, 1001, 1002, 1003, 1004)
     epoch = await queue.begin(low=900, version=450, issued=900, void=0, done=(), epoch=epoch)
     taken = [await take(queue) for _ in range(CAP + 1)]
-    assert taken == [Reservation(901 + i, 450) for i in range(CAP)] + [Refusal.FULL]
+    assert taken == [Reservation(901 + i, 450) for i in range(CAP)] + [PublishRefusal.FULL]
     assert await queue.renew(902, 0.0)
     assert await take(queue) == Reservation(902, 450)
 
@@ -344,7 +348,7 @@ async def test_waiting_ends_with_a_commit_a_begin_or_a_late_lease(queue: TicketQ
     async with connect(redis_url) as other, asyncio.timeout(5):
         producer = TicketQueue(other, "run")
 
-        async def wait() -> Reservation | Refusal:
+        async def wait() -> Reservation | PublishRefusal:
             return await producer.reserve_wait(0.03, BATCH, ETA, TOTAL, deadline_s=4)
 
         async with asyncio.TaskGroup() as group:
@@ -365,7 +369,7 @@ async def test_waiting_has_a_deadline(queue: TicketQueue):
     await start(queue)
     await fill(queue, 1, 2, 3, 4)
     started = time.monotonic()
-    assert await queue.reserve_wait(1, BATCH, ETA, TOTAL, deadline_s=0.05) is Refusal.FULL
+    assert await queue.reserve_wait(1, BATCH, ETA, TOTAL, deadline_s=0.05) is PublishRefusal.FULL
     assert time.monotonic() - started < 1
 
 
@@ -377,7 +381,7 @@ async def test_a_run_name_cannot_leave_its_hash_tag(redis: Redis):
 async def test_runs_do_not_meet(redis: Redis):
     one, two = TicketQueue(redis, "one"), TicketQueue(redis, "two")
     await start(one)
-    assert await take(two) is Refusal.NOT_READY
+    assert await take(two) is PublishRefusal.NOT_READY
     assert all(key.startswith(b"{one}:") for key in await command(redis, "KEYS", "*"))
 
 

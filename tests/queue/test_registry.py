@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 import pytest
 from redis.asyncio import Redis
 
-from shared import registry
+from shared.queue import registry
 from shared.queue.client import connect
-from shared.registry import Registry, Server
+from shared.queue.registry import RegisteredServer, Registry
 from tests.support.net import free_port
 
-ONE = Server(id="one", url="http://127.0.0.1:1", version="e000001-s000000", capacity=8, epoch=1)
-TWO = Server(id="two", url="http://127.0.0.1:2", version="e000001-s000000", capacity=8, epoch=1)
+ONE = RegisteredServer(id="one", url="http://127.0.0.1:1", version="e000001-s000000", capacity=8, epoch=1)
+TWO = RegisteredServer(id="two", url="http://127.0.0.1:2", version="e000001-s000000", capacity=8, epoch=1)
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def registered(servers: Registry, current: Callable[[], Server | None]) -> AsyncIterator[None]:
+async def registered(servers: Registry, current: Callable[[], RegisteredServer | None]) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as group:
         beating = group.create_task(servers.heartbeat(current))
         yield
         beating.cancel()
 
 
-async def until(servers: Registry, expected: list[Server]) -> None:
+async def until(servers: Registry, expected: list[RegisteredServer]) -> None:
     async with asyncio.timeout(3):
         while await servers.servers() != expected:
             await asyncio.sleep(0.005)
@@ -52,7 +52,7 @@ async def test_servers_come_and_go(redis: Redis):
 @pytest.mark.usefixtures("fast")
 async def test_a_record_follows_its_server(redis: Redis):
     servers, now = Registry(redis, "run"), [ONE]
-    newer = Server(id="one", url=ONE.url, version="e000001-s000001", capacity=8, epoch=1)
+    newer = RegisteredServer(id="one", url=ONE.url, version="e000001-s000001", capacity=8, epoch=1)
     async with registered(servers, lambda: now[0] if now else None):
         await until(servers, [ONE])
         now[0] = newer
@@ -62,10 +62,10 @@ async def test_a_record_follows_its_server(redis: Redis):
 
 
 async def test_a_server_is_registered_as_soon_as_it_may_get_work(redis: Redis):
-    servers, ready = Registry(redis, "run"), list[Server]()
+    servers, ready = Registry(redis, "run"), list[RegisteredServer]()
     looks = 0
 
-    def current() -> Server | None:
+    def current() -> RegisteredServer | None:
         nonlocal looks
         looks += 1
         return ready[0] if ready else None
@@ -85,7 +85,7 @@ async def test_a_server_that_cannot_be_taken_off_now_does_not_try_without_pause(
     monkeypatch.setattr(registry, "_NOT_YET_S", 0.0)
     looks = 0
 
-    def current() -> Server | None:
+    def current() -> RegisteredServer | None:
         nonlocal looks
         looks += 1
         return ONE if looks == 1 else None

@@ -7,7 +7,15 @@ from shared.queue.queue import Reservation, TicketQueue
 
 
 @pytest.mark.parametrize(
-    "fields", [{"foo": "bar"}, {"t": "x", "d": "y"}, {"t": "1"}, {"t": "-5", "d": "z"}, {"t": "1.5", "d": "z"}, {"t": "9" * 5000, "d": "z"}]
+    "fields",
+    [
+        {"foo": "bar"},
+        {"t": "x", "d": "y"},
+        {"t": "1"},
+        {"t": "-5", "d": "z"},
+        {"t": "1.5", "d": "z"},
+        {"t": "9" * 5000, "d": "z"},
+    ],
 )
 async def test_an_entry_that_no_producer_wrote_is_left_alone(redis: Redis, fields: dict[str, str]) -> None:
     queue = TicketQueue(redis, "r")

@@ -1,7 +1,7 @@
 """A producer and a trainer as processes of their own, for the tests that kill them.
 
-The trainer's weights depend on the order and the number of times groups are trained, so equal weights mean: no group was
-lost, none counted twice, all came in their turn.
+The trainer's weights depend on the order and the number of times groups are trained, so equal weights mean: no group
+was lost, none counted twice, all came in their turn.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import numpy as np
 from shared import codec
 from shared.errors import Fenced, QueueUnavailable
 from shared.queue.client import connect
-from shared.queue.progress import Progress
-from shared.queue.queue import Entry, Finished, Published, Reservation, TicketQueue
+from shared.queue.progress import TicketProgress
+from shared.queue.queue import Finished, Published, Reservation, StreamEntry, TicketQueue
 
 RUN, BATCH, ETA, INTERVAL, STEPS, WIDTH = "chaos", 4, 2, 3, 66, 512
 LEASE_S, PAUSE_S = 1.0, 0.02
@@ -75,16 +75,16 @@ async def publish(queue: TicketQueue, ticket: int, payload: bytes) -> None:
 
 
 @dataclass
-class Trainer:
+class QueueTrainer:
     queue: TicketQueue
     folder: Path
     epoch: int
     step: int
-    progress: Progress
+    progress: TicketProgress
     weights: np.ndarray
 
     def __post_init__(self) -> None:
-        self.waiting: dict[int, Entry] = {}
+        self.waiting: dict[int, StreamEntry] = {}
         self.uncommitted: list[Finished] = []
 
     async def run(self) -> None:
@@ -110,7 +110,7 @@ class Trainer:
     def durable_step(self) -> int:
         return self.step - self.step % INTERVAL
 
-    def next_batch(self) -> list[Entry]:
+    def next_batch(self) -> list[StreamEntry]:
         """The next tickets in order; empty if one of them is missing."""
         batch, ticket = [], self.progress.low
         while len(batch) < BATCH:
@@ -122,7 +122,7 @@ class Trainer:
             batch.append(self.waiting[ticket])
         return batch
 
-    def finish(self, entry: Entry, *, void: bool) -> Finished:
+    def finish(self, entry: StreamEntry, *, void: bool) -> Finished:
         assert self.progress.finish(entry.ticket, void=void)
         del self.waiting[entry.ticket]
         self.uncommitted.append(Finished(entry.ticket, entry.entry_id))
@@ -135,17 +135,24 @@ class Trainer:
         self.uncommitted.clear()
 
 
-def decode(entry: Entry) -> np.ndarray:
+def decode(entry: StreamEntry) -> np.ndarray:
     record = codec.unpack(entry.payload)
     assert record["ticket"] == entry.ticket
     return record["group"]
 
 
-def save(folder: Path, epoch: int, step: int, progress: Progress, issued: int, weights: np.ndarray) -> None:
+def save(folder: Path, epoch: int, step: int, progress: TicketProgress, issued: int, weights: np.ndarray) -> None:
     """Atomic and durable: files, folder, rename, parent."""
     draft = folder / f"draft-{os.getpid()}"
     draft.mkdir()
-    state = {"epoch": epoch, "step": step, "issued": issued, "low": progress.low, "done": sorted(progress.done), "void": progress.void}
+    state = {
+        "epoch": epoch,
+        "step": step,
+        "issued": issued,
+        "low": progress.low,
+        "done": sorted(progress.done),
+        "void": progress.void,
+    }
     (draft / "state.json").write_text(json.dumps(state))
     np.save(draft / "weights.npy", weights)
     for path in (*draft.iterdir(), draft):
@@ -178,11 +185,13 @@ async def run_trainer(url: str, folder: Path) -> None:
     async with connect(url) as redis:
         queue = TicketQueue(redis, RUN)
         state, done, weights = newest(folder)
-        epoch = await patiently(lambda: queue.begin(state["low"], state["step"], state["issued"], state["void"], done, state["epoch"]))
-        progress = Progress(state["low"], done, state["void"])
+        epoch = await patiently(
+            lambda: queue.begin(state["low"], state["step"], state["issued"], state["void"], done, state["epoch"])
+        )
+        progress = TicketProgress(state["low"], done, state["void"])
         if state["epoch"] == 0:
             save(folder, epoch, 0, progress, 0, weights)
-        await Trainer(queue, folder, epoch, state["step"], progress, weights).run()
+        await QueueTrainer(queue, folder, epoch, state["step"], progress, weights).run()
 
 
 def main() -> None:

@@ -4,12 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.rollout.server import Server, running_server
+from tests.rollout.server import RolloutProcess, running_server
 from tests.support import models
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutProcess]:
     """One server for all tests of the engine; each test makes the versions it needs."""
     folder: Path = tmp_path_factory.mktemp("rollout")
     with running_server(folder, models.tiny_config()) as server:

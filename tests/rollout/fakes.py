@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from services.rollout.engine.protocol import (
+from services.rollout.engines.base import (
     CommitMode,
     CommitResult,
     EngineInfo,
@@ -18,7 +18,7 @@ from services.rollout.engine.protocol import (
     GenerateRequest,
     GenerateResult,
     Live,
-    Loaded,
+    LoadedWeights,
     StagedWeights,
 )
 from services.rollout.settings import RolloutSettings
@@ -27,7 +27,9 @@ from shared.schema import Limits, TokenFiles
 from shared.types import VersionSpan
 from tests.support.tokenizer import FOLDER
 
-SETTINGS = RolloutSettings(EngineSpec(str(FOLDER)), None, "retract", "test", "s", "http://x", None, None, TokenFiles(), None, Limits())
+SETTINGS = RolloutSettings(
+    EngineSpec(str(FOLDER)), None, "retract", "test", "s", "http://x", None, None, TokenFiles(), None, Limits()
+)
 
 
 @dataclass
@@ -72,7 +74,7 @@ class FakeEngine:
         spans = (VersionSpan(self.version or "", 0, n),)
         return GenerateResult(request.rid, ids, np.full(n, -0.5, np.float32), finish, spans, len(request.input_ids), 0)
 
-    async def stage(self, weights: StagedWeights) -> Loaded:
+    async def stage(self, weights: StagedWeights) -> LoadedWeights:
         self.staging.append(weights.version)
         self.on_stage()
         if self.stages is not None:
@@ -81,7 +83,7 @@ class FakeEngine:
             raise WeightsError(f"{weights.version} is broken")
         self.loaded.append(weights.version)
         self.staged = f"arrays of {weights.digest}"
-        return Loaded(self.staged, {"restore_s": 0.0})
+        return LoadedWeights(self.staged, {"restore_s": 0.0})
 
     async def commit(self, version: str, mode: CommitMode) -> CommitResult:
         self.modes.append(mode)

@@ -1,4 +1,6 @@
-"""An engine's process without an engine: requests and, told by a file's presence, stages, commits and the boot never end."""
+"""An engine's process without an engine: requests and, told by a file's presence, stages, commits and the boot never
+end.
+"""
 
 import os
 import signal
@@ -8,10 +10,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine.link import Link
-from services.rollout.engine.worker import beat
+from services.rollout.engines.sglang_jax.link import EngineLink
+from services.rollout.engines.sglang_jax.worker import beat
 
-INFO = {"vocab_size": 512, "context_length": 256, "max_total_tokens": 4096, "max_running_requests": 16, "eos_token_ids": [2], "boot_s": 0.0}
+INFO = {
+    "vocab_size": 512,
+    "context_length": 256,
+    "max_total_tokens": 4096,
+    "max_running_requests": 16,
+    "eos_token_ids": [2],
+    "boot_s": 0.0,
+}
 
 
 def answer(op: str, message: dict[str, Any], state: dict[str, Any]) -> Any:
@@ -33,7 +42,7 @@ def answer(op: str, message: dict[str, Any], state: dict[str, Any]) -> Any:
             return 0
 
 
-def run(link: Link) -> None:
+def run(link: EngineLink) -> None:
     state: dict[str, Any] = {}
     link.receive(60.0)
     script = Path(os.environ["SCRIPT"])
@@ -51,7 +60,7 @@ def run(link: Link) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    link = Link(socket.socket(fileno=int(sys.argv[1])))
+    link = EngineLink(socket.socket(fileno=int(sys.argv[1])))
     threading.Thread(target=beat, args=(link,), daemon=True).start()
     try:
         run(link)

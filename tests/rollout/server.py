@@ -28,7 +28,7 @@ POOL = 1024  # a quarter of what full requests would need: long ones are retract
 
 
 @dataclass
-class Server:
+class RolloutProcess:
     """`weights` are the float32 arrays of every version this server was given, by version; `epoch` that of new ones."""
 
     url: str
@@ -41,7 +41,9 @@ class Server:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(64))
 
     def __post_init__(self) -> None:
-        self.http = httpx.Client(base_url=self.url, timeout=120, trust_env=False, limits=httpx.Limits(max_connections=None))
+        self.http = httpx.Client(
+            base_url=self.url, timeout=120, trust_env=False, limits=httpx.Limits(max_connections=None)
+        )
 
     def post(self, path: str, body: dict[str, Any], status: int = 200) -> Any:
         answer = self.http.post(path, content=codec.pack(body), headers={"Content-Type": codec.MEDIA_TYPE})
@@ -53,7 +55,9 @@ class Server:
     def get(self, path: str) -> Any:
         return self.http.get(path).raise_for_status().json()
 
-    def generate(self, ids: Sequence[int], n: int = 16, rid: str | None = None, status: int = 200, **sampling: Any) -> Any:
+    def generate(
+        self, ids: Sequence[int], n: int = 16, rid: str | None = None, status: int = 200, **sampling: Any
+    ) -> Any:
         """Greedy and without stopping at the end token, unless `sampling` says otherwise."""
         params = {"max_new_tokens": n, "temperature": 0.0, "ignore_eos": True} | sampling
         body = {"input_ids": np.array(ids, np.int32), "sampling_params": params} | ({"rid": rid} if rid else {})
@@ -97,13 +101,20 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
 
 
 @contextmanager
-def running_server(folder: Path, config: dict[str, Any], *overrides: str) -> Iterator[Server]:
-    """A server whose first version e000001-s000000 (seed 0) is on disk before it starts; killed at the end if still there."""
+def running_server(folder: Path, config: dict[str, Any], *overrides: str) -> Iterator[RolloutProcess]:
+    """A server whose first version e000001-s000000 (seed 0) is on disk before it starts; killed at the end if still
+    there.
+    """
     port = free_port()
     model = models.write_hf(folder / "model", config)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).write_bytes((Path(__file__).parents[2] / "configs" / "models" / "tiny" / name).read_bytes())
-    sizes = {"context_length": CONTEXT, "max_running_requests": MAX_RUNNING, "max_prefill_tokens": MAX_PREFILL, "max_total_tokens": POOL}
+    sizes = {
+        "context_length": CONTEXT,
+        "max_running_requests": MAX_RUNNING,
+        "max_prefill_tokens": MAX_PREFILL,
+        "max_total_tokens": POOL,
+    }
     engine = json.dumps(sizes | {"precompile_token_paddings": [16, 64], "precompile_bs_paddings": [8, 16]})
     path = folder / "run.yaml"
     path.write_text(
@@ -112,7 +123,7 @@ def running_server(folder: Path, config: dict[str, Any], *overrides: str) -> Ite
     )
     command = [sys.executable, "-m", "services.rollout", "--config", str(path), *overrides]
     with subprocess.Popen(command) as process:
-        server = Server(f"http://127.0.0.1:{port}", folder / "test" / "checkpoints", config, process)
+        server = RolloutProcess(f"http://127.0.0.1:{port}", folder / "test" / "checkpoints", config, process)
         try:
             server.publish("e000001-s000000", 0, ".")
             wait_until(lambda: process.poll() is not None or _ready(server), 200)
@@ -124,7 +135,7 @@ def running_server(folder: Path, config: dict[str, Any], *overrides: str) -> Ite
             server.http.close()
 
 
-def _ready(server: Server) -> bool:
+def _ready(server: RolloutProcess) -> bool:
     try:
         return server.http.get("/ready", timeout=5).status_code == 200
     except httpx.HTTPError:

@@ -1,4 +1,5 @@
-"""The real engine, dishonest: it acknowledges new weights, labels tokens with them, and keeps computing with its first ones.
+"""The real engine, dishonest: it acknowledges new weights, labels tokens with them, and keeps computing with its first
+ones.
 
 Told to flush its cache it also loses a bit of its memory: the lowest of one weight.
 """
@@ -9,8 +10,8 @@ import sys
 import jax
 import numpy as np
 
-from services.rollout.engine import boot, worker
-from services.rollout.engine.scheduler import RolloutScheduler
+from services.rollout.engines.sglang_jax import boot, worker
+from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
 
 
 class Stubborn(RolloutScheduler):

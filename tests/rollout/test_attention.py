@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from services.rollout.engine.attention import attend_blocks, write_and_attend
-from services.rollout.engine.step import float32_logits
+from services.rollout.engines.sglang_jax.scheduling.attention import attend_blocks, write_and_attend
+from services.rollout.engines.sglang_jax.scheduling.step import float32_logits
 
 HEADS, KV, DIM, SLOTS = 4, 2, 128, 700
 rng = np.random.default_rng(0)
@@ -37,15 +37,23 @@ def test_ragged_requests_attend_to_their_own_past(block_q: int) -> None:
     cache_loc = np.zeros(512, np.int32)
     cache_loc[: seq_lens.sum()] = np.concatenate(slots)
     out = attend_blocks(
-        jnp.array(q), jnp.array(pool.reshape(-1, DIM)), jnp.array(cache_loc), jnp.array(seq_lens), jnp.array(query_lens),
-        kv_heads=KV, scale=DIM**-0.5, block_q=block_q,
-    )  # fmt: skip
+        jnp.array(q),
+        jnp.array(pool.reshape(-1, DIM)),
+        jnp.array(cache_loc),
+        jnp.array(seq_lens),
+        jnp.array(query_lens),
+        kv_heads=KV,
+        scale=DIM**-0.5,
+        block_q=block_q,
+    )
     assert np.isfinite(out).all()
     at = 0
     for length, n, where in zip(seq_lens, query_lens, slots, strict=True):
         if n:
             keys, values = pool[where, ::2], pool[where, 1::2]
-            np.testing.assert_allclose(out[at : at + n], reference(q[at : at + n], keys, values, length - n, DIM**-0.5), atol=2e-5)
+            np.testing.assert_allclose(
+                out[at : at + n], reference(q[at : at + n], keys, values, length - n, DIM**-0.5), atol=2e-5
+            )
         at += n
 
 
@@ -57,7 +65,9 @@ def test_heads_of_any_size_fit_the_pools_longer_rows(dim: int) -> None:
     slots = rng.permutation(SLOTS)[:length].astype(np.int32)
     pool = jnp.full((SLOTS, 1, 2 * KV, 1, width), 7.0)
     lens = jnp.array([length, 0], jnp.int32)
-    out, written = write_and_attend(q, k, v, pool, jnp.array(slots), jnp.array(slots), lens, lens, scale=dim**-0.5, block_q=16)
+    out, written = write_and_attend(
+        q, k, v, pool, jnp.array(slots), jnp.array(slots), lens, lens, scale=dim**-0.5, block_q=16
+    )
     np.testing.assert_allclose(out, reference(q, k, v, 0, dim**-0.5), atol=2e-5)
     assert written.shape == pool.shape
     np.testing.assert_array_equal(written[slots, 0, ::2, 0, :dim], k)
@@ -68,7 +78,9 @@ def test_bfloat16_models_get_float32_logits() -> None:
     mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(AxisType.Explicit, AxisType.Explicit))
     hidden = jnp.array(rng.normal(size=(4, 64)), jnp.bfloat16)
     table = jnp.array(rng.normal(size=(96, 64)), jnp.bfloat16)
-    head = SimpleNamespace(embedding=SimpleNamespace(value=table), dtype=jnp.bfloat16, promote_dtype=lambda pair, dtype: pair)
+    head = SimpleNamespace(
+        embedding=SimpleNamespace(value=table), dtype=jnp.bfloat16, promote_dtype=lambda pair, dtype: pair
+    )
     with jax.set_mesh(mesh):
         logits = float32_logits(SimpleNamespace(mesh=mesh, vocab_size=90, soft_cap=None), hidden, head)
     assert logits.dtype == jnp.float32

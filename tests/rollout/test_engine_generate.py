@@ -9,11 +9,11 @@ import numpy as np
 import orjson
 import pytest
 
-from tests.rollout.server import MAX_PREFILL, Server, wait_until
+from tests.rollout.server import MAX_PREFILL, RolloutProcess, wait_until
 from tests.support import qwen3_ref
 
 
-def test_concurrent_requests_agree_with_the_reference(server: Server, prompts: list[list[int]]) -> None:
+def test_concurrent_requests_agree_with_the_reference(server: RolloutProcess, prompts: list[list[int]]) -> None:
     """Fails with the engine's overlapped loop, whose next step overwrites the indices that the running one reads."""
     answers = [f.result() for f in [server.start(p, 24) for p in prompts]]
     assert max(server.error(p, a) for p, a in zip(prompts, answers, strict=True)) <= 1e-4
@@ -22,12 +22,12 @@ def test_concurrent_requests_agree_with_the_reference(server: Server, prompts: l
         assert answer["output_ids"].tolist() == qwen3_ref.greedy(weights, server.config, prompt, 24)
 
 
-def test_a_prompt_longer_than_one_prefill_is_exact(server: Server) -> None:
+def test_a_prompt_longer_than_one_prefill_is_exact(server: RolloutProcess) -> None:
     prompt = np.random.default_rng(1).integers(3, 500, 3 * MAX_PREFILL + 5).tolist()
     assert server.error(prompt, server.generate(prompt, 8)) <= 1e-4
 
 
-def test_a_long_answer_has_each_token_once(server: Server, prompts: list[list[int]]) -> None:
+def test_a_long_answer_has_each_token_once(server: RolloutProcess, prompts: list[list[int]]) -> None:
     """The engine repeats log-probabilities of answers beyond 50 tokens."""
     answer = server.generate(prompts[0], 170)
     meta = answer["meta_info"]
@@ -35,7 +35,7 @@ def test_a_long_answer_has_each_token_once(server: Server, prompts: list[list[in
     assert server.error(prompts[0], answer) <= 1e-4
 
 
-def test_the_stop_token_is_returned_as_sampled(server: Server, prompts: list[list[int]]) -> None:
+def test_the_stop_token_is_returned_as_sampled(server: RolloutProcess, prompts: list[list[int]]) -> None:
     free = server.generate(prompts[1], 12)["output_ids"].tolist()
     stop = next(token for i, token in enumerate(free) if i >= 3 and token not in free[:i])
     answer = server.generate(prompts[1], 12, stop_token_ids=[stop], ignore_eos=False)
@@ -43,14 +43,14 @@ def test_the_stop_token_is_returned_as_sampled(server: Server, prompts: list[lis
     assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
-def test_json_has_sglangs_rows(server: Server, prompts: list[list[int]]) -> None:
+def test_json_has_sglangs_rows(server: RolloutProcess, prompts: list[list[int]]) -> None:
     body = {"input_ids": prompts[0], "sampling_params": {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True}}
     answer = server.http.post("/generate", json=body).json()
     assert [row[1] for row in answer["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
 
 
-def test_logprobs_are_at_the_requests_temperature(server: Server, prompts: list[list[int]]) -> None:
+def test_logprobs_are_at_the_requests_temperature(server: RolloutProcess, prompts: list[list[int]]) -> None:
     answer = server.generate(prompts[2], 12, temperature=0.7, sampling_seed=3)
     ids = answer["output_ids"].tolist()
     weights = server.weights[answer["meta_info"]["weight_versions"][0]["version"]]
@@ -58,19 +58,22 @@ def test_logprobs_are_at_the_requests_temperature(server: Server, prompts: list[
     np.testing.assert_allclose(answer["meta_info"]["output_token_logprobs"], expected, atol=1e-4)
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_company(server: Server, prompts: list[list[int]]) -> None:
-    alone = [server.generate(p, 24, temperature=1.0, sampling_seed=i)["output_ids"].tolist() for i, p in enumerate(prompts[:4])]
+def test_a_seed_gives_the_same_tokens_alone_and_in_company(server: RolloutProcess, prompts: list[list[int]]) -> None:
+    alone = [
+        server.generate(p, 24, temperature=1.0, sampling_seed=i)["output_ids"].tolist()
+        for i, p in enumerate(prompts[:4])
+    ]
     crowd = [server.start(p, 24, temperature=1.0, sampling_seed=i) for i, p in enumerate(prompts)]
     assert [f.result()["output_ids"].tolist() for f in crowd[:4]] == alone
 
 
-def test_without_a_seed_and_with_another_the_draw_differs(server: Server, prompts: list[list[int]]) -> None:
+def test_without_a_seed_and_with_another_the_draw_differs(server: RolloutProcess, prompts: list[list[int]]) -> None:
     seeded = [server.generate(prompts[0], 24, temperature=1.0, sampling_seed=s)["output_ids"].tolist() for s in (1, 2)]
     free = [server.generate(prompts[0], 24, temperature=1.0)["output_ids"].tolist() for _ in range(2)]
     assert len({tuple(ids) for ids in seeded + free}) == 4
 
 
-def test_first_tokens_follow_the_models_distribution(server: Server, prompts: list[list[int]]) -> None:
+def test_first_tokens_follow_the_models_distribution(server: RolloutProcess, prompts: list[list[int]]) -> None:
     """χ² of 1,600 draws with consecutive seeds; the engine's own seeded sampler gives 15.7 a degree of freedom."""
     draws = [server.start(prompts[0], 1, temperature=1.0, sampling_seed=s) for s in range(1600)]
     wait(draws)
@@ -83,7 +86,7 @@ def test_first_tokens_follow_the_models_distribution(server: Server, prompts: li
     assert ((observed - expected) ** 2 / expected).sum() / len(often) < 1.6
 
 
-def test_aborting_one_request_spares_the_one_its_id_begins(server: Server, prompts: list[list[int]]) -> None:
+def test_aborting_one_request_spares_the_one_its_id_begins(server: RolloutProcess, prompts: list[list[int]]) -> None:
     doomed, spared = server.start(prompts[0], 200, rid="job-1"), server.start(prompts[1], 200, rid="job-10")
     wait_until(lambda: server.status()["running"] == 2)
     assert server.post("/abort_request", {"rid": "job-1"}) == {"aborted": 1}
@@ -95,19 +98,22 @@ def test_aborting_one_request_spares_the_one_its_id_begins(server: Server, promp
     assert server.post("/abort_request", {"rid": "job-1"}) == {"aborted": 0}
 
 
-def test_a_client_that_disconnects_frees_its_request(server: Server, prompts: list[list[int]]) -> None:
+def test_a_client_that_disconnects_frees_its_request(server: RolloutProcess, prompts: list[list[int]]) -> None:
     body = orjson.dumps({"input_ids": prompts[0], "sampling_params": {"max_new_tokens": 210, "ignore_eos": True}})
     port = int(server.url.rpartition(":")[2])
     before = server.status()["output_tokens"]
     with socket.create_connection(("127.0.0.1", port)) as client:
-        head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = (
+            "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length:"
+            f" {len(body)}\r\n\r\n"
+        )
         client.sendall(head.encode() + body)
         wait_until(lambda: server.status()["output_tokens"] > before)
     wait_until(lambda: server.status()["running"] == 0, 10)
     assert server.status()["output_tokens"] - before < 200
 
 
-def test_repeated_prompts_come_from_the_cache(server: Server) -> None:
+def test_repeated_prompts_come_from_the_cache(server: RolloutProcess) -> None:
     prompt = np.random.default_rng(99).integers(3, 500, 30).tolist()
     first, second = server.generate(prompt, 4), server.generate(prompt, 4)
     assert (first["meta_info"]["cached_tokens"], second["meta_info"]["cached_tokens"]) == (0, 29)
@@ -115,7 +121,7 @@ def test_repeated_prompts_come_from_the_cache(server: Server) -> None:
 
 
 @pytest.mark.parametrize("action", ["/pause_generation", "/flush_cache"])
-def test_running_and_queued_requests_survive(server: Server, action: str) -> None:
+def test_running_and_queued_requests_survive(server: RolloutProcess, action: str) -> None:
     """Twice as many requests as run at once; the stock handlers lose one or end the server."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, 500, 12).tolist() for _ in range(32)]
@@ -131,7 +137,7 @@ def test_running_and_queued_requests_survive(server: Server, action: str) -> Non
     assert max(server.error(p, f.result()) for p, f in zip(prompts, started, strict=True)) <= 1e-4
 
 
-def test_a_pause_can_end_everything(server: Server, prompts: list[list[int]]) -> None:
+def test_a_pause_can_end_everything(server: RolloutProcess, prompts: list[list[int]]) -> None:
     started = [server.start(p, 200) for p in prompts * 2]
     wait_until(lambda: (status := server.status())["running"] + status["queued"] == len(started))
     try:
@@ -144,31 +150,38 @@ def test_a_pause_can_end_everything(server: Server, prompts: list[list[int]]) ->
 
 @pytest.mark.parametrize(
     ("ids", "n", "named"),
-    [([5, 512, 6], 4, "input_ids[1] is 512"), ([5, -1], 4, "input_ids[1] is -1"), ([], 4, "empty"), ([5] * 250, 6, "250 prompt tokens")],
+    [
+        ([5, 512, 6], 4, "input_ids[1] is 512"),
+        ([5, -1], 4, "input_ids[1] is -1"),
+        ([], 4, "empty"),
+        ([5] * 250, 6, "250 prompt tokens"),
+    ],
 )
-def test_impossible_requests_name_what_is_wrong(server: Server, ids: list[int], n: int, named: str) -> None:
+def test_impossible_requests_name_what_is_wrong(server: RolloutProcess, ids: list[int], n: int, named: str) -> None:
     assert named in server.generate(ids, n, status=422)["detail"]
 
 
-def test_the_last_position_of_the_context_can_be_used(server: Server) -> None:
+def test_the_last_position_of_the_context_can_be_used(server: RolloutProcess) -> None:
     prompt = [7] * 250
     assert server.error(prompt, server.generate(prompt, 5)) <= 1e-4
 
 
-def test_the_same_id_twice_is_a_conflict(server: Server, prompts: list[list[int]]) -> None:
+def test_the_same_id_twice_is_a_conflict(server: RolloutProcess, prompts: list[list[int]]) -> None:
     first = server.start(prompts[0], 100, rid="twice")
     wait_until(lambda: server.status()["running"] == 1)
     assert "twice" in server.generate(prompts[0], 4, rid="twice", status=409)["detail"]
     assert len(first.result()["output_ids"]) == 100
 
 
-def test_chat_and_completion_answer_in_openais_shape(server: Server) -> None:
+def test_chat_and_completion_answer_in_openais_shape(server: RolloutProcess) -> None:
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "n": 2, "seed": 1}
     chat = server.http.post("/v1/chat/completions", json=asked)
     choices = chat.raise_for_status().json()["choices"]
     assert [c["index"] for c in choices] == [0, 1]
     assert choices[0]["message"]["role"] == "assistant"
-    text = server.http.post("/v1/completions", json={"prompt": [5, 6], "max_tokens": 3, "temperature": 0, "logprobs": 1})
+    text = server.http.post(
+        "/v1/completions", json={"prompt": [5, 6], "max_tokens": 3, "temperature": 0, "logprobs": 1}
+    )
     choice = text.raise_for_status().json()["choices"][0]
     assert len(choice["logprobs"]["token_logprobs"]) == len(choice["token_ids"])
     assert server.get("/v1/models")["data"][0]["max_model_len"] == 256

@@ -1,4 +1,6 @@
-"""The engine's process is killed or stopped at every moment: the service ends or waits, and never hangs. Real processes, no model."""
+"""The engine's process is killed or stopped at every moment: the service ends or waits, and never hangs. Real
+processes, no model.
+"""
 
 import asyncio
 import contextlib
@@ -16,11 +18,11 @@ import httpx
 import pytest
 
 from services.rollout import metrics
-from services.rollout.engine.client import open_engine
-from services.rollout.engine.protocol import EngineSpec
-from services.rollout.updates import Updates
+from services.rollout.engines.base import EngineSpec
+from services.rollout.engines.sglang_jax.client import open_engine
+from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Unavailable
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 from tests.rollout.server import wait_until
 from tests.support import models
 from tests.support.net import free_port, wait_http
@@ -31,7 +33,7 @@ VERSION = "e000001-s000001"
 
 
 @dataclass
-class Scripted:
+class ScriptedProcess:
     """`folder` is the model's; a file `hang-OP` in it makes the engine's process never answer OP."""
 
     folder: Path
@@ -70,7 +72,7 @@ class Scripted:
 
 
 @contextlib.contextmanager
-def scripted(tmp_path: Path, op: str) -> Iterator[Scripted]:
+def scripted(tmp_path: Path, op: str) -> Iterator[ScriptedProcess]:
     """A service whose engine hangs in `op`; with weights, unless it hangs while it gets them."""
     port, folder, root = free_port(), tmp_path / "model", tmp_path / "run" / "checkpoints"
     models.write_hf(folder, CONFIG)
@@ -85,7 +87,7 @@ def scripted(tmp_path: Path, op: str) -> Iterator[Scripted]:
     command = [sys.executable, "-m", "tests.rollout.scripted", "--config", str(config)]
     with subprocess.Popen(command, env=os.environ | {"SCRIPT": str(folder)}) as process:
         try:
-            server = Scripted(folder, root, f"http://127.0.0.1:{port}", process)
+            server = ScriptedProcess(folder, root, f"http://127.0.0.1:{port}", process)
             if op != "boot":
                 wait_http(f"{server.url}/health")
             if op not in ("boot", "stage", "commit"):
@@ -148,12 +150,12 @@ def test_sigterm_ends_the_service_of_a_stopped_engine(tmp_path: Path) -> None:
 
 async def test_an_engine_too_busy_to_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it end the workers that ask it, or keep weights from being updated."""
-    monkeypatch.setattr("services.rollout.engine.client.ANSWER_S", 0.05)
-    monkeypatch.setattr("services.rollout.updates.AUDIT_S", 0.01)
+    monkeypatch.setattr("services.rollout.engines.sglang_jax.client.ANSWER_S", 0.05)
+    monkeypatch.setattr("services.rollout.weights.updater.AUDIT_S", 0.01)
     model, root = models.write_hf(tmp_path / "model", CONFIG), tmp_path / "checkpoints"
     monkeypatch.setenv("SCRIPT", str(model))
     async with open_engine(EngineSpec(str(model)), "tests.rollout.scripted_worker") as engine:
-        updates = Updates(engine, root, MODEL, "test")
+        updates = WeightUpdater(engine, root, MODEL, "test")
         folder = models.write_checkpoint(root, VERSION, CONFIG, models.random_weights(CONFIG, 0))
         await updates.update(str(folder), None)
         for op in ("audit", "status", "abort"):

@@ -1,4 +1,6 @@
-"""Live weights on the real engine: what serves is what was published, every token says which, and failures change nothing."""
+"""Live weights on the real engine: what serves is what was published, every token says which, and failures change
+nothing.
+"""
 
 import os
 import shutil
@@ -10,22 +12,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.engine.client import open_engine
-from services.rollout.engine.protocol import BASE_VERSION, EngineSpec, GenerateRequest, SamplingParams
+from services.rollout.engines.base import BASE_VERSION, EngineSpec, GenerateRequest, SamplingParams
+from services.rollout.engines.sglang_jax.client import open_engine
 from shared.errors import EngineDied
-from shared.weights import Leaf, Probe, read_manifest, write_manifest
-from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING, Server, wait_until
+from shared.run.weights import ManifestLeaf, Probe, read_manifest, write_manifest
+from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING, RolloutProcess, wait_until
 from tests.support import models, qwen3_ref
 
 
-def push(server: Server, version: str, mode: str = "retract") -> dict:
-    return server.post("/update_weights", {"manifest": str(server.root / "pushed" / version / "manifest.json"), "mode": mode})
+def push(server: RolloutProcess, version: str, mode: str = "retract") -> dict:
+    return server.post(
+        "/update_weights", {"manifest": str(server.root / "pushed" / version / "manifest.json"), "mode": mode}
+    )
 
 
 async def test_after_an_update_the_server_equals_a_fresh_one(
-    server: Server, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: RolloutProcess, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fresh engine loads Hugging Face's format by its own loader and splits the model over two devices; then it is killed."""
+    """The fresh engine loads Hugging Face's format by its own loader and splits the model over two devices; then it is
+    killed.
+    """
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     version = server.new_version()
     server.generate(prompts[0], 8)
@@ -33,7 +39,9 @@ async def test_after_an_update_the_server_equals_a_fresh_one(
     push(server, version)
     mine = [server.generate(p, 16) for p in prompts]
     folder = models.write_hf(tmp_path / "hf", server.config, server.weights[version])
-    spec = EngineSpec(str(folder), tp_size=2, max_running_requests=MAX_RUNNING, context_length=CONTEXT, max_prefill_tokens=MAX_PREFILL)
+    spec = EngineSpec(
+        str(folder), tp_size=2, max_running_requests=MAX_RUNNING, context_length=CONTEXT, max_prefill_tokens=MAX_PREFILL
+    )
     with pytest.raises(EngineDied):  # noqa: PT012 - leaving the context reports the death as well
         async with open_engine(spec) as engine:
             for prompt, answer in zip(prompts, mine, strict=True):
@@ -46,7 +54,7 @@ async def test_after_an_update_the_server_equals_a_fresh_one(
             await engine.wait_closed()
 
 
-def test_an_update_reaches_prompts_whose_prefix_was_cached(server: Server, prompts: list[list[int]]) -> None:
+def test_an_update_reaches_prompts_whose_prefix_was_cached(server: RolloutProcess, prompts: list[list[int]]) -> None:
     """Keys and values of the old weights are of no use to the new ones."""
     server.generate(prompts[0], 8)
     version = server.new_version()
@@ -59,7 +67,9 @@ def test_an_update_reaches_prompts_whose_prefix_was_cached(server: Server, promp
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
-def test_requests_in_flight_say_which_weights_made_each_token(server: Server, prompts: list[list[int]], mode: str) -> None:
+def test_requests_in_flight_say_which_weights_made_each_token(
+    server: RolloutProcess, prompts: list[list[int]], mode: str
+) -> None:
     """More requests than run at once, so that some are queued when the weights change."""
     old, new = server.get("/weights")["current"], server.new_version()
     server.publish(new, 3)
@@ -81,7 +91,7 @@ def test_requests_in_flight_say_which_weights_made_each_token(server: Server, pr
     assert server.status()["compilations"] == before["compilations"]
 
 
-def test_an_update_in_place_keeps_old_keys_from_new_requests(server: Server, prompts: list[list[int]]) -> None:
+def test_an_update_in_place_keeps_old_keys_from_new_requests(server: RolloutProcess, prompts: list[list[int]]) -> None:
     """They are still in the pool, in use by what runs."""
     version = server.new_version()
     server.publish(version, 4)
@@ -116,7 +126,7 @@ def _cut_manifest(folder: Path) -> None:
 
 
 @pytest.fixture
-def apart(server: Server, tmp_path: Path) -> Path:
+def apart(server: RolloutProcess, tmp_path: Path) -> Path:
     """A folder under the server's root that its watcher does not take for a version."""
     folder = server.root / f"apart-{tmp_path.name}"
     folder.mkdir()
@@ -124,41 +134,53 @@ def apart(server: Server, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("damage", [_flip_a_byte, _truncate, _remove_a_file, _cut_manifest])
-def test_a_damaged_checkpoint_is_refused(server: Server, prompts: list[list[int]], apart: Path, damage: Callable[[Path], None]) -> None:
-    checkpoint = models.write_checkpoint(apart, server.new_version(), server.config, models.random_weights(server.config, 9))
+def test_a_damaged_checkpoint_is_refused(
+    server: RolloutProcess, prompts: list[list[int]], apart: Path, damage: Callable[[Path], None]
+) -> None:
+    checkpoint = models.write_checkpoint(
+        apart, server.new_version(), server.config, models.random_weights(server.config, 9)
+    )
     damage(checkpoint)
     refused(server, prompts[0], str(checkpoint), 422)
 
 
-def test_weights_of_another_shape_are_refused(server: Server, prompts: list[list[int]], apart: Path) -> None:
+def test_weights_of_another_shape_are_refused(server: RolloutProcess, prompts: list[list[int]], apart: Path) -> None:
     """Under a manifest of this model, so that it is the arrays that tell."""
     wide = server.config | {"intermediate_size": 256}
-    checkpoint = models.write_checkpoint(apart, server.new_version(), wide, models.random_weights(wide, 9), model=server.config)
+    checkpoint = models.write_checkpoint(
+        apart, server.new_version(), wide, models.random_weights(wide, 9), model=server.config
+    )
     assert "has shape" in refused(server, prompts[0], str(checkpoint), 422)
 
 
-def test_weights_of_another_model_are_refused(server: Server, prompts: list[list[int]], apart: Path) -> None:
+def test_weights_of_another_model_are_refused(server: RolloutProcess, prompts: list[list[int]], apart: Path) -> None:
     """The same shapes, but other positions: nothing but the manifest could tell."""
     other = server.config | {"rope_theta": 5e6}
     checkpoint = models.write_checkpoint(apart, server.new_version(), other, models.random_weights(other, 9))
     assert "rope_theta" in refused(server, prompts[0], str(checkpoint), 422)
 
 
-def test_weights_with_another_tree_are_refused(server: Server, prompts: list[list[int]], apart: Path) -> None:
+def test_weights_with_another_tree_are_refused(server: RolloutProcess, prompts: list[list[int]], apart: Path) -> None:
     deep = server.config | {"num_hidden_layers": 3}
-    checkpoint = models.write_checkpoint(apart, server.new_version(), deep, models.random_weights(deep, 9), model=server.config)
+    checkpoint = models.write_checkpoint(
+        apart, server.new_version(), deep, models.random_weights(deep, 9), model=server.config
+    )
     assert "layers.2" in refused(server, prompts[0], str(checkpoint), 422)
 
 
-def test_weights_outside_the_root_are_refused(server: Server, prompts: list[list[int]], tmp_path: Path) -> None:
-    checkpoint = models.write_checkpoint(tmp_path, server.new_version(), server.config, models.random_weights(server.config, 9))
+def test_weights_outside_the_root_are_refused(server: RolloutProcess, prompts: list[list[int]], tmp_path: Path) -> None:
+    checkpoint = models.write_checkpoint(
+        tmp_path, server.new_version(), server.config, models.random_weights(server.config, 9)
+    )
     refused(server, prompts[0], str(checkpoint), 403)
     link = server.root / f"link-{tmp_path.name}"
     link.symlink_to(checkpoint)
     refused(server, prompts[0], str(link), 403)
 
 
-def test_weights_with_a_wrong_fingerprint_are_refused(server: Server, prompts: list[list[int]], apart: Path) -> None:
+def test_weights_with_a_wrong_fingerprint_are_refused(
+    server: RolloutProcess, prompts: list[list[int]], apart: Path
+) -> None:
     weights = models.random_weights(server.config, 5)
     expected = qwen3_ref.score(weights, server.config, prompts[0][:1], prompts[0][1:])
     right = Probe(tuple(prompts[0]), tuple(expected.tolist()))
@@ -171,22 +193,28 @@ def test_weights_with_a_wrong_fingerprint_are_refused(server: Server, prompts: l
 
 
 @pytest.mark.parametrize("lie", ["shape", "dtype", "missing", "more"])
-def test_a_tree_that_is_not_the_manifests_is_refused(server: Server, prompts: list[list[int]], apart: Path, lie: str) -> None:
+def test_a_tree_that_is_not_the_manifests_is_refused(
+    server: RolloutProcess, prompts: list[list[int]], apart: Path, lie: str
+) -> None:
     """The files are whole, and the engine could load them."""
-    checkpoint = models.write_checkpoint(apart, server.new_version(), server.config, models.random_weights(server.config, 9))
+    checkpoint = models.write_checkpoint(
+        apart, server.new_version(), server.config, models.random_weights(server.config, 9)
+    )
     manifest = read_manifest(checkpoint)
     first, *rest = manifest.tree
     lies = {
         "shape": (replace(first, shape=(*first.shape, 1)), *rest),
         "dtype": (replace(first, dtype="bfloat16"), *rest),
         "missing": tuple(rest),
-        "more": (*manifest.tree, Leaf("layers.0.attn.extra.w", (1,), "float32")),
+        "more": (*manifest.tree, ManifestLeaf("layers.0.attn.extra.w", (1,), "float32")),
     }
     write_manifest(checkpoint, replace(manifest, tree=lies[lie]))
     assert "the manifest says" in refused(server, prompts[0], str(checkpoint), 422)
 
 
-def test_weights_more_precise_than_the_engine_are_refused(server: Server, prompts: list[list[int]], apart: Path) -> None:
+def test_weights_more_precise_than_the_engine_are_refused(
+    server: RolloutProcess, prompts: list[list[int]], apart: Path
+) -> None:
     """They would be rounded, and be another policy than the trainer's."""
     weights = {k: v.astype(np.float64) for k, v in models.random_weights(server.config, 9).items()}
     checkpoint = models.write_checkpoint(apart, server.new_version(), server.config, weights)
@@ -194,16 +222,18 @@ def test_weights_more_precise_than_the_engine_are_refused(server: Server, prompt
 
 
 def test_the_weights_of_another_version_under_a_manifest_made_to_fit_are_refused(
-    server: Server, prompts: list[list[int]], apart: Path
+    server: RolloutProcess, prompts: list[list[int]], apart: Path
 ) -> None:
     """Every digest is right; only the fingerprint is that of the weights that were meant."""
     meant, others = (models.random_weights(server.config, seed) for seed in (9, 10))
-    probe = Probe(tuple(prompts[0]), tuple(qwen3_ref.score(meant, server.config, prompts[0][:1], prompts[0][1:]).tolist()))
+    probe = Probe(
+        tuple(prompts[0]), tuple(qwen3_ref.score(meant, server.config, prompts[0][:1], prompts[0][1:]).tolist())
+    )
     checkpoint = models.write_checkpoint(apart, server.new_version(), server.config, others, probe=probe)
     assert "fingerprint" in refused(server, prompts[0], str(checkpoint), 422)
 
 
-def refused(server: Server, prompt: list[int], manifest: str, status: int) -> str:
+def refused(server: RolloutProcess, prompt: list[int], manifest: str, status: int) -> str:
     """The old weights serve on, exactly, and nothing is staged."""
     before = server.get("/weights")
     running = server.start(prompt, 60)
@@ -215,7 +245,7 @@ def refused(server: Server, prompt: list[int], manifest: str, status: int) -> st
     return detail
 
 
-def test_a_commit_needs_the_right_current_and_staged_versions(server: Server, apart: Path) -> None:
+def test_a_commit_needs_the_right_current_and_staged_versions(server: RolloutProcess, apart: Path) -> None:
     current, version = server.get("/weights")["current"], server.new_version()
     server.publish(version, 6)
     assert "not staged" in server.post("/weights/commit", {"version": version, "mode": "retract"}, 409)["detail"]
@@ -224,13 +254,13 @@ def test_a_commit_needs_the_right_current_and_staged_versions(server: Server, ap
     assert f"{version} is serving" in server.post("/weights/commit", wrong_base, 409)["detail"]
 
 
-def _staged(server: Server, folder: Path) -> str:
+def _staged(server: RolloutProcess, folder: Path) -> str:
     version = server.new_version()
     checkpoint = models.write_checkpoint(folder, version, server.config, models.random_weights(server.config, 1))
     return server.post("/weights/stage", {"manifest": str(checkpoint)})["staged"]
 
 
-def test_a_version_already_serving_is_a_success(server: Server) -> None:
+def test_a_version_already_serving_is_a_success(server: RolloutProcess) -> None:
     version = server.new_version()
     server.publish(version, 7)
     push(server, version)
@@ -238,7 +268,7 @@ def test_a_version_already_serving_is_a_success(server: Server) -> None:
     assert (again["version"], again["previous"]) == (version, version)
 
 
-def test_a_hugging_face_folder_under_the_root_can_be_loaded(server: Server, prompts: list[list[int]]) -> None:
+def test_a_hugging_face_folder_under_the_root_can_be_loaded(server: RolloutProcess, prompts: list[list[int]]) -> None:
     server.weights["export"] = models.random_weights(server.config, 8)
     models.write_hf(server.root / "export", server.config, server.weights["export"])
     assert server.post("/update_weights_from_disk", {"model_path": str(server.root / "export")})["success"]
@@ -246,7 +276,7 @@ def test_a_hugging_face_folder_under_the_root_can_be_loaded(server: Server, prom
     shutil.rmtree(server.root / "export")
 
 
-def test_a_server_that_missed_a_push_catches_up(server: Server, prompts: list[list[int]]) -> None:
+def test_a_server_that_missed_a_push_catches_up(server: RolloutProcess, prompts: list[list[int]]) -> None:
     server.epoch += 1
     version = server.new_version()
     server.publish(version, 10, ".")

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
-from services.rollout.generation import Generation
-from services.rollout.updates import Updates
+from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Conflict, Forbidden, WeightsError
-from shared.model_config import ModelConfig
-from shared.weights import MANIFEST, MAX_MANIFEST_BYTES, Probe
+from shared.models.config import ModelConfig
+from shared.run.weights import MANIFEST, MAX_MANIFEST_BYTES, Probe
 from tests.rollout.fakes import SETTINGS, FakeEngine
 from tests.support import models
 
@@ -45,8 +45,8 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def updates(engine: FakeEngine, tmp_path: Path) -> Updates:
-    return Updates(engine, tmp_path, MODEL, "test")
+def updates(engine: FakeEngine, tmp_path: Path) -> WeightUpdater:
+    return WeightUpdater(engine, tmp_path, MODEL, "test")
 
 
 def files(folder: Path) -> list[Path]:
@@ -59,14 +59,14 @@ def flip(path: Path, at: float = 0.5) -> None:
     path.write_bytes(data)
 
 
-async def refused(updates: Updates, folder: Path, kind: type[Exception] = WeightsError) -> str:
+async def refused(updates: WeightUpdater, folder: Path, kind: type[Exception] = WeightsError) -> str:
     with pytest.raises(kind) as error:
         await updates.update(str(folder), None)
     assert (updates.current, updates.staged) == (None, None)
     return str(error.value)
 
 
-async def test_a_flipped_byte_in_any_file_is_found(updates: Updates, engine: FakeEngine, folder: Path) -> None:
+async def test_a_flipped_byte_in_any_file_is_found(updates: WeightUpdater, engine: FakeEngine, folder: Path) -> None:
     for path in files(folder):
         whole = path.read_bytes()
         for at in (0.0, 0.5, 1.0):
@@ -78,7 +78,7 @@ async def test_a_flipped_byte_in_any_file_is_found(updates: Updates, engine: Fak
     assert updates.current == VERSION
 
 
-async def test_any_file_cut_gone_or_added_is_found(updates: Updates, folder: Path) -> None:
+async def test_any_file_cut_gone_or_added_is_found(updates: WeightUpdater, folder: Path) -> None:
     for path in files(folder):
         whole = path.read_bytes()
         os.truncate(path, len(whole) - 1)
@@ -93,7 +93,9 @@ async def test_any_file_cut_gone_or_added_is_found(updates: Updates, folder: Pat
     assert "more is not in the manifest" in await refused(updates, folder)
 
 
-async def test_a_file_that_changes_while_it_is_loaded_is_found(updates: Updates, engine: FakeEngine, folder: Path) -> None:
+async def test_a_file_that_changes_while_it_is_loaded_is_found(
+    updates: WeightUpdater, engine: FakeEngine, folder: Path
+) -> None:
     """It was whole when it was verified before."""
     engine.on_stage = lambda: flip(max(files(folder), key=lambda f: f.stat().st_size))
     assert "differs" in await refused(updates, folder)
@@ -101,7 +103,9 @@ async def test_a_file_that_changes_while_it_is_loaded_is_found(updates: Updates,
         await updates.commit(VERSION, None, None)
 
 
-async def test_a_checkpoint_replaced_while_it_is_loaded_is_refused(updates: Updates, engine: FakeEngine, folder: Path) -> None:
+async def test_a_checkpoint_replaced_while_it_is_loaded_is_refused(
+    updates: WeightUpdater, engine: FakeEngine, folder: Path
+) -> None:
     """By another that is whole."""
 
     def swap() -> None:
@@ -112,7 +116,9 @@ async def test_a_checkpoint_replaced_while_it_is_loaded_is_refused(updates: Upda
     assert "changed while it was loaded" in await refused(updates, folder)
 
 
-async def test_a_checkpoint_removed_while_it_is_loaded_is_refused(updates: Updates, engine: FakeEngine, folder: Path) -> None:
+async def test_a_checkpoint_removed_while_it_is_loaded_is_refused(
+    updates: WeightUpdater, engine: FakeEngine, folder: Path
+) -> None:
     engine.on_stage = lambda: shutil.rmtree(folder)
     await refused(updates, folder)
 
@@ -141,7 +147,9 @@ def edited(folder: Path, **fields: Any) -> None:
         ({"path": "\0"}, "malformed"),
     ],
 )
-async def test_a_manifest_that_lies_is_refused(updates: Updates, folder: Path, fields: dict[str, Any], named: str) -> None:
+async def test_a_manifest_that_lies_is_refused(
+    updates: WeightUpdater, folder: Path, fields: dict[str, Any], named: str
+) -> None:
     edited(folder, **fields)
     assert named in await refused(updates, folder)
 
@@ -159,21 +167,23 @@ async def test_a_manifest_that_lies_is_refused(updates: Updates, folder: Path, f
         lambda text: b"5",
     ],
 )
-async def test_a_manifest_that_is_none_is_refused(updates: Updates, folder: Path, damage: Callable[[bytes], bytes]) -> None:
+async def test_a_manifest_that_is_none_is_refused(
+    updates: WeightUpdater, folder: Path, damage: Callable[[bytes], bytes]
+) -> None:
     path = folder / MANIFEST
     path.write_bytes(damage(path.read_bytes()))
     await refused(updates, folder)
 
 
 @pytest.mark.parametrize("name", ["..", "/etc", "a\0b", "a/" * 3000, "loop", "outside", "x" * 300, "."])
-async def test_no_path_leads_out_or_astray(updates: Updates, tmp_path: Path, name: str) -> None:
+async def test_no_path_leads_out_or_astray(updates: WeightUpdater, tmp_path: Path, name: str) -> None:
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "outside").symlink_to("/etc")
     with pytest.raises((Forbidden, WeightsError)):
         await updates.stage(name)
 
 
-async def test_a_version_without_its_manifest_is_no_export(updates: Updates, tmp_path: Path) -> None:
+async def test_a_version_without_its_manifest_is_no_export(updates: WeightUpdater, tmp_path: Path) -> None:
     """A Hugging Face folder is labelled with its name: it may not be a version's."""
     models.write_hf(tmp_path / VERSION, CONFIG, models.random_weights(CONFIG, 1))
     await refused(updates, tmp_path / VERSION)
@@ -185,17 +195,33 @@ JSON = st.recursive(
     max_leaves=8,
 )
 FIELD = st.sampled_from(
-    ["schema", "run", "version", "base_version", "step", "kind", "path", "files", "tree", "model", "probe", "created", "state"]
+    [
+        "schema",
+        "run",
+        "version",
+        "base_version",
+        "step",
+        "kind",
+        "path",
+        "files",
+        "tree",
+        "model",
+        "probe",
+        "created",
+        "state",
+    ]
 )
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(field=FIELD, value=JSON)
-async def test_any_manifest_is_taken_or_refused_but_never_an_error_of_ours(checkpoint: Path, field: str, value: Any) -> None:
+async def test_any_manifest_is_taken_or_refused_but_never_an_error_of_ours(
+    checkpoint: Path, field: str, value: Any
+) -> None:
     root = checkpoint.parent
     engine = FakeEngine()
-    updates = Updates(engine, root, MODEL, "test")
-    app = build_app(SETTINGS, engine, updates, Generation(engine, 1.0, updates), None)
+    updates = WeightUpdater(engine, root, MODEL, "test")
+    app = build_app(SETTINGS, engine, updates, GenerationRunner(engine, 1.0, updates), None)
     whole = (checkpoint / MANIFEST).read_text()
     edited(checkpoint, **{field: value})
     try:

@@ -10,15 +10,15 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
-from services.rollout.engine.restore import restore
-from services.rollout.examine import examine
-from services.rollout.generation import Generation
-from services.rollout.updates import Updates
+from services.rollout.engines.sglang_jax.weights.restore import restore
+from services.rollout.weights.checkpoint import examine
+from services.rollout.weights.updater import WeightUpdater
 from shared import codec
 from shared.errors import Forbidden, WeightsError
-from shared.model_config import ModelConfig
-from shared.weights import MANIFEST, digest_files, read_manifest, write_manifest
+from shared.models.config import ModelConfig
+from shared.run.weights import MANIFEST, digest_files, read_manifest, write_manifest
 from tests.rollout.fakes import SETTINGS, FakeEngine
 from tests.support import models
 from tests.support.hostile import infect, works
@@ -49,12 +49,16 @@ PATHS = {
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return models.write_checkpoint(tmp_path_factory.mktemp("published"), VERSION, CONFIG, models.random_weights(CONFIG, 0))
+    return models.write_checkpoint(
+        tmp_path_factory.mktemp("published"), VERSION, CONFIG, models.random_weights(CONFIG, 0)
+    )
 
 
 @pytest.fixture
 def root(published: Path, tmp_path: Path) -> Path:
-    """A run's checkpoints, with a valid checkpoint and links out of it; beside it a folder that is none of its business."""
+    """A run's checkpoints, with a valid checkpoint and links out of it; beside it a folder that is none of its
+    business.
+    """
     root = tmp_path / "checkpoints"
     for folder in (root, tmp_path / "outside"):
         shutil.copytree(published, folder / VERSION)
@@ -71,15 +75,17 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def http(engine: FakeEngine, root: Path) -> AsyncIterator[httpx.AsyncClient]:
-    updates = Updates(engine, root, MODEL, "test")
-    app = build_app(SETTINGS, engine, updates, Generation(engine, 0.2, updates), None)
+    updates = WeightUpdater(engine, root, MODEL, "test")
+    app = build_app(SETTINGS, engine, updates, GenerationRunner(engine, 0.2, updates), None)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         yield client
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 @pytest.mark.parametrize("route", ROUTES)
-async def test_no_path_leads_out_of_the_runs_checkpoints(http: httpx.AsyncClient, engine: FakeEngine, route: str, path: str) -> None:
+async def test_no_path_leads_out_of_the_runs_checkpoints(
+    http: httpx.AsyncClient, engine: FakeEngine, route: str, path: str
+) -> None:
     answer = await http.post(route, json={ROUTES[route]: path})
     assert answer.status_code in (403, 422)
     assert engine.loaded == []
@@ -93,8 +99,12 @@ async def test_a_path_that_leads_out_is_forbidden(http: httpx.AsyncClient, name:
 
 @pytest.mark.parametrize("route", ROUTES)
 async def test_bytes_that_are_no_text_are_malformed(http: httpx.AsyncClient, route: str) -> None:
-    in_json = await http.post(route, content=b'{"%s": "\xff\xfe"}' % ROUTES[route].encode(), headers={"Content-Type": "application/json"})
-    lone = await http.post(route, content=b'{"%s": "\\ud800"}' % ROUTES[route].encode(), headers={"Content-Type": "application/json"})
+    in_json = await http.post(
+        route, content=b'{"%s": "\xff\xfe"}' % ROUTES[route].encode(), headers={"Content-Type": "application/json"}
+    )
+    lone = await http.post(
+        route, content=b'{"%s": "\\ud800"}' % ROUTES[route].encode(), headers={"Content-Type": "application/json"}
+    )
     packed = codec.pack({ROUTES[route]: "ab"}).replace(b"ab", b"\xff\xfe")
     in_msgpack = await http.post(route, content=packed, headers={"Content-Type": codec.MEDIA_TYPE})
     assert [answer.status_code for answer in (in_json, lone, in_msgpack)] == [400] * 3

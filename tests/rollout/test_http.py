@@ -10,16 +10,16 @@ import httpx
 import numpy as np
 import pytest
 
+from services.rollout.api.generation import CROWD, ClientGone, GenerationRunner
+from services.rollout.api.validation import generate_request
 from services.rollout.app import build_app
-from services.rollout.generation import CROWD, ClientGone, Generation
-from services.rollout.intake import generate_request
 from services.rollout.settings import from_config
-from services.rollout.updates import Updates
+from services.rollout.weights.updater import WeightUpdater
 from shared import codec
 from shared.clients.rollout import RolloutClient
 from shared.config import validate
 from shared.errors import Conflict, InputError, Unavailable
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 from tests.rollout.fakes import SETTINGS, FakeEngine
 from tests.support import models
 
@@ -34,17 +34,17 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def updates(engine: FakeEngine, tmp_path: Path) -> Updates:
-    return Updates(engine, tmp_path, MODEL, "test", current=VERSION)
+def updates(engine: FakeEngine, tmp_path: Path) -> WeightUpdater:
+    return WeightUpdater(engine, tmp_path, MODEL, "test", current=VERSION)
 
 
 @pytest.fixture
-def generation(engine: FakeEngine, updates: Updates) -> Generation:
-    return Generation(engine, grace_s=0.2, updates=updates)
+def generation(engine: FakeEngine, updates: WeightUpdater) -> GenerationRunner:
+    return GenerationRunner(engine, grace_s=0.2, updates=updates)
 
 
 @pytest.fixture
-def transport(engine: FakeEngine, updates: Updates, generation: Generation) -> httpx.ASGITransport:
+def transport(engine: FakeEngine, updates: WeightUpdater, generation: GenerationRunner) -> httpx.ASGITransport:
     return httpx.ASGITransport(build_app(SETTINGS, engine, updates, generation, None))
 
 
@@ -78,19 +78,32 @@ async def test_log_probabilities_that_nobody_wants_are_not_sent(http: httpx.Asyn
 
 
 @pytest.mark.parametrize(("given", "there"), [(None, False), (False, False), (0, True), (1, True), (True, True)])
-async def test_openai_log_probabilities_come_when_they_are_asked_for(http: httpx.AsyncClient, given: object, there: bool) -> None:
+async def test_openai_log_probabilities_come_when_they_are_asked_for(
+    http: httpx.AsyncClient, given: object, there: bool
+) -> None:
     answer = await http.post("/v1/completions", json={"prompt": [5], "max_tokens": 2, "logprobs": given})
     assert (answer.json()["choices"][0]["logprobs"] is not None) == there
     if type(given) is not int:
         chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "logprobs": given}
-        assert ((await http.post("/v1/chat/completions", json=chat)).json()["choices"][0]["logprobs"] is not None) == there
+        assert (
+            (await http.post("/v1/chat/completions", json=chat)).json()["choices"][0]["logprobs"] is not None
+        ) == there
 
 
 @pytest.mark.parametrize(
     ("stop", "text", "n"),
-    [("C", "AB", 3), (["CD", "B"], "A", 2), (["", "z"], "ABCDEF", 6), ("A", "", 1), ("F", "ABCDE", 6), ("\n", "ABCDEF", 6)],
+    [
+        ("C", "AB", 3),
+        (["CD", "B"], "A", 2),
+        (["", "z"], "ABCDEF", 6),
+        ("A", "", 1),
+        ("F", "ABCDE", 6),
+        ("\n", "ABCDEF", 6),
+    ],
 )
-async def test_a_stop_string_ends_text_tokens_and_log_probabilities_alike(http: httpx.AsyncClient, stop: object, text: str, n: int) -> None:
+async def test_a_stop_string_ends_text_tokens_and_log_probabilities_alike(
+    http: httpx.AsyncClient, stop: object, text: str, n: int
+) -> None:
     """The engine answers A (id 35), B, C, …; the token that completes the stop string is the last."""
     body = {"max_tokens": 6, "stop": stop, "logprobs": True}
     answer = (await http.post("/v1/completions", json={**body, "prompt": [34]})).json()
@@ -100,7 +113,9 @@ async def test_a_stop_string_ends_text_tokens_and_log_probabilities_alike(http: 
     assert len(choice["logprobs"]["token_logprobs"]) == len(choice["logprobs"]["tokens"]) == n
     assert choice["weight_versions"] == [{"version": VERSION, "start": 0, "end": n}]
     assert answer["usage"]["completion_tokens"] == n
-    chat = (await http.post("/v1/chat/completions", json={**body, "messages": [{"role": "user", "content": "hi"}]})).json()["choices"][0]
+    chat = (
+        await http.post("/v1/chat/completions", json={**body, "messages": [{"role": "user", "content": "hi"}]})
+    ).json()["choices"][0]
     assert len(chat["logprobs"]["content"]) == len(chat["token_ids"])
 
 
@@ -116,7 +131,9 @@ async def test_the_projects_client_accepts_the_answers(transport: httpx.ASGITran
 async def test_text_is_tokenized_on_request(http: httpx.AsyncClient) -> None:
     answer = await http.post("/generate", json={"text": "hello", "sampling_params": {"max_new_tokens": 2}})
     assert answer.status_code == 200
-    chat = await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "n": 2})
+    chat = await http.post(
+        "/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "n": 2}
+    )
     assert len(chat.json()["choices"]) == 2
 
 
@@ -137,13 +154,23 @@ async def test_text_is_tokenized_on_request(http: httpx.AsyncClient) -> None:
         ("/v1/completions", b'{"prompt": [5], "echo": true}', "echo=True is not supported"),
         ("/v1/completions", b'{"prompt": [5], "frequency_penalty": 0.5}', "frequency_penalty=0.5 is not supported"),
         ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "logprobs": 1}', "logprobs"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "top_logprobs": 3}', "top_logprobs=3 is not supported"),
-        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "response_format": {"type": "json_object"}}', "response_format"),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user"}], "top_logprobs": 3}',
+            "top_logprobs=3 is not supported",
+        ),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user"}], "response_format": {"type": "json_object"}}',
+            "response_format",
+        ),
         ("/abort_request", b'{"abort_all": 1}', "abort_all must be true or false"),
         ("/abort_request", b"{}", "rid"),
     ],
 )
-async def test_wrong_bodies_are_problems_that_name_the_field(http: httpx.AsyncClient, path: str, body: bytes, named: str) -> None:
+async def test_wrong_bodies_are_problems_that_name_the_field(
+    http: httpx.AsyncClient, path: str, body: bytes, named: str
+) -> None:
     answer = await http.post(path, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code in (400, 422)
     assert answer.headers["content-type"] == "application/problem+json"
@@ -152,7 +179,7 @@ async def test_wrong_bodies_are_problems_that_name_the_field(http: httpx.AsyncCl
         assert named in answer.json()["error"]["message"]
 
 
-async def test_not_ready_until_weights_serve(http: httpx.AsyncClient, updates: Updates) -> None:
+async def test_not_ready_until_weights_serve(http: httpx.AsyncClient, updates: WeightUpdater) -> None:
     updates.current = None
     answer = await http.get("/ready")
     assert answer.status_code == 503
@@ -165,7 +192,13 @@ async def test_metrics_and_schema_are_served(http: httpx.AsyncClient) -> None:
     await http.post("/generate", json={"input_ids": [5], "sampling_params": {"max_new_tokens": 2}})
     assert "volley_rollout_tokens_total" in (await http.get("/metrics")).text
     paths = (await http.get("/openapi.json")).json()["paths"]
-    assert {"/generate", "/weights/stage", "/update_weights_from_disk", "/v1/chat/completions", "/health"} <= paths.keys()
+    assert {
+        "/generate",
+        "/weights/stage",
+        "/update_weights_from_disk",
+        "/v1/chat/completions",
+        "/health",
+    } <= paths.keys()
 
 
 async def test_all_requests_can_be_aborted(http: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -178,7 +211,7 @@ async def test_all_requests_can_be_aborted(http: httpx.AsyncClient, engine: Fake
     assert {task.result().json()["meta_info"]["finish_reason"]["type"] for task in held} == {"abort"}
 
 
-async def test_a_client_that_goes_away_cancels_its_request(engine: FakeEngine, generation: Generation) -> None:
+async def test_a_client_that_goes_away_cancels_its_request(engine: FakeEngine, generation: GenerationRunner) -> None:
     engine.hold = True
 
     async def receive() -> dict[str, str]:
@@ -190,7 +223,9 @@ async def test_a_client_that_goes_away_cancels_its_request(engine: FakeEngine, g
     assert not engine.waiting
 
 
-async def test_a_stopping_server_refuses_work_and_returns_what_it_has(engine: FakeEngine, generation: Generation) -> None:
+async def test_a_stopping_server_refuses_work_and_returns_what_it_has(
+    engine: FakeEngine, generation: GenerationRunner
+) -> None:
     engine.hold = True
     wanted = generate_request({"input_ids": [5]}, engine.info)
     async with asyncio.TaskGroup() as group:
@@ -205,8 +240,8 @@ async def test_a_stopping_server_refuses_work_and_returns_what_it_has(engine: Fa
     assert (result.finish.type, len(result.output_ids)) == ("abort", 1)
 
 
-async def test_a_stopping_server_waits_for_nothing_but_its_requests(engine: FakeEngine, updates: Updates) -> None:
-    generation = Generation(engine, 3600.0, updates)
+async def test_a_stopping_server_waits_for_nothing_but_its_requests(engine: FakeEngine, updates: WeightUpdater) -> None:
+    generation = GenerationRunner(engine, 3600.0, updates)
     engine.hold = True
     async with asyncio.TaskGroup() as group:
         running = group.create_task(generation.run([generate_request({"input_ids": [5]}, engine.info)]))
@@ -223,7 +258,7 @@ async def test_a_stopping_server_waits_for_nothing_but_its_requests(engine: Fake
 
 
 async def test_a_crowd_beyond_the_bound_is_sent_away_and_forgotten(
-    http: httpx.AsyncClient, engine: FakeEngine, generation: Generation
+    http: httpx.AsyncClient, engine: FakeEngine, generation: GenerationRunner
 ) -> None:
     engine.hold = True
     bound = CROWD * engine.info.max_running_requests
@@ -242,7 +277,9 @@ async def test_a_crowd_beyond_the_bound_is_sent_away_and_forgotten(
     assert (await http.post("/generate", json={"input_ids": [5]})).status_code == 200
 
 
-async def test_a_client_of_several_samples_that_goes_away_cancels_them_all(engine: FakeEngine, generation: Generation) -> None:
+async def test_a_client_of_several_samples_that_goes_away_cancels_them_all(
+    engine: FakeEngine, generation: GenerationRunner
+) -> None:
     engine.hold = True
 
     async def receive() -> dict[str, str]:
@@ -255,7 +292,7 @@ async def test_a_client_of_several_samples_that_goes_away_cancels_them_all(engin
     assert (generation.n_requests, len(engine.waiting)) == (0, 0)
 
 
-async def test_one_failing_sample_ends_the_others(engine: FakeEngine, generation: Generation) -> None:
+async def test_one_failing_sample_ends_the_others(engine: FakeEngine, generation: GenerationRunner) -> None:
     engine.hold = True
     wanted = [generate_request({"input_ids": [5], "rid": rid}, engine.info) for rid in "ab"]
     with pytest.raises(Conflict, match="a request 'a' is running"):
@@ -276,7 +313,9 @@ async def test_a_silent_engine_gets_no_requests(http: httpx.AsyncClient, engine:
         assert "the engine has been silent for 7 s" in answer.json()["detail"]
 
 
-async def test_no_answer_leaves_that_wrong_weights_may_have_made(http: httpx.AsyncClient, engine: FakeEngine, updates: Updates) -> None:
+async def test_no_answer_leaves_that_wrong_weights_may_have_made(
+    http: httpx.AsyncClient, engine: FakeEngine, updates: WeightUpdater
+) -> None:
     """It began under good weights and ends after a commit that the engine did not carry out."""
     assert updates.root is not None
     engine.hold = engine.stubborn = True

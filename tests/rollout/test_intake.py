@@ -8,21 +8,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.engine.protocol import EngineInfo
-from services.rollout.intake import generate_request, wants_logprobs
+from services.rollout.api.validation import generate_request, wants_logprobs
+from services.rollout.engines.base import EngineInfo
 from shared.errors import InputError
 
 INFO = EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1)
 
 
 def request(ids: Any = (1, 2), **sampling: Any):
-    return generate_request({"input_ids": list(ids) if isinstance(ids, tuple) else ids, "sampling_params": sampling}, INFO)
+    return generate_request(
+        {"input_ids": list(ids) if isinstance(ids, tuple) else ids, "sampling_params": sampling}, INFO
+    )
 
 
 def test_defaults_are_sglangs() -> None:
     wanted = generate_request({"input_ids": np.array([1, 2], np.int32)}, INFO)
     assert wanted.input_ids.dtype == np.int32
-    assert (wanted.sampling.temperature, wanted.sampling.top_p, wanted.sampling.top_k, wanted.sampling.max_new_tokens) == (1, 1, -1, 128)
+    assert (
+        wanted.sampling.temperature,
+        wanted.sampling.top_p,
+        wanted.sampling.top_k,
+        wanted.sampling.max_new_tokens,
+    ) == (1, 1, -1, 128)
     assert wanted.sampling.sampling_seed is None
     assert wanted.rid != generate_request({"input_ids": [1]}, INFO).rid
 
@@ -66,7 +73,10 @@ def test_a_wrong_body_is_named(body: dict[str, Any], named: str) -> None:
     ("sampling", "named"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"max_new_tokens": 254}, "2 prompt tokens and max_new_tokens 254 exceed the context: together they may be at most 255"),
+        (
+            {"max_new_tokens": 254},
+            "2 prompt tokens and max_new_tokens 254 exceed the context: together they may be at most 255",
+        ),
         ({"temperature": -1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -90,11 +100,25 @@ def test_a_wrong_sampling_parameter_is_named(sampling: dict[str, Any], named: st
 
 def test_parameters_that_change_nothing_are_accepted() -> None:
     """Clients of SGLang send them all."""
-    request(min_p=0.0, frequency_penalty=0, repetition_penalty=1.0, n=1, stop=None, skip_special_tokens=False, no_stop_trim=True)
+    request(
+        min_p=0.0,
+        frequency_penalty=0,
+        repetition_penalty=1.0,
+        n=1,
+        stop=None,
+        skip_special_tokens=False,
+        no_stop_trim=True,
+    )
 
 
 def test_fields_that_ask_for_nothing_are_accepted() -> None:
-    neutral = {"lora_path": None, "return_hidden_states": False, "image_data": None, "log_metrics": True, "return_text_in_logprobs": False}
+    neutral = {
+        "lora_path": None,
+        "return_hidden_states": False,
+        "image_data": None,
+        "log_metrics": True,
+        "return_text_in_logprobs": False,
+    }
     for start in (None, -1, 2):
         generate_request({"input_ids": [1, 2], "stream": False, "logprob_start_len": start, **neutral}, INFO)
 
@@ -108,7 +132,10 @@ def test_log_probabilities_are_asked_for_with_a_boolean() -> None:
 
 
 def test_a_long_wrong_value_is_named_in_short() -> None:
-    for body in ({"input_ids": [1], "rid": "x" * 10**5}, {"input_ids": [1], "sampling_params": {"stop_token_ids": ["x"] * 10**5}}):
+    for body in (
+        {"input_ids": [1], "rid": "x" * 10**5},
+        {"input_ids": [1], "sampling_params": {"stop_token_ids": ["x"] * 10**5}},
+    ):
         with pytest.raises(InputError) as caught:
             generate_request(body, INFO)
         assert len(str(caught.value)) < 300

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.rollout.engine.layout import to_engine
+from services.rollout.engines.sglang_jax.weights.layout import to_engine
 from shared.errors import WeightsError
 from tests.support import models
 
@@ -37,7 +37,9 @@ def test_both_layouts_give_the_same_weights() -> None:
     assert from_hf.keys() == engine_shapes().keys()
     for name, value in from_hf.items():
         np.testing.assert_array_equal(value, from_tunix[name], err_msg=name)
-    np.testing.assert_array_equal(from_hf["model.layers.0.self_attn.q_proj.weight"], HF["model.layers.0.self_attn.q_proj.weight"].T)
+    np.testing.assert_array_equal(
+        from_hf["model.layers.0.self_attn.q_proj.weight"], HF["model.layers.0.self_attn.q_proj.weight"].T
+    )
 
 
 def test_heads_repeat_where_the_engine_has_more_devices_than_heads() -> None:

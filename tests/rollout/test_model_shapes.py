@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from services.rollout.engine.client import open_engine
-from services.rollout.engine.protocol import EngineSpec, GenerateRequest, SamplingParams
+from services.rollout.engines.base import EngineSpec, GenerateRequest, SamplingParams
+from services.rollout.engines.sglang_jax.client import open_engine
 from tests.support import models, qwen3_ref
 
 CONFIG = models.tiny_config(head_dim=64, num_attention_heads=9, num_key_value_heads=3, rope_theta=500.0)

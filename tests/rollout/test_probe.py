@@ -1,4 +1,6 @@
-"""What the probe must find, in either dtype: planted in models of several shapes, numerically and on the real engine."""
+"""What the probe must find, in either dtype: planted in models of several shapes, numerically and on
+the real engine.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from services.rollout.engine.client import open_engine
-from services.rollout.engine.proof import check_probe
-from services.rollout.engine.protocol import EngineSpec, StagedWeights
+from services.rollout.engines.base import EngineSpec, StagedWeights
+from services.rollout.engines.sglang_jax.client import open_engine
+from services.rollout.weights.probe import check_probe
 from shared.errors import WeightsError
 from tests.support import models, qwen3_ref
 from tests.support.models import Weights
@@ -18,7 +20,13 @@ from tests.support.models import Weights
 LENGTH = 64
 Config = dict[str, Any]
 SHAPES: dict[str, Config] = {
-    "tied": {"head_dim": 64, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 96, "intermediate_size": 96},
+    "tied": {
+        "head_dim": 64,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "hidden_size": 96,
+        "intermediate_size": 96,
+    },
     "peaked": {"num_hidden_layers": 6, "head_dim": 16, "num_key_value_heads": 4, "intermediate_size": 64},
     "flat": {"num_hidden_layers": 10, "rope_theta": 1e6, "intermediate_size": 64},
 }
@@ -103,7 +111,9 @@ def swapped_gains(weights: Weights) -> Weights:
 
 @pytest.mark.parametrize("name", ["tied", "peaked"])
 def test_exchanged_gains_of_queries_and_keys_are_refused(name: str) -> None:
-    """They enter the scores only by their difference between the two halves of a head; where they hardly differ, float32 tells."""
+    """They enter the scores only by their difference between the two halves of a head; where they hardly differ,
+    float32 tells.
+    """
     config, weights = model(name)
     with pytest.raises(WeightsError, match="fingerprint"):
         judge(name, "float32", swapped_gains(weights), config)
@@ -114,7 +124,9 @@ def test_a_change_below_the_rounding_is_seen_in_float32_only(name: str) -> None:
     """One part in 3,000 of every weight, as after a step of training; in bfloat16 it is for the checksum to find."""
     config, weights = model(name)
     rng = np.random.default_rng(0)
-    older = {key: value * (1 + 3e-4 * rng.choice([-1, 1], value.shape)).astype(np.float32) for key, value in weights.items()}
+    older = {
+        key: value * (1 + 3e-4 * rng.choice([-1, 1], value.shape)).astype(np.float32) for key, value in weights.items()
+    }
     judge(name, "bfloat16", older, config)
     with pytest.raises(WeightsError, match="fingerprint"):
         judge(name, "float32", older, config)
@@ -147,7 +159,9 @@ async def test_the_real_engine_in_bfloat16_refuses_what_is_planted(tmp_path: Pat
     def staged(name: str, weights: Weights) -> StagedWeights:
         halved = {key: value.astype(ml_dtypes.bfloat16) for key, value in weights.items()}
         folder = models.write_hf(tmp_path / name, config, halved)
-        return StagedWeights(str(folder), name, kind="hf", probe_ids=ids, probe_logprobs=expected.astype(np.float32), probe_noise=noise)
+        return StagedWeights(
+            str(folder), name, kind="hf", probe_ids=ids, probe_logprobs=expected.astype(np.float32), probe_noise=noise
+        )
 
     other = model("tied", seed=2)[1]
     async with open_engine(spec) as engine:

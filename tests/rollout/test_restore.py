@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.rollout.engine.restore import restore
+from services.rollout.engines.sglang_jax.weights.restore import restore
 from tests.support import models
 
 
@@ -19,7 +19,10 @@ def n_objects() -> int:
 
 def test_nothing_is_left_of_a_restore(tmp_path: Path) -> None:
     config = models.tiny_config()
-    folders = [models.write_checkpoint(tmp_path, f"e000001-s{i:06d}", config, models.random_weights(config, i)) for i in range(4)]
+    folders = [
+        models.write_checkpoint(tmp_path, f"e000001-s{i:06d}", config, models.random_weights(config, i))
+        for i in range(4)
+    ]
     for folder in folders[:2]:
         restore(str(folder / "params"), "orbax")
     before = n_objects()
@@ -37,4 +40,6 @@ def test_checkpoints_of_different_trees_are_told_apart(tmp_path: Path) -> None:
         found.append(restore(str(folder / "params"), "orbax"))
     assert found[0].keys() == found[2].keys()
     assert all(np.array_equal(found[0][key], found[2][key]) for key in found[0])
-    assert {key: value.shape for key, value in found[0].items()} != {key: value.shape for key, value in found[1].items()}
+    assert {key: value.shape for key, value in found[0].items()} != {
+        key: value.shape for key, value in found[1].items()
+    }

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from services.rollout.engine.sampling import sample
+from services.rollout.engines.sglang_jax.scheduling.sampling import sample
 from tests.support.qwen3_ref import log_softmax
 
 ALL = np.iinfo(np.int32).max
@@ -27,7 +27,9 @@ def draw(
     words = np.stack([np.zeros(n), np.arange(n)], 1).astype(np.uint32) if seeds is None else seeds
     parameters = ((temperature, np.float32), (top_p, np.float32), (top_k, np.int32))
     rows = [np.full(n, value, dtype) for value, dtype in parameters]
-    tokens, logprobs = compiled(np.tile(scores, (n, 1)), *rows, words, np.full(n, index, np.int32), np.full(n, -1, np.int32))
+    tokens, logprobs = compiled(
+        np.tile(scores, (n, 1)), *rows, words, np.full(n, index, np.int32), np.full(n, -1, np.int32)
+    )
     return np.asarray(tokens), np.asarray(logprobs)
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.rollout.engine.protocol import GenerateRequest, SamplingParams
-from services.rollout.generation import Generation
-from services.rollout.updates import MAX_WAITING, Updates
+from services.rollout.api.generation import GenerationRunner
+from services.rollout.engines.base import GenerateRequest, SamplingParams
+from services.rollout.weights.updater import MAX_WAITING, WeightUpdater
 from shared.errors import Conflict, Forbidden, Unavailable, WeightsError
-from shared.model_config import ModelConfig
-from shared.weights import BAD, MANIFEST, Probe
+from shared.models.config import ModelConfig
+from shared.run.weights import BAD, MANIFEST, Probe
 from tests.rollout.fakes import FakeEngine
 from tests.support import models
 
@@ -32,11 +32,13 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def updates(engine: FakeEngine, tmp_path: Path) -> Updates:
-    return Updates(engine, tmp_path, MODEL, "test")
+def updates(engine: FakeEngine, tmp_path: Path) -> WeightUpdater:
+    return WeightUpdater(engine, tmp_path, MODEL, "test")
 
 
-async def test_the_newest_version_is_found_and_only_once(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_the_newest_version_is_found_and_only_once(
+    updates: WeightUpdater, engine: FakeEngine, tmp_path: Path
+) -> None:
     publish(tmp_path, "e000001-s000001")
     publish(tmp_path, "e000001-s000002")
     await updates.catch_up()
@@ -44,7 +46,7 @@ async def test_the_newest_version_is_found_and_only_once(updates: Updates, engin
     assert (engine.loaded, updates.current, updates.why_not_ready()) == (["e000001-s000002"], "e000001-s000002", None)
 
 
-async def test_a_higher_epoch_wins_over_a_later_step(updates: Updates, tmp_path: Path) -> None:
+async def test_a_higher_epoch_wins_over_a_later_step(updates: WeightUpdater, tmp_path: Path) -> None:
     publish(tmp_path, "e000001-s000009")
     await updates.catch_up()
     publish(tmp_path, "e000002-s000003")
@@ -52,7 +54,9 @@ async def test_a_higher_epoch_wins_over_a_later_step(updates: Updates, tmp_path:
     assert updates.current == "e000002-s000003"
 
 
-async def test_a_version_that_fails_is_reported_and_not_hammered(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_a_version_that_fails_is_reported_and_not_hammered(
+    updates: WeightUpdater, engine: FakeEngine, tmp_path: Path
+) -> None:
     publish(tmp_path, "e000001-s000001")
     engine.broken = {"e000001-s000001"}
     with pytest.raises(WeightsError):
@@ -64,7 +68,7 @@ async def test_a_version_that_fails_is_reported_and_not_hammered(updates: Update
     assert (updates.current, updates.why_not_ready()) == ("e000001-s000002", None)
 
 
-async def test_a_push_and_the_watcher_may_meet(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_a_push_and_the_watcher_may_meet(updates: WeightUpdater, engine: FakeEngine, tmp_path: Path) -> None:
     folder = publish(tmp_path, "e000001-s000001")
     await updates.stage(str(folder / "manifest.json"))
     await updates.stage(str(folder))
@@ -74,7 +78,7 @@ async def test_a_push_and_the_watcher_may_meet(updates: Updates, engine: FakeEng
     assert result.version == result.previous == "e000001-s000001"
 
 
-async def test_a_commit_on_the_wrong_base_is_a_conflict(updates: Updates, tmp_path: Path) -> None:
+async def test_a_commit_on_the_wrong_base_is_a_conflict(updates: WeightUpdater, tmp_path: Path) -> None:
     await updates.update(str(publish(tmp_path, "e000001-s000001")), None)
     await updates.stage(str(publish(tmp_path, "e000001-s000003")))
     with pytest.raises(Conflict, match="builds on e000001-s000002, but e000001-s000001 is serving"):
@@ -86,10 +90,12 @@ async def test_a_commit_on_the_wrong_base_is_a_conflict(updates: Updates, tmp_pa
 
 async def test_a_server_without_a_root_takes_no_weights(engine: FakeEngine) -> None:
     with pytest.raises(Forbidden):
-        await Updates(engine, None, MODEL, "test").stage("/etc")
+        await WeightUpdater(engine, None, MODEL, "test").stage("/etc")
 
 
-async def test_weights_loaded_by_hand_stay_until_the_run_goes_on(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_weights_loaded_by_hand_stay_until_the_run_goes_on(
+    updates: WeightUpdater, engine: FakeEngine, tmp_path: Path
+) -> None:
     publish(tmp_path, "e000001-s000001")
     models.write_hf(tmp_path / "export", CONFIG, models.random_weights(CONFIG, 1))
     await updates.update(str(tmp_path / "export"), None)
@@ -100,8 +106,10 @@ async def test_weights_loaded_by_hand_stay_until_the_run_goes_on(updates: Update
     assert updates.current == "e000001-s000002"
 
 
-@pytest.mark.parametrize(("serving", "late"), [("e000001-s000005", "e000001-s000004"), ("e000002-s000003", "e000001-s000009")])
-async def test_a_server_never_goes_back(updates: Updates, tmp_path: Path, serving: str, late: str) -> None:
+@pytest.mark.parametrize(
+    ("serving", "late"), [("e000001-s000005", "e000001-s000004"), ("e000002-s000003", "e000001-s000009")]
+)
+async def test_a_server_never_goes_back(updates: WeightUpdater, tmp_path: Path, serving: str, late: str) -> None:
     """An older push overtaken by a newer one, and a trainer that was replaced after a rollback and wakes up."""
     await updates.update(str(publish(tmp_path / "apart", serving)), None)
     for folder in (publish(tmp_path / "apart", late), publish(tmp_path, late)):
@@ -111,20 +119,22 @@ async def test_a_server_never_goes_back(updates: Updates, tmp_path: Path, servin
     assert updates.current == serving
 
 
-async def test_a_replaced_trainer_is_refused_before_the_server_has_followed(updates: Updates, tmp_path: Path) -> None:
+async def test_a_replaced_trainer_is_refused_before_the_server_has_followed(
+    updates: WeightUpdater, tmp_path: Path
+) -> None:
     await updates.update(str(publish(tmp_path, "e000001-s000004")), None)
     publish(tmp_path, "e000002-s000003")
     with pytest.raises(Conflict, match="earlier epoch than e000002-s000003"):
         await updates.update(str(publish(tmp_path, "e000001-s000005")), None)
 
 
-async def test_a_version_has_one_content(updates: Updates, tmp_path: Path) -> None:
+async def test_a_version_has_one_content(updates: WeightUpdater, tmp_path: Path) -> None:
     await updates.update(str(publish(tmp_path / "a", "e000001-s000001")), None)
     with pytest.raises(Conflict, match="another digest"):
         await updates.update(str(publish(tmp_path / "b", "e000001-s000001", seed=1)), None)
 
 
-async def test_a_run_that_was_begun_anew_is_followed(updates: Updates, tmp_path: Path) -> None:
+async def test_a_run_that_was_begun_anew_is_followed(updates: WeightUpdater, tmp_path: Path) -> None:
     """Its folder was emptied while this server lived on."""
     await updates.update(str(publish(tmp_path, "e000002-s000009")), None)
     shutil.rmtree(tmp_path / "e000002-s000009")
@@ -135,7 +145,9 @@ async def test_a_run_that_was_begun_anew_is_followed(updates: Updates, tmp_path:
     assert updates.current == "e000001-s000000"
 
 
-async def test_a_version_that_was_set_aside_as_damaged_serves_until_a_newer_one_comes(updates: Updates, tmp_path: Path) -> None:
+async def test_a_version_that_was_set_aside_as_damaged_serves_until_a_newer_one_comes(
+    updates: WeightUpdater, tmp_path: Path
+) -> None:
     """It was whole when it was loaded; what is left on disk is older."""
     publish(tmp_path, "e000001-s000001")
     await updates.update(str(publish(tmp_path, "e000001-s000002") / MANIFEST), None)
@@ -148,7 +160,9 @@ async def test_a_version_that_was_set_aside_as_damaged_serves_until_a_newer_one_
     assert updates.current == "e000002-s000001"
 
 
-async def test_a_run_that_was_begun_anew_is_followed_though_nothing_serves(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_a_run_that_was_begun_anew_is_followed_though_nothing_serves(
+    updates: WeightUpdater, engine: FakeEngine, tmp_path: Path
+) -> None:
     await updates.update(str(publish(tmp_path, "e000002-s000009")), None)
     engine.arrays = "others"
     await updates.audit()
@@ -158,7 +172,9 @@ async def test_a_run_that_was_begun_anew_is_followed_though_nothing_serves(updat
     assert (updates.current, updates.why_not_ready()) == ("e000001-s000000", None)
 
 
-async def test_a_push_that_serves_meanwhile_is_not_undone_by_the_watcher(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_a_push_that_serves_meanwhile_is_not_undone_by_the_watcher(
+    updates: WeightUpdater, engine: FakeEngine, tmp_path: Path
+) -> None:
     await updates.update(str(publish(tmp_path, "e000001-s000005")), None)
     shutil.rmtree(tmp_path / "e000001-s000005")
     publish(tmp_path, "e000001-s000000")
@@ -174,7 +190,9 @@ async def test_a_push_that_serves_meanwhile_is_not_undone_by_the_watcher(updates
     assert (updates.current, updates.beginnings) == ("e000002-s000000", 0)
 
 
-async def test_a_commit_without_an_answer_leaves_nothing_that_serves(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_a_commit_without_an_answer_leaves_nothing_that_serves(
+    updates: WeightUpdater, engine: FakeEngine, tmp_path: Path
+) -> None:
     """The engine may have swapped before the caller gave up."""
     await updates.update(str(publish(tmp_path, "e000001-s000001")), None)
     engine.commits = asyncio.Event()
@@ -191,7 +209,9 @@ async def test_a_commit_without_an_answer_leaves_nothing_that_serves(updates: Up
     assert (updates.current, updates.why_not_ready()) == ("e000001-s000002", None)
 
 
-async def test_a_version_is_not_called_bad_for_what_befell_its_update(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_a_version_is_not_called_bad_for_what_befell_its_update(
+    updates: WeightUpdater, engine: FakeEngine, tmp_path: Path
+) -> None:
     def busy() -> None:
         raise Unavailable("the engine is busy")
 
@@ -206,9 +226,9 @@ async def test_a_version_is_not_called_bad_for_what_befell_its_update(updates: U
 
 
 async def test_waiting_for_a_turn_has_its_own_bound(
-    updates: Updates, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    updates: WeightUpdater, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollout.updates.WAIT_S", 0.05)
+    monkeypatch.setattr("services.rollout.weights.updater.WAIT_S", 0.05)
     engine.stages = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(updates.update(str(publish(tmp_path, "e000001-s000001")), None))
@@ -220,7 +240,9 @@ async def test_waiting_for_a_turn_has_its_own_bound(
     assert updates.current == "e000001-s000002"
 
 
-async def test_an_engine_that_keeps_old_weights_serves_nothing(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_an_engine_that_keeps_old_weights_serves_nothing(
+    updates: WeightUpdater, engine: FakeEngine, tmp_path: Path
+) -> None:
     """It acknowledges the commit and labels tokens with the new version."""
     await updates.update(str(publish(tmp_path, "e000001-s000001")), None)
     engine.stubborn = True
@@ -234,10 +256,11 @@ async def test_an_engine_that_keeps_old_weights_serves_nothing(updates: Updates,
 
 
 @pytest.mark.parametrize(
-    ("fault", "value"), [("arrays", "others"), ("version", "e000001-s000000"), ("logprobs", np.array([-0.5, -1.51], np.float32))]
+    ("fault", "value"),
+    [("arrays", "others"), ("version", "e000001-s000000"), ("logprobs", np.array([-0.5, -1.51], np.float32))],
 )
 async def test_weights_that_change_while_they_serve_are_found_and_loaded_again(
-    updates: Updates, engine: FakeEngine, tmp_path: Path, fault: str, value: Any
+    updates: WeightUpdater, engine: FakeEngine, tmp_path: Path, fault: str, value: Any
 ) -> None:
     probe = Probe((1, 2, 3), (-0.5, -1.5))
     models.write_checkpoint(tmp_path, "e000001-s000001", CONFIG, models.random_weights(CONFIG, 0), probe=probe)
@@ -254,7 +277,7 @@ async def test_weights_that_change_while_they_serve_are_found_and_loaded_again(
     assert (updates.current, updates.why_not_ready()) == ("e000001-s000001", None)
 
 
-async def test_updates_that_wait_are_few(updates: Updates, engine: FakeEngine, tmp_path: Path) -> None:
+async def test_updates_that_wait_are_few(updates: WeightUpdater, engine: FakeEngine, tmp_path: Path) -> None:
     folders = [publish(tmp_path, f"e000001-s{i:06d}") for i in range(MAX_WAITING + 3)]
     engine.stages = asyncio.Event()
     async with asyncio.TaskGroup() as group:
@@ -269,31 +292,34 @@ async def test_updates_that_wait_are_few(updates: Updates, engine: FakeEngine, t
     assert updates.current == folders[-1].name
 
 
-async def distrusted_by_an_audit(updates: Updates, engine: FakeEngine, root: Path) -> None:
+async def distrusted_by_an_audit(updates: WeightUpdater, engine: FakeEngine, root: Path) -> None:
     good, engine.arrays = engine.arrays, "others"
     await updates.audit()
     engine.arrays = good
 
 
-async def distrusted_by_its_commit(updates: Updates, engine: FakeEngine, root: Path) -> None:
+async def distrusted_by_its_commit(updates: WeightUpdater, engine: FakeEngine, root: Path) -> None:
     engine.stubborn = True
     with pytest.raises(WeightsError, match="computes with other arrays"):
         await updates.update(str(publish(root, "e000001-s000002", seed=1)), None)
     engine.stubborn = False
 
 
-async def begun_anew(updates: Updates, engine: FakeEngine, root: Path) -> None:
+async def begun_anew(updates: WeightUpdater, engine: FakeEngine, root: Path) -> None:
     shutil.rmtree(root / "e000001-s000001")
     publish(root, "e000001-s000000")
 
 
 @pytest.mark.parametrize("happens", [distrusted_by_an_audit, distrusted_by_its_commit, begun_anew])
 async def test_what_ran_on_wrong_weights_is_nobodys_data_after_the_right_ones_serve(
-    updates: Updates, engine: FakeEngine, tmp_path: Path, happens: Callable[[Updates, FakeEngine, Path], Awaitable[None]]
+    updates: WeightUpdater,
+    engine: FakeEngine,
+    tmp_path: Path,
+    happens: Callable[[WeightUpdater, FakeEngine, Path], Awaitable[None]],
 ) -> None:
     """Nor are keys and values that they computed read again."""
     updates.default_mode = "in_place"
-    generation = Generation(engine, 1.0, updates)
+    generation = GenerationRunner(engine, 1.0, updates)
     request = GenerateRequest("a", np.array([5], np.int32), SamplingParams(max_new_tokens=4))
     publish(tmp_path, "e000001-s000001")
     await updates.catch_up()

@@ -5,14 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.rollout.engine.client import open_engine
-from services.rollout.engine.protocol import EngineSpec
-from services.rollout.generation import Generation
-from services.rollout.intake import generate_request
-from services.rollout.updates import Updates
+from services.rollout.api.generation import GenerationRunner
+from services.rollout.api.validation import generate_request
+from services.rollout.engines.base import EngineSpec
+from services.rollout.engines.sglang_jax.client import open_engine
+from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Unavailable, WeightsError
-from shared.model_config import ModelConfig
-from shared.weights import Probe
+from shared.models.config import ModelConfig
+from shared.run.weights import Probe
 from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING
 from tests.support import models, qwen3_ref
 
@@ -28,7 +28,9 @@ def publish(root: Path, version: str, weights: models.Weights) -> str:
 
 
 async def test_a_server_that_computes_with_other_weights_than_it_says_answers_nothing(tmp_path: Path) -> None:
-    """The next version differs in the lowest bit of one weight: no log-probability could tell. Later memory loses a bit."""
+    """The next version differs in the lowest bit of one weight: no log-probability could tell. Later memory loses a
+    bit.
+    """
     spec = EngineSpec(
         str(models.write_hf(tmp_path / "model", CONFIG)),
         load_weights=False,
@@ -42,8 +44,8 @@ async def test_a_server_that_computes_with_other_weights_than_it_says_answers_no
     nudged = weights | {"model.norm.weight": weights["model.norm.weight"].copy()}
     nudged["model.norm.weight"][3] = np.nextafter(nudged["model.norm.weight"][3], np.float32(2))
     async with open_engine(spec, "tests.rollout.stubborn_worker") as engine:
-        updates = Updates(engine, tmp_path, MODEL, "test")
-        generation = Generation(engine, 1.0, updates)
+        updates = WeightUpdater(engine, tmp_path, MODEL, "test")
+        generation = GenerationRunner(engine, 1.0, updates)
         wanted = generate_request({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4}}, engine.info)
         await updates.update(publish(tmp_path, "e000001-s000000", weights), None)
         await updates.audit()

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.rollout.server import Server, wait_until
+from tests.rollout.server import RolloutProcess, wait_until
 from tests.support import models
 
 
-def test_sigterm_returns_partial_answers_and_leaves_nothing(server: Server, prompts: list[list[int]]) -> None:
+def test_sigterm_returns_partial_answers_and_leaves_nothing(server: RolloutProcess, prompts: list[list[int]]) -> None:
     """A paused engine would never finish: its requests come back with what they have, within the grace.
 
     Supervisors signal whole groups: the engine must leave SIGTERM to the service.
@@ -29,7 +29,9 @@ def test_sigterm_returns_partial_answers_and_leaves_nothing(server: Server, prom
 def test_a_model_that_is_not_computed_is_one_line_and_a_code(tmp_path: Path) -> None:
     model = models.write_hf(tmp_path / "model", models.tiny_config(architectures=["NoSuchModel"]))
     command = [sys.executable, "-m", "services.rollout", "--config", str(tmp_path / "run.yaml")]
-    (tmp_path / "run.yaml").write_text(f"model: {{path: {model}}}\ndata: {{env: none}}\nservices: {{rollout: {{port: 0}}}}\n")
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{path: {model}}}\ndata: {{env: none}}\nservices: {{rollout: {{port: 0}}}}\n"
+    )
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.startswith("rollout: ")]

@@ -8,14 +8,14 @@ from fastapi import FastAPI
 
 from services.env import routes as env
 from services.orchestrator import routes as orchestrator
-from services.rollout import openai
-from services.rollout import routes as rollout
+from services.rollout.api import openai
+from services.rollout.api import routes as rollout
 from services.trainer import routes as trainer
 from shared import config
-from shared.access import Role, RoleTable, Tokens, read_secret, read_tokens, token_for
 from shared.errors import ConfigError
-from shared.http import COMMON_ROLES, create_app
 from shared.schema import Limits, TokenFiles
+from shared.web.access import AccessTokens, Role, RoleTable, read_secret, read_tokens, token_for
+from shared.web.http import COMMON_ROLES, create_app
 from tests.support.tokens import write_private, write_tokens
 
 SERVICES = {
@@ -70,8 +70,11 @@ trainer       admin   POST /checkpoint
 trainer       admin   POST /pause
 trainer       admin   POST /resume
 """
-TABLE = [(service, Role[role.upper()], route) for service, role, route in (line.split(None, 2) for line in EXPECTED.split("\n") if line)]
-TOKENS = Tokens({Role.VIEWER: "viewer", Role.SERVICE: "service", Role.ADMIN: "admin"})
+TABLE = [
+    (service, Role[role.upper()], route)
+    for service, role, route in (line.split(None, 2) for line in EXPECTED.split("\n") if line)
+]
+TOKENS = AccessTokens({Role.VIEWER: "viewer", Role.SERVICE: "service", Role.ADMIN: "admin"})
 
 
 def make_app(service: str) -> FastAPI:
@@ -114,7 +117,8 @@ async def test_a_route_without_a_role_is_the_admins() -> None:
     app.get("/forgotten")(lambda: 1)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         statuses = [
-            (await client.get("/forgotten", headers={"Authorization": f"Bearer {role}"})).status_code for role in ("service", "admin")
+            (await client.get("/forgotten", headers={"Authorization": f"Bearer {role}"})).status_code
+            for role in ("service", "admin")
         ]
     assert statuses == [403, 200]
 
@@ -139,7 +143,9 @@ async def test_head_is_get_without_the_content(service: str, role: Role, route: 
     """With the role of GET, and the same answer to whoever has not got it."""
     path = route.removeprefix("GET ").replace("{", "").replace("}", "")
     app = make_app("env" if service == "common" else service)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x") as client:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://x"
+    ) as client:
         for token in (None, *(known for known in Role if known > Role.ANYONE)):
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             head, get = await client.head(path, headers=headers), await client.get(path, headers=headers)
@@ -157,7 +163,9 @@ async def test_a_path_with_several_routes_tells_the_methods_of_all() -> None:
 
 
 def test_the_strictest_of_several_fitting_declarations_counts() -> None:
-    table = RoleTable({"GET /{x}/a": Role.ADMIN, "GET /b/a": Role.VIEWER, "GET /{x}/c": Role.VIEWER, "GET /d/{y}": Role.SERVICE})
+    table = RoleTable(
+        {"GET /{x}/a": Role.ADMIN, "GET /b/a": Role.VIEWER, "GET /{x}/c": Role.VIEWER, "GET /d/{y}": Role.SERVICE}
+    )
     assert table.role_for("GET", "/b/a") is Role.ADMIN
     assert table.role_for("GET", "/d/c") is Role.SERVICE
     assert table.role_for("POST", "/d/c") is None
@@ -165,7 +173,11 @@ def test_the_strictest_of_several_fitting_declarations_counts() -> None:
 
 
 def test_a_token_stands_for_its_role_and_no_other() -> None:
-    assert [TOKENS.role_of(f"Bearer {role}".encode()) for role in ("viewer", "service", "admin")] == [Role.VIEWER, Role.SERVICE, Role.ADMIN]
+    assert [TOKENS.role_of(f"Bearer {role}".encode()) for role in ("viewer", "service", "admin")] == [
+        Role.VIEWER,
+        Role.SERVICE,
+        Role.ADMIN,
+    ]
     wrong = (
         b"",
         b"Bearer ",
@@ -184,11 +196,11 @@ def test_a_token_stands_for_its_role_and_no_other() -> None:
 @pytest.mark.parametrize("authorization", [b"bearer admin", b"BEARER admin", b"bEaReR  admin"])
 def test_the_scheme_of_a_token_may_be_written_in_any_case(authorization: bytes) -> None:
     assert TOKENS.role_of(authorization) is Role.ADMIN
-    assert "admin" not in repr(Tokens({Role.SERVICE: "admin"}))
+    assert "admin" not in repr(AccessTokens({Role.SERVICE: "admin"}))
 
 
 def test_others_are_called_with_the_least_powerful_token_that_is_enough() -> None:
-    two = Tokens({Role.SERVICE: "service", Role.ADMIN: "admin"})
+    two = AccessTokens({Role.SERVICE: "service", Role.ADMIN: "admin"})
     assert [two.of(role) for role in (Role.VIEWER, Role.SERVICE, Role.ADMIN)] == ["service", "service", "admin"]
 
 
@@ -203,7 +215,12 @@ def test_token_files(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [("short", "16 or more"), ("", "16 or more"), ("a blank within this one", "blank"), ("service-token-of-a-test", "same token")],
+    [
+        ("short", "16 or more"),
+        ("", "16 or more"),
+        ("a blank within this one", "blank"),
+        ("service-token-of-a-test", "same token"),
+    ],
 )
 def test_a_bad_token_is_refused_and_not_shown(tmp_path, text: str, reason: str) -> None:
     files = write_tokens(tmp_path)

@@ -8,9 +8,9 @@ import msgpack
 import pytest
 import zstandard
 
-from shared import archive
-from shared.archive import Archive
 from shared.errors import DecodeError, Fenced
+from shared.run import archive
+from shared.run.archive import Archive
 from shared.types import WeightVersion
 
 V1 = WeightVersion(1, 1)
@@ -79,7 +79,9 @@ def test_every_truncation_and_every_flipped_byte_is_damage(tmp_path: Path):
             list(archive.read(tmp_path, "r", V1))
 
 
-@pytest.mark.parametrize(("run", "version", "named"), [("other", V1, "run r"), ("r", WeightVersion(1, 2), "No such file")])
+@pytest.mark.parametrize(
+    ("run", "version", "named"), [("other", V1, "run r"), ("r", WeightVersion(1, 2), "No such file")]
+)
 def test_another_run_and_a_missing_step_are_named(tmp_path: Path, run: str, version: WeightVersion, named: str):
     written(tmp_path)
     with pytest.raises(DecodeError, match=named):

@@ -19,14 +19,15 @@ PROGRAM = """
     import asyncio, sys, time
     from contextlib import asynccontextmanager
     from pathlib import Path
-    from shared import boot, errors, telemetry
-    from shared.http import create_app
-    from shared.schema import Data, EnvEndpoint, Limits, Model, RunConfig, Services
+    from shared import errors
+    from shared.process import boot, telemetry
+    from shared.web.http import create_app
+    from shared.schema import DataSection, EnvEndpoint, Limits, ModelSection, RunConfig, ServicesSection
     from shared.errors import ServiceUnreachable
 
     folder, port, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    config = RunConfig(model=Model(path="x"), data=Data(env="e"),
-                       services=Services(env=EnvEndpoint(port=port), limits=Limits(grace_s=1)))
+    config = RunConfig(model=ModelSection(path="x"), data=DataSection(env="e"),
+                       services=ServicesSection(env=EnvEndpoint(port=port), limits=Limits(grace_s=1)))
 
     @asynccontextmanager
     async def open_service(config):
@@ -56,7 +57,7 @@ PROGRAM = """
                     await asyncio.sleep(60)
                 finally:
                     (folder / "worker").touch()
-            yield boot.Service(app, [worker])
+            yield boot.RunningService(app, [worker])
         finally:
             (folder / "cleaned").touch()
 
@@ -73,9 +74,12 @@ class Program:
         self.folder, self.port = folder, free_port()
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(
-            [sys.executable, str(folder / "program.py"), str(folder), str(self.port), mode], cwd=root, env={"PYTHONPATH": str(root)},
-            stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            [sys.executable, str(folder / "program.py"), str(folder), str(self.port), mode],
+            cwd=root,
+            env={"PYTHONPATH": str(root)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def end(self, timeout: float = 20) -> tuple[int, str]:
         _, err = self.process.communicate(timeout=timeout)
@@ -122,7 +126,10 @@ def test_a_worker_that_finds_the_configuration_wrong_ends_with_two(start, tmp_pa
 def test_open_connections_do_not_delay_the_end_beyond_the_grace(start, tmp_path):
     program = start("plain")
     wait_http(f"http://127.0.0.1:{program.port}/ready")
-    with socket.create_connection(("127.0.0.1", program.port)) as slow, socket.create_connection(("127.0.0.1", program.port)) as half:
+    with (
+        socket.create_connection(("127.0.0.1", program.port)) as slow,
+        socket.create_connection(("127.0.0.1", program.port)) as half,
+    ):
         slow.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
         half.sendall(b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc")
         time.sleep(0.2)
@@ -148,7 +155,9 @@ def test_a_blocked_loop_is_logged_with_its_stack_and_measured(start):
     with urllib.request.urlopen(f"http://127.0.0.1:{program.port}/metrics", timeout=10) as answer:
         metrics = answer.read().decode()
     program.process.send_signal(signal.SIGTERM)
-    warning = next(event for line in program.end()[1].splitlines() if (event := json.loads(line))["event"] == "event loop blocked")
+    warning = next(
+        event for line in program.end()[1].splitlines() if (event := json.loads(line))["event"] == "event loop blocked"
+    )
     assert warning["stack"][-1].endswith(" a_handler_that_blocks")
     late = {name: float(value) for name, value in re.findall(r'loop_lag_seconds_bucket{le="([^"]+)"} (\S+)', metrics)}
     assert late["+Inf"] > late["1.0"]
@@ -170,7 +179,9 @@ def test_a_taken_port_is_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config.write_text(f"model: {{path: x}}\ndata: {{env: frozen_lake}}\nservices: {{env: {{port: {port}}}}}\n")
-        done = subprocess.run([sys.executable, "-m", "services.env", "--config", str(config)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-m", "services.env", "--config", str(config)], capture_output=True, text=True, timeout=60
+        )
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared import bounds, codec, offload
+from shared import bounds, codec
 from shared.errors import DecodeError
+from shared.process import offload
 from tests.fuzz.values import JSON, WIRE
 
 MANY = 2 * bounds.MAX_OBJECTS

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.chat import ChatTokenizer
 from shared.errors import ConfigError, InputError
+from shared.models.chat import ChatTokenizer
 
 TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny"
 TOKENIZER = ChatTokenizer(TINY)
@@ -63,7 +63,24 @@ def test_what_the_assistant_said_has_no_end_token():
 
 
 def test_the_signs_of_the_games_are_single_tokens():
-    for sign in ("<answer>", "</answer>", " || ", "Right", "Left", "Up", "Down", "√", "####", "#", "_", "O", "X", "P", "S", "G"):
+    for sign in (
+        "<answer>",
+        "</answer>",
+        " || ",
+        "Right",
+        "Left",
+        "Up",
+        "Down",
+        "√",
+        "####",
+        "#",
+        "_",
+        "O",
+        "X",
+        "P",
+        "S",
+        "G",
+    ):
         assert len(TOKENIZER.encode(sign)) == 1, sign
 
 

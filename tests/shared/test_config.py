@@ -101,7 +101,9 @@ LEAVES = [".".join(path) for path in leaves(RunConfig)]
 
 def test_all_keys_are_walked():
     assert len(LEAVES) > 80
-    assert {"services.rollout.port", "services.limits.grace_s", "trainer.mesh.shape", "sft.optimizer_config.b2"} <= set(LEAVES)
+    assert {"services.rollout.port", "services.limits.grace_s", "trainer.mesh.shape", "sft.optimizer_config.b2"} <= set(
+        LEAVES
+    )
 
 
 @pytest.mark.parametrize("key", LEAVES)
@@ -115,6 +117,13 @@ def test_naming_one_key_leaves_all_others_at_their_defaults(key):
 
 
 def test_naming_the_address_of_a_service_keeps_its_port(tmp_path):
-    loaded = config.load([write(tmp_path, MINIMAL)], ["services.rollout.url=http://here:8102", "services.trainer.host=0.0.0.0"])
+    loaded = config.load(
+        [write(tmp_path, MINIMAL)], ["services.rollout.url=http://here:8102", "services.trainer.host=0.0.0.0"]
+    )
     services = loaded.config.services
-    assert (services.env.port, services.rollout.port, services.orchestrator.port, services.trainer.port) == (8101, 8102, 8103, 8104)
+    assert (services.env.port, services.rollout.port, services.orchestrator.port, services.trainer.port) == (
+        8101,
+        8102,
+        8103,
+        8104,
+    )

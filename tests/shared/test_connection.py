@@ -1,4 +1,6 @@
-"""What one connection may cost: heads that drip or never end, bodies nobody reads, answers nobody reads, too many at once."""
+"""What one connection may cost: heads that drip or never end, bodies nobody reads, answers nobody reads, too many at
+once.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from shared import serving, telemetry
-from shared.access import Role, Tokens
-from shared.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection
-from shared.http import create_app
-from shared.limits import Buckets
-from shared.schema import Limits, Services
+from shared.process import telemetry
+from shared.schema import Limits, ServicesSection
+from shared.web import serving
+from shared.web.access import AccessTokens, Role
+from shared.web.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection
+from shared.web.http import create_app
+from shared.web.limits import RateLimiter
 from tests.support.asgi import served
 
 LIMITS = Limits(header_timeout_s=0.3, body_timeout_s=0.6, max_connections=8, max_body_bytes=2**20, grace_s=1)
@@ -29,7 +32,9 @@ GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
 def make_app(limits: Limits = LIMITS) -> FastAPI:
-    app = create_app("demo", limits=limits, tokens=Tokens({Role.ADMIN: "secret"}), ready=lambda: None, roles=ROLES)
+    app = create_app(
+        "demo", limits=limits, tokens=AccessTokens({Role.ADMIN: "secret"}), ready=lambda: None, roles=ROLES
+    )
 
     @app.post("/size")
     async def size(request: Request) -> int:
@@ -94,7 +99,7 @@ type Connect = Callable[[], Awaitable[Client]]
 
 @asynccontextmanager
 async def serving_demo(limits: Limits = LIMITS) -> AsyncIterator[Connect]:
-    async with served(make_app(limits), Services(limits=limits)) as url:
+    async with served(make_app(limits), ServicesSection(limits=limits)) as url:
         port, opened = int(url.rpartition(":")[2]), []
 
         async def connect() -> Client:
@@ -116,7 +121,9 @@ def refused(answer: bytes, status: int, detail: str) -> None:
     """One whole problem body, and the end of the connection. `detail`: a pattern."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 %d " % status)
-    assert {b"content-type: application/problem+json", b"content-length: %d" % len(body), b"connection: close"} <= set(head.split(b"\r\n"))
+    assert {b"content-type: application/problem+json", b"content-length: %d" % len(body), b"connection: close"} <= set(
+        head.split(b"\r\n")
+    )
     problem = orjson.loads(body)
     assert problem["status"] == status
     assert re.search(detail, problem["detail"])
@@ -156,7 +163,9 @@ async def test_a_large_head_is_refused(sent: bytes):
         refused(await client.rest(), 431, "the head of the request exceeds 65536 bytes or 100 headers|a value")
 
 
-@pytest.mark.parametrize("endless", [b"1;" + b"x" * 2**18, b"0\r\nTrailer: " + b"x" * 2**18], ids=["extension", "trailer"])
+@pytest.mark.parametrize(
+    "endless", [b"1;" + b"x" * 2**18, b"0\r\nTrailer: " + b"x" * 2**18], ids=["extension", "trailer"]
+)
 async def test_what_a_parser_would_hold_back_for_ever_is_bounded(endless: bytes):
     async with serving_demo() as connect:
         client = await connect()
@@ -210,7 +219,9 @@ async def test_a_body_that_lies_about_its_length_is_refused_at_once(sent: bytes,
         client = await connect()
         await client.send(sent)
         refused(
-            await client.rest(), status, {413: "the body exceeds|the chunks announce", 400: "not valid|not framed", 431: "exceeds"}[status]
+            await client.rest(),
+            status,
+            {413: "the body exceeds|the chunks announce", 400: "not valid|not framed", 431: "exceeds"}[status],
         )
 
 
@@ -219,7 +230,9 @@ async def test_bodies_arrive_whole_however_they_are_cut(step: int):
     """Several requests sent ahead, in pieces of `step` bytes."""
     chunked = CHUNKED + b"5;a=b\r\nhello\r\n0003;x\r\nyou\r\n0\r\nX-Trailer: 1\r\n\r\n"
     sized = POST + b"Content-Length: 4\r\n\r\n\r\n\r\n"
-    stream = b"\r\n" + chunked + sized + POST + b"Content-Length: 0\r\n\r\n" + chunked + POST + b"Connection: close\r\n\r\n"
+    stream = (
+        b"\r\n" + chunked + sized + POST + b"Content-Length: 0\r\n\r\n" + chunked + POST + b"Connection: close\r\n\r\n"
+    )
     async with serving_demo(Limits(max_body_bytes=2**20, grace_s=1)) as connect:
         client = await connect()
         for at in range(0, len(stream), step):
@@ -265,7 +278,9 @@ async def test_many_requests_sent_ahead_are_refused_and_a_few_are_answered():
         assert b"more than 8 requests were sent ahead" in await many.rest()
 
 
-@pytest.mark.parametrize("head", [b"Content-Length: 1000000000", b"Transfer-Encoding: chunked"], ids=["declared", "chunked"])
+@pytest.mark.parametrize(
+    "head", [b"Content-Length: 1000000000", b"Transfer-Encoding: chunked"], ids=["declared", "chunked"]
+)
 async def test_the_rest_of_a_body_that_is_too_large_is_not_read(head: bytes):
     async with serving_demo() as connect:
         client = await connect()
@@ -283,7 +298,10 @@ async def test_a_client_learns_that_its_connection_ends_with_an_early_answer(pat
         yield large
 
     limits = Limits(max_body_bytes=2**20, grace_s=1)
-    async with served(make_app(limits), Services(limits=limits)) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
+    async with (
+        served(make_app(limits), ServicesSection(limits=limits)) as url,
+        httpx.AsyncClient(base_url=url, trust_env=False) as client,
+    ):
         refused = await client.post(path, content=pieces() if chunked else large)
         assert refused.status_code in (413, 401)
         assert refused.headers["connection"] == "close"
@@ -406,7 +424,7 @@ def test_connections_leave_file_descriptors_for_the_service():
 
 
 def test_a_bucket_lets_bursts_through_and_then_its_pace():
-    buckets = Buckets(2.0)
+    buckets = RateLimiter(2.0)
     assert [buckets.wait_s("a", 0.0) for _ in range(20)] == [0.0] * 20
     assert buckets.wait_s("a", 0.0) == 0.5
     assert buckets.wait_s("b", 0.0) == 0.0
@@ -415,7 +433,7 @@ def test_a_bucket_lets_bursts_through_and_then_its_pace():
 
 
 def test_the_number_of_buckets_is_bounded():
-    buckets = Buckets(1.0)
+    buckets = RateLimiter(1.0)
     for n in range(10_000):
         buckets.wait_s(str(n), 0.0)
     assert len(buckets._filled) == 4096

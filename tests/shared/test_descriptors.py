@@ -33,7 +33,10 @@ def no_descriptor_left() -> Iterator[None]:
 
 async def test_a_call_without_a_descriptor_names_the_limit() -> None:
     async with HttpClient("http://127.0.0.1:9") as client:
-        with no_descriptor_left(), pytest.raises(ServiceUnreachable, match=r"no file descriptor left of the \d+ .*ulimit -n"):
+        with (
+            no_descriptor_left(),
+            pytest.raises(ServiceUnreachable, match=r"no file descriptor left of the \d+ .*ulimit -n"),
+        ):
             await client.get("/health", attempts=1)
         with pytest.raises(ServiceUnreachable, match="is the service running"):
             await client.get("/health", attempts=1)

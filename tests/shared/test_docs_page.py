@@ -1,4 +1,6 @@
-"""The page /docs: whole without any other host, with a scheme to authorize by, roles as they are, and examples that routes take."""
+"""The page /docs: whole without any other host, with a scheme to authorize by, roles as they are, and examples that
+routes take.
+"""
 
 import re
 from pathlib import Path
@@ -6,10 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared import docs_page
-from shared.access import Role
-from shared.http import COMMON_ROLES, create_app
 from shared.schema import Limits
+from shared.web import docs_page
+from shared.web.access import Role
+from shared.web.http import COMMON_ROLES, create_app
 from tests.fuzz.stack import OPENERS, RUN, TOKEN, open_stack, run_config
 from tests.shared.test_access import SERVICES, TOKENS, make_app
 
@@ -61,7 +63,9 @@ def test_every_operation_says_which_role_it_asks_for(service):
 def test_a_service_without_tokens_asks_for_none():
     document = create_app("demo", limits=Limits(), tokens=None, ready=lambda: None).openapi()
     assert "securitySchemes" not in document.get("components", {})
-    assert all("security" not in operation for operations in document["paths"].values() for operation in operations.values())
+    assert all(
+        "security" not in operation for operations in document["paths"].values() for operation in operations.values()
+    )
     assert TOKENS is not None
 
 
@@ -70,7 +74,9 @@ def example_of(parameter):
 
 
 async def test_every_body_has_an_example_that_its_route_takes(tmp_path, redis_server):
-    """Sent as it stands; a route may find that there is no such checkpoint or episode, not that the request is wrong."""
+    """Sent as it stands; a route may find that there is no such checkpoint or episode, not that the
+    request is wrong.
+    """
     async with open_stack(run_config(tmp_path, redis_server.url)) as urls, httpx.AsyncClient(trust_env=False) as client:
         client.headers["Authorization"] = f"Bearer {TOKEN}"
         for service in OPENERS:
@@ -79,15 +85,22 @@ async def test_every_body_has_an_example_that_its_route_takes(tmp_path, redis_se
             for path, operations in document["paths"].items():
                 for method, operation in operations.items():
                     what = f"{method.upper()} {path} of {service}"
-                    given = {p["name"]: example_of(p) for p in operation.get("parameters", []) if p["name"] not in known}
+                    given = {
+                        p["name"]: example_of(p) for p in operation.get("parameters", []) if p["name"] not in known
+                    }
                     query = {p["name"]: given[p["name"]] for p in operation.get("parameters", []) if p["in"] == "query"}
                     body = operation.get("requestBody", {}).get("content", {}).get("application/json")
                     if body is None and not query:
                         continue
-                    url = urls[service] + path.format(**known, **{name: value for name, value in given.items() if name not in query})
+                    url = urls[service] + path.format(
+                        **known, **{name: value for name, value in given.items() if name not in query}
+                    )
                     answer = await client.request(method, url, params=query, json=body and body["example"])
                     kind = answer.json().get("type", "") if answer.status_code >= 400 else ""
-                    assert kind in ("", "urn:volley:NotFound", "urn:volley:WeightsError", "urn:volley:Conflict"), (what, answer.text)
+                    assert kind in ("", "urn:volley:NotFound", "urn:volley:WeightsError", "urn:volley:Conflict"), (
+                        what,
+                        answer.text,
+                    )
                     if path == "/pause_generation":
                         await client.post(urls[service] + "/continue_generation")
                     if "episode_id" in answer.json():

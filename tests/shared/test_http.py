@@ -10,17 +10,18 @@ import pytest
 import uvicorn
 from fastapi import HTTPException, Request
 
-from shared import codec, errors, http, serving
-from shared.access import Role, Tokens
+from shared import codec, errors
 from shared.clients import base
 from shared.clients.base import HttpClient
-from shared.http import create_app, read_body, respond
 from shared.outcomes import judged
 from shared.schema import Limits
+from shared.web import http, serving
+from shared.web.access import AccessTokens, Role
+from shared.web.http import create_app, read_body, respond
 from tests.support.net import free_port
 
 TOKEN = "s3cret-s3cret-s3"
-TOKENS = Tokens({Role.VIEWER: TOKEN})
+TOKENS = AccessTokens({Role.VIEWER: TOKEN})
 LIMITS = Limits(max_body_bytes=1000, body_timeout_s=0.3)
 
 
@@ -60,7 +61,18 @@ async def test_msgpack_echo_keeps_arrays():
 
 
 @pytest.mark.parametrize(
-    "name", ["NotFound", "Conflict", "TooLarge", "Forbidden", "OutOfMemory", "WeightsError", "Fenced", "EngineDied", "DecodeError"]
+    "name",
+    [
+        "NotFound",
+        "Conflict",
+        "TooLarge",
+        "Forbidden",
+        "OutOfMemory",
+        "WeightsError",
+        "Fenced",
+        "EngineDied",
+        "DecodeError",
+    ],
 )
 async def test_an_error_crosses_the_wire_as_itself(name):
     async with client(make_app()) as c:
@@ -81,7 +93,9 @@ async def test_an_error_crosses_the_wire_as_itself(name):
     ],
 )
 async def test_openais_clients_are_told_what_is_wrong(path, token, status, message):
-    app = make_app(TOKENS, roles={f"{method} {path}": Role.VIEWER for method in ("GET", "POST")} if path != "/v1/nothing" else {})
+    app = make_app(
+        TOKENS, roles={f"{method} {path}": Role.VIEWER for method in ("GET", "POST")} if path != "/v1/nothing" else {}
+    )
 
     @app.get("/v1/fail")
     async def fail():
@@ -98,7 +112,9 @@ async def test_openais_clients_are_told_what_is_wrong(path, token, status, messa
     @app.get("/v1/number/{n}")
     async def number(n: int): ...
 
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://demo") as c:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://demo"
+    ) as c:
         c.headers["Authorization"] = f"Bearer {token}"
         answer = await c.post(path, content=b"x" * 1001) if status == 413 else await c.get(path)
         plain = await c.get("/nothing")
@@ -124,7 +140,8 @@ async def test_when_to_ask_again_crosses_the_wire():
 
 
 @pytest.mark.parametrize(
-    ("said", "heard"), [(0, 0), (1e300, 60), (float("inf"), 60), (float("nan"), 1), (-1, 1), ("9", 1), (None, 1), ([9], 1)]
+    ("said", "heard"),
+    [(0, 0), (1e300, 60), (float("inf"), 60), (float("nan"), 1), (-1, 1), ("9", 1), (None, 1), ([9], 1)],
 )
 def test_a_service_cannot_make_a_client_wait_for_ever(said: object, heard: float):
     error = errors.from_problem(429, {"type": "urn:volley:RateLimited", "retry_after_s": said})
@@ -133,7 +150,9 @@ def test_a_service_cannot_make_a_client_wait_for_ever(said: object, heard: float
 
 
 async def test_a_bug_says_nothing_of_the_inside():
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(), raise_app_exceptions=False), base_url="http://x") as c:
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(make_app(), raise_app_exceptions=False), base_url="http://x"
+    ) as c:
         answer = await c.get("/bug")
     assert answer.status_code == 500
     assert "secret" not in answer.text
@@ -190,7 +209,9 @@ async def test_large_bodies_together_are_bounded_and_small_ones_pass(monkeypatch
 
 
 async def test_admin_requests_have_a_pace_for_each_address():
-    app = create_app("demo", limits=Limits(admin_per_s=0.2), tokens=None, ready=lambda: None, roles={"GET /free": Role.SERVICE})
+    app = create_app(
+        "demo", limits=Limits(admin_per_s=0.2), tokens=None, ready=lambda: None, roles={"GET /free": Role.SERVICE}
+    )
     app.post("/admin")(lambda: 1)
     app.get("/free")(lambda: 1)
     answers = {}

@@ -1,7 +1,7 @@
 import pytest
 
-from shared import ledger
 from shared.errors import DecodeError
+from shared.run import ledger
 from shared.types import WeightVersion
 
 VERSION = WeightVersion(1, 2)

@@ -1,4 +1,6 @@
-"""Prometheus: every series of every service, by a real parser: its type, its name, its labels, and that a run does not add series."""
+"""Prometheus: every series of every service, by a real parser: its type, its name, its labels, and that a run does not
+add series.
+"""
 
 import asyncio
 import re
@@ -9,8 +11,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from services.trainer.metrics import StepMetrics
-from shared.telemetry import REGISTRY, exposition
+from services.trainer.learner.metrics import StepMetrics
+from shared.process.telemetry import REGISTRY, exposition
 from tests.fuzz.stack import OPENERS, RUN, TOKEN, open_stack, run_config
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -54,7 +56,10 @@ def test_names_follow_the_conventions():
         ("application/openmetrics-text; version=1.0.0; q=0.0, */*", False),
         ("application/openmetrics-text;q=0.3,text/plain;q=0.8", False),
         ("text/plain;q=0.3,application/openmetrics-text;version=1.0.0;q=0.8", True),
-        ("application/openmetrics-text;version=0.0.1;q=0.9,application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.1", True),
+        (
+            "application/openmetrics-text;version=0.0.1;q=0.9,application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.1",
+            True,
+        ),
         ("application/openmetrics-text;q=high,text/plain", False),
         ("application/openmetrics-text;version=newest", False),
     ],
@@ -66,7 +71,9 @@ def test_the_format_is_the_one_a_client_likes_best(accept, openmetrics):
 
 
 def test_every_measure_of_a_step_is_served():
-    measures = {name for name, kind in StepMetrics.__annotations__.items() if str(kind).startswith("float")} - {"retried_tokens"}
+    measures = {name for name, kind in StepMetrics.__annotations__.items() if str(kind).startswith("float")} - {
+        "retried_tokens"
+    }
     assert measures <= {name.removeprefix("volley_trainer_") for name in ours(REGISTRY.collect())}
 
 
@@ -87,7 +94,10 @@ def series(text, parse=parse_text):
 
 async def test_a_run_that_goes_on_adds_no_series_with_its_versions(tmp_path, redis_server):
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    async with open_stack(run_config(tmp_path, redis_server.url)) as urls, httpx.AsyncClient(trust_env=False, headers=headers) as client:
+    async with (
+        open_stack(run_config(tmp_path, redis_server.url)) as urls,
+        httpx.AsyncClient(trust_env=False, headers=headers) as client,
+    ):
         await client.post(f"{urls['orchestrator']}/runs/{RUN}/resume")
 
         async def at_step(n):
@@ -98,7 +108,12 @@ async def test_a_run_that_goes_on_adds_no_series_with_its_versions(tmp_path, red
             return {name: (await client.get(f"{url}/metrics")).text for name, url in urls.items()}
 
         def steady(texts):
-            return {found for text in texts.values() for found in series(text) if found[0].startswith(("volley_trainer", "volley_rollout"))}
+            return {
+                found
+                for text in texts.values()
+                for found in series(text)
+                if found[0].startswith(("volley_trainer", "volley_rollout"))
+            }
 
         first, later = await at_step(4), await at_step(12)
         assert steady(first) == steady(later)
@@ -109,6 +124,15 @@ async def test_a_run_that_goes_on_adds_no_series_with_its_versions(tmp_path, red
             assert answer.headers["content-type"].startswith("application/openmetrics-text")
             assert series(answer.text, parse_openmetrics)
         values = {family.name: family.samples for family in parse_text(later["trainer"])}
-        for name in ("kl", "entropy", "staleness_mean", "staleness_max", "logprob_abs_diff", "clip_fraction", "grad_norm", "reward_mean"):
+        for name in (
+            "kl",
+            "entropy",
+            "staleness_mean",
+            "staleness_max",
+            "logprob_abs_diff",
+            "clip_fraction",
+            "grad_norm",
+            "reward_mean",
+        ):
             (sample,) = values[f"volley_trainer_{name}"]
             assert sample.value == sample.value, f"{name} is NaN after a step"

@@ -1,4 +1,6 @@
-"""One description of a model, from every spelling of its config.json; a key is computed, without effect, or refused by its name."""
+"""One description of a model, from every spelling of its config.json; a key is computed, without effect, or refused by
+its name.
+"""
 
 import json
 import math
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 
 from shared.errors import ConfigError
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 from tests.support import models
 
 OLD = models.tiny_config()
@@ -39,7 +41,13 @@ def test_what_is_written_is_read_as_the_same() -> None:
 
 def test_defaults_are_those_of_hugging_face() -> None:
     """Printed by `Qwen3Config()` of transformers 5.12 and 4.57."""
-    sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 32}
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+    }
     found = ModelConfig.parse({"model_type": "qwen3", **sizes})
     assert (found.head_dim, found.num_key_value_heads, found.rope_theta) == (128, 32, 10000.0)
     assert (found.rms_norm_eps, found.tie_word_embeddings, found.initializer_range) == (1e-6, False, 0.02)
@@ -47,7 +55,8 @@ def test_defaults_are_those_of_hugging_face() -> None:
     assert ModelConfig.parse({"model_type": "qwen3", **sizes, "num_key_value_heads": None}).num_key_value_heads == 32
 
 
-# Another value of every key that transformers writes, and of keys that the engine or other families read. None: without effect.
+# Another value of every key that transformers writes, and of keys that the engine or other families read. None: without
+# effect.
 CHANGED: dict[str, tuple[Any, str | None]] = {
     "architectures": (["Qwen3ForSequenceClassification"], "refused"),
     "model_type": ("llama", "refused"),
@@ -114,7 +123,8 @@ def test_every_key_is_computed_without_effect_or_refused(config: dict[str, Any])
 
 @pytest.mark.parametrize("value", ["64", math.nan, math.inf, -2, 0, True, None, 1 << 62, 1e30, 2.5, [], {}])
 @pytest.mark.parametrize(
-    "key", ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "max_position_embeddings"]
+    "key",
+    ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "max_position_embeddings"],
 )
 def test_a_size_is_a_whole_number(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"x/config.json: {key} is "):
@@ -140,7 +150,10 @@ def test_a_number_is_positive_and_finite(key: str, value: object) -> None:
         ({"eos_token_id": 512}, "eos_token_id 512 is outside the vocabulary of 512"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
         ({"eos_token_id": [1, -1]}, "eos_token_id is"),
-        ({"rope_parameters": {"rope_theta": 5e5}}, "several values of θ: rope_theta=10000, rope_parameters.rope_theta=500000"),
+        (
+            {"rope_parameters": {"rope_theta": 5e5}},
+            "several values of θ: rope_theta=10000, rope_parameters.rope_theta=500000",
+        ),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type='llama3'"),
         ({"rope_parameters": {"rope_type": "default", "factor": 8.0}}, "rope_parameters.factor=8.0"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters.full_attention"),

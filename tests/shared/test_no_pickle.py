@@ -1,4 +1,6 @@
-"""Nothing is unpickled and no text is run as code: every call and import that could is found in the syntax trees of all sources."""
+"""Nothing is unpickled and no text is run as code: every call and import that could is found in the syntax trees of all
+sources.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,29 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for folder in ("services", "shared", "docker", "tests") for path in (ROOT / folder).rglob("*.py"))
-MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle", "multiprocessing", "pandas"}
-CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "numpy.load", "np.load", "recv_pyobj"}
+MODULES = {
+    "pickle",
+    "_pickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+    "jsonpickle",
+    "multiprocessing",
+    "pandas",
+}
+CALLS = {
+    "eval",
+    "exec",
+    "torch.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "numpy.load",
+    "np.load",
+    "recv_pyobj",
+}
 EXCEPTIONS = {
     "tests/env/test_calculator.py: eval": "Python's own arithmetic is the reference for the calculator's",
     "tests/env/test_docs.py: exec": "runs the environment of docs/environments.md",
@@ -28,9 +51,14 @@ def found(tree: ast.AST) -> Iterator[str]:
                 yield from (name.name for name in names if name.name.partition(".")[0] in MODULES)
             case ast.ImportFrom(module=str(module)) if module.partition(".")[0] in MODULES:
                 yield module
-            case ast.Call(func=ast.Name(id="__import__") | ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(name)), *_]):
+            case ast.Call(
+                func=ast.Name(id="__import__") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(name)), *_],
+            ):
                 yield from [name] * (name.partition(".")[0] in MODULES)
-            case ast.Call(func=func, keywords=keywords) if (name := ast.unparse(func)) in CALLS or name.rpartition(".")[2] == "recv_pyobj":
+            case ast.Call(func=func, keywords=keywords) if (name := ast.unparse(func)) in CALLS or name.rpartition(".")[
+                2
+            ] == "recv_pyobj":
                 if not (name.endswith((".load",)) and is_safe(name, node.args, keywords)):
                     yield name
             case ast.keyword(arg="allow_pickle" | "trust_remote_code" | "weights_only", value=value) as keyword:
@@ -39,7 +67,9 @@ def found(tree: ast.AST) -> Iterator[str]:
 
 
 def is_safe(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> bool:
-    """numpy loads no objects unless `allow_pickle` (judged by itself) says so; yaml is safe with the safe loader alone."""
+    """numpy loads no objects unless `allow_pickle` (judged by itself) says so; yaml is safe with the safe
+    loader alone.
+    """
     if name in ("np.load", "numpy.load"):
         return True
     loaders = [ast.unparse(value) for value in [*args[1:], *(k.value for k in keywords if k.arg == "Loader")]]
@@ -76,7 +106,13 @@ def test_the_search_finds(source: str):
 
 @pytest.mark.parametrize(
     "source",
-    ["np.load(path)", "np.load(path, allow_pickle=False)", "yaml.load(t, Loader=yaml.SafeLoader)", "yaml.safe_load(t)", "re.compile(x)"],
+    [
+        "np.load(path)",
+        "np.load(path, allow_pickle=False)",
+        "yaml.load(t, Loader=yaml.SafeLoader)",
+        "yaml.safe_load(t)",
+        "re.compile(x)",
+    ],
 )
 def test_the_search_leaves_alone(source: str):
     assert not list(found(ast.parse(source)))

@@ -10,20 +10,20 @@ import orjson
 import pytest
 import yaml
 
-from services.trainer.checkpoint import Checkpoints
-from services.trainer.simulated import NumpyArrays, SimulatedBackend
-from shared import hub, origin
-from shared import state as states
+from services.trainer.checkpoints.store import CheckpointFolders
 from shared.config import rooted, validate
 from shared.errors import ConfigError, WeightsError
+from shared.models import hub, origin
+from shared.run import state as states
+from shared.run.weights import MANIFEST, read_manifest
 from shared.schema import RunConfig
-from shared.weights import MANIFEST, read_manifest
+from tools.simulated.trainer import NumpyArrays, SimulatedBackend
 
 MODEL = {"vocab_size": 96, "model_type": "qwen3"}
 
 
 def backend(folder: Path, found: origin.Origin | None = None, run: str = "a") -> SimulatedBackend:
-    return SimulatedBackend(Checkpoints(folder / "checkpoints", run, 3, NumpyArrays()), MODEL, 0, found)
+    return SimulatedBackend(CheckpointFolders(folder / "checkpoints", run, 3, NumpyArrays()), MODEL, 0, found)
 
 
 @pytest.fixture
@@ -34,10 +34,12 @@ def source(tmp_path: Path) -> Path:
     made = backend(folder)
     assert made.restore() is None
     made.build()
-    state = states.fresh(0).under(1, keep_reference=False)
+    state = states.initial_state(0).under(1, keep_reference=False)
     made.start(state)
     made.save(replace(state, step=1, low=2), state.version)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"run": {"name": "a"}, "model": {"path": "models/tiny"}, "data": {"env": "e"}}))
+    (folder / "config.yaml").write_text(
+        yaml.safe_dump({"run": {"name": "a"}, "model": {"path": "models/tiny"}, "data": {"env": "e"}})
+    )
     (folder / "run.json").write_bytes(orjson.dumps({"cwd": str(tmp_path)}))
     return folder
 
@@ -78,7 +80,7 @@ def test_the_weights_are_those_of_the_version_and_the_source_may_go(tmp_path: Pa
     of_b.restore()
     of_b.build()
     assert all((of_a.params[name] == of_b.params[name]).all() for name in of_a.params)
-    of_b.start(states.fresh(0).under(1, keep_reference=False))
+    of_b.start(states.initial_state(0).under(1, keep_reference=False))
     shutil.rmtree(source)
     again = backend(tmp_path / "runs/b", hub.keep(config), "b")
     assert again.restore() is not None
@@ -134,7 +136,7 @@ def test_the_model_of_a_run_that_cannot_be_found_is_named(tmp_path: Path, source
 
 def test_provenance_is_in_the_state(tmp_path: Path, source: Path):
     found = {"run": "a", "folder": str(source), "version": "e000001-s000001", "manifest": "x"}
-    state = states.fresh(0).under(1, keep_reference=False, origin=found)
+    state = states.initial_state(0).under(1, keep_reference=False, origin=found)
     assert state.under(2, keep_reference=False).origin == found
     assert states.TrainerState.from_mapping(orjson.loads(state.to_json())).origin == found
     with pytest.raises(WeightsError):

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from shared import pinned
-from shared.config import Loaded, validate
+from shared.config import LoadedConfig, validate
 from shared.errors import ConfigError
+from shared.run import pinned
 
 
 def flat(**sections: Any) -> dict[str, Any]:
     return pinned.relevant(loaded(**sections).config)
 
 
-def loaded(**sections: Any) -> Loaded:
+def loaded(**sections: Any) -> LoadedConfig:
     return validate({"run": {"name": "r"}, "model": {"path": "m"}, "data": {"env": "e"}, **sections})
 
 
@@ -46,7 +46,9 @@ def test_the_first_epoch_has_all_and_later_ones_what_they_changed():
 
 
 def test_what_may_change_is_listed():
-    now = flat(trainer={"max_steps": 40, "optimizer_config": {"learning_rate": 1e-6}}, orchestrator={"eval_every_n_steps": 2})
+    now = flat(
+        trainer={"max_steps": 40, "optimizer_config": {"learning_rate": 1e-6}}, orchestrator={"eval_every_n_steps": 2}
+    )
     assert [str(change) for change in pinned.permitted(flat(), now, step=20)] == [
         "orchestrator.eval_every_n_steps: null → 2",
         "trainer.max_steps: 10 → 40",

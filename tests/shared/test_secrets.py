@@ -1,4 +1,6 @@
-"""Secrets stay where they are: in no log, no metric, no answer, no command line, no environment, whatever goes wrong."""
+"""Secrets stay where they are: in no log, no metric, no answer, no command line, no environment,
+whatever goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,13 @@ import httpx
 import pytest
 import yaml
 
-from shared import telemetry
-from shared.access import Role, Tokens, read_tokens
 from shared.clients.base import HttpClient
 from shared.errors import VolleyError
-from shared.http import create_app
+from shared.process import telemetry
 from shared.queue.server import ServerSpec
 from shared.schema import Limits
+from shared.web.access import AccessTokens, Role, read_tokens
+from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.net import free_port, wait_http
 from tests.support.tokens import write_private, write_tokens
@@ -46,7 +48,10 @@ def started(service: str, folder: Path, **services: object) -> Iterator[subproce
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(tree))
     command = [sys.executable, "-m", f"services.{service}", "--config", str(folder / "run.yaml")]
-    with (folder / "log").open("w") as log, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, text=True) as process:
+    with (
+        (folder / "log").open("w") as log,
+        subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, text=True) as process,
+    ):
         try:
             yield process
         finally:
@@ -61,7 +66,12 @@ def test_a_service_tells_no_token_whatever_it_is_asked(tmp_path: Path):
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
             for token in (*TOKENS.values(), WRONG):
                 headers = {"Authorization": f"Bearer {token}"}
-                for method, path in (("GET", "/environments"), ("POST", "/environments"), ("GET", "/none"), ("GET", "/metrics")):
+                for method, path in (
+                    ("GET", "/environments"),
+                    ("POST", "/environments"),
+                    ("GET", "/none"),
+                    ("GET", "/metrics"),
+                ):
                     answers.append(client.request(method, path, headers=headers, content=b"\xc1"))
         assert {answer.status_code for answer in answers} >= {200, 400, 401, 403}
         facts = [Path(f"/proc/{process.pid}/{name}").read_text() for name in ("cmdline", "environ")]
@@ -74,13 +84,19 @@ def test_a_service_tells_no_token_whatever_it_is_asked(tmp_path: Path):
 def test_a_password_that_redis_refuses_is_not_shown(tmp_path: Path, redis_server: ServerSpec, reachable: bool):
     port, own = redis_server.port if reachable else free_port(), free_port()
     password = write_private(tmp_path / "redis_password", PASSWORD)
-    services = {"redis_url": f"redis://127.0.0.1:{port}/0", "redis_password_file": str(password), "orchestrator": {"port": own}}
+    services = {
+        "redis_url": f"redis://127.0.0.1:{port}/0",
+        "redis_password_file": str(password),
+        "orchestrator": {"port": own},
+    }
     with started("orchestrator", tmp_path, **services) as process:
         if reachable:
             process.wait(60)
         else:
             wait_http(f"http://127.0.0.1:{own}/health")
-            answer = httpx.get(f"http://127.0.0.1:{own}/runs", headers={"Authorization": f"Bearer {TOKENS['viewer']}"}, trust_env=False)
+            answer = httpx.get(
+                f"http://127.0.0.1:{own}/runs", headers={"Authorization": f"Bearer {TOKENS['viewer']}"}, trust_env=False
+            )
             expect_no_secret(answer.text)
     told = (tmp_path / "log").read_text()
     assert "Redis refuses" in told or not reachable
@@ -90,7 +106,10 @@ def test_a_password_that_redis_refuses_is_not_shown(tmp_path: Path, redis_server
 
 async def test_a_bug_tells_no_token(caplog: pytest.LogCaptureFixture):
     app = create_app(
-        "demo", limits=Limits(), tokens=Tokens({Role[name.upper()]: token for name, token in TOKENS.items()}), ready=lambda: None
+        "demo",
+        limits=Limits(),
+        tokens=AccessTokens({Role[name.upper()]: token for name, token in TOKENS.items()}),
+        ready=lambda: None,
     )
 
     @app.get("/bug")

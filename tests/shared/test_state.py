@@ -4,12 +4,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared import ledger
-from shared import state as states
-from shared.chain import Chain
 from shared.errors import WeightsError
-from shared.queue.progress import Progress
-from shared.state import TrainerState, fresh, in_lineage, maker, until
+from shared.queue.progress import TicketProgress
+from shared.run import ledger
+from shared.run import state as states
+from shared.run.chain import Chain
+from shared.run.state import TrainerState, epoch_of, in_lineage, initial_state, until
 from shared.types import WeightVersion
 
 type Lineage = tuple[tuple[int, int], ...]
@@ -22,12 +22,14 @@ def written(folder: Path, state: TrainerState, **extra: object) -> Path:
 
 def with_lines(n: int, per_step: int) -> TrainerState:
     """After `n` groups since the last checkpoint."""
-    version, begun = WeightVersion(999_999, 999_999), fresh(0).under(1, keep_reference=False)
+    version, begun = WeightVersion(999_999, 999_999), initial_state(0).under(1, keep_reference=False)
     lines = tuple(
-        ledger.line(10_000_000 + i, "trained", WeightVersion(1, 1 + i // per_step), versions=(version, version), digest="0" * 64)
+        ledger.line(
+            10_000_000 + i, "trained", WeightVersion(1, 1 + i // per_step), versions=(version, version), digest="0" * 64
+        )
         for i in range(n)
     )
-    return begun.at(n // per_step, Progress(n), issued=n, done=False, chain=Chain(0), recent=lines)
+    return begun.at(n // per_step, TicketProgress(n), issued=n, done=False, chain=Chain(0), recent=lines)
 
 
 def test_a_state_of_as_many_lines_as_a_configuration_allows_is_read_again(tmp_path: Path) -> None:
@@ -41,7 +43,7 @@ def test_a_state_of_as_many_lines_as_a_configuration_allows_is_read_again(tmp_pa
 
 
 def test_a_state_that_no_reader_takes_is_named_with_what_to_do(tmp_path: Path) -> None:
-    state = fresh(0).under(1, keep_reference=False)
+    state = initial_state(0).under(1, keep_reference=False)
     written(tmp_path, state, padding="x" * states.MAX_STATE_BYTES)
     with pytest.raises(WeightsError, match="the older ones stay") as raised:
         states.check_readable(tmp_path)
@@ -55,16 +57,16 @@ def test_a_state_that_no_reader_takes_is_named_with_what_to_do(tmp_path: Path) -
 )
 def test_a_lineage_that_no_run_has_is_refused(tmp_path: Path, lineage: list[list[int]]) -> None:
     with pytest.raises(WeightsError, match="lineage"):
-        states.read(written(tmp_path, fresh(0).under(1, keep_reference=False), lineage=lineage))
+        states.read(written(tmp_path, initial_state(0).under(1, keep_reference=False), lineage=lineage))
 
 
 def test_a_run_restarted_ten_thousand_times_is_read(tmp_path: Path) -> None:
     lineage = tuple((epoch, epoch // 7) for epoch in range(10_000))
-    state = replace(fresh(0), epoch=9_999, step=2_000, lineage=lineage)
+    state = replace(initial_state(0), epoch=9_999, step=2_000, lineage=lineage)
     assert states.read(written(tmp_path, state))[0] == state
 
 
-def scanned_maker(step: int, lineage: Lineage) -> int | None:
+def scanned_epoch(step: int, lineage: Lineage) -> int | None:
     """What `maker` says, by its definition."""
     return next((epoch for epoch, began in reversed(lineage) if began < step), None)
 
@@ -86,5 +88,7 @@ def test_lineages_are_searched_as_their_definition_says(seed: int) -> None:
     for epoch in range(16):
         assert until(epoch, lineage) == tuple(pair for pair in lineage if pair[0] <= epoch)
         for step in range(10):
-            assert in_lineage(WeightVersion(epoch, step), lineage) == scanned_in_lineage(WeightVersion(epoch, step), lineage)
-            assert maker(step, lineage) == scanned_maker(step, lineage)
+            assert in_lineage(WeightVersion(epoch, step), lineage) == scanned_in_lineage(
+                WeightVersion(epoch, step), lineage
+            )
+            assert epoch_of(step, lineage) == scanned_epoch(step, lineage)

@@ -1,4 +1,6 @@
-"""SIGTERM while clients hold connections open in every awkward state: the process ends within its grace, with code 0."""
+"""SIGTERM while clients hold connections open in every awkward state: the process ends within its
+grace, with code 0.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ PROGRAM = """
     import asyncio, sys
     from contextlib import asynccontextmanager
     from fastapi.responses import Response
-    from shared import boot
-    from shared.http import create_app
-    from shared.schema import Data, EnvEndpoint, Limits, Model, RunConfig, Services, Tls
+    from shared.process import boot
+    from shared.web.http import create_app
+    from shared.schema import DataSection, EnvEndpoint, Limits, ModelSection, RunConfig, ServicesSection, Tls
 
     port, tls = int(sys.argv[1]), Tls.model_validate_json(sys.argv[2])
-    services = Services(env=EnvEndpoint(port=port), limits=Limits(grace_s=1), tls=tls)
-    config = RunConfig(model=Model(path="x"), data=Data(env="e"), services=services)
+    services = ServicesSection(env=EnvEndpoint(port=port), limits=Limits(grace_s=1), tls=tls)
+    config = RunConfig(model=ModelSection(path="x"), data=DataSection(env="e"), services=services)
 
     @asynccontextmanager
     async def open_service(config):
@@ -39,7 +41,7 @@ PROGRAM = """
         @app.get("/large")
         async def large():
             return Response(b"x" * 2**26)
-        yield boot.Service(app)
+        yield boot.RunningService(app)
         print("cleaned", flush=True)
 
     with boot.bind(services.env) as listener:
@@ -62,7 +64,9 @@ def running(folder: Path, tls: Tls) -> Iterator[tuple[subprocess.Popen[str], int
     (folder / "program.py").write_text(textwrap.dedent(PROGRAM))
     port, root = free_port(), Path(__file__).parents[2]
     command = [sys.executable, str(folder / "program.py"), str(port), tls.model_dump_json()]
-    with subprocess.Popen(command, cwd=root, env={"PYTHONPATH": str(root)}, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=root, env={"PYTHONPATH": str(root)}, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process, port
         finally:
@@ -71,7 +75,11 @@ def running(folder: Path, tls: Tls) -> Iterator[tuple[subprocess.Popen[str], int
 
 def connect(port: int, tls: Tls) -> socket.socket:
     link = socket.create_connection(("127.0.0.1", port), timeout=20)
-    return ssl.create_default_context(cafile=tls.ca_file).wrap_socket(link, server_hostname="127.0.0.1") if tls.ca_file else link
+    return (
+        ssl.create_default_context(cafile=tls.ca_file).wrap_socket(link, server_hostname="127.0.0.1")
+        if tls.ca_file
+        else link
+    )
 
 
 def get_health(port: int, tls: Tls) -> socket.socket:

@@ -1,4 +1,6 @@
-"""Files of lines on a disk that fills up, with the kernel's own errors: a limit on the size of files stands for the disk."""
+"""Files of lines on a disk that fills up, with the kernel's own errors: a limit on the size of files stands for the
+disk.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from shared import storage
-from shared.archive import Archive
 from shared.errors import Fenced, StorageDenied, StorageFull, from_problem, problem
+from shared.files import storage
+from shared.run.archive import Archive
 from shared.types import WeightVersion
 from tests.support.disk import file_size_limit
 
@@ -74,9 +76,12 @@ def test_other_errors_are_not_a_full_disk(tmp_path: Path):
 
 def test_a_service_whose_log_is_on_a_full_disk_lives_on():
     lines = "for n in range(200): log.info('event', n=n, text='x' * 100)\nlog.exception('at last')"
-    code = f"from shared import telemetry\ntelemetry.configure('s')\nlog = telemetry.Log('l')\n{lines}\nprint('alive')"
+    begin = "from shared.process import telemetry\ntelemetry.configure('s')\nlog = telemetry.Log('l')"
+    code = f"{begin}\n{lines}\nprint('alive')"
     with Path("/dev/full").open("wb") as full:
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=full, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=full, timeout=60, check=False
+        )
     assert (done.returncode, done.stdout) == (0, b"alive\n")
 
 
@@ -112,7 +117,10 @@ def test_the_errors_of_a_folder_that_stayed_are_the_writers(tmp_path: Path):
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
 def test_what_may_not_be_written_is_waited_for_and_names_the_file_and_who_must_be_able_to(tmp_path: Path, number: int):
     """Root may write everywhere, so the kernel's answer is raised at the seam."""
-    with pytest.raises(StorageDenied, match=rf"cannot write to /r/x: .*make it writable by user {os.getuid()}"), storage.storage(tmp_path):
+    with (
+        pytest.raises(StorageDenied, match=rf"cannot write to /r/x: .*make it writable by user {os.getuid()}"),
+        storage.storage(tmp_path),
+    ):
         raise OSError(number, os.strerror(number), "/r/x")
 
 
@@ -135,7 +143,7 @@ def test_log_lines_are_not_glued_together_after_a_full_disk(tmp_path: Path):
     """The limit cuts a line in the middle; what is logged when there is room again begins on a line of its own."""
     code = f"""
 import resource, signal
-from shared import telemetry
+from shared.process import telemetry
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 telemetry.configure("s")
 log = telemetry.Log("l")

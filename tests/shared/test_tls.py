@@ -18,11 +18,11 @@ import yaml
 from shared import config
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, QueueUnavailable, ServiceUnreachable
-from shared.http import create_app
 from shared.queue.client import command, connect
 from shared.queue.server import ServerSpec
-from shared.schema import Limits, Services, Tls
-from shared.tls import check_certificate, client_context
+from shared.schema import Limits, ServicesSection, Tls
+from shared.web.http import create_app
+from shared.web.tls import check_certificate, client_context
 from tests.support.asgi import served
 from tests.support.net import free_port
 from tests.support.tls import make_tls
@@ -36,7 +36,7 @@ def make_app():
 
 async def test_a_service_is_reached_by_whoever_trusts_its_authority(tmp_path: Path):
     tls = make_tls(tmp_path)
-    async with served(make_app(), Services(limits=LIMITS, tls=tls)) as url:
+    async with served(make_app(), ServicesSection(limits=LIMITS, tls=tls)) as url:
         assert url.startswith("https://127.0.0.1:")
         async with HttpClient(url, ca_file=tls.ca_file) as client:
             assert (await client.get("/health"))["status"] == "ok"
@@ -44,7 +44,7 @@ async def test_a_service_is_reached_by_whoever_trusts_its_authority(tmp_path: Pa
 
 async def test_it_is_refused_by_whoever_trusts_only_others(tmp_path: Path):
     other = make_tls(tmp_path / "other")
-    async with served(make_app(), Services(limits=LIMITS, tls=make_tls(tmp_path))) as url:
+    async with served(make_app(), ServicesSection(limits=LIMITS, tls=make_tls(tmp_path))) as url:
         for ca_file in (None, other.ca_file):
             async with HttpClient(url, ca_file=ca_file) as client:
                 with pytest.raises(ServiceUnreachable, match=r"its certificate is not accepted.*ca_file must vouch"):
@@ -53,20 +53,26 @@ async def test_it_is_refused_by_whoever_trusts_only_others(tmp_path: Path):
 
 async def test_a_certificate_of_another_name_is_refused(tmp_path: Path):
     tls = make_tls(tmp_path, "rollout.example")
-    async with served(make_app(), Services(limits=LIMITS, tls=tls)) as url, HttpClient(url, ca_file=tls.ca_file) as client:
+    async with (
+        served(make_app(), ServicesSection(limits=LIMITS, tls=tls)) as url,
+        HttpClient(url, ca_file=tls.ca_file) as client,
+    ):
         with pytest.raises(ServiceUnreachable, match="IP address mismatch"):
             await client.get("/health", attempts=1)
 
 
 async def test_plain_http_is_refused(tmp_path: Path):
-    async with AsyncExitStack() as stack, served(make_app(), Services(limits=LIMITS, tls=make_tls(tmp_path))) as url:
+    async with (
+        AsyncExitStack() as stack,
+        served(make_app(), ServicesSection(limits=LIMITS, tls=make_tls(tmp_path))) as url,
+    ):
         client = await stack.enter_async_context(HttpClient(url.replace("https:", "http:")))
         with pytest.raises(ServiceUnreachable):
             await client.get("/health", attempts=1)
 
 
 async def test_a_handshake_that_never_comes_is_cut(tmp_path: Path):
-    async with served(make_app(), Services(limits=LIMITS, tls=make_tls(tmp_path))) as url:
+    async with served(make_app(), ServicesSection(limits=LIMITS, tls=make_tls(tmp_path))) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         async with asyncio.timeout(10):
             assert await reader.read() == b""
@@ -84,7 +90,9 @@ def test_a_whole_service_over_tls(tmp_path: Path):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
     url = config.validate(tree).config.services.base_url("env")
     assert url == f"https://127.0.0.1:{port}"
-    process = subprocess.Popen([sys.executable, "-m", "services.env", "--config", str(tmp_path / "c.yaml")], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.env", "--config", str(tmp_path / "c.yaml")], stderr=subprocess.DEVNULL
+    )
 
     async def ask() -> None:
         async with asyncio.timeout(60), HttpClient(url, ca_file=tls.ca_file) as client:

@@ -83,7 +83,11 @@ def test_a_failed_group_has_no_trajectories():
 
 
 def test_spans_split_at_gaps_and_versions():
-    assert spans(["a", "a", "b", "b"], [1, 2, 3, 5]) == (VersionSpan("a", 1, 3), VersionSpan("b", 3, 4), VersionSpan("b", 5, 6))
+    assert spans(["a", "a", "b", "b"], [1, 2, 3, 5]) == (
+        VersionSpan("a", 1, 3),
+        VersionSpan("b", 3, 4),
+        VersionSpan("b", 5, 6),
+    )
 
 
 def test_versions_order_by_epoch_then_step():

@@ -1,4 +1,6 @@
-"""The wedge detector: each planted wedge is named with the one who keeps all waiting, and what moves is not called wedged."""
+"""The wedge detector: each planted wedge is named with the one who keeps all waiting, and what moves is not called
+wedged.
+"""
 
 import errno
 from dataclasses import replace
@@ -7,31 +9,48 @@ from pathlib import Path
 import pytest
 
 from shared.errors import QueueUnavailable, StorageFull
+from shared.files.storage import storage
+from shared.process.wedge import BUSY_S, CYCLE_S, FRESH_S, QUIET_S, ServiceReport, judge, nodes
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
-from shared.storage import storage
-from shared.wedge import BUSY_S, CYCLE_S, FRESH_S, QUIET_S, Seen, judge, nodes
 from tests.support.net import free_port
 
 QUEUE = {"ready": True, "leased": 0, "depth": 0, "version": 12}
-SERVER = {"url": "http://r0", "version": "e000003-s000012", "inflight": 0, "out": None, "obstacle": None, "lacks_step": None}
+SERVER = {
+    "url": "http://r0",
+    "version": "e000003-s000012",
+    "inflight": 0,
+    "out": None,
+    "obstacle": None,
+    "lacks_step": None,
+}
 FULL = {"on": "trainer", "why": "the trainer has enough groups and has not finished a step yet"}
 GROUPS = "groups: 1 of 8 are here"
 
 
 def trainer(**said):
-    return Seen(
-        "trainer", "trainer", said={"phase": "waiting", "waiting_for": GROUPS, "step": 12, "max_steps": 99, "durable_step": 12} | said
+    return ServiceReport(
+        "trainer",
+        "trainer",
+        said={"phase": "waiting", "waiting_for": GROUPS, "step": 12, "max_steps": 99, "durable_step": 12} | said,
     )
 
 
 def orchestrator(server=None, quiet_s=QUIET_S, **said):
-    known = {"state": "running", "waits": {}, "waiting": None, "held": 0, "groups_per_step": 8, "quiet_s": quiet_s, "queue": QUEUE}
-    return Seen("orchestrator", "orchestrator", said=known | {"servers": [SERVER | (server or {})]} | said)
+    known = {
+        "state": "running",
+        "waits": {},
+        "waiting": None,
+        "held": 0,
+        "groups_per_step": 8,
+        "quiet_s": quiet_s,
+        "queue": QUEUE,
+    }
+    return ServiceReport("orchestrator", "orchestrator", said=known | {"servers": [SERVER | (server or {})]} | said)
 
 
-ROLLOUT = Seen("rollout-0", "rollout", "http://r0")
-ENV = Seen("env", "env")
+ROLLOUT = ServiceReport("rollout-0", "rollout", "http://r0")
+ENV = ServiceReport("env", "env")
 NEEDS_SERVER = {"waits": {"server": 6}}
 BEHIND = {"version": "e000003-s000010", "lacks_step": 12, "obstacle": "has e000003-s000010, step 12 is needed"}
 
@@ -48,30 +67,72 @@ PAUSES = {
 WEDGES = {
     "no rollout server": (
         [trainer(), orchestrator(servers=[], **NEEDS_SERVER), ENV],
-        [f"trainer waits for {GROUPS}", "orchestrator waits for a rollout server it can use (6 requests, none is known)"],
+        [
+            f"trainer waits for {GROUPS}",
+            "orchestrator waits for a rollout server it can use (6 requests, none is known)",
+        ],
     ),
     "a rollout server that died": (
-        [trainer(), orchestrator({"obstacle": "failed"}, **NEEDS_SERVER), replace(ROLLOUT, error="Connection refused"), ENV],
-        [f"trainer waits for {GROUPS}", "orchestrator waits for a rollout server", "rollout-0 does not answer: Connection refused"],
+        [
+            trainer(),
+            orchestrator({"obstacle": "failed"}, **NEEDS_SERVER),
+            replace(ROLLOUT, error="Connection refused"),
+            ENV,
+        ],
+        [
+            f"trainer waits for {GROUPS}",
+            "orchestrator waits for a rollout server",
+            "rollout-0 does not answer: Connection refused",
+        ],
     ),
     "a server without weights": (
-        [trainer(), orchestrator(**NEEDS_SERVER), replace(ROLLOUT, not_ready="no weights are published under w yet"), ENV],
-        ["trainer waits", "orchestrator waits", "rollout-0 finds no weights, though the trainer has published step 12: no weights"],
+        [
+            trainer(),
+            orchestrator(**NEEDS_SERVER),
+            replace(ROLLOUT, not_ready="no weights are published under w yet"),
+            ENV,
+        ],
+        [
+            "trainer waits",
+            "orchestrator waits",
+            "rollout-0 finds no weights, though the trainer has published step 12: no weights",
+        ],
     ),
     "a server that cannot load": (
-        [trainer(), orchestrator(**NEEDS_SERVER), replace(ROLLOUT, not_ready="weights e000003-s000012 cannot be loaded: digest"), ENV],
-        ["trainer waits", "orchestrator waits", "rollout-0 is not ready: weights e000003-s000012 cannot be loaded: digest"],
+        [
+            trainer(),
+            orchestrator(**NEEDS_SERVER),
+            replace(ROLLOUT, not_ready="weights e000003-s000012 cannot be loaded: digest"),
+            ENV,
+        ],
+        [
+            "trainer waits",
+            "orchestrator waits",
+            "rollout-0 is not ready: weights e000003-s000012 cannot be loaded: digest",
+        ],
     ),
     "a server that missed an update": (
         [trainer(), orchestrator(BEHIND, **NEEDS_SERVER), ROLLOUT, ENV],
-        ["trainer waits", "orchestrator waits", "rollout-0 has e000003-s000010 and has not loaded step 12, which is durable"],
+        [
+            "trainer waits",
+            "orchestrator waits",
+            "rollout-0 has e000003-s000010 and has not loaded step 12, which is durable",
+        ],
     ),
     "the environment is away": (
         [trainer(), orchestrator(waits={"env": 9}), ROLLOUT, replace(ENV, error="Connection refused")],
-        ["trainer waits", "orchestrator waits for the environment service (9 episodes)", "env does not answer: Connection refused"],
+        [
+            "trainer waits",
+            "orchestrator waits for the environment service (9 episodes)",
+            "env does not answer: Connection refused",
+        ],
     ),
     "Redis is away": (
-        [trainer(waiting_for="Redis did not answer: gone"), orchestrator(waiting={"on": "redis", "why": "Redis did not answer"}), ROLLOUT],
+        [
+            trainer(waiting_for="Redis did not answer: gone"),
+            orchestrator(waiting={"on": "redis", "why": "Redis did not answer"}),
+            ROLLOUT,
+        ],
         ["trainer waits for redis: Redis did not answer: gone", "orchestrator waits for redis: Redis did not answer"],
     ),
     "leases of an orchestrator that died": (
@@ -79,7 +140,11 @@ WEDGES = {
         ["trainer waits", "orchestrator waits for 8 tickets that another orchestrator holds"],
     ),
     "a disk is full": (
-        [trainer(phase="saving", waiting_for="waiting for disk space under /runs: 0 MB free"), orchestrator(quiet_s=BUSY_S), ROLLOUT],
+        [
+            trainer(phase="saving", waiting_for="waiting for disk space under /runs: 0 MB free"),
+            orchestrator(quiet_s=BUSY_S),
+            ROLLOUT,
+        ],
         ["trainer waits for disk: waiting for disk space under /runs: 0 MB free"],
     ),
     "an engine that hangs": (
@@ -96,7 +161,11 @@ WEDGES = {
     ),
     "an engine that was paused": (
         [trainer(), orchestrator(waits={"rollout": 4}), replace(ROLLOUT, said={"internal_state": {"paused": True}})],
-        ["trainer waits", "orchestrator waits", "rollout-0 is paused on request; POST /continue_generation lets it go on"],
+        [
+            "trainer waits",
+            "orchestrator waits",
+            "rollout-0 is paused on request; POST /continue_generation lets it go on",
+        ],
     ),
 }
 
@@ -132,7 +201,10 @@ def test_a_queue_that_is_full_because_the_trainer_is_slow_is_no_wedge_until_it_l
     seen = [trainer(phase="training", waiting_for=None), orchestrator(waiting=FULL, quiet_s=QUIET_S * 2), ROLLOUT, ENV]
     verdict = judge(seen)
     assert verdict.state == "running"
-    assert verdict.chain == (f"orchestrator waits for trainer: {FULL['why']}", "trainer is at work (training, 12 of 99 steps done)")
+    assert verdict.chain == (
+        f"orchestrator waits for trainer: {FULL['why']}",
+        "trainer is at work (training, 12 of 99 steps done)",
+    )
     assert judge([seen[0], orchestrator(waiting=FULL, quiet_s=BUSY_S)]).state == "wedged"
 
 
@@ -140,7 +212,10 @@ def test_an_evaluation_behind_another_orchestrators_is_no_wedge_until_it_lasts_v
     seen = [trainer(), orchestrator(waits={"peer": 1}, evaluating_step=5, quiet_s=QUIET_S * 2), ROLLOUT, ENV]
     verdict = judge(seen)
     assert verdict.state == "running"
-    assert verdict.chain[1] == "orchestrator waits for another orchestrator of the run, which evaluates, to evaluate step 5"
+    assert (
+        verdict.chain[1]
+        == "orchestrator waits for another orchestrator of the run, which evaluates, to evaluate step 5"
+    )
     assert judge([seen[0], orchestrator(waits={"peer": 1}, quiet_s=BUSY_S)]).state == "wedged"
 
 
@@ -150,7 +225,9 @@ def test_a_trainer_that_was_not_asked_may_be_at_work():
 
 
 @pytest.mark.parametrize(
-    ("said", "tokens_per_s"), [({"running": 4}, 50.0), ({"running": 4}, None)], ids=["tokens are made", "nobody has looked twice"]
+    ("said", "tokens_per_s"),
+    [({"running": 4}, 50.0), ({"running": 4}, None)],
+    ids=["tokens are made", "nobody has looked twice"],
 )
 def test_a_long_answer_is_no_wedge(said, tokens_per_s):
     answering = replace(ROLLOUT, said={"internal_state": said}, tokens_per_s=tokens_per_s)
@@ -159,7 +236,9 @@ def test_a_long_answer_is_no_wedge(said, tokens_per_s):
 
 def test_servers_wait_for_the_first_weights_while_the_trainer_warms_up():
     empty = replace(ROLLOUT, not_ready="no weights are published under w yet")
-    verdict = judge([trainer(phase="warm start", waiting_for=None, step=0), orchestrator(waiting=FULL, quiet_s=QUIET_S), empty])
+    verdict = judge(
+        [trainer(phase="warm start", waiting_for=None, step=0), orchestrator(waiting=FULL, quiet_s=QUIET_S), empty]
+    )
     assert verdict.state == "running"
     assert verdict.chain[1:] == (
         "trainer is at work (warm start, 0 of 99 steps done)",
@@ -167,19 +246,26 @@ def test_servers_wait_for_the_first_weights_while_the_trainer_warms_up():
     )
 
 
-@pytest.mark.parametrize(("quiet_s", "state"), [(0.0, "running"), (FRESH_S, "waiting"), (QUIET_S - 1, "waiting"), (QUIET_S, "wedged")])
+@pytest.mark.parametrize(
+    ("quiet_s", "state"), [(0.0, "running"), (FRESH_S, "waiting"), (QUIET_S - 1, "waiting"), (QUIET_S, "wedged")]
+)
 def test_how_long_nothing_advanced_decides(quiet_s, state):
     assert judge([trainer(), orchestrator(servers=[], quiet_s=quiet_s, **NEEDS_SERVER)]).state == state
 
 
 @pytest.mark.parametrize("state", ["finished", "failed"])
 def test_a_run_that_is_over_is_not_wedged(state):
-    verdict = judge([trainer(phase="done", waiting_for=None), orchestrator(state=state, reason="8 groups in a row failed", quiet_s=9e9)])
+    verdict = judge(
+        [
+            trainer(phase="done", waiting_for=None),
+            orchestrator(state=state, reason="8 groups in a row failed", quiet_s=9e9),
+        ]
+    )
     assert verdict.state == state
 
 
 def test_without_the_orchestrator_the_chain_still_names_it():
-    verdict = judge([trainer(), Seen("orchestrator", "orchestrator", error="Connection refused"), ROLLOUT])
+    verdict = judge([trainer(), ServiceReport("orchestrator", "orchestrator", error="Connection refused"), ROLLOUT])
     assert verdict.state == "waiting"
     assert verdict.chain == (f"trainer waits for {GROUPS}", "orchestrator does not answer: Connection refused")
 
@@ -203,5 +289,8 @@ def test_a_run_of_which_nothing_answers_is_stopped_and_one_service_says_nothing_
     away = [replace(seen, said={}, error="Connection refused") for seen in (trainer(), orchestrator(), ROLLOUT, ENV)]
     assert judge(away).state == "stopped"
     assert judge(away).chain == ("none of its services answers",)
-    assert judge(away[2:]).chain == ("rollout-0 does not answer: Connection refused", "env does not answer: Connection refused")
+    assert judge(away[2:]).chain == (
+        "rollout-0 does not answer: Connection refused",
+        "env does not answer: Connection refused",
+    )
     assert judge([*away[1:], trainer()]).state != "stopped"

@@ -7,10 +7,10 @@ import socket
 
 import pytest
 
-from shared import state as states
-from shared import weights
 from shared.errors import Forbidden, Unavailable, WeightsError
-from shared.weights import Leaf, Manifest, Probe
+from shared.run import state as states
+from shared.run import weights
+from shared.run.weights import Manifest, ManifestLeaf, Probe
 from tests.support.disk import no_more_files
 
 
@@ -23,7 +23,7 @@ def folder(tmp_path):
     (folder / "state.json").write_bytes(b"{}")
     manifest = Manifest(
         "run", folder.name, None, 2, "full", "params", weights.digest_files(folder, "params"),
-        (Leaf("a.w", (2, 3), "float32"),), {"vocab_size": 8}, Probe((1, 2), (-0.5,)), 0.0,
+        (ManifestLeaf("a.w", (2, 3), "float32"),), {"vocab_size": 8}, Probe((1, 2), (-0.5,)), 0.0,
     )  # fmt: skip
     weights.write_manifest(folder, manifest)
     return folder
@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 def test_round_trip(folder):
     manifest = weights.read_manifest(folder)
-    assert manifest.tree == (Leaf("a.w", (2, 3), "float32"),)
+    assert manifest.tree == (ManifestLeaf("a.w", (2, 3), "float32"),)
     assert manifest.probe == Probe((1, 2), (-0.5,))
     weights.verify_files(folder, manifest)
 
@@ -77,7 +77,7 @@ def test_a_state_that_was_removed_is_named(folder):
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "params/d/0"])
 @pytest.mark.parametrize("special", ["fifo", "socket", "folder", "loop"])
 def test_what_is_no_file_is_named_and_nobody_waits_for_it(folder, name, special):
-    (folder / "state.json").write_bytes(states.fresh(7).to_json(optimizer_files=[]))
+    (folder / "state.json").write_bytes(states.initial_state(7).to_json(optimizer_files=[]))
     (folder / "optimizer").mkdir()
     states.verify(folder)
     (folder / name).unlink()
@@ -120,6 +120,6 @@ def test_paths_stay_under_the_root(folder, tmp_path):
         with pytest.raises(Forbidden):
             weights.confined(tmp_path, name)
     manifest = weights.read_manifest(folder)
-    outside = dataclasses.replace(manifest, path="../../..", files=(weights.File("../../../x", 1, ""),))
+    outside = dataclasses.replace(manifest, path="../../..", files=(weights.ManifestFile("../../../x", 1, ""),))
     with pytest.raises((WeightsError, Forbidden)):
         weights.verify_files(folder, outside)

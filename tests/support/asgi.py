@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from shared.schema import Limits, Services
-from shared.serving import make_server
+from shared.schema import Limits, ServicesSection
+from shared.web.serving import make_server
 
-_QUICK = Services(limits=Limits(grace_s=1))
+_QUICK = ServicesSection(limits=Limits(grace_s=1))
 
 
 @asynccontextmanager
-async def served(app: Any, services: Services = _QUICK, port: int = 0) -> AsyncIterator[str]:
+async def served(app: Any, services: ServicesSection = _QUICK, port: int = 0) -> AsyncIterator[str]:
     """Yields the base URL; the server has stopped when the context ends."""
     with socket.create_server(("127.0.0.1", port)) as listener:
         server = make_server(app, services)

@@ -1,4 +1,6 @@
-"""A disk that is full or cannot be read, for a test of one process: limits on the size and number of files stand for it."""
+"""A disk that is full or cannot be read, for a test of one process: limits on the size and number of files stand for
+it.
+"""
 
 from __future__ import annotations
 

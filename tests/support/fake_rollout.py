@@ -1,4 +1,6 @@
-"""A rollout server without an engine: the wire contract, with tokens drawn from the sampling seed (or a fixed answer)."""
+"""A rollout server without an engine: the wire contract, with tokens drawn from the sampling seed (or
+a fixed answer).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from shared.errors import Unavailable
-from shared.http import create_app, read_body, respond
 from shared.schema import Limits
+from shared.web.http import create_app, read_body, respond
 
 
 @dataclass

@@ -20,7 +20,9 @@ class Payload:
 
 
 def infect(folder: Path, canary: Path, keep: tuple[str, ...] = ()) -> None:
-    """Puts a payload in the place of every file below `folder` (but those named in `keep`), and beside them as .npy and .pkl."""
+    """Puts a payload in the place of every file below `folder` (but those named in `keep`), and beside them as .npy and
+    .pkl.
+    """
     pickled = pickle.dumps(Payload(canary))
     for path in [path for path in folder.rglob("*") if path.is_file() and path.name not in keep]:
         path.write_bytes(pickled)

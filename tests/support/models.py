@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from shared.run.weights import Manifest, ManifestLeaf, Probe, digest_files, write_manifest
 from shared.types import WeightVersion
-from shared.weights import Leaf, Manifest, Probe, digest_files, write_manifest
 
 Weights = dict[str, np.ndarray]
 
@@ -54,9 +54,19 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Weights:
     weights = {"model.embed_tokens.weight": normal(vocab, dim, scale=0.3), "model.norm.weight": 1 + normal(dim)}
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = normal(vocab, dim, scale=0.3)
-    shapes = {"self_attn.q_proj": (q, dim), "self_attn.k_proj": (kv, dim), "self_attn.v_proj": (kv, dim), "self_attn.o_proj": (dim, q)}
+    shapes = {
+        "self_attn.q_proj": (q, dim),
+        "self_attn.k_proj": (kv, dim),
+        "self_attn.v_proj": (kv, dim),
+        "self_attn.o_proj": (dim, q),
+    }
     shapes |= {"mlp.gate_proj": (ffn, dim), "mlp.up_proj": (ffn, dim), "mlp.down_proj": (dim, ffn)}
-    gains = {"self_attn.q_norm": head, "self_attn.k_norm": head, "input_layernorm": dim, "post_attention_layernorm": dim}
+    gains = {
+        "self_attn.q_norm": head,
+        "self_attn.k_norm": head,
+        "input_layernorm": dim,
+        "post_attention_layernorm": dim,
+    }
     for layer in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
             weights[f"model.layers.{layer}.{name}.weight"] = normal(*shape)
@@ -152,7 +162,7 @@ def write_checkpoint(
         kind="full",
         path="params",
         files=digest_files(folder, "params"),
-        tree=tuple(Leaf(key, tuple(value.shape), str(value.dtype)) for key, value in sorted(flat.items())),
+        tree=tuple(ManifestLeaf(key, tuple(value.shape), str(value.dtype)) for key, value in sorted(flat.items())),
         model=config if model is None else model,
         probe=probe,
         created=0.0,

@@ -1,16 +1,21 @@
-"""Manipulations of a valid run's folder, made by a seed: fields, lines, files, types and sizes of everything that makes a claim.
+"""Manipulations of a valid run's folder, made by a seed: fields, lines, files, types and sizes of everything that makes
+a claim.
 
-A manipulation changes what a record means: blanks and the order of keys in JSON mean nothing. `TOLD` edits also re-make the digest
-that names the file, as a liar would. What is not touched, because nothing else in the folder could contradict it:
-- of run.json: `digest`, `versions`, `created`, `elapsed_s`, `cwd` (remarks on the machine), and `finished` set back to false (the
-  supervisor may have been killed right before it wrote it);
-- of config.yaml: addresses and limits (shared.pinned.IRRELEVANT);
+A manipulation changes what a record means: blanks and the order of keys in JSON mean nothing. `TOLD` edits also re-make
+the digest that names the file, as a liar would. What is not touched, because nothing else in the folder could
+contradict it:
+- of run.json: `digest`, `versions`, `created`, `elapsed_s`, `cwd` (remarks on the machine), and `finished` set back to
+  false (the supervisor may have been killed right before it wrote it);
+- of config.yaml: addresses and limits (shared.run.pinned.IRRELEVANT);
 - of a re-sealed newest state.json: a higher `issued` (a ticket still under way leaves no trace);
 - an empty line in ledger.jsonl: what a mend has made of a torn one;
-- the last line of refused.jsonl, removed, where nothing of its epoch came after it: a crash between file and line leaves the same;
-- the last line of ledger.jsonl or metrics.jsonl, removed: the newest checkpoint carries it, and a crash leaves the same.
+- the last line of refused.jsonl, removed, where nothing of its epoch came after it: a crash between file and line
+  leaves the same;
+- the last line of ledger.jsonl or metrics.jsonl, removed: the newest checkpoint carries it, and a crash leaves the
+  same.
 
-`python -m tests.support.mutations VALID_RUN [SEED [MOST_OF_A_KIND]]` verifies each and prints what was named, as a table.
+`python -m tests.support.mutations VALID_RUN [SEED [MOST_OF_A_KIND]]` verifies each and prints what was named, as a
+table.
 """
 
 from __future__ import annotations
@@ -37,10 +42,11 @@ import zstandard
 
 from services.cli.layout import RunFolder
 from services.cli.verify import command
-from shared import archive, codec, pinned, weights
-from shared.archive import Archive
+from shared import codec
 from shared.config import load
 from shared.errors import VolleyError
+from shared.run import archive, pinned, weights
+from shared.run.archive import Archive
 from shared.types import Group, WeightVersion
 
 _TRACEBACKS = (
@@ -116,7 +122,10 @@ def _lines(valid: Path, rng: random.Random) -> Iterator[Mutation]:
                 f"{name}: field removed",
                 f"line {at + 1}, {key}",
                 _edit_lines(
-                    name, lambda lines, at=at, key=key: lines[at].pop(key, None) if lines[at].get(key) is not None else lines.pop(at)
+                    name,
+                    lambda lines, at=at, key=key: (
+                        lines[at].pop(key, None) if lines[at].get(key) is not None else lines.pop(at)
+                    ),
                 ),
             )
         for at in range(n - 1):
@@ -134,8 +143,22 @@ def _lines(valid: Path, rng: random.Random) -> Iterator[Mutation]:
         "the last two",
         _edit_lines("ledger.jsonl", lambda lines: lines.__setitem__(slice(-2, None), lines[:-3:-1])),
     )
-    void = _json_lines(valid / "ledger.jsonl")[-1] | {"disposition": "failed", "versions": None, "reason": "x", "digest": None}
-    for ticket, epoch, step in ((99, 2, 3), (10**15, 2, 3), (13, 0, 3), (13, 3, 5), (13, 2, 6), (0, 2, 5), (13, 2, 5), (5, 99, 5)):
+    void = _json_lines(valid / "ledger.jsonl")[-1] | {
+        "disposition": "failed",
+        "versions": None,
+        "reason": "x",
+        "digest": None,
+    }
+    for ticket, epoch, step in (
+        (99, 2, 3),
+        (10**15, 2, 3),
+        (13, 0, 3),
+        (13, 3, 5),
+        (13, 2, 6),
+        (0, 2, 5),
+        (13, 2, 5),
+        (5, 99, 5),
+    ):
         line = void | {"ticket": ticket, "epoch": epoch, "step": step, "version": str(WeightVersion(epoch, step))}
         yield (
             "ledger.jsonl: void that nobody wrote",
@@ -149,8 +172,16 @@ def _state(valid: Path, rng: random.Random) -> Iterator[Mutation]:
     for folder in sorted((valid / "checkpoints").iterdir())[-2:]:
         raw = orjson.loads((folder / "state.json").read_bytes())
         for key, value in raw.items():
-            yield "state.json: field", f"{folder.name}, {key}", _edit_state(folder.name, {key: other(value, rng)}, told=False)
-            yield "state.json: type, told", f"{folder.name}, {key}", _edit_state(folder.name, {key: odd(value, rng)}, told=True)
+            yield (
+                "state.json: field",
+                f"{folder.name}, {key}",
+                _edit_state(folder.name, {key: other(value, rng)}, told=False),
+            )
+            yield (
+                "state.json: type, told",
+                f"{folder.name}, {key}",
+                _edit_state(folder.name, {key: odd(value, rng)}, told=True),
+            )
         for key in ("epoch", "step", "low", "void", "seed", "lineage", "chain", "recent", "metrics", "settings"):
             new = {
                 "chain": raw["chain"] | {"steps": "0" * 64},
@@ -181,8 +212,19 @@ def _manifest(valid: Path, rng: random.Random) -> Iterator[Mutation]:
         for make in (other, odd):
             new = make(value, rng)
             if new != value:
-                yield f"manifest.json: field, {make.__name__}", key, _edit_json(f"checkpoints/{head}/manifest.json", {key: new})
-    for key, new in {"tree": [], "files": [], "kind": "delta", "path": "../..", "state": None, "base_version": "e000009-s000009"}.items():
+                yield (
+                    f"manifest.json: field, {make.__name__}",
+                    key,
+                    _edit_json(f"checkpoints/{head}/manifest.json", {key: new}),
+                )
+    for key, new in {
+        "tree": [],
+        "files": [],
+        "kind": "delta",
+        "path": "../..",
+        "state": None,
+        "base_version": "e000009-s000009",
+    }.items():
         yield "manifest.json: hostile", key, _edit_json(f"checkpoints/{head}/manifest.json", {key: new})
 
 
@@ -211,7 +253,9 @@ def _configs(valid: Path, rng: random.Random) -> Iterator[Mutation]:
     yield (
         "run.json: value",
         "amendments",
-        _edit_json("run.json", {"amendments": [{"time": 0.0, "from_step": 2, "changes": {"grpo_config.beta": [0.0, 1.0]}}]}),
+        _edit_json(
+            "run.json", {"amendments": [{"time": 0.0, "from_step": 2, "changes": {"grpo_config.beta": [0.0, 1.0]}}]}
+        ),
     )
 
 
@@ -234,7 +278,11 @@ def _archives(valid: Path, rng: random.Random) -> Iterator[Mutation]:
             )
         at = rng.random()
         yield "archive: byte flipped", str(version), lambda run, path=path, at=at: _flip(run / path, at)
-        yield "archive: bytes added", str(version), lambda run, path=path: (run / path).write_bytes((run / path).read_bytes() + b"x")
+        yield (
+            "archive: bytes added",
+            str(version),
+            lambda run, path=path: (run / path).write_bytes((run / path).read_bytes() + b"x"),
+        )
 
 
 def _reward(one: Any) -> Any:
@@ -252,13 +300,19 @@ def _logprobs(one: Any) -> Any:
 
 
 _GROUPS: dict[str, Callable[[list[Group]], object]] = {
-    "reward": lambda groups: groups.__setitem__(0, replace(groups[0], trajectories=tuple(map(_reward, groups[0].trajectories)))),
-    "token": lambda groups: groups.__setitem__(0, replace(groups[0], trajectories=tuple(map(_tokens, groups[0].trajectories)))),
+    "reward": lambda groups: groups.__setitem__(
+        0, replace(groups[0], trajectories=tuple(map(_reward, groups[0].trajectories)))
+    ),
+    "token": lambda groups: groups.__setitem__(
+        0, replace(groups[0], trajectories=tuple(map(_tokens, groups[0].trajectories)))
+    ),
     "log-probabilities": lambda groups: groups.__setitem__(
         1, replace(groups[1], trajectories=tuple(map(_logprobs, groups[1].trajectories)))
     ),
     "task": lambda groups: groups.__setitem__(1, replace(groups[1], task="train/other")),
-    "an episode less": lambda groups: groups.__setitem__(0, replace(groups[0], trajectories=groups[0].trajectories[1:])),
+    "an episode less": lambda groups: groups.__setitem__(
+        0, replace(groups[0], trajectories=groups[0].trajectories[1:])
+    ),
     "order": lambda groups: groups.reverse(),
     "a group less": lambda groups: groups.pop(),
 }
@@ -267,7 +321,9 @@ _GROUPS: dict[str, Callable[[list[Group]], object]] = {
 def _files(valid: Path, rng: random.Random) -> Iterator[Mutation]:
     """Missing, empty, half, another, or no files at all."""
     inside = sorted(
-        str(p.relative_to(valid)) for p in valid.rglob("*") if p.is_file() and p.relative_to(valid).parts[0] in ("archive", "checkpoints")
+        str(p.relative_to(valid))
+        for p in valid.rglob("*")
+        if p.is_file() and p.relative_to(valid).parts[0] in ("archive", "checkpoints")
     )
     steps = [name for name in inside if name.startswith("archive") and "e000001/s000003" not in name]
     retained = [name for name in inside if name.startswith("checkpoints") and not name.endswith("manifest.json")]
@@ -281,8 +337,16 @@ def _files(valid: Path, rng: random.Random) -> Iterator[Mutation]:
     yield "folder: removed", "checkpoints", lambda run: shutil.rmtree(run / "checkpoints")
     yield "folder: removed", "archive", lambda run: shutil.rmtree(run / "archive")
     for place in ("", "params", "optimizer"):
-        yield "file: FIFO added", f"{head}/{place}", lambda run, place=place: os.mkfifo(run / "checkpoints" / head / place / "x")
-        yield "file: added", f"{head}/{place}", lambda run, place=place: (run / "checkpoints" / head / place / "y").write_bytes(b"1")
+        yield (
+            "file: FIFO added",
+            f"{head}/{place}",
+            lambda run, place=place: os.mkfifo(run / "checkpoints" / head / place / "x"),
+        )
+        yield (
+            "file: added",
+            f"{head}/{place}",
+            lambda run, place=place: (run / "checkpoints" / head / place / "y").write_bytes(b"1"),
+        )
 
 
 def _replaced(make: Callable[[Path], object]) -> Change:
@@ -312,28 +376,42 @@ _PUT: dict[str, Change] = {
 
 
 def _sizes(valid: Path) -> Iterator[Mutation]:
-    head, line = sorted((valid / "checkpoints").iterdir())[-1].name, (valid / "ledger.jsonl").read_bytes().splitlines(keepends=True)[0]
+    head, line = (
+        sorted((valid / "checkpoints").iterdir())[-1].name,
+        (valid / "ledger.jsonl").read_bytes().splitlines(keepends=True)[0],
+    )
     path = archive.path_of(Path("archive"), WeightVersion(2, 4))
-    header = codec.pack({"schema": 1, "run": valid.name, "version": "e000002-s000004", "n": 2, "digests": ["0" * 64] * 2})
+    header = codec.pack(
+        {"schema": 1, "run": valid.name, "version": "e000002-s000004", "n": 2, "digests": ["0" * 64] * 2}
+    )
     compress = zstandard.ZstdCompressor(19).compress
     bombs = {
         "empty lists": compress(header) + compress(b"\xdd\x0f\xff\xff\xff" + b"\x90" * 2**27),
         "zeros": compress(header) + compress(b"\xc6\x10\x00\x00\x00" + bytes(2**28)),
         "a header of lists": compress(b"\xdd\x0f\xff\xff\xff" + b"\x90" * 2**27),
-        "a million frames": compress(codec.pack(codec.unpack(header) | {"n": 10**9, "digests": None})) + compress(b"\xc4\x00") * 10**6,
+        "a million frames": compress(codec.pack(codec.unpack(header) | {"n": 10**9, "digests": None}))
+        + compress(b"\xc4\x00") * 10**6,
     }
     for name, data in bombs.items():
         yield "size: archive that unpacks", name, lambda run, data=data: (run / path).write_bytes(data)
     yield "size: ledger of a million lines", "one void", lambda run: (run / "ledger.jsonl").write_bytes(_many(line))
     yield "size: ledger of a million bad lines", "{}", lambda run: (run / "ledger.jsonl").write_bytes(b"{}\n" * 10**6)
-    yield "size: one line of 300 MB", "ledger.jsonl", lambda run: (run / "ledger.jsonl").write_bytes(b'"' * (3 * 10**8) + b"\n")
+    yield (
+        "size: one line of 300 MB",
+        "ledger.jsonl",
+        lambda run: (run / "ledger.jsonl").write_bytes(b'"' * (3 * 10**8) + b"\n"),
+    )
     yield "size: metrics of a million lines", "{}", lambda run: (run / "metrics.jsonl").write_bytes(b"{}\n" * 10**6)
     yield (
         "size: state of 60 MB",
         "lists",
         lambda run: (run / "checkpoints" / head / "state.json").write_bytes(b"[" + b"[]," * (2 * 10**7) + b"[]]"),
     )
-    yield "size: state of 200 MB", "zeros", lambda run: os.truncate(run / "checkpoints" / head / "state.json", 2 * 10**8)
+    yield (
+        "size: state of 200 MB",
+        "zeros",
+        lambda run: os.truncate(run / "checkpoints" / head / "state.json", 2 * 10**8),
+    )
     yield (
         "size: manifest of 15 MB",
         "lists",
@@ -390,7 +468,10 @@ def _edit_archive(run: Path, version: WeightVersion, change: Callable[[list[Grou
     if told:
         of = {group.ticket: digest for group, digest in zip(groups, digests, strict=True)}
         _edit_lines(
-            "ledger.jsonl", lambda lines: [line.__setitem__("digest", of[line["ticket"]]) for line in lines if line.get("ticket") in of]
+            "ledger.jsonl",
+            lambda lines: [
+                line.__setitem__("digest", of[line["ticket"]]) for line in lines if line.get("ticket") in of
+            ],
         )(run)
 
 
@@ -410,7 +491,9 @@ def _flip(path: Path, at: float) -> None:
 
 
 def judged(valid: Path, change: Change, limit_s: float) -> str:
-    """What `verify` says of a manipulated copy: its kinds of violation, the ConfigError that refuses it, or what went wrong."""
+    """What `verify` says of a manipulated copy: its kinds of violation, the ConfigError that refuses it, or what went
+    wrong.
+    """
     with tempfile.TemporaryDirectory() as root:
         run = Path(root) / valid.name
         shutil.copytree(valid, run)
@@ -435,7 +518,9 @@ def _late(number: int, frame: object) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """RUN_DIR [SEED [OF_A_KIND [LIMIT_S]]]: prints a line each; the exit code is 1 if one is not named, or costs too much."""
+    """RUN_DIR [SEED [OF_A_KIND [LIMIT_S]]]: prints a line each; the exit code is 1 if one is not named, or costs too
+    much.
+    """
     limit_s = float(argv[3]) if len(argv) > 3 else MOST_S
     signal.signal(signal.SIGALRM, _late)
     valid, seed = Path(argv[0]), int(argv[1]) if len(argv) > 1 else 0

@@ -48,7 +48,8 @@ def _attention(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Con
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     theta, eps, length = config["rope_theta"], config["rms_norm_eps"], len(x)
     q, k, v = (
-        keep(x @ w[f"{prefix}{name}_proj.weight"].T).reshape(length, n, dim) for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        keep(x @ w[f"{prefix}{name}_proj.weight"].T).reshape(length, n, dim)
+        for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
     )
     q = keep(_rope(keep(_rms(q, w[prefix + "q_norm.weight"], eps)), theta))
     k = keep(_rope(keep(_rms(k, w[prefix + "k_norm.weight"], eps)), theta))
@@ -67,14 +68,20 @@ def _mlp(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, keep: Round) -> n
 def logits(weights: Weights, config: Config, ids: Sequence[int], keep: Round = _exact) -> np.ndarray:
     """float64[T, vocabulary]: the scores of the next token after every prefix of `ids`.
 
-    Weights and what one operation hands to the next are rounded by `keep`: with `bfloat16`, as in a model of that dtype.
+    Weights and what one operation hands to the next are rounded by `keep`: with `bfloat16`, as in a model of that
+    dtype.
     """
     w = {name: keep(np.asarray(value, np.float64)) for name, value in weights.items()}
     eps = config["rms_norm_eps"]
     x = w["model.embed_tokens.weight"][np.asarray(ids)]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        x = keep(x + _attention(keep(_rms(x, w[prefix + "input_layernorm.weight"], eps)), w, prefix + "self_attn.", config, keep))
+        x = keep(
+            x
+            + _attention(
+                keep(_rms(x, w[prefix + "input_layernorm.weight"], eps)), w, prefix + "self_attn.", config, keep
+            )
+        )
         x = keep(x + _mlp(keep(_rms(x, w[prefix + "post_attention_layernorm.weight"], eps)), w, prefix + "mlp.", keep))
     head = w["model.embed_tokens.weight"] if config["tie_word_embeddings"] else w["lm_head.weight"]
     return keep(_rms(x, w["model.norm.weight"], eps)) @ head.T
@@ -88,7 +95,12 @@ def log_softmax(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:
 
 
 def score(
-    weights: Weights, config: Config, prompt: Sequence[int], output: Sequence[int], temperature: float = 1.0, keep: Round = _exact
+    weights: Weights,
+    config: Config,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    temperature: float = 1.0,
+    keep: Round = _exact,
 ) -> np.ndarray:
     """float64[len(output)]: log-probability of every output token given all before it."""
     table = log_softmax(logits(weights, config, [*prompt, *output], keep), temperature)

@@ -1,6 +1,7 @@
 """A run's folder as the trainer's own loop leaves it, without a model: the weights are one number, steps take no time.
 
-Two incarnations, five steps of two groups, one failed and one stale ticket; groups are a pure function of ticket and version.
+Two incarnations, five steps of two groups, one failed and one stale ticket; groups are a pure function of ticket and
+version.
 """
 
 from __future__ import annotations
@@ -17,24 +18,24 @@ from typing import Any
 import numpy as np
 import yaml
 
-from services.cli.runs import claimed, finished
-from services.trainer.board import Board
-from services.trainer.checkpoint import Checkpoints, Contents, Restored
-from services.trainer.intake import Held, Rules
-from services.trainer.loop import Loop
-from services.trainer.metrics import StepMetrics, of_groups
-from services.trainer.parts import OnNonFinite, Parts, Plan, Queue
-from services.trainer.records import Ledger, StepLog
-from services.trainer.refusals import Refusals
-from services.trainer.simulated import NumpyArrays
-from shared import pinned
-from shared.archive import Archive
+from services.cli.runs.record import claimed, finished
+from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders, RestoredCheckpoint
+from services.trainer.learner.metrics import StepMetrics, of_groups
+from services.trainer.loop.group_buffer import AdmissionRules, ReadyGroup
+from services.trainer.loop.interfaces import Collaborators, OnNonFinite, TrainPlan, TrainQueue
+from services.trainer.loop.ledger import LedgerFile, StepLog
+from services.trainer.loop.refusals import Refusals
+from services.trainer.loop.worker import TrainerWorker
+from services.trainer.status import TrainerStatus
 from shared.config import load
 from shared.errors import NonFinite
-from shared.queue.records import Entry
+from shared.queue.records import StreamEntry
+from shared.run import pinned
+from shared.run.archive import Archive
+from shared.run.state import TrainerState
 from shared.schema import RunConfig
-from shared.state import TrainerState
 from shared.types import Group, Trajectory, VersionSpan, WeightVersion
+from tools.simulated.trainer import NumpyArrays
 
 RUN, BATCH, SIZE, ETA, STEPS = "r", 2, 2, 1, 5
 HUGE = 1e6
@@ -50,31 +51,50 @@ _NUMBERS = (
 )
 
 
-def step_metrics(held: Sequence[Held], before: WeightVersion) -> StepMetrics:
+def step_metrics(held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
     """Of a step after `before` whose learner measures nothing."""
     after = WeightVersion(before.epoch, before.step + 1)
-    return StepMetrics(step=after.step, version=str(after), tokens=1, **of_groups(held, before.step), **dict.fromkeys(_NUMBERS, 0.0))
+    return StepMetrics(
+        step=after.step, version=str(after), tokens=1, **of_groups(held, before.step), **dict.fromkeys(_NUMBERS, 0.0)
+    )
 
 
 def group(ticket: int, version: WeightVersion, *, reward: float = 0.0) -> Group:
-    return Group(ticket, "toy", f"train/{ticket}", tuple(_trajectory(ticket, i, version, reward + i) for i in range(SIZE)))
+    return Group(
+        ticket, "toy", f"train/{ticket}", tuple(_trajectory(ticket, i, version, reward + i) for i in range(SIZE))
+    )
 
 
-def _trajectory(ticket: int, sibling: int, version: WeightVersion, reward: float) -> Trajectory:
-    rng = np.random.default_rng([ticket, sibling])
+def _trajectory(ticket: int, sample_index: int, version: WeightVersion, reward: float) -> Trajectory:
+    rng = np.random.default_rng([ticket, sample_index])
     mask = np.array([0, 0, 0, 1, 1, 1, 0, 1, 1], np.uint8)
     logprobs = np.where(mask, -rng.exponential(1.0, 9), 0).astype(np.float32)
     spans = (VersionSpan(str(version), 3, 6), VersionSpan(str(version), 7, 9))
     ids = rng.integers(1, 90, 9).astype(np.int32)
-    return Trajectory(ticket, sibling, 0, "toy", f"train/{ticket}", 3, ids, mask, logprobs, spans, (), reward, reward > 0, "completed")
+    return Trajectory(
+        ticket,
+        sample_index,
+        0,
+        "toy",
+        f"train/{ticket}",
+        3,
+        ids,
+        mask,
+        logprobs,
+        spans,
+        (),
+        reward,
+        reward > 0,
+        "completed",
+    )
 
 
 class Weightless:
     """The loop's backend: the one weight is the number of steps."""
 
-    def __init__(self, checkpoints: Checkpoints) -> None:
+    def __init__(self, checkpoints: CheckpointFolders) -> None:
         self._checkpoints, self.weight = checkpoints, 0.0
-        self._restored: Restored | None = None
+        self._restored: RestoredCheckpoint | None = None
         self.restored, self.may_build, self.may_start = (threading.Event() for _ in range(3))
         self.may_build.set()
         self.may_start.set()
@@ -92,7 +112,7 @@ class Weightless:
         assert self.may_start.wait(10)
         return self._checkpoints.relabel(self._restored, state) if self._restored else self.save(state, None)
 
-    def step(self, held: Sequence[Held], before: WeightVersion) -> StepMetrics:
+    def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         """A reward above `HUGE` makes the weight infinite."""
         if any(t.reward > HUGE for h in held for t in h.group.trajectories):
             self.weight = np.inf
@@ -105,12 +125,14 @@ class Weightless:
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
         return self._checkpoints.save(
-            state, Contents({"w": np.float32(self.weight)}, {"count": np.float32(self.weight)}, None, {}, None), base
+            state,
+            CheckpointContents({"w": np.float32(self.weight)}, {"count": np.float32(self.weight)}, None, {}, None),
+            base,
         )
 
 
 @dataclass
-class Given:
+class SmallRun:
     """The loop's queue: each entry is given once, to the first incarnation that reads it."""
 
     entries: list[Group] = field(default_factory=list)
@@ -118,14 +140,14 @@ class Given:
     async def begin(self, low: int, version: int, issued: int, void: int, done: Any, epoch: int, above: int) -> int:
         return max(epoch, above) + 1
 
-    async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[Entry]:
+    async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[StreamEntry]:
         await asyncio.sleep(0.002)
         given, self.entries = self.entries[:count], self.entries[count:]
-        return [Entry(f"{g.ticket}-0", g.ticket, g.encode(), 1) for g in given]
+        return [StreamEntry(f"{g.ticket}-0", g.ticket, g.encode(), 1) for g in given]
 
     async def commit(self, epoch: int, version: int, finished: Any, void: int) -> None: ...
 
-    async def dead_letter(self, epoch: int, entry: Entry, reason: str) -> None: ...
+    async def dead_letter(self, epoch: int, entry: StreamEntry, reason: str) -> None: ...
 
     async def leave(self, epoch: int, refused: str = "") -> None: ...
 
@@ -139,21 +161,27 @@ class Incarnation:
         executor: ThreadPoolExecutor,
         *,
         max_to_keep: int = 3,
-        queue: Queue | None = None,
+        queue: TrainQueue | None = None,
         config: RunConfig | None = None,
         on_nonfinite: OnNonFinite = "stop",
     ) -> None:
         run = config or load([folder / "config.yaml"]).config
         steps = run.trainer.max_steps
-        self.queue, self.board = Given(), Board(RUN, steps)
+        self.queue, self.board = SmallRun(), TrainerStatus(RUN, steps)
         logs = StepLog(folder / "metrics.jsonl"), StepLog(folder / "handovers.jsonl"), Refusals(folder)
-        checkpoints = Checkpoints(folder / "checkpoints", RUN, max_to_keep, NumpyArrays())
-        ledger, archive = Ledger(folder / "ledger.jsonl"), Archive(folder / "archive", RUN)
+        checkpoints = CheckpointFolders(folder / "checkpoints", RUN, max_to_keep, NumpyArrays())
+        ledger, archive = LedgerFile(folder / "ledger.jsonl"), Archive(folder / "archive", RUN)
         self.backend = Weightless(checkpoints)
-        parts = Parts(self.backend, checkpoints, queue or self.queue, ledger, archive, *logs, executor, _nothing, _published)
-        rules = Rules("arrival", ETA, 32, 96, SIZE)
+        parts = Collaborators(
+            self.backend, checkpoints, queue or self.queue, ledger, archive, *logs, executor, _nothing, _published
+        )
+        rules = AdmissionRules("arrival", ETA, 32, 96, SIZE)
         settings, original = pinned.relevant(run), pinned.original(folder / "run.json")
-        self.loop = Loop(Plan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original, on_nonfinite=on_nonfinite), parts, self.board)
+        self.loop = TrainerWorker(
+            TrainPlan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original, on_nonfinite=on_nonfinite),
+            parts,
+            self.board,
+        )
 
     def feed(self, *tickets: int, version: WeightVersion) -> None:
         self.queue.entries += [group(ticket, version) for ticket in tickets]
@@ -170,10 +198,10 @@ class Incarnation:
         with suppress(asyncio.CancelledError):
             await running
 
-    async def run_until(self, what: Callable[[Board], object]) -> None:
+    async def run_until(self, what: Callable[[TrainerStatus], object]) -> None:
         await self.run(lambda one: one.until(what))
 
-    async def until(self, what: Callable[[Board], object]) -> None:
+    async def until(self, what: Callable[[TrainerStatus], object]) -> None:
         async with asyncio.timeout(10):
             while not what(self.board):
                 await asyncio.sleep(0.002)

@@ -1,4 +1,6 @@
-"""`volley train` and `volley up` as processes, for tests of the whole stack: output, services, and what is left of them."""
+"""`volley train` and `volley up` as processes, for tests of the whole stack: output, services, and what is left of
+them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _MARK = "VOLLEY_TEST_RUN"
 
 @dataclass(frozen=True)
 class Training:
-    """One `volley train` or `volley up`. Its processes carry `mark` in their environment, wherever they end up in the process tree."""
+    """One `volley train` or `volley up`. Its processes carry `mark` in their environment, wherever they end up in the
+    process tree.
+    """
 
     process: subprocess.Popen[bytes]
     folder: RunFolder
@@ -69,11 +73,16 @@ class Training:
         return [_command(pid) for pid in left]
 
     def _processes(self) -> list[int]:
-        """Ids of all processes of the run. Redis writes its title over its environment; it is known by its working folder."""
+        """Ids of all processes of the run. Redis writes its title over its environment; it is known by its working
+        folder.
+        """
         entry, found = f"{_MARK}={self.mark}".encode(), []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
-                if entry in (path / "environ").read_bytes().split(b"\0") or (path / "cwd").readlink() == self.folder.redis:
+                if (
+                    entry in (path / "environ").read_bytes().split(b"\0")
+                    or (path / "cwd").readlink() == self.folder.redis
+                ):
                     found.append(int(path.name))
         return found
 
@@ -91,7 +100,9 @@ class Training:
 
 @contextlib.contextmanager
 def training(folder: Path, *overrides: str, config: str = SMALL) -> Iterator[Training]:
-    """`volley train` of a run in `folder` (its runs/ and what it prints lie there); at the end, whatever is left is killed."""
+    """`volley train` of a run in `folder` (its runs/ and what it prints lie there); at the end, whatever is left is
+    killed.
+    """
     places = [f"run.dir={folder / 'runs'}", f"run.name={_NAME}"]
     with _volley(folder, "train", "--config", config, *places, *overrides) as running:
         yield running

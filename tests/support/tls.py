@@ -10,7 +10,9 @@ from shared.schema import Tls
 
 
 def make_tls(folder: Path, *names: str) -> Tls:
-    """Files of a server called `names` (default: this host's loopback address), and of the authority that vouches for it."""
+    """Files of a server called `names` (default: this host's loopback address), and of the authority that vouches for
+    it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     authority = trustme.CA()
     issued = authority.issue_cert(*(names or ("127.0.0.1", "localhost")))

@@ -3,7 +3,7 @@
 from functools import cache
 from pathlib import Path
 
-from shared.chat import ChatTokenizer
+from shared.models.chat import ChatTokenizer
 
 FOLDER = Path(__file__).parents[2] / "configs" / "models" / "tiny"
 

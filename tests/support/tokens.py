@@ -9,7 +9,9 @@ from shared.schema import TokenFiles
 
 def write_tokens(folder: Path) -> TokenFiles:
     """Files only the owner can read; the token of a role is `ROLE-token-of-a-test`."""
-    return TokenFiles(**{role: write_private(folder / f"token_{role}", f"{role}-token-of-a-test") for role in TokenFiles.model_fields})
+    return TokenFiles(
+        **{role: write_private(folder / f"token_{role}", f"{role}-token-of-a-test") for role in TokenFiles.model_fields}
+    )
 
 
 def write_private(path: Path, text: str) -> Path:

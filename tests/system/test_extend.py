@@ -1,4 +1,6 @@
-"""A run in its life: finished, extended and retuned, killed, finished again; another one started from its weights. Simulated services."""
+"""A run in its life: finished, extended and retuned, killed, finished again; another one started from its weights.
+Simulated services.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,22 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import jsonl, report
 from services.cli.layout import PROJECT, RunFolder
-from services.cli.runs import Record, read_record
+from services.cli.reporting import jsonl, report
+from services.cli.runs.record import RunRecord, read_record
 from services.cli.verify.command import verify
-from shared import pinned
-from shared.state import TrainerState, newest_state
+from shared.run import pinned
+from shared.run.state import TrainerState, newest_state
 
 PROGRAM = """
 import pathlib, sys
-from services.cli import train
-from services.cli.chaos.arena import SIMULATED
-from services.cli.stack import Seams
+from services.cli.commands import train
+from tools.chaos.arena import SIMULATED
+from services.cli.local.stack import StackSeams
 what, where, *overrides = sys.argv[1:]
-seams = Seams(SIMULATED)
-raise SystemExit(train.main([where], overrides, seams) if what == "train" else train.resume(pathlib.Path(where), overrides, seams))
+seams = StackSeams(SIMULATED)
+begun = train.main([where], overrides, seams) if what == "train" else None
+raise SystemExit(train.resume(pathlib.Path(where), overrides, seams) if begun is None else begun)
 """
 CONFIG = str(PROJECT / "configs/chaos.yaml")
 
@@ -40,7 +43,9 @@ def started(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A supervisor of simulated services, in `folder`."""
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         yield process
     finally:
@@ -57,7 +62,7 @@ def told(folder: Path, *arguments: str) -> str:
         return text
 
 
-def record_of(run: RunFolder) -> Record:
+def record_of(run: RunFolder) -> RunRecord:
     record = read_record(run)
     assert record is not None
     return record
@@ -108,7 +113,9 @@ def test_a_run_is_extended_retuned_killed_and_another_is_started_from_it(tmp_pat
     record, state = record_of(run), state_of(run)
     assert record.elapsed_s > at_kill
     assert (record.finished, record.final, state.step, state.phase) == (True, str(state.version), 8, "done")
-    assert [(one.from_step, set(one.changes)) for one in record.amendments] == [(4, {change.partition("=")[0] for change in changes})]
+    assert [(one.from_step, set(one.changes)) for one in record.amendments] == [
+        (4, {change.partition("=")[0] for change in changes})
+    ]
     assert pinned.in_force(state.settings, 1)["trainer.max_steps"] == 4
     assert [line["step"] for line in jsonl.read(run.metrics)] == list(range(1, 9))
     proven(run)

@@ -1,4 +1,6 @@
-"""One short run on the real stack, to its end: what it prints, what it leaves on disk, and that it leaves nothing running."""
+"""One short run on the real stack, to its end: what it prints, what it leaves on disk, and that it leaves nothing
+running.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from collections.abc import Iterator
 import orjson
 import pytest
 
-from services.cli import jsonl
 from services.cli.layout import PROJECT
+from services.cli.reporting import jsonl
 from services.cli.verify.command import verify
+from shared.run.weights import newest, read_manifest, verify_files
 from shared.types import WeightVersion
-from shared.weights import newest, read_manifest, verify_files
 from tests.support.stack import SMALL, Training, training
 
 N_STEPS = 3
@@ -42,7 +44,10 @@ def test_it_shows_a_line_a_step(run: Training) -> None:
     steps = [line for line in run.output.read_text().splitlines() if line.startswith("step ")]
     assert len(steps) == N_STEPS
     for line in steps:
-        assert all(part in line for part in ("loss", "reward", "success", "KL", "|Δlogp|", "tokens/s", "weights e000001-s", "staleness"))
+        assert all(
+            part in line
+            for part in ("loss", "reward", "success", "KL", "|Δlogp|", "tokens/s", "weights e000001-s", "staleness")
+        )
 
 
 def test_versions_advance_and_reach_the_rollout_server(run: Training) -> None:
@@ -103,8 +108,15 @@ def test_secrets_are_in_private_files_only(run: Training) -> None:
     folder = run.folder
     secrets = [path.read_text() for path in folder.secrets.iterdir()]
     assert len(secrets) == 4
-    assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in (folder.secrets, folder.redis, *folder.secrets.iterdir()))
-    files = [path for path in folder.path.rglob("*") if path.is_file() and not {folder.secrets, folder.redis} & set(path.parents)]
+    assert all(
+        stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+        for path in (folder.secrets, folder.redis, *folder.secrets.iterdir())
+    )
+    files = [
+        path
+        for path in folder.path.rglob("*")
+        if path.is_file() and not {folder.secrets, folder.redis} & set(path.parents)
+    ]
     told = {path.name: path.read_bytes() for path in (*files, run.output, run.errors)}
     assert [name for name, data in told.items() for secret in secrets if secret.encode() in data] == []
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import orjson
 import pytest
 
-from services.cli import jsonl
+from services.cli.reporting import jsonl
 from services.cli.verify.command import verify
 from tests.support.stack import continued, training
 
@@ -100,7 +100,9 @@ def test_a_setting_that_only_the_environment_knows_to_be_wrong(tmp_path: Path) -
 
 
 def test_a_missing_data_file(tmp_path: Path) -> None:
-    expect_refusal(tmp_path, "data.train=/missing.jsonl", 2, "data.train=/missing.jsonl", "data.env=gsm8k", "data.env_config={}")
+    expect_refusal(
+        tmp_path, "data.train=/missing.jsonl", 2, "data.train=/missing.jsonl", "data.env=gsm8k", "data.env_config={}"
+    )
 
 
 def expect_refusal(folder: Path, override: str, code: int, named: str, *more: str) -> None:

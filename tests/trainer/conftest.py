@@ -1,4 +1,6 @@
-"""Four virtual CPU devices for meshes; the tests need the trainer's environment of Python and are not collected in another."""
+"""Four virtual CPU devices for meshes; the tests need the trainer's environment of Python and are not collected in
+another.
+"""
 
 from __future__ import annotations
 

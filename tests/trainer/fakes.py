@@ -13,17 +13,17 @@ from typing import Any
 
 import pytest
 
-from services.trainer.board import Board
-from services.trainer.intake import Order, Rules
-from services.trainer.loop import Loop
-from services.trainer.metrics import StepMetrics
-from services.trainer.parts import OnNonFinite, Parts, Plan
-from services.trainer.records import Ledger, StepLog
-from services.trainer.refusals import Refusals
-from shared.archive import Archive
+from services.trainer.learner.metrics import StepMetrics
+from services.trainer.loop.group_buffer import AdmissionRules, Order
+from services.trainer.loop.interfaces import Collaborators, OnNonFinite, TrainPlan
+from services.trainer.loop.ledger import LedgerFile, StepLog
+from services.trainer.loop.refusals import Refusals
+from services.trainer.loop.worker import TrainerWorker
+from services.trainer.status import TrainerStatus
 from shared.errors import Fenced, NonFinite, QueueUnavailable, StorageFull, WeightsError
-from shared.queue.records import Entry
-from shared.state import TrainerState
+from shared.queue.records import StreamEntry
+from shared.run.archive import Archive
+from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
 from tests.support.small_run import step_metrics
 from tests.trainer.support import group
@@ -31,7 +31,9 @@ from tests.trainer.support import group
 
 @dataclass
 class FakeBackend:
-    """Weights are the tickets they were trained on, in order; `spoiling` ones make them not finite. Checkpoints are in memory."""
+    """Weights are the tickets they were trained on, in order; `spoiling` ones make them not finite. Checkpoints are in
+    memory.
+    """
 
     folder: Path
     events: list[str]
@@ -97,7 +99,7 @@ class FakeQueue:
 
     events: list[str]
     ledger: Path
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[StreamEntry] = field(default_factory=list)
     away: int = 0
     hangs: bool = False
     hangs_at_commit: bool = False
@@ -106,7 +108,7 @@ class FakeQueue:
     attended: int = 0
 
     def publish(self, made: Group) -> None:
-        self.entries.append(Entry(f"{made.ticket}-0", made.ticket, made.encode(), 1))
+        self.entries.append(StreamEntry(f"{made.ticket}-0", made.ticket, made.encode(), 1))
 
     async def _answer(self) -> None:
         if self.hangs:
@@ -125,7 +127,7 @@ class FakeQueue:
         await self._answer()
         self.events.append("leave refused" if refused else "leave")
 
-    async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[Entry]:
+    async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[StreamEntry]:
         await self._answer()
         await asyncio.sleep(0.01)
         found, self.entries = self.entries[:count], self.entries[count:]
@@ -141,13 +143,15 @@ class FakeQueue:
         if not finished:
             return
         durable = len(self.ledger.read_text().splitlines())
-        self.events.append(f"commit version={version} tickets={[f.ticket for f in finished]} void={void} ledger={durable}")
+        self.events.append(
+            f"commit version={version} tickets={[f.ticket for f in finished]} void={void} ledger={durable}"
+        )
 
-    async def dead_letter(self, epoch: int, entry: Entry, reason: str) -> None:
+    async def dead_letter(self, epoch: int, entry: StreamEntry, reason: str) -> None:
         self.events.append(f"dead {entry.ticket}")
 
 
-class FullLedger(Ledger):
+class FullLedger(LedgerFile):
     """As long as `full` is above 0, there is no room."""
 
     full = 0
@@ -177,7 +181,7 @@ class Bench:
     executor: ThreadPoolExecutor
     max_steps: int = 2
     interval: int = 1
-    eta: int = 1
+    max_staleness: int = 1
     warm: bool = True
     grace_s: float = 5.0
     order: Order = "arrival"
@@ -187,11 +191,11 @@ class Bench:
         self.events: list[str] = []
         self.backend = FakeBackend(self.folder, self.events)
         self.queue = FakeQueue(self.events, self.folder / "ledger.jsonl")
-        self.board = Board("r", self.max_steps)
+        self.board = TrainerStatus("r", self.max_steps)
         self.published: list[str] = []
         self.ledger, self.archive = FullLedger(self.folder / "ledger.jsonl"), FullArchive(self.folder / "archive", "r")
 
-    def loop(self) -> Loop:
+    def loop(self) -> TrainerWorker:
         async def warm_start() -> None:
             self.events.append("warm start")
             if not self.warm:
@@ -201,7 +205,7 @@ class Bench:
             self.events.append(f"publish {folder.name}")
             return []
 
-        parts = Parts(
+        parts = Collaborators(
             self.backend,
             self.backend,
             self.queue,
@@ -214,9 +218,11 @@ class Bench:
             warm_start,
             publish,
         )
-        rules = Rules(self.order, self.eta, 32, 96, 2)
-        plan = Plan(self.max_steps, 2, self.interval, self.grace_s, 0, False, rules, on_nonfinite=self.on_nonfinite)
-        return Loop(plan, parts, self.board)
+        rules = AdmissionRules(self.order, self.max_staleness, 32, 96, 2)
+        plan = TrainPlan(
+            self.max_steps, 2, self.interval, self.grace_s, 0, False, rules, on_nonfinite=self.on_nonfinite
+        )
+        return TrainerWorker(plan, parts, self.board)
 
     async def run_to_the_end(self) -> None:
         """Until the last step is durable; then it is stopped."""

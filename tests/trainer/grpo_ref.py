@@ -26,7 +26,7 @@ class Sequence_:
 
 
 @dataclass(frozen=True)
-class Spec:
+class ReferenceSpec:
     epsilon: float = 0.2
     epsilon_high: float = 0.2
     beta: float = 0.0
@@ -38,28 +38,38 @@ class Spec:
     max_response_length: int = 64
 
 
-def token_logprobs(weights: Mapping[str, np.ndarray], config: Mapping[str, Any], ids: np.ndarray, temperature: float) -> np.ndarray:
+def token_logprobs(
+    weights: Mapping[str, np.ndarray], config: Mapping[str, Any], ids: np.ndarray, temperature: float
+) -> np.ndarray:
     """float64 [T]; entry 0 is 0 because nothing precedes it."""
     table = qwen3_ref.log_softmax(qwen3_ref.logits(weights, config, ids), temperature)
     return np.concatenate([[0.0], table[np.arange(len(ids) - 1), ids[1:]]])
 
 
-def loss(new: Sequence[np.ndarray], start: Sequence[np.ndarray], sequences: Sequence[Sequence_], spec: Spec) -> float:
-    """`new`: log-probabilities of the weights being differentiated; `start`: of the weights at the start of the step (constants)."""
+def loss(
+    new: Sequence[np.ndarray], start: Sequence[np.ndarray], sequences: Sequence[Sequence_], spec: ReferenceSpec
+) -> float:
+    """`new`: log-probabilities of the weights being differentiated; `start`: of the weights at the start of the step
+    (constants).
+    """
     per_sequence = []
     for logp, logp0, s in zip(new, start, sequences, strict=True):
         m = s.trainable
         old = logp0 if spec.threshold is not None else s.behaviour
-        importance = np.minimum(np.exp(old - s.behaviour), spec.threshold) if spec.threshold is not None else np.ones(len(m))
+        importance = (
+            np.minimum(np.exp(old - s.behaviour), spec.threshold) if spec.threshold is not None else np.ones(len(m))
+        )
         ratio = np.exp(logp - old if spec.algo == "grpo" else logp - logp0 + np.mean((logp0 - old)[m]))
-        surrogate = np.minimum(ratio * s.advantage, np.clip(ratio, 1 - spec.epsilon, 1 + spec.epsilon_high) * s.advantage)
+        surrogate = np.minimum(
+            ratio * s.advantage, np.clip(ratio, 1 - spec.epsilon, 1 + spec.epsilon_high) * s.advantage
+        )
         d = s.reference - logp
         kl = {"kl": -d, "mse_kl": d**2 / 2, "low_var_kl": np.exp(d) - 1 - d}[spec.kl]
         per_sequence.append((-importance * surrogate + spec.beta * kl)[m])
     return aggregate(per_sequence, spec)
 
 
-def aggregate(per_sequence: Sequence[np.ndarray], spec: Spec) -> float:
+def aggregate(per_sequence: Sequence[np.ndarray], spec: ReferenceSpec) -> float:
     if spec.aggregation == "token-mean":
         return float(np.concatenate(list(per_sequence)).mean())
     if spec.aggregation == "sequence-mean-token-mean":
@@ -70,7 +80,11 @@ def aggregate(per_sequence: Sequence[np.ndarray], spec: Spec) -> float:
 
 
 def loss_at(
-    weights: Mapping[str, np.ndarray], config: Mapping[str, Any], sequences: Sequence[Sequence_], spec: Spec, start: Sequence[np.ndarray]
+    weights: Mapping[str, np.ndarray],
+    config: Mapping[str, Any],
+    sequences: Sequence[Sequence_],
+    spec: ReferenceSpec,
+    start: Sequence[np.ndarray],
 ) -> float:
     return loss([token_logprobs(weights, config, s.ids, spec.temperature) for s in sequences], start, sequences, spec)
 
@@ -80,7 +94,7 @@ def slope(
     config: Mapping[str, Any],
     direction: Mapping[str, np.ndarray],
     sequences: Sequence[Sequence_],
-    spec: Spec,
+    spec: ReferenceSpec,
     start: Sequence[np.ndarray],
     h: float = 1e-5,
 ) -> float:

@@ -38,7 +38,13 @@ def config(folder: Path, redis_url: str, port: int, **overrides: Any) -> dict[st
         "model": {"path": str(ROOT / "configs/models/tiny")},
         "data": {"env": "frozen_lake"},
         "grpo_config": {"num_generations": SIZE, "off_policy_steps": ETA, "beta": 0.05},
-        "trainer": {"max_steps": 5, "groups_per_step": BATCH, "order": "ticket", "length_buckets": [16], "train_micro_batch_size": 2},
+        "trainer": {
+            "max_steps": 5,
+            "groups_per_step": BATCH,
+            "order": "ticket",
+            "length_buckets": [16],
+            "train_micro_batch_size": 2,
+        },
         "rollout": {"engine": {"context_length": 16}},
         "services": {**configured(redis_url, folder), "trainer": {"port": port}},
     }
@@ -53,7 +59,9 @@ def config(folder: Path, redis_url: str, port: int, **overrides: Any) -> dict[st
 
 @dataclass
 class TrainerProcess:
-    """`python -m services.trainer`, or one that learns something else, started again and again with the same configuration."""
+    """`python -m services.trainer`, or one that learns something else, started again and again with the same
+    configuration.
+    """
 
     tree: dict[str, Any]
     folder: Path
@@ -68,7 +76,11 @@ class TrainerProcess:
         log = (self.folder / "trainer.log").open("ab")
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", self.module, "--config", str(path)], cwd=ROOT, stdout=log, stderr=log, env=environment
+            [sys.executable, "-m", self.module, "--config", str(path)],
+            cwd=ROOT,
+            stdout=log,
+            stderr=log,
+            env=environment,
         )
 
     @contextmanager
@@ -119,7 +131,9 @@ class TrainerProcess:
 
 
 @contextmanager
-def trainer(folder: Path, redis_url: str, module: str = "services.trainer", **overrides: Any) -> Iterator[TrainerProcess]:
+def trainer(
+    folder: Path, redis_url: str, module: str = "services.trainer", **overrides: Any
+) -> Iterator[TrainerProcess]:
     folder.mkdir(parents=True, exist_ok=True)
     made = TrainerProcess(config(folder, redis_url, free_port(), **overrides), folder, module)
     made.start()
@@ -130,13 +144,13 @@ def trainer(folder: Path, redis_url: str, module: str = "services.trainer", **ov
             made.kill()
 
 
-async def produce(redis_url: str, total: int, make: Any, *, eta: int = ETA, run: str = "r") -> None:
+async def produce(redis_url: str, total: int, make: Any, *, max_staleness: int = ETA, run: str = "r") -> None:
     """Serves tickets until cancelled; `make(ticket, version)` is the group, version that of the durable step."""
     redis = connect(redis_url)
     try:
         queue = TicketQueue(redis, run)
         while True:
-            reserved = await queue.reserve_wait(30.0, BATCH, eta, total, 0.5)
+            reserved = await queue.reserve_wait(30.0, BATCH, max_staleness, total, 0.5)
             if isinstance(reserved, Reservation):
                 version = WeightVersion((await queue.state()).epoch, reserved.version)
                 await queue.publish(reserved.ticket, make(reserved.ticket, str(version)).encode())

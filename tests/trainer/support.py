@@ -9,17 +9,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from services.trainer.batch import Row
-from services.trainer.model import qwen3
-from services.trainer.model.names import from_hf, hf_name
-from shared.model_config import ModelConfig
+from services.trainer.learner.batch import Row
+from services.trainer.models import qwen3
+from services.trainer.models.names import from_hf, hf_name
+from shared.models.config import ModelConfig
 from shared.types import Group, Trajectory, VersionSpan
 from tests.support import models
 
 CONFIG = models.tiny_config(vocab_size=96, hidden_size=32, intermediate_size=64, head_dim=16)
 
 
-def model_of(weights: models.Weights, config: dict[str, Any], mesh: jax.sharding.Mesh | None = None, **options: Any) -> qwen3.Qwen3:
+def model_of(
+    weights: models.Weights, config: dict[str, Any], mesh: jax.sharding.Mesh | None = None, **options: Any
+) -> qwen3.Qwen3:
     shape = ModelConfig.parse(config)
     mesh = mesh or qwen3.make_mesh((1, 1), ("fsdp", "tp"))
     return qwen3.build(shape, partial(_leaf, weights), mesh, **({"dtype": "float32"} | options))
@@ -45,15 +47,19 @@ def _row(rng: np.random.Generator, length: int, vocab: int) -> Row:
 def group(ticket: int, version: str, *, n: int = 2, seed: int = 0, length: int = 16, vocab: int = 96) -> Group:
     """A complete group whose content is a pure function of (ticket, seed); all tokens are labelled `version`."""
     rng = np.random.default_rng([seed, ticket])
-    return Group(ticket, "toy", f"train/{ticket}", tuple(_trajectory(rng, ticket, i, version, length, vocab) for i in range(n)))
+    return Group(
+        ticket, "toy", f"train/{ticket}", tuple(_trajectory(rng, ticket, i, version, length, vocab) for i in range(n))
+    )
 
 
-def _trajectory(rng: np.random.Generator, ticket: int, sibling: int, version: str, length: int, vocab: int) -> Trajectory:
+def _trajectory(
+    rng: np.random.Generator, ticket: int, sample_index: int, version: str, length: int, vocab: int
+) -> Trajectory:
     row = _row(rng, length, vocab)
     reward = float(rng.integers(0, 2))
     return Trajectory(
         ticket=ticket,
-        sibling=sibling,
+        sample_index=sample_index,
         attempt=0,
         env="toy",
         task=f"train/{ticket}",

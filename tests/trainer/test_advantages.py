@@ -3,13 +3,15 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from services.trainer.advantages import advantages, moments
+from services.trainer.algorithms.advantages import advantages, moments
 
 ESTIMATORS = ["grpo", "drgrpo", "rloo"]
 
 
 def test_grpo_centres_and_divides_by_the_sample_deviation():
-    np.testing.assert_allclose(advantages(np.array([1.0, 0.0]), "grpo"), [0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)])
+    np.testing.assert_allclose(
+        advantages(np.array([1.0, 0.0]), "grpo"), [0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)]
+    )
 
 
 def test_drgrpo_only_centres():

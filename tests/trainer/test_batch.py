@@ -1,20 +1,26 @@
 import numpy as np
 import pytest
 
-from services.trainer.batch import Layout, Row, micro_batches, policy_rows, row_weights, supervised_row
+from services.trainer.learner.batch import BatchLayout, Row, micro_batches, policy_rows, row_weights, supervised_row
 from shared.errors import DecodeError
 from shared.types import WeightVersion
 from tests.trainer.support import group, rows
 
-LAYOUT = Layout(buckets=(16, 32), rows=2, pad_id=9)
+LAYOUT = BatchLayout(buckets=(16, 32), rows=2, pad_id=9)
 
 
-def make(some: list[Row], n_micro: int = 2, layout: Layout = LAYOUT):
+def make(some: list[Row], n_micro: int = 2, layout: BatchLayout = LAYOUT):
     return micro_batches(some, row_weights(some, "token-mean", 1), layout, n_micro)
 
 
 def test_position_t_belongs_to_the_token_at_t_plus_one():
-    row = Row(np.array([5, 6, 7, 8], np.int32), np.array([0, 0, 1, 1]), np.array([0, 0, -1.0, -2.0]), np.array([0, 0, 0, 1]), 0.5)
+    row = Row(
+        np.array([5, 6, 7, 8], np.int32),
+        np.array([0, 0, 1, 1]),
+        np.array([0, 0, -1.0, -2.0]),
+        np.array([0, 0, 0, 1]),
+        0.5,
+    )
     batch = make([row], 1)[0]
     assert batch.ids[0, :5].tolist() == [5, 6, 7, 8, 9]
     assert batch.targets[0, :4].tolist() == [6, 7, 8, 9]
@@ -29,7 +35,9 @@ def test_shapes_are_bounded_by_buckets_and_rows():
     shapes = {b.ids.shape for seed in range(5) for b in make(rows(4, seed))}
     assert shapes <= {(2, 16), (2, 32)}
     assert {b.ids.dtype.name for b in make(rows(3))} == {"int32"}
-    assert {getattr(b, f).dtype.name for b in make(rows(3)) for f in ("mask", "behaviour", "advantages", "row_weight")} == {"float32"}
+    assert {
+        getattr(b, f).dtype.name for b in make(rows(3)) for f in ("mask", "behaviour", "advantages", "row_weight")
+    } == {"float32"}
 
 
 def test_the_number_of_micro_batches_is_constant_and_empty_ones_weigh_nothing():
@@ -40,7 +48,10 @@ def test_the_number_of_micro_batches_is_constant_and_empty_ones_weigh_nothing():
 
 
 def test_similar_lengths_share_a_micro_batch():
-    lengths = [[int((r > 0).sum()) for r in (b.ids != 9)] for b in make([supervised_row([1] * n, [1] * n) for n in (3, 30, 5, 31)])]
+    lengths = [
+        [int((r > 0).sum()) for r in (b.ids != 9)]
+        for b in make([supervised_row([1] * n, [1] * n) for n in (3, 30, 5, 31)])
+    ]
     assert lengths == [[31, 30], [5, 3]]
 
 

@@ -8,35 +8,35 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from services.trainer.checkpoint import Checkpoints, Contents
-from services.trainer.orbax_arrays import OrbaxArrays
-from services.trainer.replay import Recorded
-from shared import ledger, weights
+from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders
+from services.trainer.replay.steps import RecordedStep
 from shared.errors import ConfigError, Fenced, StorageFull, Unavailable, WeightsError
-from shared.state import TrainerState, fresh
+from shared.run import ledger, weights
+from shared.run.state import TrainerState, initial_state
+from shared.run.weights import Probe
 from shared.types import WeightVersion
-from shared.weights import Probe
 from tests.support.disk import file_size_limit
 
 PARAMS = {"layers.0.attn.q_proj.w": jnp.arange(24.0).reshape(2, 3, 4), "final_norm.w": jnp.ones(3)}
 OPTIMIZER = {"step": jnp.array(4, jnp.uint32), "opt_state.0.mu.final_norm.w": jnp.full(3, 0.1)}
-CONTENTS = Contents(PARAMS, OPTIMIZER, None, {"model_type": "qwen3"}, Probe((1, 2), (-0.5,)))
+CONTENTS = CheckpointContents(PARAMS, OPTIMIZER, None, {"model_type": "qwen3"}, Probe((1, 2), (-0.5,)))
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path / "checkpoints", "run", max_to_keep=2, arrays=OrbaxArrays())
+def checkpoints(tmp_path: Path) -> CheckpointFolders:
+    return CheckpointFolders(tmp_path / "checkpoints", "run", max_to_keep=2, arrays=OrbaxArrays())
 
 
 def state(step: int, epoch: int = 1, **changes) -> TrainerState:
-    return replace(fresh(7).under(epoch, keep_reference=False), step=step, low=step, **changes)
+    return replace(initial_state(7).under(epoch, keep_reference=False), step=step, low=step, **changes)
 
 
-def names(checkpoints: Checkpoints) -> list[str]:
+def names(checkpoints: CheckpointFolders) -> list[str]:
     return sorted(path.name for path in checkpoints.root.iterdir())
 
 
-def test_what_is_saved_comes_back_bit_by_bit(checkpoints: Checkpoints):
+def test_what_is_saved_comes_back_bit_by_bit(checkpoints: CheckpointFolders):
     saved = state(4, done=(6, 9), void=1, issued=12, recent=(ledger.line(4, "trained", WeightVersion(1, 4)),))
     folder = checkpoints.save(saved, CONTENTS, WeightVersion(1, 3))
     restored = checkpoints.newest()
@@ -57,7 +57,7 @@ def test_what_is_saved_comes_back_bit_by_bit(checkpoints: Checkpoints):
     assert {leaf.key: leaf.shape for leaf in manifest.tree} == {k: v.shape for k, v in PARAMS.items()}
 
 
-def test_rounded_parameters_are_published_and_exact_ones_restored(checkpoints: Checkpoints):
+def test_rounded_parameters_are_published_and_exact_ones_restored(checkpoints: CheckpointFolders):
     exact = {"final_norm.w": jnp.array([1.001, 2.0, 3.0])}
     rounded = {"final_norm.w": exact["final_norm.w"].astype(jnp.bfloat16)}
     folder = checkpoints.save(state(1), replace(CONTENTS, params=rounded, master=exact), None)
@@ -68,30 +68,32 @@ def test_rounded_parameters_are_published_and_exact_ones_restored(checkpoints: C
     assert np.array_equal(checkpoints.params_of(folder.name)["final_norm.w"], exact["final_norm.w"])
 
 
-def test_sharded_parameters_come_back_whole(checkpoints: Checkpoints):
+def test_sharded_parameters_come_back_whole(checkpoints: CheckpointFolders):
     mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp", "tp"))
     value = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
-    checkpoints.save(state(1), replace(CONTENTS, params={"embedder.input_embedding": jax.device_put(value, sharding)}), None)
+    checkpoints.save(
+        state(1), replace(CONTENTS, params={"embedder.input_embedding": jax.device_put(value, sharding)}), None
+    )
     restored = checkpoints.newest()
     assert restored is not None
     assert np.array_equal(restored.params["embedder.input_embedding"], value)
 
 
-def test_only_the_newest_and_the_reference_are_kept(checkpoints: Checkpoints):
+def test_only_the_newest_and_the_reference_are_kept(checkpoints: CheckpointFolders):
     for step in range(4):
         checkpoints.save(state(step, reference="e000001-s000000"), CONTENTS, None)
     assert names(checkpoints) == ["e000001-s000000", "e000001-s000002", "e000001-s000003"]
 
 
-def test_a_replaced_trainer_removes_nothing_of_its_successor(checkpoints: Checkpoints):
+def test_a_replaced_trainer_removes_nothing_of_its_successor(checkpoints: CheckpointFolders):
     for step in range(4):
         checkpoints.save(state(step, epoch=2, reference="e000002-s000000"), CONTENTS, None)
     checkpoints.save(state(0, epoch=1, reference="e000001-s000000"), CONTENTS, None)
     assert names(checkpoints) == ["e000001-s000000", *(f"e000002-s00000{n}" for n in (0, 2, 3))]
 
 
-def test_restarts_without_progress_do_not_use_up_the_older_steps(checkpoints: Checkpoints):
+def test_restarts_without_progress_do_not_use_up_the_older_steps(checkpoints: CheckpointFolders):
     checkpoints.save(state(1), CONTENTS, None)
     checkpoints.save(state(2), CONTENTS, None)
     for epoch in range(2, 6):
@@ -101,7 +103,7 @@ def test_restarts_without_progress_do_not_use_up_the_older_steps(checkpoints: Ch
     assert names(checkpoints) == ["e000001-s000001", "e000004-s000002", "e000005-s000002"]
 
 
-def test_a_folder_without_manifest_is_no_checkpoint(checkpoints: Checkpoints):
+def test_a_folder_without_manifest_is_no_checkpoint(checkpoints: CheckpointFolders):
     checkpoints.save(state(1), CONTENTS, None)
     folder = checkpoints.save(state(2), CONTENTS, None)
     (folder / weights.MANIFEST).unlink()
@@ -111,7 +113,7 @@ def test_a_folder_without_manifest_is_no_checkpoint(checkpoints: Checkpoints):
 
 
 @pytest.mark.parametrize("part", ["params", "optimizer", "state.json"])
-def test_a_damaged_checkpoint_is_passed_over_and_set_aside(checkpoints: Checkpoints, part: str):
+def test_a_damaged_checkpoint_is_passed_over_and_set_aside(checkpoints: CheckpointFolders, part: str):
     checkpoints.save(state(1), CONTENTS, None)
     folder = checkpoints.save(state(2), CONTENTS, None)
     victim = (
@@ -132,7 +134,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(checkpoints: Checkpoi
     assert (checkpoints.root / "bad" / folder.name / weights.MANIFEST).exists()
 
 
-def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(checkpoints: Checkpoints):
+def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(checkpoints: CheckpointFolders):
     """The first page of a process' memory stands for what the system fails to read: an input/output error."""
     checkpoints.save(state(1), CONTENTS, None)
     folder = checkpoints.save(state(2), CONTENTS, None)
@@ -144,9 +146,9 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(checkpoints: Checkp
     assert checkpoints.head() == WeightVersion(1, 2)
 
 
-def test_steps_that_a_later_trainer_undid_are_not_gone_back_to(checkpoints: Checkpoints):
+def test_steps_that_a_later_trainer_undid_are_not_gone_back_to(checkpoints: CheckpointFolders):
     """The later trainer's own checkpoint is damaged; the step before it counts, not the undone one after it."""
-    one = Checkpoints(checkpoints.root, "run", 9, OrbaxArrays())
+    one = CheckpointFolders(checkpoints.root, "run", 9, OrbaxArrays())
     for step in (1, 2):
         one.save(state(step), CONTENTS, None)
     (one.save(state(2, epoch=2), CONTENTS, None) / "state.json").unlink()
@@ -154,16 +156,16 @@ def test_steps_that_a_later_trainer_undid_are_not_gone_back_to(checkpoints: Chec
     restored = one.newest()
     assert restored is not None
     assert restored.state.version == WeightVersion(1, 2)
-    assert Recorded.read(one.root.parent, "run").head.version == WeightVersion(1, 2)
+    assert RecordedStep.read(one.root.parent, "run").head.version == WeightVersion(1, 2)
 
 
-def test_a_checkpoint_of_another_run_is_refused(checkpoints: Checkpoints):
+def test_a_checkpoint_of_another_run_is_refused(checkpoints: CheckpointFolders):
     checkpoints.save(state(1), CONTENTS, None)
     with pytest.raises(ConfigError, match="is of run run, not of other"):
-        Checkpoints(checkpoints.root, "other", 2, OrbaxArrays()).newest()
+        CheckpointFolders(checkpoints.root, "other", 2, OrbaxArrays()).newest()
 
 
-def test_a_checkpoint_under_another_name_is_damaged(checkpoints: Checkpoints):
+def test_a_checkpoint_under_another_name_is_damaged(checkpoints: CheckpointFolders):
     checkpoints.save(state(1), CONTENTS, None)
     shutil.copytree(checkpoints.root / "e000001-s000001", checkpoints.root / "e000001-s000002")
     restored = checkpoints.newest()
@@ -172,7 +174,7 @@ def test_a_checkpoint_under_another_name_is_damaged(checkpoints: Checkpoints):
     assert list(checkpoints.bad) == ["e000001-s000002"]
 
 
-def test_without_room_there_is_no_checkpoint_and_nothing_of_it(checkpoints: Checkpoints):
+def test_without_room_there_is_no_checkpoint_and_nothing_of_it(checkpoints: CheckpointFolders):
     checkpoints.save(state(1), CONTENTS, None)
     large = replace(CONTENTS, params={"w": np.random.default_rng(0).standard_normal(2**20)})
     with file_size_limit(2**20), pytest.raises(StorageFull, match=r"waiting for disk space under .*checkpoints: "):
@@ -184,7 +186,9 @@ def test_without_room_there_is_no_checkpoint_and_nothing_of_it(checkpoints: Chec
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("begun", ["params.*", "params.*/ocdbt.process_0", "params.*/ocdbt.process_0/d/*"])
-def test_a_save_whose_folder_a_successor_removes_ends_fenced_and_without_noise(checkpoints: Checkpoints, begun: str):
+def test_a_save_whose_folder_a_successor_removes_ends_fenced_and_without_noise(
+    checkpoints: CheckpointFolders, begun: str
+):
     def succeed() -> None:
         while not list(checkpoints.root.glob(f".tmp-*/{begun}")):
             pass
@@ -198,7 +202,7 @@ def test_a_save_whose_folder_a_successor_removes_ends_fenced_and_without_noise(c
     assert weights.versions(checkpoints.root) == []
 
 
-def test_no_checkpoint_and_none_that_is_whole_differ(checkpoints: Checkpoints):
+def test_no_checkpoint_and_none_that_is_whole_differ(checkpoints: CheckpointFolders):
     assert checkpoints.newest() is None
     folder = checkpoints.save(state(1), CONTENTS, None)
     (folder / "state.json").unlink()
@@ -206,7 +210,7 @@ def test_no_checkpoint_and_none_that_is_whole_differ(checkpoints: Checkpoints):
         checkpoints.newest()
 
 
-def test_a_new_epoch_relabels_without_copying(checkpoints: Checkpoints):
+def test_a_new_epoch_relabels_without_copying(checkpoints: CheckpointFolders):
     old = checkpoints.save(state(2), CONTENTS, None)
     restored = checkpoints.newest()
     assert restored is not None
@@ -220,7 +224,7 @@ def test_a_new_epoch_relabels_without_copying(checkpoints: Checkpoints):
     assert all((folder / f.name).stat().st_ino == (old / f.name).stat().st_ino for f in manifest.files)
 
 
-def test_leftovers_of_a_crash_are_removed(checkpoints: Checkpoints):
+def test_leftovers_of_a_crash_are_removed(checkpoints: CheckpointFolders):
     """Not the drafts of a later trainer; nor does what cannot be removed get a longer name each time."""
     for name in (".tmp-e000001-s000009-1", ".tmp-e000003-s000001-1", ".tmp-removed-e000001-s000001-1"):
         (checkpoints.root / name).mkdir()
@@ -229,7 +233,7 @@ def test_leftovers_of_a_crash_are_removed(checkpoints: Checkpoints):
     assert names(checkpoints) == [".tmp-e000003-s000001-1", ".tmp-stays"]
 
 
-def test_a_checkpoint_that_could_not_be_read_again_replaces_none(checkpoints: Checkpoints):
+def test_a_checkpoint_that_could_not_be_read_again_replaces_none(checkpoints: CheckpointFolders):
     for step in (1, 2):
         checkpoints.save(state(step), CONTENTS, None)
     with pytest.raises(WeightsError, match="could not be read again"):

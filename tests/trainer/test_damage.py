@@ -13,13 +13,13 @@ import pytest
 
 from services.cli.layout import RunFolder
 from services.cli.verify import command
-from services.trainer.checkpoint import Checkpoints
-from services.trainer.records import Ledger
-from services.trainer.simulated import NumpyArrays
-from shared import weights
+from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.loop.ledger import LedgerFile
 from shared.errors import WeightsError
+from shared.run import weights
 from shared.types import WeightVersion
 from tests.support.small_run import RUN, STEPS, Incarnation, write_config
+from tools.simulated.trainer import NumpyArrays
 
 
 @pytest.fixture
@@ -59,7 +59,9 @@ def remove(file: Path) -> None:
 
 
 DAMAGES = [
-    (damage, file) for damage in (flip, truncate, remove) for file in ("params/w.npy", "optimizer/optimizer.count.npy", "state.json")
+    (damage, file)
+    for damage in (flip, truncate, remove)
+    for file in ("params/w.npy", "optimizer/optimizer.count.npy", "state.json")
 ]
 DAMAGES += [(truncate, "manifest.json"), (flip, "manifest.json")]
 
@@ -82,7 +84,9 @@ def test_the_run_goes_on_from_the_checkpoint_before(
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
 
 
-def test_without_a_whole_checkpoint_the_trainer_ends_and_nothing_begins_anew(stopped_at_3: Path, executor: ThreadPoolExecutor):
+def test_without_a_whole_checkpoint_the_trainer_ends_and_nothing_begins_anew(
+    stopped_at_3: Path, executor: ThreadPoolExecutor
+):
     root = stopped_at_3 / "checkpoints"
     for version in weights.versions(root):
         flip(root / str(version) / "state.json")
@@ -90,7 +94,7 @@ def test_without_a_whole_checkpoint_the_trainer_ends_and_nothing_begins_anew(sto
     with pytest.raises(WeightsError, match=r"none of the 3 checkpoints .* is whole"):
         asyncio.run(Incarnation(stopped_at_3, executor).loop.run())
     assert sorted(path.name for path in root.iterdir()) == before
-    assert len(Ledger(stopped_at_3 / "ledger.jsonl").settled()) == 6
+    assert len(LedgerFile(stopped_at_3 / "ledger.jsonl").settled()) == 6
 
 
 def test_checkpoints_that_are_gone_end_the_trainer(stopped_at_3: Path, executor: ThreadPoolExecutor):
@@ -99,12 +103,16 @@ def test_checkpoints_that_are_gone_end_the_trainer(stopped_at_3: Path, executor:
         (root / str(version) / weights.MANIFEST).unlink()
     with pytest.raises(WeightsError, match="but there is no checkpoint"):
         asyncio.run(Incarnation(stopped_at_3, executor).loop.run())
-    assert Checkpoints(root, RUN, 3, NumpyArrays()).newest() is None
+    assert CheckpointFolders(root, RUN, 3, NumpyArrays()).newest() is None
 
 
 @pytest.mark.parametrize("restarts", [0, 4])
-def test_lines_of_metrics_that_a_retained_checkpoint_carries_are_put_back(stopped_at_3: Path, executor: ThreadPoolExecutor, restarts: int):
-    """Also by a trainer that goes on from a later one, and after as many starts without a step as there are checkpoints kept."""
+def test_lines_of_metrics_that_a_retained_checkpoint_carries_are_put_back(
+    stopped_at_3: Path, executor: ThreadPoolExecutor, restarts: int
+):
+    """Also by a trainer that goes on from a later one, and after as many starts without a step as there are checkpoints
+    kept.
+    """
     path = stopped_at_3 / "metrics.jsonl"
 
     def restart() -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import orjson
 import pytest
 
-from services.trainer.checkpoint import Checkpoints, Contents, restore
-from services.trainer.orbax_arrays import OrbaxArrays
-from shared import state
+from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders, restore
 from shared.errors import VolleyError, WeightsError
+from shared.run import state
+from shared.run.weights import MANIFEST, digest, digest_files, read_manifest, write_manifest
 from shared.types import WeightVersion
-from shared.weights import MANIFEST, digest, digest_files, read_manifest, write_manifest
 from tests.support.hostile import infect, works
 
 PARAMS = {"layers.0.attn.q_proj.w": jnp.arange(24.0).reshape(2, 3, 4), "final_norm.w": jnp.ones(3)}
@@ -24,9 +24,11 @@ OPTIMIZER = {"step": jnp.array(4, jnp.uint32), "opt_state.0.mu.final_norm.w": jn
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    checkpoints = Checkpoints(tmp_path / "checkpoints", "run", max_to_keep=2, arrays=OrbaxArrays())
-    first = dataclasses.replace(state.fresh(7).under(1, keep_reference=False), step=1, low=1)
-    return checkpoints.save(first, Contents(PARAMS, OPTIMIZER, None, {"model_type": "qwen3"}, None), WeightVersion(1, 0))
+    checkpoints = CheckpointFolders(tmp_path / "checkpoints", "run", max_to_keep=2, arrays=OrbaxArrays())
+    first = dataclasses.replace(state.initial_state(7).under(1, keep_reference=False), step=1, low=1)
+    return checkpoints.save(
+        first, CheckpointContents(PARAMS, OPTIMIZER, None, {"model_type": "qwen3"}, None), WeightVersion(1, 0)
+    )
 
 
 def seal(folder: Path) -> None:
@@ -35,7 +37,9 @@ def seal(folder: Path) -> None:
     held["optimizer_files"] = [dataclasses.asdict(file) for file in digest_files(folder, state.OPTIMIZER)]
     (folder / state.STATE).write_bytes(orjson.dumps(held))
     manifest = read_manifest(folder)
-    write_manifest(folder, dataclasses.replace(manifest, files=digest_files(folder, "params"), state=digest(folder / state.STATE)))
+    write_manifest(
+        folder, dataclasses.replace(manifest, files=digest_files(folder, "params"), state=digest(folder / state.STATE))
+    )
 
 
 def test_a_checkpoint_of_pickles_is_refused_by_its_digests(folder: Path, tmp_path: Path):

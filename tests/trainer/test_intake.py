@@ -1,22 +1,26 @@
-from services.trainer.intake import Intake, Rules
-from shared.queue.progress import Progress
-from shared.queue.records import Entry
+from services.trainer.loop.group_buffer import AdmissionRules, GroupBuffer
+from shared.queue.progress import TicketProgress
+from shared.queue.records import StreamEntry
 from shared.types import Group
 from tests.trainer.support import group
 
-RULES = Rules(order="ticket", eta=1, longest=32, vocab_size=96, group_size=2)
+RULES = AdmissionRules(order="ticket", max_staleness=1, longest=32, vocab_size=96, group_size=2)
 LINEAGE = ((1, 0), (2, 4))
 
 
-def entry(made: Group, deliveries: int = 1, ticket: int | None = None) -> Entry:
-    return Entry(f"{made.ticket}-0", ticket or made.ticket, made.encode(), deliveries)
+def entry(made: Group, deliveries: int = 1, ticket: int | None = None) -> StreamEntry:
+    return StreamEntry(f"{made.ticket}-0", ticket or made.ticket, made.encode(), deliveries)
 
 
-def intake(low: int = 0, **rules) -> Intake:
-    return Intake(Progress(low), LINEAGE, Rules(**{**{f: getattr(RULES, f) for f in RULES.__dataclass_fields__}, **rules}))
+def intake(low: int = 0, **rules) -> GroupBuffer:
+    return GroupBuffer(
+        TicketProgress(low),
+        LINEAGE,
+        AdmissionRules(**{**{f: getattr(RULES, f) for f in RULES.__dataclass_fields__}, **rules}),
+    )
 
 
-def offered(one: Intake, *tickets: int, version: str = "e000002-s000004") -> None:
+def offered(one: GroupBuffer, *tickets: int, version: str = "e000002-s000004") -> None:
     for ticket in tickets:
         assert one.offer(entry(group(ticket, version))) is None
 
@@ -90,7 +94,7 @@ def test_tokens_of_an_undone_lineage_are_superseded():
 def test_poison():
     good = group(1, "e000002-s000004")
     cases = {
-        "msgpack": Entry("1-0", 1, b"\x91", 1),
+        "msgpack": StreamEntry("1-0", 1, b"\x91", 1),
         "2 trainers ended": entry(good, deliveries=3),
         "says ticket 1": entry(good, ticket=7),
         "4 episodes": entry(Group(1, "toy", "t", good.trajectories * 2)),

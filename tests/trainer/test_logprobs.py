@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from services.trainer.batch import Batch
-from services.trainer.logprobs import CHUNK, token_scores
-from services.trainer.loss import GrpoOptions, grpo_loss
-from services.trainer.tunix_learner import model_loss
+from services.trainer.algorithms.loss import GrpoOptions, grpo_loss
+from services.trainer.learner.batch import Batch
+from services.trainer.learner.logprobs import CHUNK, token_scores
+from services.trainer.learner.train_step import model_loss
 from tests.support import models
 from tests.trainer.support import CONFIG, model_of
 
@@ -24,10 +24,16 @@ B, T, D, V = 3, 37, 8, 29
 @pytest.fixture(scope="module")
 def arrays():
     rng = np.random.default_rng(0)
-    return rng.standard_normal((B, T, D)).astype(np.float32), rng.standard_normal((V, D)).astype(np.float32), rng.integers(0, V, (B, T))
+    return (
+        rng.standard_normal((B, T, D)).astype(np.float32),
+        rng.standard_normal((V, D)).astype(np.float32),
+        rng.integers(0, V, (B, T)),
+    )
 
 
-def exact(hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+def exact(
+    hidden: np.ndarray, head: np.ndarray, targets: np.ndarray, temperature: float
+) -> tuple[np.ndarray, np.ndarray]:
     logits = hidden.astype(np.float64) @ head.T.astype(np.float64) / temperature
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     return np.take_along_axis(logp, targets[..., None], -1)[..., 0], -(np.exp(logp) * logp).sum(-1)
@@ -77,7 +83,10 @@ def test_no_buffer_of_the_compiled_step_holds_a_whole_sequence_of_logits():
     ints, floats = jnp.zeros((rows, length), jnp.int32), jnp.ones((rows, length), jnp.float32)
     batch = Batch(ints, ints, floats, floats, floats, floats, jnp.ones(rows))
     loss = model_loss(partial(grpo_loss, options=GrpoOptions(0.2, 0.2, 0.0, "grpo", "kl", None)), 1.0)
-    assert largest_with(vocab, jax.grad(lambda p, b: loss(nnx.merge(graph, p), b)[0]), params, batch) == rows * CHUNK * vocab
+    assert (
+        largest_with(vocab, jax.grad(lambda p, b: loss(nnx.merge(graph, p), b)[0]), params, batch)
+        == rows * CHUNK * vocab
+    )
 
 
 def test_the_check_above_sees_a_whole_sequence_of_logits():

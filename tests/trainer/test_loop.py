@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.trainer.board import Board
-from shared import archive, ledger
-from shared.archive import Archive
+from services.trainer.status import TrainerStatus
 from shared.errors import Fenced, WeightsError
+from shared.run import archive, ledger
+from shared.run.archive import Archive
 from shared.types import Group, WeightVersion
 from tests.trainer.fakes import Bench, stopped
 from tests.trainer.support import group
@@ -18,7 +18,7 @@ from tests.trainer.support import group
 
 async def test_durable_then_ledger_then_commit_then_publish(bench: Bench):
     bench.max_steps = 1
-    bench.board = Board("r", 1)
+    bench.board = TrainerStatus("r", 1)
     bench.feed(1, 2)
     await bench.run_to_the_end()
     assert bench.events == [
@@ -49,8 +49,8 @@ async def test_trained_groups_are_archived_in_the_order_of_the_step_and_named_by
 
 
 async def test_a_longer_interval_saves_at_its_end_and_at_the_last_step(bench: Bench):
-    bench.max_steps, bench.interval, bench.eta = 3, 2, 9
-    bench.board = Board("r", 3)
+    bench.max_steps, bench.interval, bench.max_staleness = 3, 2, 9
+    bench.board = TrainerStatus("r", 3)
     bench.feed(1, 2, 3, 4, 5, 6)
     await bench.run_to_the_end()
     assert [e for e in bench.events if e.startswith(("save", "commit"))] == [
@@ -63,7 +63,7 @@ async def test_a_longer_interval_saves_at_its_end_and_at_the_last_step(bench: Be
 
 
 async def test_stale_groups_are_void_and_make_room_at_once(bench: Bench):
-    bench.eta = 0
+    bench.max_staleness = 0
     bench.feed(1, 2, 3, 4)
     running = asyncio.ensure_future(bench.loop().run())
     await bench.until(lambda: bench.board.tickets.get("stale") == 2)
@@ -102,7 +102,7 @@ async def test_a_new_incarnation_continues_and_remembers_void_tickets(bench: Ben
     await bench.until(lambda: bench.board.tickets.get("failed") == 1)
     await stopped(first)
     bench.events.clear()
-    bench.board = Board("r", 2)
+    bench.board = TrainerStatus("r", 2)
     bench.feed(3, 5, version="e000002-s000001")
     await bench.run_to_the_end()
     assert bench.events[1] == "begin low=2 version=1 issued=4 void=1 done=[4]"
@@ -121,7 +121,7 @@ async def test_pause_holds_the_next_step_and_resume_lets_it_go(bench: Bench):
 
 
 async def test_a_wanted_checkpoint_comes_while_groups_are_missing(bench: Bench):
-    bench.interval, bench.eta = 9, 9
+    bench.interval, bench.max_staleness = 9, 9
     bench.feed(1, 2)
     running = asyncio.ensure_future(bench.loop().run())
     await bench.until(lambda: bench.board.phase == "waiting" and bench.board.step == 1)
@@ -132,8 +132,8 @@ async def test_a_wanted_checkpoint_comes_while_groups_are_missing(bench: Bench):
 
 async def test_what_is_held_is_bounded_and_the_rest_stays_in_the_queue(bench: Bench):
     bench.max_steps = 10
-    bench.board = Board("r", 10)
-    bench.eta = 9
+    bench.board = TrainerStatus("r", 10)
+    bench.max_staleness = 9
     bench.feed(*range(1, 101))
     bench.board.ask(pause=True)
     running = asyncio.ensure_future(bench.loop().run())
@@ -161,7 +161,9 @@ async def test_after_the_last_step_the_queue_is_attended_to(bench: Bench):
 
 
 async def test_a_trainer_that_wakes_up_after_a_step_and_was_replaced_adds_nothing_to_the_metrics(bench: Bench):
-    """The queue has not told it yet, and would only at the next commit. The first hand-over is on record by then: it looks, too."""
+    """The queue has not told it yet, and would only at the next commit. The first hand-over is on record by then: it
+    looks, too.
+    """
     bench.backend.during_step = lambda: Archive(bench.folder / "archive", "r").claim(2)
     running = asyncio.ensure_future(bench.loop().run())
     await bench.until((bench.folder / "handovers.jsonl").exists)

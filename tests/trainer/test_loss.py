@@ -11,43 +11,45 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from services.trainer.batch import Batch, Layout, Row, micro_batches, row_weights
-from services.trainer.logprobs import TokenScores
-from services.trainer.loss import GrpoOptions, grpo_loss, supervised_loss
-from services.trainer.model.names import from_hf, hf_name
-from services.trainer.tunix_learner import flat, model_loss
+from services.trainer.algorithms.loss import GrpoOptions, grpo_loss, supervised_loss
+from services.trainer.learner.batch import Batch, BatchLayout, Row, micro_batches, row_weights
+from services.trainer.learner.logprobs import TokenScores
+from services.trainer.learner.train_step import flat, model_loss
+from services.trainer.models.names import from_hf, hf_name
 from tests.support import models
 from tests.trainer import grpo_ref
-from tests.trainer.grpo_ref import Sequence_, Spec
+from tests.trainer.grpo_ref import ReferenceSpec, Sequence_
 from tests.trainer.support import CONFIG as TWO_LAYERS
 from tests.trainer.support import model_of, rows
 
 CONFIG = TWO_LAYERS | {"num_hidden_layers": 1}
 WEIGHTS = models.random_weights(CONFIG, seed=1)
-LAYOUT = Layout(buckets=(32,), rows=6, pad_id=0)
+LAYOUT = BatchLayout(buckets=(32,), rows=6, pad_id=0)
 
 SPECS = {
-    "plain": Spec(),
-    "clip-higher, sequence means": Spec(epsilon=0.1, epsilon_high=0.3, aggregation="sequence-mean-token-mean"),
-    "dr. grpo": Spec(aggregation="sequence-mean-token-scale", max_response_length=17),
-    "sums, k1": Spec(aggregation="seq-mean-token-sum", beta=0.3, kl="kl"),
-    "k2, temperature": Spec(beta=0.3, kl="mse_kl", temperature=0.7),
-    "k3": Spec(beta=0.3, kl="low_var_kl"),
-    "gspo-token": Spec(algo="gspo-token", aggregation="sequence-mean-token-mean"),
-    "truncated importance sampling": Spec(threshold=1.1, beta=0.1, temperature=1.3),
+    "plain": ReferenceSpec(),
+    "clip-higher, sequence means": ReferenceSpec(epsilon=0.1, epsilon_high=0.3, aggregation="sequence-mean-token-mean"),
+    "dr. grpo": ReferenceSpec(aggregation="sequence-mean-token-scale", max_response_length=17),
+    "sums, k1": ReferenceSpec(aggregation="seq-mean-token-sum", beta=0.3, kl="kl"),
+    "k2, temperature": ReferenceSpec(beta=0.3, kl="mse_kl", temperature=0.7),
+    "k3": ReferenceSpec(beta=0.3, kl="low_var_kl"),
+    "gspo-token": ReferenceSpec(algo="gspo-token", aggregation="sequence-mean-token-mean"),
+    "truncated importance sampling": ReferenceSpec(threshold=1.1, beta=0.1, temperature=1.3),
 }
 
 
-def options(spec: Spec) -> GrpoOptions:
+def options(spec: ReferenceSpec) -> GrpoOptions:
     return GrpoOptions(spec.epsilon, spec.epsilon_high, spec.beta, spec.algo, spec.kl, spec.threshold)
 
 
-def batch_of(some: list[Row], spec: Spec, layout: Layout = LAYOUT, n_micro: int = 1) -> list[Batch]:
+def batch_of(some: list[Row], spec: ReferenceSpec, layout: BatchLayout = LAYOUT, n_micro: int = 1) -> list[Batch]:
     return micro_batches(some, row_weights(some, spec.aggregation, spec.max_response_length), layout, n_micro)
 
 
-def near_policy(spec: Spec, n: int = 6, seed: int = 0) -> tuple[list[Row], list[Sequence_], list[np.ndarray]]:
-    """Rows whose behaviour log-probabilities lie around the policy's, so that some ratios are clipped and some are not."""
+def near_policy(spec: ReferenceSpec, n: int = 6, seed: int = 0) -> tuple[list[Row], list[Sequence_], list[np.ndarray]]:
+    """Rows whose behaviour log-probabilities lie around the policy's, so that some ratios are clipped and
+    some are not.
+    """
     rng = np.random.default_rng(seed)
     made, sequences, start = [], [], []
     for row in sorted(rows(n, seed), key=lambda r: -len(r.ids)):
@@ -78,7 +80,9 @@ def evaluator(loss_options: GrpoOptions | None, temperature: float):
     """Compiled once for all batches of a shape; None stands for the supervised loss."""
     loss = supervised_loss if loss_options is None else partial(grpo_loss, options=loss_options)
     graph, of_model = model()[0], model_loss(loss, temperature)
-    return jax.jit(lambda params, batch: jax.value_and_grad(lambda p: of_model(nnx.merge(graph, p), batch), has_aux=True)(params))
+    return jax.jit(
+        lambda params, batch: jax.value_and_grad(lambda p: of_model(nnx.merge(graph, p), batch), has_aux=True)(params)
+    )
 
 
 def value_and_grad(loss_options: GrpoOptions | None, batch: Batch, temperature: float):
@@ -95,7 +99,10 @@ def test_loss_and_gradient_equal_the_float64_reference(name: str):
     assert value == pytest.approx(grpo_ref.loss(start, start, sequences, spec), rel=2e-5, abs=2e-6)
     for direction in directions():
         expected = grpo_ref.slope(WEIGHTS, CONFIG, direction, sequences, spec, start)
-        found = sum(float((gradient[k] * from_hf(k, direction[hf_name(k)], gradient[k].shape)).sum(dtype=np.float64)) for k in gradient)
+        found = sum(
+            float((gradient[k] * from_hf(k, direction[hf_name(k)], gradient[k].shape)).sum(dtype=np.float64))
+            for k in gradient
+        )
         assert found == pytest.approx(expected, rel=2e-3, abs=2e-5)
 
 
@@ -116,19 +123,26 @@ def test_reference_rejects_a_wrong_mask():
     assert abs(value - grpo_ref.loss(start, start, sequences, spec)) > 1e-3
 
 
-@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-scale", "seq-mean-token-sum"])
+@pytest.mark.parametrize(
+    "aggregation", ["token-mean", "sequence-mean-token-mean", "sequence-mean-token-scale", "seq-mean-token-sum"]
+)
 def test_micro_batches_add_up_to_the_whole_batch(aggregation: str):
-    spec = Spec(aggregation=aggregation)
+    spec = ReferenceSpec(aggregation=aggregation)
     some, _, _ = near_policy(spec, n=5)
     loss = options(spec)
     whole, sums, gradient = value_and_grad(loss, batch_of(some, spec)[0], 1.0)
-    parts = [value_and_grad(loss, b, 1.0) for b in batch_of(some, spec, replace(LAYOUT, buckets=(16, 24, 32), rows=2), n_micro=3)]
+    parts = [
+        value_and_grad(loss, b, 1.0)
+        for b in batch_of(some, spec, replace(LAYOUT, buckets=(16, 24, 32), rows=2), n_micro=3)
+    ]
     assert np.mean([p[0] for p in parts]) == pytest.approx(whole, rel=1e-5)
     for name, total in sums.items():
         combine = max if name.endswith("_max") else sum
         assert combine(p[1][name] for p in parts) == pytest.approx(total, rel=1e-5)
     for name, full in gradient.items():
-        np.testing.assert_allclose(np.mean([p[2][name] for p in parts], axis=0), full, atol=2e-6 * max(1.0, np.abs(full).max()))
+        np.testing.assert_allclose(
+            np.mean([p[2][name] for p in parts], axis=0), full, atol=2e-6 * max(1.0, np.abs(full).max())
+        )
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -1e4])
@@ -137,7 +151,11 @@ def test_what_stands_at_masked_positions_does_not_matter(poison: float):
     some, sequences, _ = near_policy(spec)
     clean = with_reference(batch_of(some, spec)[0], sequences)
     dirty = replace(
-        clean, **{k: np.where(clean.mask > 0, getattr(clean, k), poison).astype(np.float32) for k in ("behaviour", "reference")}
+        clean,
+        **{
+            k: np.where(clean.mask > 0, getattr(clean, k), poison).astype(np.float32)
+            for k in ("behaviour", "reference")
+        },
     )
     loss = options(spec)
     (a, _, ga), (b, _, gb) = (value_and_grad(loss, x, spec.temperature) for x in (clean, dirty))
@@ -150,7 +168,7 @@ def test_padding_changes_nothing():
     some, _, _ = near_policy(spec)
     loss = options(spec)
     short = value_and_grad(loss, batch_of(some, spec)[0], 1.0)
-    long = value_and_grad(loss, batch_of(some, spec, Layout((64,), 8, pad_id=5))[0], 1.0)
+    long = value_and_grad(loss, batch_of(some, spec, BatchLayout((64,), 8, pad_id=5))[0], 1.0)
     assert short[0] == pytest.approx(long[0], rel=1e-5)
     np.testing.assert_allclose(short[2]["lm_head.w"], long[2]["lm_head.w"], atol=1e-6)
 
@@ -164,7 +182,7 @@ def test_importance_uses_the_given_old_logprobs_after_the_first_iteration():
 
 
 def test_metrics_are_sums_over_trainable_tokens():
-    spec = Spec()
+    spec = ReferenceSpec()
     some, _, start = near_policy(spec)
     _, sums, _ = value_and_grad(options(spec), batch_of(some, spec)[0], 1.0)
     n = sum(row.n_tokens for row in some)
@@ -175,8 +193,8 @@ def test_metrics_are_sums_over_trainable_tokens():
 
 
 def test_supervised_loss_is_the_mean_negative_log_likelihood():
-    some, _, start = near_policy(Spec())
-    value, _, _ = value_and_grad(None, batch_of(some, Spec())[0], 1.0)
+    some, _, start = near_policy(ReferenceSpec())
+    value, _, _ = value_and_grad(None, batch_of(some, ReferenceSpec())[0], 1.0)
     expected = -np.concatenate([logp[row.mask > 0] for logp, row in zip(start, some, strict=True)]).mean()
     assert value == pytest.approx(expected, rel=1e-5)
 
@@ -199,7 +217,9 @@ DISTANCES = [-1e4, -88.0, -1.0, 0.0, 1e-3, 1.0, 19.0, 20.0, 21.0, 44.0, 88.0, 89
 
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_k3_and_its_gradient_are_the_float64_ones_up_to_the_bound_and_the_tangent_beyond(distance: float):
-    """`distance` is log p(reference) - log p(policy) in nats; float32 overflows beyond 88, and its squares beyond 44."""
+    """`distance` is log p(reference) - log p(policy) in nats; float32 overflows beyond 88, and its squares
+    beyond 44.
+    """
     value, kl, gradient = k3(distance)
     near = np.float64(min(distance, 20.0))
     slope = np.exp(near) - 1.0

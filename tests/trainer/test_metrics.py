@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.intake import held_of
-from services.trainer.metrics import of_groups
+from services.trainer.learner.metrics import of_groups
+from services.trainer.loop.group_buffer import ready_group
 from shared.types import Group
 from tests.trainer.support import group
 
@@ -13,7 +13,7 @@ from tests.trainer.support import group
 def held(*changes):
     whole = group(1, "e000001-s000000", n=len(changes))
     trajectories = tuple(replace(t, **change) for t, change in zip(whole.trajectories, changes, strict=True))
-    return [held_of(Group(1, "toy", "t", trajectories), b"", "0-1")]
+    return [ready_group(Group(1, "toy", "t", trajectories), b"", "0-1")]
 
 
 def test_shares_lengths_faults_and_failures_by_class():

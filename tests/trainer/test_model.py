@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from services.trainer.batch import Layout, micro_batches, row_weights
-from services.trainer.loss import GRPO_SUMS, GrpoOptions, grpo_loss
-from services.trainer.model import qwen3
-from services.trainer.model.names import hf_name
-from services.trainer.model.weights import leaves_of, random_leaves
-from services.trainer.optimizer import OptimizerOptions, make_optimizer
-from services.trainer.tunix_learner import Learner, flat, make_logger
+from services.trainer.algorithms.loss import GRPO_SUMS, GrpoOptions, grpo_loss
+from services.trainer.learner.batch import BatchLayout, micro_batches, row_weights
+from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
+from services.trainer.learner.train_step import TunixLearner, flat, make_logger
+from services.trainer.models import qwen3
+from services.trainer.models.initial_weights import leaves_of, random_leaves
+from services.trainer.models.names import hf_name
 from shared.errors import ConfigError
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 from tests.support import models, qwen3_ref
 from tests.trainer.support import CONFIG, model_of, rows, write_shards
 
@@ -37,11 +37,13 @@ def mesh(*shape: int) -> jax.sharding.Mesh:
     return qwen3.make_mesh(shape, ("fsdp", "tp"))
 
 
-def learner(model: qwen3.Qwen3, n_micro: int = 1) -> Learner:
+def learner(model: qwen3.Qwen3, n_micro: int = 1) -> TunixLearner:
     def loss(scores, batch):
         return grpo_loss(scores, batch, LOSS)
 
-    return Learner(model, make_optimizer(OPTIMIZER), loss, sums=GRPO_SUMS, temperature=1.0, n_micro=n_micro, logger=make_logger())
+    return TunixLearner(
+        model, make_optimizer(OPTIMIZER), loss, sums=GRPO_SUMS, temperature=1.0, n_micro=n_micro, logger=make_logger()
+    )
 
 
 def expected(weights: models.Weights, config: dict, ids: np.ndarray) -> np.ndarray:
@@ -51,7 +53,7 @@ def expected(weights: models.Weights, config: dict, ids: np.ndarray) -> np.ndarr
 
 def batches(n_micro: int = 1):
     some = rows(4)
-    return some, micro_batches(some, row_weights(some, "token-mean", 1), Layout((32,), 4 // n_micro, 0), n_micro)
+    return some, micro_batches(some, row_weights(some, "token-mean", 1), BatchLayout((32,), 4 // n_micro, 0), n_micro)
 
 
 def test_two_shards_on_a_2x2_mesh_equal_the_reference(tmp_path: Path):
@@ -84,11 +86,15 @@ def test_architecture_variants_equal_the_reference(overrides: dict):
 
 
 def test_the_rope_defect_is_real_and_tunix_is_left_alone():
-    """Tunix's own forward ignores rope_theta; ours does not, and patches nothing. When this fails, the work-around can go."""
+    """Tunix's own forward ignores rope_theta; ours does not, and patches nothing. When this fails, the work-around can
+    go.
+    """
     original = qwen3.tunix_qwen3.apply_rope
     ids = jax.numpy.arange(1, 25)[None]
     positions, causal = jax.numpy.arange(24)[None], jax.numpy.tril(jax.numpy.ones((24, 24), bool))[None]
-    logits = [model_of(WEIGHTS, CONFIG | {"rope_theta": theta})(ids, positions, None, causal)[0] for theta in (1e4, 1e6)]
+    logits = [
+        model_of(WEIGHTS, CONFIG | {"rope_theta": theta})(ids, positions, None, causal)[0] for theta in (1e4, 1e6)
+    ]
     assert bool((logits[0] == logits[1]).all())
     assert qwen3.tunix_qwen3.apply_rope is original
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from services.trainer.batch import Layout
-from services.trainer.intake import Held, held_of
-from services.trainer.loss import GrpoOptions
-from services.trainer.optimizer import OptimizerOptions, schedule
-from services.trainer.policy import Policy, PolicyOptions
-from services.trainer.tunix_learner import make_logger
+from services.trainer.algorithms.loss import GrpoOptions
+from services.trainer.learner.batch import BatchLayout
+from services.trainer.learner.optimizer import OptimizerOptions, schedule
+from services.trainer.learner.policy import Policy, PolicyOptions
+from services.trainer.learner.train_step import make_logger
+from services.trainer.loop.group_buffer import ReadyGroup, ready_group
 from shared.errors import NonFinite, WeightsError
 from shared.types import WeightVersion
 from tests.support import models, qwen3_ref
@@ -29,7 +29,7 @@ OPTIONS = PolicyOptions(
     n_iterations=1,
     max_response_length=16,
     rows_per_step=8,
-    layout=Layout((16,), 4, 0),
+    layout=BatchLayout((16,), 4, 0),
     optimizer=OptimizerOptions(1e-3, "constant", 0, 10, 0.9, 0.95, 0.0, 1.0),
     published_dtype="float32",
 )
@@ -39,8 +39,8 @@ def policy(options: PolicyOptions = OPTIONS, weights: models.Weights = WEIGHTS, 
     return Policy(model_of(weights, CONFIG_1), options, CONFIG_1, make_logger(), reference)
 
 
-def held(*tickets: int, version: str = str(START)) -> list[Held]:
-    return [held_of(group(ticket, version, seed=5), b"", f"{ticket}-0") for ticket in tickets]
+def held(*tickets: int, version: str = str(START)) -> list[ReadyGroup]:
+    return [ready_group(group(ticket, version, seed=5), b"", f"{ticket}-0") for ticket in tickets]
 
 
 def params(one: Policy) -> dict[str, np.ndarray]:
@@ -64,10 +64,12 @@ def test_the_same_groups_give_bit_identical_weights_also_from_a_checkpoint():
 
 
 def model_of_leaves(leaves: dict[str, np.ndarray]):
-    from services.trainer.model.qwen3 import build, make_mesh
-    from shared.model_config import ModelConfig
+    from services.trainer.models.qwen3 import build, make_mesh
+    from shared.models.config import ModelConfig
 
-    return build(ModelConfig.parse(CONFIG_1), lambda name, _: leaves[name], make_mesh((1, 1), ("fsdp", "tp")), dtype="float32")
+    return build(
+        ModelConfig.parse(CONFIG_1), lambda name, _: leaves[name], make_mesh((1, 1), ("fsdp", "tp")), dtype="float32"
+    )
 
 
 def test_reported_numbers_equal_their_definitions():
@@ -80,9 +82,15 @@ def test_reported_numbers_equal_their_definitions():
         logp = table[np.arange(len(t.token_ids) - 1), t.token_ids[1:]]
         differences.append(np.abs(logp - t.logprobs[1:])[t.loss_mask[1:] > 0])
     rewards = np.array([t.reward for t in trajectories])
-    assert found.logprob_abs_diff == pytest.approx(np.concatenate(differences).mean(), rel=1e-4) == found.logprob_abs_diff_current
+    assert (
+        found.logprob_abs_diff
+        == pytest.approx(np.concatenate(differences).mean(), rel=1e-4)
+        == found.logprob_abs_diff_current
+    )
     assert found.logprob_abs_diff_current_max == pytest.approx(np.concatenate(differences).max(), rel=1e-4)
-    assert (found.reward_mean, found.reward_std, found.success) == pytest.approx((rewards.mean(), rewards.std(), rewards.mean()))
+    assert (found.reward_mean, found.reward_std, found.success) == pytest.approx(
+        (rewards.mean(), rewards.std(), rewards.mean())
+    )
     assert (found.tokens, found.groups, found.episodes) == (sum(t.n_sampled for t in trajectories), 4, 8)
     assert 0 < found.entropy <= np.log(CONFIG_1["vocab_size"])
 
@@ -115,7 +123,7 @@ def test_rounded_publication_keeps_exact_master_weights():
 
 
 def test_optimizer_state_of_another_setup_is_refused():
-    whole = policy(replace(OPTIONS, layout=Layout((16,), 8, 0)))
+    whole = policy(replace(OPTIONS, layout=BatchLayout((16,), 8, 0)))
     with pytest.raises(WeightsError, match="another optimizer"):
         whole.load_optimizer(policy().contents().optimizer)
 
@@ -123,7 +131,8 @@ def test_optimizer_state_of_another_setup_is_refused():
 def test_learning_rate_schedules():
     base = OptimizerOptions(1.0, "constant", 4, 12, 0.9, 0.95, 0.0, 1.0)
     rates = {
-        kind: [float(schedule(replace(base, schedule_type=kind))(i)) for i in (0, 4, 8, 12)] for kind in ("constant", "linear", "cosine")
+        kind: [float(schedule(replace(base, schedule_type=kind))(i)) for i in (0, 4, 8, 12)]
+        for kind in ("constant", "linear", "cosine")
     }
     assert rates == {
         "constant": pytest.approx([0.25, 1, 1, 1]),
@@ -138,10 +147,12 @@ FAR = replace(OPTIONS, optimizer=replace(OPTIONS.optimizer, learning_rate=1e30))
 @pytest.mark.parametrize("rows", [4, 8], ids=["accumulated", "whole"])
 def test_the_first_step_of_a_huge_learning_rate_is_refused_and_undone_bit_for_bit(rows: int):
     """The parameters it gives are finite in float32: what they compute is not."""
-    options = replace(FAR, layout=Layout((16,), rows, 0))
+    options = replace(FAR, layout=BatchLayout((16,), rows, 0))
     one, other = policy(options), policy(options)
     before = one.contents()
-    params_before, optimizer_before = ({k: np.asarray(v) for k, v in x.items()} for x in (before.params, before.optimizer))
+    params_before, optimizer_before = (
+        {k: np.asarray(v) for k, v in x.items()} for x in (before.params, before.optimizer)
+    )
     with pytest.raises(NonFinite, match=r"e000001-s000001: .* not finite") as caught:
         one.step(held(1, 2, 3, 4), START)
     assert "the log-probabilities of the probe" in caught.value.what
@@ -160,7 +171,7 @@ def test_the_first_step_of_a_huge_learning_rate_is_refused_and_undone_bit_for_bi
 
 @pytest.mark.parametrize("rows", [4, 8], ids=["accumulated", "whole"])
 def test_after_a_refused_step_training_goes_on_as_if_it_had_not_been(rows: int):
-    options = replace(OPTIONS, layout=Layout((16,), rows, 0))
+    options = replace(OPTIONS, layout=BatchLayout((16,), rows, 0))
     one, other = policy(options), policy(options)
     for each in (one, other):
         each.step(held(1, 2, 3, 4), START)
@@ -189,7 +200,9 @@ def test_parameters_that_only_the_published_dtype_cannot_hold_are_refused():
 
 
 def test_the_probe_tells_the_rounding_of_bfloat16():
-    """Its log-probabilities are exact for the published parameters, which are rounded; its noise is that of rounded arithmetic."""
+    """Its log-probabilities are exact for the published parameters, which are rounded; its noise is that of rounded
+    arithmetic.
+    """
     model = model_of(WEIGHTS, CONFIG_1, dtype="bfloat16")
     probe = Policy(model, replace(OPTIONS, published_dtype="bfloat16"), CONFIG_1, make_logger(), None).contents().probe
     assert probe is not None

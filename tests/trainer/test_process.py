@@ -1,4 +1,6 @@
-"""The trainer as a process, with the simulated learner: full disks, stops, trainers that wake up after they were replaced."""
+"""The trainer as a process, with the simulated learner: full disks, stops, trainers that wake up after they were
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ import numpy as np
 import orjson
 import pytest
 
-from services.cli.runs import claimed, finished
+from services.cli.runs.record import claimed, finished
 from services.cli.verify.command import verify
-from services.trainer.checkpoint import Checkpoints, Restored
-from services.trainer.simulated import NumpyArrays
+from services.trainer.checkpoints.store import CheckpointFolders, RestoredCheckpoint
 from shared.config import load
 from shared.queue.server import embedded_server, prepare, running
 from tests.trainer.process import BATCH, producing, trainer
+from tools.simulated.trainer import NumpyArrays
 
-SIMULATED = "services.trainer.simulated"
+SIMULATED = "tools.simulated.trainer"
 STEPS = 5
 LATE = {"trainer__checkpointing_options": {"save_interval_steps": 3}, "grpo_config__off_policy_steps": 2}
 
@@ -30,8 +32,8 @@ def redis(tmp_path: Path) -> Iterator[str]:
         yield spec.url
 
 
-def newest(folder: Path) -> Restored:
-    restored = Checkpoints(folder / "r" / "checkpoints", "r", 3, NumpyArrays()).newest()
+def newest(folder: Path) -> RestoredCheckpoint:
+    restored = CheckpointFolders(folder / "r" / "checkpoints", "r", 3, NumpyArrays()).newest()
     assert restored is not None
     return restored
 
@@ -47,19 +49,23 @@ def check(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Restored:
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> RestoredCheckpoint:
     folder = tmp_path_factory.mktemp("plain")
-    with embedded_server(folder / "redis") as spec, trainer(folder, spec.url, SIMULATED) as process, producing(spec.url, STEPS * BATCH):
+    with (
+        embedded_server(folder / "redis") as spec,
+        trainer(folder, spec.url, SIMULATED) as process,
+        producing(spec.url, STEPS * BATCH),
+    ):
         process.wait(lambda s: s["phase"] == "done")
         assert process.terminate() == 0
     return newest(folder)
 
 
-def same(a: Restored, b: Restored) -> bool:
+def same(a: RestoredCheckpoint, b: RestoredCheckpoint) -> bool:
     return a.state.step == b.state.step and all(np.array_equal(a.params[name], b.params[name]) for name in a.params)
 
 
-def test_a_full_disk_is_waited_out_and_nothing_is_lost(tmp_path: Path, redis: str, uninterrupted: Restored):
+def test_a_full_disk_is_waited_out_and_nothing_is_lost(tmp_path: Path, redis: str, uninterrupted: RestoredCheckpoint):
     with trainer(tmp_path, redis, SIMULATED) as process:
         process.wait(lambda s: s["phase"] == "waiting")
         with producing(redis, STEPS * BATCH):
@@ -73,7 +79,7 @@ def test_a_full_disk_is_waited_out_and_nothing_is_lost(tmp_path: Path, redis: st
     check(tmp_path)
 
 
-def test_sigterm_while_the_disk_is_full(tmp_path: Path, redis: str, uninterrupted: Restored):
+def test_sigterm_while_the_disk_is_full(tmp_path: Path, redis: str, uninterrupted: RestoredCheckpoint):
     with trainer(tmp_path, redis, SIMULATED) as process:
         process.wait(lambda s: s["phase"] == "waiting")
         with process.full_disk(), producing(redis, STEPS * BATCH):
@@ -94,7 +100,7 @@ def test_sigterm_while_loading_and_while_paused_with_a_redis_that_hangs(tmp_path
         process.wait(lambda s: True)
         assert process.terminate() == 0
         process.start()
-        with producing(spec.url, BATCH, eta=2):
+        with producing(spec.url, BATCH, max_staleness=2):
             process.wait(lambda s: s["step"] == 1 and s["phase"] == "waiting")
         process.ask("pause")
         process.wait(lambda s: s["phase"] == "paused")
@@ -107,7 +113,7 @@ def test_sigterm_while_loading_and_while_paused_with_a_redis_that_hangs(tmp_path
     assert newest(tmp_path).state.step == 1
 
 
-def test_a_zombie_that_wakes_up_disturbs_nothing(tmp_path: Path, redis: str, uninterrupted: Restored):
+def test_a_zombie_that_wakes_up_disturbs_nothing(tmp_path: Path, redis: str, uninterrupted: RestoredCheckpoint):
     with trainer(tmp_path, redis, SIMULATED) as zombie, producing(redis, STEPS * BATCH):
         zombie.wait(lambda s: s["step"] >= 2)
         assert zombie.process is not None

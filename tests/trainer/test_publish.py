@@ -3,14 +3,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from services.trainer.publish import Publisher
+from services.trainer.loop.publisher import Publisher
 from shared.errors import QueueUnavailable, ServiceUnreachable
 
 V1, V2, V3 = (Path(f"/runs/r/checkpoints/e000001-s00000{n}") for n in (1, 2, 3))
 
 
 class Servers:
-    """Rollout servers that note what they are told; `down` ones do not answer, `gate` holds up the `hung` ones, or all."""
+    """Rollout servers that note what they are told; `down` ones do not answer, `gate` holds up the `hung`
+    ones, or all.
+    """
 
     def __init__(self, *urls: str, down: tuple[str, ...] = (), hung: tuple[str, ...] = ()) -> None:
         self.urls, self.down, self.hung, self.told, self.gate = urls, down, hung or urls, [], asyncio.Event()
@@ -21,10 +23,10 @@ class Servers:
 
     @asynccontextmanager
     async def connect(self, url: str):
-        yield Server(self, url)
+        yield RecordingServer(self, url)
 
 
-class Server:
+class RecordingServer:
     def __init__(self, all_: Servers, url: str) -> None:
         self._all, self._url = all_, url
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.trainer.records import Ledger, StepLog
-from shared.archive import Archive
-from shared.chain import Chain
+from services.trainer.loop.ledger import LedgerFile, StepLog
 from shared.errors import Fenced, WeightsError
-from shared.queue.progress import Progress
-from shared.state import fresh, in_lineage
+from shared.queue.progress import TicketProgress
+from shared.run.archive import Archive
+from shared.run.chain import Chain
+from shared.run.state import in_lineage, initial_state
 from shared.types import WeightVersion
 
 
@@ -28,15 +28,19 @@ def line(ticket: int, disposition: str = "trained", step: int = 1, epoch: int = 
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger(tmp_path / "r" / "ledger.jsonl")
+def ledger(tmp_path: Path) -> LedgerFile:
+    return LedgerFile(tmp_path / "r" / "ledger.jsonl")
 
 
 def state(step: int, trained: int, recent: tuple = ()):
-    return fresh(0).under(1, keep_reference=False).at(step, Progress(trained), issued=trained, done=False, chain=None, recent=recent)
+    return (
+        initial_state(0)
+        .under(1, keep_reference=False)
+        .at(step, TicketProgress(trained), issued=trained, done=False, chain=None, recent=recent)
+    )
 
 
-def test_lines_lost_after_a_durable_checkpoint_are_added_once(ledger: Ledger):
+def test_lines_lost_after_a_durable_checkpoint_are_added_once(ledger: LedgerFile):
     ledger.append([line(1)])
     checkpoint = state(2, 2, recent=(line(1), line(2, step=2)))
     for _ in range(2):
@@ -44,13 +48,13 @@ def test_lines_lost_after_a_durable_checkpoint_are_added_once(ledger: Ledger):
     assert [x["ticket"] for x in ledger.read()] == [1, 2]
 
 
-def test_tickets_that_ended_after_the_checkpoint_stay_ended(ledger: Ledger):
+def test_tickets_that_ended_after_the_checkpoint_stay_ended(ledger: LedgerFile):
     ledger.append([line(3, "stale"), line(5, "failed")])
     known = ledger.known(state(1, 2))
     assert (known.low, known.done, known.void, known.issued) == (3, (5,), 2, 5)
 
 
-def test_a_fallback_to_an_older_checkpoint_rolls_the_ledger_back(ledger: Ledger):
+def test_a_fallback_to_an_older_checkpoint_rolls_the_ledger_back(ledger: LedgerFile):
     ledger.append([line(1), line(2, step=2)])
     ledger.mend(state(1, 1), 2)
     assert ledger.settled().keys() == {1}
@@ -58,7 +62,7 @@ def test_a_fallback_to_an_older_checkpoint_rolls_the_ledger_back(ledger: Ledger)
     assert ledger.settled()[2]["epoch"] == 2
 
 
-def test_a_replaced_trainer_that_mends_late_undoes_nothing_of_its_successor(ledger: Ledger):
+def test_a_replaced_trainer_that_mends_late_undoes_nothing_of_its_successor(ledger: LedgerFile):
     ledger.append([line(1), line(2, step=2, epoch=3)])
     ledger.mend(state(1, 1), 2)
     assert ledger.settled().keys() == {1, 2}
@@ -66,14 +70,14 @@ def test_a_replaced_trainer_that_mends_late_undoes_nothing_of_its_successor(ledg
     assert ledger.settled().keys() == {1, 2}
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(ledger: Ledger):
-    ledger.mend(fresh(0), 1)
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(ledger: LedgerFile):
+    ledger.mend(initial_state(0), 1)
     ledger.append([line(1), line(2, "stale")])
     with pytest.raises(WeightsError, match="how 2 tickets ended, but there is no checkpoint"):
-        ledger.mend(fresh(0), 1)
+        ledger.mend(initial_state(0), 1)
 
 
-def test_a_fenced_trainer_that_writes_late_does_not_count(ledger: Ledger):
+def test_a_fenced_trainer_that_writes_late_does_not_count(ledger: LedgerFile):
     ledger.append([line(1, epoch=2), line(1, "stale", epoch=1)])
     assert ledger.settled()[1]["disposition"] == "trained"
 
@@ -82,7 +86,7 @@ def test_a_torn_line_is_not_read_and_blanked_before_the_next(tmp_path: Path):
     path = tmp_path / "ledger.jsonl"
     torn = orjson.dumps(line(1)) + b'\n{"ticket": 2, "dispo'
     path.write_bytes(torn)
-    ledger = Ledger(path)
+    ledger = LedgerFile(path)
     assert [x["ticket"] for x in ledger.read()] == [1]
     assert path.read_bytes() == torn
     ledger.mend(state(1, 1), 2)
@@ -146,13 +150,19 @@ def test_lines_of_metrics_that_the_checkpoint_carries_fill_holes_in_their_place(
     assert [orjson.loads(line) for line in path.read_bytes().splitlines()] == lines
 
 
-def test_the_chain_goes_on_with_what_ended_after_the_checkpoint(ledger: Ledger):
+def test_the_chain_goes_on_with_what_ended_after_the_checkpoint(ledger: LedgerFile):
     before, after = line(1, "stale"), line(3, "failed")
     ledger.append([before, after])
     held = replace(state(1, 2), void=1)
     chained = replace(held, chain=Chain(0).ended([before]))
-    assert ledger.known(chained).chain == ledger.known(replace(held, low=0, chain=Chain(0))).chain == Chain(0).ended([after, before])
-    assert ledger.known(held).chain == Chain(1).ended([before, after]), "a checkpoint without a chain: it begins with what the ledger says"
+    assert (
+        ledger.known(chained).chain
+        == ledger.known(replace(held, low=0, chain=Chain(0))).chain
+        == Chain(0).ended([after, before])
+    )
+    assert ledger.known(held).chain == Chain(1).ended([before, after]), (
+        "a checkpoint without a chain: it begins with what the ledger says"
+    )
 
 
 def test_a_chain_tells_steps_and_dispositions_apart():
@@ -165,7 +175,7 @@ def test_a_chain_tells_steps_and_dispositions_apart():
     assert Chain(0).ended([one, other]) == Chain(0).ended([other]).ended([one]) != Chain(0).ended([one])
 
 
-def test_a_trainer_that_is_replaced_while_it_mends_takes_nothing_of_its_successors(ledger: Ledger, tmp_path: Path):
+def test_a_trainer_that_is_replaced_while_it_mends_takes_nothing_of_its_successors(ledger: LedgerFile, tmp_path: Path):
     """Stopped after it has read: its successor mends and trains; then it goes on."""
     path, metrics = tmp_path / "r" / "ledger.jsonl", tmp_path / "metrics.jsonl"
     ledger.append([line(1)])
@@ -176,8 +186,8 @@ def test_a_trainer_that_is_replaced_while_it_mends_takes_nothing_of_its_successo
 
     def replaced() -> None:
         if archive.claim(3):
-            Ledger(path).mend(state(1, 1), 3)
-        Ledger(path).append([line(2, step=2, epoch=3)])
+            LedgerFile(path).mend(state(1, 1), 3)
+        LedgerFile(path).append([line(2, step=2, epoch=3)])
         archive.check_newest(2)
 
     with pytest.raises(Fenced):
@@ -198,7 +208,7 @@ def test_a_line_of_metrics_that_was_written_twice_is_there_once(tmp_path: Path):
     assert [orjson.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()] == [first]
 
 
-def test_what_a_mend_finds_in_order_is_durable(ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_a_mend_finds_in_order_is_durable(ledger: LedgerFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A killed trainer wrote it, and a power cut may still take it away."""
     synced, fsync, log = set[int](), os.fsync, StepLog(tmp_path / "metrics.jsonl")
     ledger.append([line(1)])

@@ -1,4 +1,6 @@
-"""Steps that give numbers that are not finite: never a version, on record with their groups, and undone in memory bit for bit."""
+"""Steps that give numbers that are not finite: never a version, on record with their groups, and undone in memory bit
+for bit.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,14 @@ import orjson
 import pytest
 
 from services.cli.layout import RunFolder
-from services.cli.runs import claimed
+from services.cli.runs.record import claimed
 from services.cli.verify import command
-from services.trainer.board import Board
-from services.trainer.refusals import Refusals
-from shared import archive, ledger, storage
+from services.trainer.loop.refusals import Refusals
+from services.trainer.status import TrainerStatus
 from shared.config import load
 from shared.errors import NonFinite
+from shared.files import storage
+from shared.run import archive, ledger
 from shared.types import Group, WeightVersion
 from tests.support import small_run
 from tests.support.small_run import Incarnation
@@ -54,7 +57,14 @@ async def test_a_step_that_is_not_finite_stops_the_run_and_is_no_version(bench: 
     assert reason is not None
     assert all(
         part in reason
-        for part in ("step 2", "loss, layer 4", "tickets 3, 4", "e000001-s000001", "learning_rate", "--refused e000001-s000002")
+        for part in (
+            "step 2",
+            "loss, layer 4",
+            "tickets 3, 4",
+            "e000001-s000001",
+            "learning_rate",
+            "--refused e000001-s000002",
+        )
     )
     await stopped(running)
     assert [event for event in bench.events if event.startswith(("save", "commit", "rewind", "leave"))] == [
@@ -74,7 +84,7 @@ async def test_a_step_that_is_not_finite_stops_the_run_and_is_no_version(bench: 
 
 
 async def test_the_good_steps_before_a_refused_one_are_made_again_and_saved(bench: Bench):
-    bench.interval, bench.eta, bench.max_steps, bench.backend.spoiling = 4, 9, 9, {5}
+    bench.interval, bench.max_staleness, bench.max_steps, bench.backend.spoiling = 4, 9, 9, {5}
     bench.feed(1, 2, 3, 4, 5, 6)
     running = asyncio.ensure_future(bench.loop().run())
     await bench.until(lambda: bench.board.phase == "refused")
@@ -99,7 +109,7 @@ async def test_the_next_trainer_goes_on_from_the_last_good_version(bench: Bench)
     running = asyncio.ensure_future(bench.loop().run())
     await bench.until(lambda: bench.board.phase == "refused")
     await stopped(running)
-    bench.board, bench.backend.spoiling = Board("r", 2), set()
+    bench.board, bench.backend.spoiling = TrainerStatus("r", 2), set()
     bench.feed(3, 4)  # Redis gives what is not committed again
     bench.events.clear()
     await bench.run_to_the_end()
@@ -109,7 +119,7 @@ async def test_the_next_trainer_goes_on_from_the_last_good_version(bench: Bench)
 
 @pytest.mark.parametrize("interval", [1, 2])
 async def test_a_skipped_step_ends_its_tickets_and_the_next_groups_make_the_step(bench: Bench, interval: int):
-    bench.on_nonfinite, bench.interval, bench.eta, bench.max_steps = "skip", interval, 9, 2
+    bench.on_nonfinite, bench.interval, bench.max_staleness, bench.max_steps = "skip", interval, 9, 2
     bench.backend.spoiling = {3, 5}
     bench.feed(*range(1, 9))
     await bench.run_to_the_end()
@@ -119,12 +129,14 @@ async def test_a_skipped_step_ends_its_tickets_and_the_next_groups_make_the_step
     assert bench.backend.checkpoint is not None
     assert (bench.backend.checkpoint.low, bench.backend.checkpoint.void) == (8, 4)
     assert kept(bench.folder) == {"refused/e000001/s000002-1.zst": [3, 4], "refused/e000001/s000002-2.zst": [5, 6]}
-    digests = {line["ticket"]: line["digest"] for line in map(orjson.loads, storage.whole_lines(bench.folder / "ledger.jsonl"))}
+    digests = {
+        line["ticket"]: line["digest"] for line in map(orjson.loads, storage.whole_lines(bench.folder / "ledger.jsonl"))
+    }
     assert [digests[ticket] for ticket in (3, 4)] == refusals(bench.folder)[0]["digests"]
 
 
 async def test_several_skipped_steps_in_a_row_stop_the_run(bench: Bench):
-    bench.on_nonfinite, bench.eta, bench.max_steps = "skip", 9, 9
+    bench.on_nonfinite, bench.max_staleness, bench.max_steps = "skip", 9, 9
     bench.backend.spoiling = set(range(3, 99))
     bench.feed(*range(1, 21))
     running = asyncio.ensure_future(bench.loop().run())
@@ -135,7 +147,7 @@ async def test_several_skipped_steps_in_a_row_stop_the_run(bench: Bench):
 
 
 async def test_a_refusal_that_cannot_be_written_waits_and_counts_nowhere(bench: Bench):
-    bench.on_nonfinite, bench.backend.spoiling, bench.interval, bench.eta = "skip", {3}, 2, 9
+    bench.on_nonfinite, bench.backend.spoiling, bench.interval, bench.max_staleness = "skip", {3}, 2, 9
     (bench.folder / "refused").write_bytes(b"a file in its place")
     bench.feed(1, 2, 3, 4)
     with pytest.raises(FileExistsError):
@@ -158,9 +170,9 @@ async def test_a_warm_start_that_is_not_finite_stops_visibly(bench: Bench):
 def test_a_refusal_may_be_kept_again_after_an_error_in_the_middle(tmp_path: Path):
     folder = small_run.make(tmp_path / "r")
     made = WeightVersion(2, 3)
-    from services.trainer.refusals import Refusal
+    from services.trainer.loop.refusals import RefusedStep
 
-    refusal = Refusal(str(made), "e000002-s000002", 3, ("loss",), (7, 8), ("", ""), "stop")
+    refusal = RefusedStep(str(made), "e000002-s000002", 3, ("loss",), (7, 8), ("", ""), "stop")
     Refusals(folder).keep(refusal)
     Refusals(folder).keep(refusal)
     assert len(archive.refused(folder / "refused")) == 1

@@ -13,13 +13,13 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli import runs
-from services.trainer.replay import Divergence, of_tensors
-from shared import archive, weights
-from shared import state as states
-from shared.archive import Archive
+from services.cli.runs import record
+from services.trainer.replay.steps import Divergence, of_tensors
 from shared.config import load
 from shared.queue.server import embedded_server
+from shared.run import archive, weights
+from shared.run import state as states
+from shared.run.archive import Archive
 from shared.types import Group, WeightVersion
 from tests.trainer.process import BATCH, ROOT, producing, trainer
 
@@ -28,24 +28,32 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder: a checkpoint every second step, groups up to two steps old; killed, extended and retuned in between."""
+    """A run's folder: a checkpoint every second step, groups up to two steps old; killed, extended and retuned in
+    between.
+    """
     folder = tmp_path_factory.mktemp("recorded")
     options = {"grpo_config__off_policy_steps": 2, "trainer__checkpointing_options": {"save_interval_steps": 2}}
-    options |= {"trainer__max_steps": STEPS - 1, "trainer__optimizer_config": {"learning_rate": 1e-3, "schedule_type": "linear"}}
+    options |= {
+        "trainer__max_steps": STEPS - 1,
+        "trainer__optimizer_config": {"learning_rate": 1e-3, "schedule_type": "linear"},
+    }
     with (
         embedded_server(folder / "redis") as spec,
         trainer(folder, spec.url, trainer__order="arrival", **options) as process,
-        producing(spec.url, STEPS * BATCH, eta=2),
+        producing(spec.url, STEPS * BATCH, max_staleness=2),
     ):
         process.wait(lambda status: status["step"] >= 3)
         process.kill()
-        process.tree["trainer"] |= {"max_steps": STEPS, "optimizer_config": {"learning_rate": 1e-4, "schedule_type": "cosine"}}
+        process.tree["trainer"] |= {
+            "max_steps": STEPS,
+            "optimizer_config": {"learning_rate": 1e-4, "schedule_type": "cosine"},
+        }
         process.tree["grpo_config"] |= {"epsilon": 0.1}
         process.start()
         process.wait(lambda status: status["phase"] == "done")
         assert process.terminate() == 0
-    with runs.claimed(load([folder / "config.yaml"])) as claim:
-        runs.finished(claim.folder, claim.record)
+    with record.claimed(load([folder / "config.yaml"])) as claim:
+        record.finished(claim.folder, claim.record)
     return claim.folder.path
 
 
@@ -114,8 +122,8 @@ def test_a_checkpoint_that_is_gone_is_an_error_that_lists_the_others(recorded: P
 
 
 def test_the_first_differing_tensor_is_named_with_its_largest_difference(recorded: Path):
-    from services.trainer.checkpoint import restore
-    from services.trainer.orbax_arrays import OrbaxArrays
+    from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+    from services.trainer.checkpoints.store import restore
 
     folder = weights.newest(recorded / "checkpoints")
     assert folder is not None
@@ -130,7 +138,9 @@ def test_the_first_differing_tensor_is_named_with_its_largest_difference(recorde
 
 
 def test_a_refused_step_replays_and_comes_out_the_same(tmp_path: Path):
-    """A learning rate of 1e30: the step that moves the parameters so far, or the one after it, is refused. Nothing of it is saved."""
+    """A learning rate of 1e30: the step that moves the parameters so far, or the one after it, is refused. Nothing of
+    it is saved.
+    """
     with (
         embedded_server(tmp_path / "redis") as spec,
         trainer(tmp_path, spec.url, trainer__optimizer_config={"learning_rate": 1e30}) as process,
@@ -147,7 +157,7 @@ def test_a_refused_step_replays_and_comes_out_the_same(tmp_path: Path):
         assert refused in status["refused"]
         assert status["tickets"] == {}
         assert process.terminate() == 0
-    with runs.claimed(load([tmp_path / "config.yaml"])):
+    with record.claimed(load([tmp_path / "config.yaml"])):
         assert max(version.step for version in weights.versions(tmp_path / "r" / "checkpoints")) == good
     assert result_of(volley("verify", tmp_path / "r", "--json"))["ok"]
     done = volley("replay", tmp_path / "r", "--refused", refused, "--json")

@@ -9,9 +9,9 @@ import numpy as np
 import orjson
 import pytest
 
-from services.trainer.checkpoint import Checkpoints
-from services.trainer.orbax_arrays import OrbaxArrays
-from services.trainer.records import Ledger
+from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.loop.ledger import LedgerFile
 from shared.queue.server import embedded_server
 from shared.types import Group
 from tests.trainer.process import BATCH, deterministic, producing, trainer
@@ -27,7 +27,7 @@ def redis(tmp_path: Path) -> Iterator[str]:
 
 def final(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], Path]:
     run = folder / "r"
-    restored = Checkpoints(run / "checkpoints", "r", 3, OrbaxArrays()).newest()
+    restored = CheckpointFolders(run / "checkpoints", "r", 3, OrbaxArrays()).newest()
     assert restored is not None
     assert restored.state.step == STEPS
     return dict(restored.params), dict(restored.optimizer), run
@@ -40,7 +40,11 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("plain")
-    with embedded_server(folder / "redis") as spec, trainer(folder, spec.url) as process, producing(spec.url, STEPS * BATCH):
+    with (
+        embedded_server(folder / "redis") as spec,
+        trainer(folder, spec.url) as process,
+        producing(spec.url, STEPS * BATCH),
+    ):
         process.wait(lambda s: s["phase"] == "done")
         assert process.terminate() == 0
     return final(folder)
@@ -61,9 +65,12 @@ def test_killed_and_resumed_ends_bit_identical(tmp_path: Path, redis: str, unint
     assert same(params, uninterrupted[0])
     assert same(optimizer, uninterrupted[1])
     assert [line["step"] for line in lines(run)] == [1, 2, 3, 4, 5]
-    assert {t: x["step"] for t, x in Ledger(run / "ledger.jsonl").settled().items()} == {t: (t - 1) // BATCH + 1 for t in range(1, 11)}
+    assert {t: x["step"] for t, x in LedgerFile(run / "ledger.jsonl").settled().items()} == {
+        t: (t - 1) // BATCH + 1 for t in range(1, 11)
+    }
     before, after = (
-        [{k: v for k, v in x.items() if k in ("loss", "kl", "reward_mean")} for x in lines(r)] for r in (uninterrupted[2], run)
+        [{k: v for k, v in x.items() if k in ("loss", "kl", "reward_mean")} for x in lines(r)]
+        for r in (uninterrupted[2], run)
     )
     assert before == after
 
@@ -81,7 +88,7 @@ def test_failed_and_poisoned_tickets_are_replaced(tmp_path: Path, redis: str):
         status = process.wait(lambda s: s["phase"] == "done")
         assert process.terminate() == 0
     assert status["tickets"] == {"trained": 4, "failed": 1, "poison": 1}
-    ledger = Ledger(tmp_path / "r" / "ledger.jsonl").settled()
+    ledger = LedgerFile(tmp_path / "r" / "ledger.jsonl").settled()
     assert {t: x["disposition"] for t, x in ledger.items()} == {
         1: "trained",
         2: "failed",
@@ -106,17 +113,17 @@ def test_a_newer_trainer_fences_the_older(tmp_path: Path, redis: str):
 
 def test_pause_checkpoint_and_sigterm_between_checkpoints(tmp_path: Path, redis: str):
     interval = {"trainer__checkpointing_options": {"save_interval_steps": 3}, "grpo_config__off_policy_steps": 2}
-    with trainer(tmp_path, redis, **interval) as process, producing(redis, BATCH, eta=2):
+    with trainer(tmp_path, redis, **interval) as process, producing(redis, BATCH, max_staleness=2):
         status = process.wait(lambda s: s["step"] == 1 and s["phase"] == "waiting")
         assert status["durable_step"] == 0
         process.ask("checkpoint")
         process.wait(lambda s: s["durable_step"] == 1)
         process.ask("pause")
         process.wait(lambda s: s["phase"] == "paused")
-    with trainer(tmp_path, redis, **interval) as process, producing(redis, 2 * BATCH, eta=2):
+    with trainer(tmp_path, redis, **interval) as process, producing(redis, 2 * BATCH, max_staleness=2):
         process.wait(lambda s: s["step"] == 2)
         assert process.status()["durable_step"] == 1
         assert process.terminate() == 0
-    restored = Checkpoints(tmp_path / "r" / "checkpoints", "r", 3, OrbaxArrays()).newest()
+    restored = CheckpointFolders(tmp_path / "r" / "checkpoints", "r", 3, OrbaxArrays()).newest()
     assert restored is not None
     assert restored.state.step == 2

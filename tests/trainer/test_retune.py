@@ -9,13 +9,13 @@ from pathlib import Path
 import orjson
 import pytest
 
-from shared import pinned
-from shared import state as states
 from shared.config import load
 from shared.errors import ConfigError
+from shared.run import pinned
+from shared.run import state as states
+from shared.run.weights import newest
 from shared.schema import RunConfig
 from shared.types import WeightVersion
-from shared.weights import newest
 from tests.support.small_run import STEPS, Incarnation, make
 
 
@@ -79,7 +79,7 @@ def older(folder: Path) -> None:
     """The newest checkpoint as it was written before settings were recorded."""
     from dataclasses import replace
 
-    from shared.weights import MANIFEST, digest, read_manifest, write_manifest
+    from shared.run.weights import MANIFEST, digest, read_manifest, write_manifest
 
     found = newest(folder / "checkpoints")
     assert found is not None

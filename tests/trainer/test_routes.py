@@ -3,21 +3,23 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from services.trainer.board import Board
 from services.trainer.routes import ROLES, router
-from shared.access import Role, Tokens
-from shared.http import create_app
+from services.trainer.status import TrainerStatus
 from shared.schema import Limits
+from shared.web.access import AccessTokens, Role
+from shared.web.http import create_app
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board("r", 10)
+def board() -> TrainerStatus:
+    return TrainerStatus("r", 10)
 
 
 @pytest.fixture
-async def client(board: Board) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app("trainer", limits=Limits(), tokens=Tokens({Role.ADMIN: "secret"}), ready=board.not_ready, roles=ROLES)
+async def client(board: TrainerStatus) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(
+        "trainer", limits=Limits(), tokens=AccessTokens({Role.ADMIN: "secret"}), ready=board.not_ready, roles=ROLES
+    )
     app.state.board = board
     app.include_router(router)
     headers = {"Authorization": "Bearer secret"}
@@ -25,7 +27,7 @@ async def client(board: Board) -> AsyncIterator[httpx.AsyncClient]:
         yield one
 
 
-async def test_wishes_reach_the_loop(client: httpx.AsyncClient, board: Board):
+async def test_wishes_reach_the_loop(client: httpx.AsyncClient, board: TrainerStatus):
     assert (await client.post("/pause")).json() == {"paused": True, "step": 0}
     assert board.paused
     assert (await client.post("/checkpoint")).status_code == 202
@@ -35,7 +37,7 @@ async def test_wishes_reach_the_loop(client: httpx.AsyncClient, board: Board):
     assert board.changed.is_set()
 
 
-async def test_ready_tells_why_not(client: httpx.AsyncClient, board: Board):
+async def test_ready_tells_why_not(client: httpx.AsyncClient, board: TrainerStatus):
     board.phase = "warm start"
     with board.waiting("POST http://env did not answer"):
         answer = await client.get("/ready")
@@ -45,7 +47,7 @@ async def test_ready_tells_why_not(client: httpx.AsyncClient, board: Board):
     assert (await client.get("/ready")).status_code == 200
 
 
-async def test_status_metrics_and_openapi(client: httpx.AsyncClient, board: Board):
+async def test_status_metrics_and_openapi(client: httpx.AsyncClient, board: TrainerStatus):
     board.ended("stale")
     status = (await client.get("/status")).json()
     assert (status["phase"], status["tickets"], status["last"]) == ("loading", {"stale": 1}, None)

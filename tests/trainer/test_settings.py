@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 
 from services.trainer import options, settings
-from services.trainer.settings import Tokens
+from services.trainer.settings import TokenLimits
 from shared import config
 from shared.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-TOKENS = Tokens(vocab_size=512, pad_id=0)
+TOKENS = TokenLimits(vocab_size=512, pad_id=0)
 
 
 def load(*overrides: str, name: str = "quickstart"):
@@ -23,7 +23,7 @@ def test_every_committed_config_makes_options(name: str):
     assert policy.layout.buckets[-1] >= run.rollout.engine.context_length
     assert policy.rows_per_step == run.trainer.groups_per_step * run.grpo_config.num_generations
     options.sft_options(run, TOKENS)
-    assert settings.plan(run, TOKENS).rules.eta == run.grpo_config.off_policy_steps
+    assert settings.plan(run, TOKENS).rules.max_staleness == run.grpo_config.off_policy_steps
 
 
 def test_a_service_alone_needs_the_address_of_redis():

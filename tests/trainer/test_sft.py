@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from services.trainer import sft
-from services.trainer.batch import Layout
-from services.trainer.optimizer import OptimizerOptions
-from services.trainer.tunix_learner import make_logger
-from shared.chat import ChatTokenizer
+from services.trainer.algorithms import sft
+from services.trainer.learner.batch import BatchLayout
+from services.trainer.learner.optimizer import OptimizerOptions
+from services.trainer.learner.train_step import make_logger
 from shared.errors import ConfigError, ServiceUnreachable
+from shared.models.chat import ChatTokenizer
 from tests.support import models
 from tests.trainer.support import CONFIG, model_of
 
@@ -70,7 +70,9 @@ def test_demonstrations_that_do_not_fit_are_left_out():
 def test_it_learns_and_is_deterministic():
     config = CONFIG | {"vocab_size": 512, "num_hidden_layers": 1}
     rows = sft.tokenize(TOKENIZER, [TALK, TALK[:2]], 64)
-    options = sft.SftOptions(max_steps=12, batch_size=4, seed=0, layout=Layout((64,), 2, TOKENIZER.pad_id), optimizer=OPTIMIZER)
+    options = sft.SftOptions(
+        max_steps=12, batch_size=4, seed=0, layout=BatchLayout((64,), 2, TOKENIZER.pad_id), optimizer=OPTIMIZER
+    )
     runs = []
     for _ in range(2):
         model = model_of(models.random_weights(config, 0), config)

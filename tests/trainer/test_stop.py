@@ -1,4 +1,6 @@
-"""Stops in every phase, and disks that are full: what is trained is saved, and what is not written down counts nowhere."""
+"""Stops in every phase, and disks that are full: what is trained is saved, and what is not written
+down counts nowhere.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ async def test_a_full_disk_is_waited_out(bench: Bench):
     await bench.until(lambda: bench.board.phase == "saving" and bench.board.waiting_for)
     await bench.until(lambda: bench.board.phase == "done" and bench.board.waiting_for is None)
     await stopped(running)
-    assert [event for event in bench.events if event.startswith("save")] == [f"save e000001-s00000{n}" for n in range(3)]
+    assert [event for event in bench.events if event.startswith("save")] == [
+        f"save e000001-s00000{n}" for n in range(3)
+    ]
 
 
 async def test_an_archive_that_cannot_be_written_lets_no_step_count(bench: Bench):
@@ -123,12 +127,21 @@ async def ending_a_ticket_without_a_queue_that_answers(bench: Bench) -> None:
     await bench.until(lambda: bench.board.tickets.get("failed"))
 
 
-PHASES = [waiting, paused, saving, without_a_queue, without_a_queue_that_answers, ending_a_ticket_without_a_queue_that_answers]
+PHASES = [
+    waiting,
+    paused,
+    saving,
+    without_a_queue,
+    without_a_queue_that_answers,
+    ending_a_ticket_without_a_queue_that_answers,
+]
 
 
 @pytest.mark.parametrize("phase", PHASES)
-async def test_a_stop_in_any_phase_leaves_a_checkpoint_of_every_step(bench: Bench, phase: Callable[[Bench], Awaitable[None]]):
-    bench.interval, bench.eta, bench.max_steps = 9, 9, 9
+async def test_a_stop_in_any_phase_leaves_a_checkpoint_of_every_step(
+    bench: Bench, phase: Callable[[Bench], Awaitable[None]]
+):
+    bench.interval, bench.max_staleness, bench.max_steps = 9, 9, 9
     bench.feed(1, 2)
     running = asyncio.ensure_future(bench.loop().run())
     await bench.until(lambda: bench.board.step == 1)
@@ -140,7 +153,7 @@ async def test_a_stop_in_any_phase_leaves_a_checkpoint_of_every_step(bench: Benc
 
 
 async def test_a_stop_while_training_waits_for_the_step_and_its_checkpoint(bench: Bench):
-    bench.interval, bench.eta, bench.max_steps, bench.backend.step_s = 9, 9, 9, 0.2
+    bench.interval, bench.max_staleness, bench.max_steps, bench.backend.step_s = 9, 9, 9, 0.2
     bench.feed(1, 2)
     running = asyncio.ensure_future(bench.loop().run())
     await bench.until(lambda: bench.board.phase == "training")

@@ -1,4 +1,6 @@
-"""Trainers after and beside each other on one run, over a real queue: nothing durable is undone, and every epoch is one trainer's."""
+"""Trainers after and beside each other on one run, over a real queue: nothing durable is undone, and every epoch is one
+trainer's.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,26 @@ from redis.asyncio import Redis
 
 from services.cli.layout import RunFolder
 from services.cli.verify import command
-from services.trainer.records import Ledger
-from shared import archive, weights
-from shared import state as states
+from services.trainer.loop.ledger import LedgerFile
 from shared.errors import Fenced
 from shared.queue.queue import TicketQueue
 from shared.queue.records import Reservation
+from shared.run import archive, weights
+from shared.run import state as states
 from shared.types import WeightVersion
 from tests.support.small_run import BATCH, ETA, RUN, STEPS, Incarnation, group, write_config
 
 
-class Run:
+class TrainerRun:
     """A run's folder and queue, with trainers beside each other on them."""
 
     def __init__(self, folder: Path, redis: Redis, executors: list[ThreadPoolExecutor]) -> None:
-        self.folder, self.redis, self.queue, self._executors = write_config(folder), redis, TicketQueue(redis, RUN), executors
+        self.folder, self.redis, self.queue, self._executors = (
+            write_config(folder),
+            redis,
+            TicketQueue(redis, RUN),
+            executors,
+        )
 
     def trainer(self) -> Incarnation:
         self._executors.append(ThreadPoolExecutor(1))
@@ -54,9 +61,9 @@ class Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, redis: Redis) -> Iterator[Run]:
+def run(tmp_path: Path, redis: Redis) -> Iterator[TrainerRun]:
     executors: list[ThreadPoolExecutor] = []
-    yield Run(tmp_path / RUN, redis, executors)
+    yield TrainerRun(tmp_path / RUN, redis, executors)
     for executor in executors:
         executor.shutdown()
 
@@ -67,7 +74,7 @@ async def ended(running: asyncio.Future[None]) -> None:
         await running
 
 
-async def test_steps_made_while_a_successor_loads_are_kept(run: Run):
+async def test_steps_made_while_a_successor_loads_are_kept(run: TrainerRun):
     old, new = run.trainer(), run.trainer()
     first = asyncio.ensure_future(old.loop.run())
     await old.until(lambda board: board.phase == "waiting")
@@ -87,10 +94,10 @@ async def test_steps_made_while_a_successor_loads_are_kept(run: Run):
     await ended(second)
     result = await asyncio.to_thread(command.verify, RunFolder(run.folder))
     assert (result["ok"], result["undone"], result["superseded_archives"]) == (True, [], [])
-    assert not any("rollback" in line for line in Ledger(run.folder / "ledger.jsonl").read())
+    assert not any("rollback" in line for line in LedgerFile(run.folder / "ledger.jsonl").read())
 
 
-async def test_a_successor_of_a_first_trainer_that_it_did_not_see_goes_on_from_it(run: Run):
+async def test_a_successor_of_a_first_trainer_that_it_did_not_see_goes_on_from_it(run: TrainerRun):
     new, old = run.trainer(), run.trainer()
     new.backend.may_build.clear()
     second = asyncio.ensure_future(new.loop.run())
@@ -108,7 +115,7 @@ async def test_a_successor_of_a_first_trainer_that_it_did_not_see_goes_on_from_i
     await ended(second)
 
 
-async def test_a_queue_wiped_after_the_last_step_hears_of_it_again(run: Run):
+async def test_a_queue_wiped_after_the_last_step_hears_of_it_again(run: TrainerRun):
     trainer = run.trainer()
     running = asyncio.ensure_future(trainer.loop.run())
     await trainer.until(lambda board: board.phase == "waiting")
@@ -125,7 +132,7 @@ async def test_a_queue_wiped_after_the_last_step_hears_of_it_again(run: Run):
     await ended(running)
 
 
-async def test_a_queue_wiped_after_begin_does_not_give_an_epoch_twice(run: Run):
+async def test_a_queue_wiped_after_begin_does_not_give_an_epoch_twice(run: TrainerRun):
     early, late = run.trainer(), run.trainer()
     early.backend.may_start.clear()
     first = asyncio.ensure_future(early.loop.run())

@@ -1,4 +1,6 @@
-"""The retained checkpoints: whole, what their names say, and consistent with each other along the lineage of the newest."""
+"""The retained checkpoints: whole, what their names say, and consistent with each other along the lineage of the
+newest.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,13 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from services.cli.verify.violation import Kind, Violation
-from shared import state as states
-from shared import weights
+from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import DecodeError, VolleyError, WeightsError
-from shared.state import TrainerState
+from shared.run import state as states
+from shared.run import weights
+from shared.run.state import TrainerState
+from shared.run.weights import BAD, MANIFEST, PARAMS, Manifest
 from shared.types import WeightVersion
-from shared.weights import BAD, MANIFEST, PARAMS, Manifest
 
 _DTYPES = {"float16", "bfloat16", "float32", "float64"}
 _ENTRIES = {PARAMS, states.OPTIMIZER, states.STATE, MANIFEST}
@@ -22,7 +24,7 @@ _MOST_NAMED = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Retained:
+class RetainedCheckpoint:
     """A whole checkpoint."""
 
     manifest: Manifest
@@ -33,7 +35,7 @@ class Retained:
         return self.state.version
 
 
-def retained(root: Path, run: str) -> tuple[list[Retained], list[Violation]]:
+def retained(root: Path, run: str) -> tuple[list[RetainedCheckpoint], list[Violation]]:
     """The whole checkpoints under `root`, oldest first, and what is wrong with the others.
 
     One that a running trainer removes meanwhile is neither.
@@ -46,12 +48,16 @@ def retained(root: Path, run: str) -> tuple[list[Retained], list[Violation]]:
         except (VolleyError, OSError) as error:
             if (folder / MANIFEST).exists():
                 detail = error.detail if isinstance(error, VolleyError) else str(error)
-                violations.append(Violation(Kind.CHECKPOINT, detail, step=version.step, file=f"{root.name}/{version}"))
+                violations.append(
+                    Violation(ViolationKind.CHECKPOINT, detail, step=version.step, file=f"{root.name}/{version}")
+                )
     return found, violations
 
 
 def set_aside(root: Path) -> dict[str, str]:
-    """Damaged checkpoints that the trainer has gone back from, and what is wrong with them. No violations: nothing rests on them."""
+    """Damaged checkpoints that the trainer has gone back from, and what is wrong with them. No violations: nothing
+    rests on them.
+    """
     return {str(version): _damage(root / BAD / str(version)) for version in weights.versions(root / BAD)}
 
 
@@ -63,7 +69,7 @@ def _damage(folder: Path) -> str:
     return "whole by now"
 
 
-def _checked(folder: Path, version: WeightVersion, run: str) -> Retained:
+def _checked(folder: Path, version: WeightVersion, run: str) -> RetainedCheckpoint:
     """Raises WeightsError."""
     manifest, state = states.verify(folder)
     for what, said, expected in (
@@ -81,10 +87,10 @@ def _checked(folder: Path, version: WeightVersion, run: str) -> Retained:
         raise WeightsError("the manifest names a weight twice, or no time")
     if extra := sorted({path.name for path in folder.iterdir()} - _ENTRIES):
         raise WeightsError(f"{extra[0][:100]} does not belong to a checkpoint")
-    return Retained(manifest, state)
+    return RetainedCheckpoint(manifest, state)
 
 
-def check(found: Sequence[Retained], root: Path, groups_per_step: int) -> list[Violation]:
+def check(found: Sequence[RetainedCheckpoint], root: Path, groups_per_step: int) -> list[Violation]:
     """What the newest checkpoint says, against itself and against the older ones of its lineage."""
     head = found[-1].state
     details = _lineage(head)
@@ -92,17 +98,23 @@ def check(found: Sequence[Retained], root: Path, groups_per_step: int) -> list[V
         details.append(f"{head.issued} tickets were issued, but later ones are finished")
     if head.reference is not None and not (root / head.reference / MANIFEST).exists():
         details.append(f"the reference {head.reference} is missing")
-    violations = [Violation(Kind.STATE, detail, step=head.step, file=_file(root, head)) for detail in details]
+    violations = [Violation(ViolationKind.STATE, detail, step=head.step, file=_file(root, head)) for detail in details]
     known = False
     for one in found:
         if states.in_lineage(one.version, head.lineage):
             if known and not one.state.settings:
                 detail = "it has no settings, an older checkpoint has"
-                violations.append(Violation(Kind.STATE, detail, step=one.state.step, file=_file(root, one.state)))
+                violations.append(
+                    Violation(ViolationKind.STATE, detail, step=one.state.step, file=_file(root, one.state))
+                )
             known = known or bool(one.state.settings)
-            violations += [Violation(Kind.STATE, d, step=one.state.step, file=_file(root, one.state)) for d in _ancestor(one, head)]
             violations += [
-                Violation(Kind.STATE, d, step=one.state.step, file=_file(root, one.state)) for d in _count(one.state, groups_per_step)
+                Violation(ViolationKind.STATE, d, step=one.state.step, file=_file(root, one.state))
+                for d in _ancestor(one, head)
+            ]
+            violations += [
+                Violation(ViolationKind.STATE, d, step=one.state.step, file=_file(root, one.state))
+                for d in _count(one.state, groups_per_step)
             ]
     return violations
 
@@ -119,15 +131,22 @@ def _count(head: TrainerState, groups_per_step: int) -> list[str]:
     return [] if trained == expected else [f"{trained} tickets are trained, {head.step} steps need {expected}"]
 
 
-def _ancestor(one: Retained, head: TrainerState) -> list[str]:
+def _ancestor(one: RetainedCheckpoint, head: TrainerState) -> list[str]:
     details = []
     if one.state.lineage != head.lineage[: len(one.state.lineage)]:
         details.append(f"its lineage is no beginning of that of {head.version}")
     now, then = head.progress(), one.state.progress()
-    forgotten = next((t for t in chain(range(now.low + 1, then.low + 1), sorted(then.done)) if not now.is_finished(t)), None)
+    forgotten = next(
+        (t for t in chain(range(now.low + 1, then.low + 1), sorted(then.done)) if not now.is_finished(t)), None
+    )
     if forgotten is not None:
         details.append(f"ticket {forgotten} is finished here, but not in {head.version}")
-    if one.state.issued > head.issued or one.state.void > head.void or one.state.seed != head.seed or one.state.reference != head.reference:
+    if (
+        one.state.issued > head.issued
+        or one.state.void > head.void
+        or one.state.seed != head.seed
+        or one.state.reference != head.reference
+    ):
         details.append(f"its issued and void tickets, seed or reference are not what those of {head.version} come from")
     if one.state.settings != head.settings[: len(one.state.settings)]:
         details.append(f"its settings are no beginning of those of {head.version}")

@@ -11,8 +11,8 @@ import orjson
 
 from services.cli.layout import RunFolder
 from services.cli.verify import checkpoints, configuration, groups, queue, records, refusals, tickets
-from services.cli.verify.groups import Bounds
-from services.cli.verify.violation import Findings, Kind, Violation
+from services.cli.verify.groups import StalenessBounds
+from services.cli.verify.violation import Findings, Violation, ViolationKind
 from shared import config
 from shared.errors import ConfigError
 
@@ -40,7 +40,11 @@ def verify(folder: RunFolder) -> Result:
     findings.add(violations)
     aside = checkpoints.set_aside(folder.checkpoints)
     if not found:
-        nothing = Violation(Kind.CHECKPOINT, "there is no whole checkpoint, so nothing is durable", file=folder.checkpoints.name)
+        nothing = Violation(
+            ViolationKind.CHECKPOINT,
+            "there is no whole checkpoint, so nothing is durable",
+            file=folder.checkpoints.name,
+        )
         findings.add([nothing])
         return _result(findings, None, {"set_aside": aside})
     head = found[-1].state
@@ -51,20 +55,24 @@ def verify(folder: RunFolder) -> Result:
     findings.add(configuration.check(folder, run, head))
     findings.add(checkpoints.check(found, folder.checkpoints, batch))
     findings.add(tickets.check(lines, fates, head, batch))
-    eta = run.grpo_config.off_policy_steps
-    findings.add(tickets.beyond(lines, fates, head, tickets.Reach.of(folder.archive, head, eta, batch)))
+    max_staleness = run.grpo_config.off_policy_steps
+    findings.add(tickets.beyond(lines, fates, head, tickets.LedgerReach.of(folder.archive, head, max_staleness, batch)))
     del lines
     metrics, unfit = records.read(folder.metrics, head)
     findings.add(unfit)
     findings.add(records.check(fates, metrics, found))
-    bounds = Bounds(name, eta, run.grpo_config.num_generations)
+    bounds = StalenessBounds(name, max_staleness, run.grpo_config.num_generations)
     findings.add(groups.check(folder.archive, fates.steps, head, bounds))
     findings.add(refusals.check(folder, fates.voids.values(), name))
     differing = [] if isinstance(seen, str) else queue.check(seen, head, fates.n_trained.keys() | fates.voids.keys())
     findings.add(differing)
     about = {
         "head": str(head.version),
-        "chain": f"absent before step {head.chain.since + 1}" if head.chain and head.chain.since else "whole" if head.chain else "absent",
+        "chain": f"absent before step {head.chain.since + 1}"
+        if head.chain and head.chain.since
+        else "whole"
+        if head.chain
+        else "absent",
         "checkpoints": len(found),
         "undone": [{key: line[key] for key in ("ticket", "step", "epoch")} for line in fates.undone[:_MOST_TOLD]],
         "set_aside": aside,
@@ -79,22 +87,26 @@ def told(result: Result) -> str:
     ends = ", ".join(f"{n} {end}" for end, n in sorted(result["by_disposition"].items())) or "none"
     lines = [
         f"tickets: {result['tickets']} ({ends}); lost: {result['lost']}; doubly trained: {result['doubly_trained']}",
-        *(f"{name.replace('_', ' ')}: {result[name]}" for name in ("head", "checkpoints", "chain", "redis") if name in result),
+        *(
+            f"{name.replace('_', ' ')}: {result[name]}"
+            for name in ("head", "checkpoints", "chain", "redis")
+            if name in result
+        ),
         *(f"set aside: {version}: {reason}" for version, reason in result["set_aside"].items()),
         *(f"undone: ticket {x['ticket']}, step {x['step']} of epoch {x['epoch']}" for x in result.get("undone", ())),
-        *(f"VIOLATION {Violation(**{**x, 'kind': Kind(x['kind'])})}" for x in result["violations"]),
+        *(f"VIOLATION {Violation(**{**x, 'kind': ViolationKind(x['kind'])})}" for x in result["violations"]),
     ]
     return "\n".join([*lines, "proven" if result["ok"] else f"NOT PROVEN: {len(result['violations'])} violations"])
 
 
-def _result(findings: Findings, fates: tickets.Fates | None, about: Result) -> Result:
+def _result(findings: Findings, fates: tickets.TicketFates | None, about: Result) -> Result:
     counts, violations = fates.by_disposition() if fates else {}, findings.all()
     return {
         "ok": not violations,
         "tickets": sum(counts.values()),
         "by_disposition": counts,
-        "lost": findings.tickets(Kind.LOST),
-        "doubly_trained": findings.tickets(Kind.DOUBLY_TRAINED),
+        "lost": findings.tickets(ViolationKind.LOST),
+        "doubly_trained": findings.tickets(ViolationKind.DOUBLY_TRAINED),
         "violations": [asdict(violation) for violation in violations],
         **about,
     }

@@ -1,16 +1,16 @@
-"""config.yaml and run.json against the settings that the newest checkpoint was made under (see shared.pinned)."""
+"""config.yaml and run.json against the settings that the newest checkpoint was made under (see shared.run.pinned)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 
 from services.cli.layout import RunFolder
-from services.cli.runs import Record, read_record
-from services.cli.verify.violation import Kind, Violation
-from shared import archive, pinned
+from services.cli.runs.record import RunRecord, read_record
+from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import DecodeError
+from shared.run import archive, pinned
+from shared.run.state import TrainerState, in_lineage
 from shared.schema import RunConfig
-from shared.state import TrainerState, in_lineage
 from shared.types import WeightVersion
 
 _MOST_NAMED = 20
@@ -20,14 +20,20 @@ type Amended = tuple[int, dict[str, list[object]]]
 
 
 def check(folder: RunFolder, config: RunConfig, head: TrainerState) -> Iterator[Violation]:
-    """What differs. A run that is about to go on under amended settings says so in run.json; its next checkpoint records them."""
+    """What differs. A run that is about to go on under amended settings says so in run.json; its next checkpoint
+    records them.
+    """
     record = read_record(folder)
     if record is None and (folder.record.is_symlink() or folder.record.exists() or head.settings):
         yield _of(folder, "it is missing, or no record of a run")
     in_force = pinned.in_force(head.settings, head.epoch)
     configured = pinned.relevant(config)
     if config.run.seed != head.seed:
-        yield Violation(Kind.CONFIG, f"run.seed is {config.run.seed}, {head.version} was made with {head.seed}", file=folder.config.name)
+        yield Violation(
+            ViolationKind.CONFIG,
+            f"run.seed is {config.run.seed}, {head.version} was made with {head.seed}",
+            file=folder.config.name,
+        )
     expected = in_force if record is None else record.config
     if expected:
         where = str(head.version) if record is None else folder.record.name
@@ -39,16 +45,19 @@ def check(folder: RunFolder, config: RunConfig, head: TrainerState) -> Iterator[
         yield from _record(folder, record, head)
 
 
-def _announced(change: pinned.Change, record: Record, head: TrainerState) -> bool:
-    """Whether run.json says that this changes from the newest step on, and it may; a finished run has nothing before it."""
+def _announced(change: pinned.Change, record: RunRecord, head: TrainerState) -> bool:
+    """Whether run.json says that this changes from the newest step on, and it may; a finished run has nothing before
+    it.
+    """
     if record.finished or not pinned.rule_of(change.key).may:
         return False
     return any(
-        one.from_step == head.step and list(one.changes.get(change.key, ())) == [change.was, change.now] for one in record.amendments
+        one.from_step == head.step and list(one.changes.get(change.key, ())) == [change.was, change.now]
+        for one in record.amendments
     )
 
 
-def _record(folder: RunFolder, record: Record, head: TrainerState) -> Iterator[Violation]:
+def _record(folder: RunFolder, record: RunRecord, head: TrainerState) -> Iterator[Violation]:
     if record.seed != head.seed:
         yield _of(folder, f"seed is {record.seed}, {head.version} was made with {head.seed}")
     if record.origin != head.origin:
@@ -58,21 +67,29 @@ def _record(folder: RunFolder, record: Record, head: TrainerState) -> Iterator[V
     if not record.finished:
         return
     if record.final is not None and not _ended_as(record.final, head):
-        yield _of(folder, f"the run is finished with {record.final}, the newest whole checkpoint is {head.version}", Kind.CHECKPOINT)
+        yield _of(
+            folder,
+            f"the run is finished with {record.final}, the newest whole checkpoint is {head.version}",
+            ViolationKind.CHECKPOINT,
+        )
     if head.phase != "done":
-        yield _of(folder, f"the run is finished, {head.version} is not of its last step", Kind.CHECKPOINT)
+        yield _of(folder, f"the run is finished, {head.version} is not of its last step", ViolationKind.CHECKPOINT)
 
 
 def _ended_as(final: str, head: TrainerState) -> bool:
-    """Whether these are the last weights: a trainer that starts once more after the end saves them again, as a version of its epoch."""
+    """Whether these are the last weights: a trainer that starts once more after the end saves them again, as a version
+    of its epoch.
+    """
     try:
         version = WeightVersion.parse(final)
     except DecodeError:
         return False
-    return version == head.version or (head.phase == "done" and version.step == head.step and in_lineage(version, head.lineage))
+    return version == head.version or (
+        head.phase == "done" and version.step == head.step and in_lineage(version, head.lineage)
+    )
 
 
-def _history(folder: RunFolder, record: Record, head: TrainerState) -> str | None:
+def _history(folder: RunFolder, record: RunRecord, head: TrainerState) -> str | None:
     """What of the recorded amendments the checkpoint does not know; None if they agree."""
     began, before = dict(head.lineage), dict[str, object]()
     known = list[Amended]()
@@ -91,8 +108,8 @@ def _history(folder: RunFolder, record: Record, head: TrainerState) -> str | Non
 def _beyond(said: Sequence[Amended], known: Sequence[Amended], undone: Set[int]) -> Sequence[Amended] | None:
     """What is said after all that is known, in order; None if they differ.
 
-    A trainer that found the newest checkpoint damaged went back behind the step that run.json names: to be `undone`, that step was
-    archived. It may have gone back behind several amendments, which it then made at once.
+    A trainer that found the newest checkpoint damaged went back behind the step that run.json names: to be `undone`,
+    that step was archived. It may have gone back behind several amendments, which it then made at once.
     """
     for step, changes in known:
         together: dict[str, list[object]] = {}
@@ -107,8 +124,10 @@ def _beyond(said: Sequence[Amended], known: Sequence[Amended], undone: Set[int])
 
 def _differing(file: str, changes: list[pinned.Change], where: str) -> Iterator[Violation]:
     for change in changes[:_MOST_NAMED]:
-        yield Violation(Kind.CONFIG, f"{change.key} is {str(change.now)[:100]}, {str(change.was)[:100]} {where}", file=file)
+        yield Violation(
+            ViolationKind.CONFIG, f"{change.key} is {str(change.now)[:100]}, {str(change.was)[:100]} {where}", file=file
+        )
 
 
-def _of(folder: RunFolder, detail: str, kind: Kind = Kind.CONFIG) -> Violation:
+def _of(folder: RunFolder, detail: str, kind: ViolationKind = ViolationKind.CONFIG) -> Violation:
     return Violation(kind, detail, file=folder.record.name)

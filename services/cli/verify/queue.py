@@ -10,14 +10,14 @@ from redis.exceptions import RedisError
 
 from services.cli.layout import RunFolder
 from services.cli.verify.tickets import lost
-from services.cli.verify.violation import Kind, Violation
+from services.cli.verify.violation import Violation, ViolationKind
 from shared import config
 from shared.errors import VolleyError
 from shared.queue.client import command, connect
 from shared.queue.queue import TicketQueue
 from shared.queue.records import QueueState
-from shared.schema import Services
-from shared.state import TrainerState
+from shared.run.state import TrainerState
+from shared.schema import ServicesSection
 
 _PATIENCE_S = 6.0
 _MOST_DONE = 1_000_000
@@ -25,15 +25,17 @@ _MAX_DETAIL = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class QueueContents:
     """What Redis says: its counters, and the finished tickets above `state.low`."""
 
     state: QueueState
     done: frozenset[int]
 
 
-async def ask(folder: RunFolder, run: str) -> Seen | str:
-    """What the run's Redis knows, or why it cannot be asked. Ask before the files are read: they only ever know more."""
+async def ask(folder: RunFolder, run: str) -> QueueContents | str:
+    """What the run's Redis knows, or why it cannot be asked. Ask before the files are read: they only ever
+    know more.
+    """
     files = [path for path in (folder.config, folder.services) if path.exists()]
     services = config.load(files).config.services
     if services.redis_url is None:
@@ -45,22 +47,35 @@ async def ask(folder: RunFolder, run: str) -> Seen | str:
         return f"what listens at the Redis address of the run did not answer within {_PATIENCE_S:.0f} s"
     except VolleyError as error:
         return error.detail
-    except (RedisError, ValueError, TypeError, KeyError, OverflowError, RecursionError, MemoryError, AttributeError) as error:
-        return f"what listens at the Redis address of the run does not answer as Redis does: {type(error).__name__}: {error}"[:_MAX_DETAIL]
+    except (
+        RedisError,
+        ValueError,
+        TypeError,
+        KeyError,
+        OverflowError,
+        RecursionError,
+        MemoryError,
+        AttributeError,
+    ) as error:
+        reason = f"{type(error).__name__}: {error}"
+        return f"what listens at the Redis address of the run does not answer as Redis does: {reason}"[:_MAX_DETAIL]
 
 
-async def _asked(services: Services, run: str) -> Seen | str:
+async def _asked(services: ServicesSection, run: str) -> QueueContents | str:
     assert services.redis_url is not None
     async with connect(services.redis_url, services.redis_password_file, services.tls.ca_file) as redis:
         queue = TicketQueue(redis, run)
         if int(await command(redis, "SCARD", queue.keys.done)) > _MOST_DONE:
-            return f"Redis holds more than {_MOST_DONE} finished tickets above its lowest unfinished one: no trainer leaves so many"
+            return (
+                f"Redis holds more than {_MOST_DONE} finished tickets above its lowest unfinished one: no trainer"
+                " leaves so many"
+            )
         done = frozenset(int(ticket) for ticket in await command(redis, "SMEMBERS", queue.keys.done))
         state = await queue.state()
-    return Seen(state, done) if state.epoch else "Redis knows nothing of the run"
+    return QueueContents(state, done) if state.epoch else "Redis knows nothing of the run"
 
 
-def check(seen: Seen, head: TrainerState, known: Set[int]) -> list[Violation]:
+def check(seen: QueueContents, head: TrainerState, known: Set[int]) -> list[Violation]:
     """`known` are the tickets with a disposition."""
     state, details = seen.state, []
     if state.version > head.step:
@@ -68,5 +83,5 @@ def check(seen: Seen, head: TrainerState, known: Set[int]) -> list[Violation]:
     missing = state.issued - state.low - state.done - state.depth - state.leased
     if state.ready and missing > 0:
         details.append(f"{missing} issued tickets are neither finished, queued nor leased")
-    violations = [Violation(Kind.QUEUE, detail, step=head.step) for detail in details]
+    violations = [Violation(ViolationKind.QUEUE, detail, step=head.step) for detail in details]
     return violations + lost(known, state.low, seen.done, "finished in Redis without a disposition")

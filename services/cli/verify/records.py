@@ -1,4 +1,6 @@
-"""metrics.jsonl and the chain: the records of steps are those that the checkpoint was made after, none missing, none changed."""
+"""metrics.jsonl and the chain: the records of steps are those that the checkpoint was made after, none missing, none
+changed.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.cli.verify.checkpoints import Retained
-from services.cli.verify.tickets import Fates
-from services.cli.verify.violation import Kind, Violation
+from services.cli.verify.checkpoints import RetainedCheckpoint
+from services.cli.verify.tickets import TicketFates
+from services.cli.verify.violation import Violation, ViolationKind
 from shared import codec
 from shared.bounds import MAX_LINE_VALUES
-from shared.chain import Chain
 from shared.errors import DecodeError
-from shared.files import whole_lines
-from shared.ledger import Line
-from shared.state import TrainerState, in_lineage, maker
+from shared.files.reading import whole_lines
+from shared.run.chain import Chain
+from shared.run.ledger import Line
+from shared.run.state import TrainerState, epoch_of, in_lineage
 from shared.types import WeightVersion
 
 type Metrics = dict[int, Mapping[str, Any]]
@@ -24,13 +26,14 @@ type Metrics = dict[int, Mapping[str, Any]]
 def read(path: Path, head: TrainerState) -> tuple[Metrics, list[Violation]]:
     """The lines of the lineage by step, with those that the checkpoint carries and a crash kept from the file.
 
-    Lines of versions that no ancestor made are of steps that were undone, or of a trainer that woke up after it was replaced.
+    Lines of versions that no ancestor made are of steps that were undone, or of a trainer that woke up after it was
+    replaced.
     """
     found: Metrics = {}
     violations, last = list[Violation](), 0
 
     def violated(detail: str, step: int | None = None) -> None:
-        violations.append(Violation(Kind.METRICS, detail, step=step, file=path.name))
+        violations.append(Violation(ViolationKind.METRICS, detail, step=step, file=path.name))
 
     try:
         for number, text in enumerate(whole_lines(path), start=1):
@@ -38,7 +41,7 @@ def read(path: Path, head: TrainerState) -> tuple[Metrics, list[Violation]]:
             if line is None or version is None:
                 violated(f"line {number} is not a line of metrics")
                 continue
-            if version.step > head.step or maker(version.step, head.lineage) != version.epoch:
+            if version.step > head.step or epoch_of(version.step, head.lineage) != version.epoch:
                 continue
             if version.step <= last:
                 violated(f"line {number} tells of step {version.step} after step {last}", version.step)
@@ -51,7 +54,7 @@ def read(path: Path, head: TrainerState) -> tuple[Metrics, list[Violation]]:
     return found, violations
 
 
-def check(fates: Fates, metrics: Metrics, found: Sequence[Retained]) -> Iterator[Violation]:
+def check(fates: TicketFates, metrics: Metrics, found: Sequence[RetainedCheckpoint]) -> Iterator[Violation]:
     """The chain of every retained checkpoint of the lineage, and the lines that each of them carries."""
     head = found[-1].state
     ancestors = [one.state for one in found if in_lineage(one.version, head.lineage)]
@@ -59,21 +62,27 @@ def check(fates: Fates, metrics: Metrics, found: Sequence[Retained]) -> Iterator
         yield from _carried(state, fates, metrics)
         if state.chain is None and head.chain is None:
             continue
-        if (state.chain is None and _follows(state, found)) or (state.chain and head.chain and state.chain.since != head.chain.since):
+        if (state.chain is None and _follows(state, found)) or (
+            state.chain and head.chain and state.chain.since != head.chain.since
+        ):
             yield Violation(
-                Kind.CHAIN, f"{state.version} and {head.version} say different things of where the chain begins", step=state.step
+                ViolationKind.CHAIN,
+                f"{state.version} and {head.version} say different things of where the chain begins",
+                step=state.step,
             )
     if head.chain is not None:
         yield from _steps(head.chain, fates, metrics, [state for state in ancestors if state.chain is not None])
 
 
-def _follows(state: TrainerState, found: Sequence[Retained]) -> bool:
+def _follows(state: TrainerState, found: Sequence[RetainedCheckpoint]) -> bool:
     """Whether an older checkpoint has a chain, so that this one must have one."""
     return any(one.state.chain is not None and one.version < state.version for one in found)
 
 
-def _steps(chain: Chain, fates: Fates, metrics: Metrics, states: Sequence[TrainerState]) -> Iterator[Violation]:
-    """Recomputes it up to the newest; a step is at fault if it lies between a checkpoint that agrees and one that does not."""
+def _steps(chain: Chain, fates: TicketFates, metrics: Metrics, states: Sequence[TrainerState]) -> Iterator[Violation]:
+    """Recomputes it up to the newest; a step is at fault if it lies between a checkpoint that agrees and one that does
+    not.
+    """
     now, agreed, holes, differs = Chain(chain.since), chain.since, list[int](), False
     expected = {state.step: state for state in states}
     for step in range(chain.since + 1, min(states[-1].step, _last(fates, metrics)) + 1):
@@ -89,25 +98,34 @@ def _steps(chain: Chain, fates: Fates, metrics: Metrics, states: Sequence[Traine
             differs = True
             where = f"step {step}" if step == agreed + 1 else f"a step from {agreed + 1} to {step}"
             yield Violation(
-                Kind.CHAIN, f"ledger.jsonl or metrics.jsonl differ from what {expected[step].version} was made after, at {where}", step=step
+                ViolationKind.CHAIN,
+                f"ledger.jsonl or metrics.jsonl differ from what {expected[step].version} was made after, at {where}",
+                step=step,
             )
     for step in holes:
-        yield Violation(Kind.METRICS, "metrics.jsonl has no line of this step", step=step, file="metrics.jsonl")
+        yield Violation(
+            ViolationKind.METRICS, "metrics.jsonl has no line of this step", step=step, file="metrics.jsonl"
+        )
     head = states[-1]
     progress, trained = head.progress(), fates.n_trained
     voids = [line for ticket, line in fates.voids.items() if progress.is_finished(ticket) and ticket not in trained]
     if head.chain is not None and Chain(0).ended(voids).voids != head.chain.voids:
-        detail = f"what ledger.jsonl says of tickets that ended without training differs from what {head.version} was made after"
-        yield Violation(Kind.CHAIN, detail, step=head.step, file="ledger.jsonl")
+        detail = (
+            f"what ledger.jsonl says of tickets that ended without training differs from "
+            f"what {head.version} was made after"
+        )
+        yield Violation(ViolationKind.CHAIN, detail, step=head.step, file="ledger.jsonl")
 
 
-def _last(fates: Fates, metrics: Metrics) -> int:
+def _last(fates: TicketFates, metrics: Metrics) -> int:
     """The newest step that anything is recorded of: a checkpoint may claim any number."""
     return max([0, *fates.steps, *metrics])
 
 
-def _carried(state: TrainerState, fates: Fates, metrics: Metrics) -> Iterator[Violation]:
-    """Every retained checkpoint holds the ledger lines and the metrics of its own steps: who changed the files did not change these."""
+def _carried(state: TrainerState, fates: TicketFates, metrics: Metrics) -> Iterator[Violation]:
+    """Every retained checkpoint holds the ledger lines and the metrics of its own steps: who changed the files did not
+    change these.
+    """
     theirs: dict[int, list[Line]] = {}
     for line in state.recent:
         theirs.setdefault(line.get("step", 0), []).append(dict(line))
@@ -117,18 +135,31 @@ def _carried(state: TrainerState, fates: Fates, metrics: Metrics) -> Iterator[Vi
             if ours is not None and ours != one:
                 differing = ", ".join(key for key in one if ours.get(key) != one[key]) or "more than"
                 yield Violation(
-                    Kind.LEDGER, f"{differing} of its line differ from the one in {state.version}", one["ticket"], step, "ledger.jsonl"
+                    ViolationKind.LEDGER,
+                    f"{differing} of its line differ from the one in {state.version}",
+                    one["ticket"],
+                    step,
+                    "ledger.jsonl",
                 )
             elif ours is None:
                 yield Violation(
-                    Kind.LEDGER, f"{state.version} says it was trained, ledger.jsonl does not", one.get("ticket"), step, "ledger.jsonl"
+                    ViolationKind.LEDGER,
+                    f"{state.version} says it was trained, ledger.jsonl does not",
+                    one.get("ticket"),
+                    step,
+                    "ledger.jsonl",
                 )
     for line in state.metrics:
         step = WeightVersion.parse(str(line["version"])).step
         ours = metrics.get(step)
         if ours is not None and ours != line:
             differing = ", ".join(sorted(key for key in {*line, *ours} if ours.get(key) != line.get(key)))[:200]
-            yield Violation(Kind.METRICS, f"{differing} differ from the line in {state.version}", step=step, file="metrics.jsonl")
+            yield Violation(
+                ViolationKind.METRICS,
+                f"{differing} differ from the line in {state.version}",
+                step=step,
+                file="metrics.jsonl",
+            )
 
 
 def _parsed(text: bytes) -> tuple[Mapping[str, Any] | None, WeightVersion | None]:

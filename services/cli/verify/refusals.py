@@ -1,7 +1,8 @@
 """refused.jsonl and the files of refused/: each refused step is on record with the groups that made it.
 
-The trainer moves the groups before it writes the line, and the line before a ticket ends for it (services.trainer.refusals). A crash
-between file and line ends the epoch: the last file of an epoch may lack its line, if nothing of this epoch came after it.
+The trainer moves the groups before it writes the line, and the line before a ticket ends for it
+(services.trainer.loop.refusals). A crash between file and line ends the epoch: the last file of an epoch may lack its
+line, if nothing of this epoch came after it.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 import orjson
 
 from services.cli.layout import RunFolder
-from services.cli.verify.violation import Kind, Violation
-from shared import archive
+from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import DecodeError
-from shared.files import whole_lines
-from shared.ledger import NONFINITE, Line
+from shared.files.reading import whole_lines
+from shared.run import archive
+from shared.run.ledger import NONFINITE, Line
 from shared.types import Group, WeightVersion
 
 FILE = f"{archive.REFUSED}.jsonl"
@@ -30,7 +31,9 @@ type Refused = tuple[list[int], list[str]]
 
 
 def check(folder: RunFolder, voids: Iterable[Line], run: str) -> Iterator[Violation]:
-    """Lines and files against each other, and the ledger's `nonfinite` lines against both. Reads one group at a time."""
+    """Lines and files against each other, and the ledger's `nonfinite` lines against both. Reads one group
+    at a time.
+    """
     made = archive.versions(folder.archive)
     lines: dict[WeightVersion, list[Refused]] = defaultdict(list)
     n = 0
@@ -40,7 +43,9 @@ def check(folder: RunFolder, voids: Iterable[Line], run: str) -> Iterator[Violat
             continue
         n += len(one[1][0])
         if n > _MOST_TICKETS:
-            yield Violation(Kind.LEDGER, f"it names more than {_MOST_TICKETS} tickets: no run refuses so many", file=FILE)
+            yield Violation(
+                ViolationKind.LEDGER, f"it names more than {_MOST_TICKETS} tickets: no run refuses so many", file=FILE
+            )
             break
         lines[one[0]].append(one[1])
     ended = {str(line["digest"]): line for line in voids if line["disposition"] == NONFINITE}
@@ -52,26 +57,37 @@ def check(folder: RunFolder, voids: Iterable[Line], run: str) -> Iterator[Violat
         try:
             found = _kept(path, run, version)
         except DecodeError as error:
-            yield Violation(Kind.ARCHIVE, error.detail, step=version.step, file=name)
+            yield Violation(ViolationKind.ARCHIVE, error.detail, step=version.step, file=name)
             lines[version][:1] = []
             continue
         has_ended = any(digest in ended for digest in found[1])
         ended = {digest: line for digest, line in ended.items() if digest not in found[1]} if has_ended else ended
         if lines[version]:
             if lines[version].pop(0) != found:
-                yield Violation(Kind.ARCHIVE, f"holds other groups than {FILE} says", step=version.step, file=name)
-        elif has_ended or last[version.epoch] != path or newest.get(version.epoch, version) > version or version in made:
-            yield Violation(Kind.ARCHIVE, f"{FILE} has no line of it", step=version.step, file=name)
+                yield Violation(
+                    ViolationKind.ARCHIVE, f"holds other groups than {FILE} says", step=version.step, file=name
+                )
+        elif (
+            has_ended or last[version.epoch] != path or newest.get(version.epoch, version) > version or version in made
+        ):
+            yield Violation(ViolationKind.ARCHIVE, f"{FILE} has no line of it", step=version.step, file=name)
     for version, missing in lines.items():
         for tickets, _ in missing:
-            detail = f"says that {version} was refused, with tickets {tickets[:20]}, but {archive.REFUSED}/ has no file of it"
-            yield Violation(Kind.ARCHIVE, detail, step=version.step, file=FILE)
+            detail = (
+                f"says that {version} was refused, with tickets {tickets[:20]}, but "
+                f"{archive.REFUSED}/ has no file of it"
+            )
+            yield Violation(ViolationKind.ARCHIVE, detail, step=version.step, file=FILE)
     for line in ended.values():
-        yield Violation(Kind.ARCHIVE, f"its group is in no file of {archive.REFUSED}/", line["ticket"], line["step"])
+        yield Violation(
+            ViolationKind.ARCHIVE, f"its group is in no file of {archive.REFUSED}/", line["ticket"], line["step"]
+        )
 
 
 def _lines(path: Path) -> Iterator[tuple[WeightVersion, Refused] | Violation]:
-    """A line that a crash tore is passed over, if another was written after it: the file that it was of lacks its line."""
+    """A line that a crash tore is passed over, if another was written after it: the file that it was of
+    lacks its line.
+    """
     torn: Violation | None = None
     try:
         for number, text in enumerate(whole_lines(path), start=1):
@@ -79,13 +95,13 @@ def _lines(path: Path) -> Iterator[tuple[WeightVersion, Refused] | Violation]:
             try:
                 yield _parsed(orjson.loads(text))
             except (orjson.JSONDecodeError, DecodeError, KeyError, TypeError):
-                bad = Violation(Kind.LEDGER, f"line {number} is not a line of refused steps", file=path.name)
+                bad = Violation(ViolationKind.LEDGER, f"line {number} is not a line of refused steps", file=path.name)
                 if _BEGINNING.startswith(text[: len(_BEGINNING)]) and not text.endswith(b"}"):
                     torn = bad
                 else:
                     yield bad
     except OSError as error:
-        yield Violation(Kind.LEDGER, f"it cannot be read: {error.strerror}", file=path.name)
+        yield Violation(ViolationKind.LEDGER, f"it cannot be read: {error.strerror}", file=path.name)
     if torn is not None:
         yield torn
 
@@ -94,7 +110,10 @@ def _parsed(line: Mapping[str, Any]) -> tuple[WeightVersion, Refused]:
     """Raises KeyError, TypeError or DecodeError."""
     version, base = WeightVersion.parse(line["version"]), WeightVersion.parse(line["base"])
     tickets, digests, what = line["tickets"], line["digests"], line["what"]
-    if (line["step"], version) != (version.step, WeightVersion(base.epoch, base.step + 1)) or line["action"] not in ("stop", "skip"):
+    if (line["step"], version) != (version.step, WeightVersion(base.epoch, base.step + 1)) or line["action"] not in (
+        "stop",
+        "skip",
+    ):
         raise DecodeError("step, base or action do not fit")
     if not (_all(tickets, int) and _all(digests, str) and _all(what, str) and len(tickets) == len(digests)):
         raise DecodeError("tickets, digests or what was not finite are of another kind")

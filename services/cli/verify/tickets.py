@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from pathlib import Path
 
-from services.cli.verify.violation import MOST_OF_A_KIND, Kind, Violation
-from shared import archive, ledger
-from shared.files import whole_lines
-from shared.ledger import TRAINED, Line
-from shared.pinned import MAX_STEPS
-from shared.state import TrainerState, maker
+from services.cli.verify.violation import MOST_OF_A_KIND, Violation, ViolationKind
+from shared.files.reading import whole_lines
+from shared.run import archive, ledger
+from shared.run.ledger import TRAINED, Line
+from shared.run.pinned import MAX_STEPS
+from shared.run.state import TrainerState, epoch_of
 
 _SHARED = ("disposition", "version")
 
 
 @dataclass(frozen=True, slots=True)
-class Fates:
+class TicketFates:
     """What became of the tickets along the lineage of one checkpoint.
 
     `steps`: the trained lines of every step, in order. `voids`: the counting line of every ticket that ended without
@@ -55,12 +55,14 @@ def read(path: Path) -> tuple[list[Line], list[Violation]]:
                 continue  # what a mend has made of a torn line
             n_bad += 1
             if n_bad <= MOST_OF_A_KIND:
-                bad.append(Violation(Kind.LEDGER, f"line {number} is not a line of a ledger", file=path.name))
+                bad.append(Violation(ViolationKind.LEDGER, f"line {number} is not a line of a ledger", file=path.name))
     except OSError as error:
-        bad.append(Violation(Kind.LEDGER, f"it cannot be read: {error.strerror}", file=path.name))
+        bad.append(Violation(ViolationKind.LEDGER, f"it cannot be read: {error.strerror}", file=path.name))
     if n_bad > MOST_OF_A_KIND:
         more = n_bad - MOST_OF_A_KIND
-        bad.append(Violation(Kind.LEDGER, f"and {more} more are not lines of a ledger", file=path.name, n=more))
+        bad.append(
+            Violation(ViolationKind.LEDGER, f"and {more} more are not lines of a ledger", file=path.name, n=more)
+        )
     return lines, bad
 
 
@@ -80,7 +82,7 @@ def with_pending(lines: Sequence[Line], head: TrainerState) -> list[Line]:
     return [*lines, *(dict(line) for line in head.recent if not ledger.same(settled.get(line["ticket"]), line))]
 
 
-def fates(lines: Sequence[Line], head: TrainerState) -> Fates:
+def fates(lines: Sequence[Line], head: TrainerState) -> TicketFates:
     steps: dict[int, list[Line]] = defaultdict(list)
     voids: dict[int, Line] = {}
     surviving = ledger.surviving(lines)
@@ -89,11 +91,11 @@ def fates(lines: Sequence[Line], head: TrainerState) -> Fates:
         if line["disposition"] != TRAINED:
             if line["epoch"] >= voids.get(line["ticket"], line)["epoch"]:
                 voids[line["ticket"]] = line
-        elif line["step"] <= head.step and maker(line["step"], head.lineage) == line["epoch"]:
+        elif line["step"] <= head.step and epoch_of(line["step"], head.lineage) == line["epoch"]:
             steps[line["step"]].append(line)
         else:
             undone.append(line)
-    return Fates(dict(steps), voids, undone)
+    return TicketFates(dict(steps), voids, undone)
 
 
 def _rolled_back(lines: Sequence[Line], surviving: Sequence[Line]) -> list[Line]:
@@ -102,58 +104,93 @@ def _rolled_back(lines: Sequence[Line], surviving: Sequence[Line]) -> list[Line]
     return [line for end, line in trained.items() if end not in kept]
 
 
-def check(lines: Sequence[Line], found: Fates, head: TrainerState, groups_per_step: int) -> list[Violation]:
-    return [*_lost(found, head), *_twice(lines, found), *_unknown(found, head), *_voids(found, head), *_steps(found, head, groups_per_step)]
+def check(lines: Sequence[Line], found: TicketFates, head: TrainerState, groups_per_step: int) -> list[Violation]:
+    return [
+        *_lost(found, head),
+        *_twice(lines, found),
+        *_unknown(found, head),
+        *_voids(found, head),
+        *_steps(found, head, groups_per_step),
+    ]
 
 
-def _lost(found: Fates, head: TrainerState) -> list[Violation]:
+def _lost(found: TicketFates, head: TrainerState) -> list[Violation]:
     return lost(found.n_trained.keys() | found.voids.keys(), head.low, head.done, "finished without a disposition")
 
 
 def lost(known: Set[int], low: int, done: Iterable[int], detail: str) -> list[Violation]:
-    """The tickets up to `low`, and those of `done`, that are not in `known`. `low` may be any number: the first ones are named."""
+    """The tickets up to `low`, and those of `done`, that are not in `known`. `low` may be any number: the first ones
+    are named.
+    """
     n = low - sum(1 <= ticket <= low for ticket in known) + sum(ticket not in known for ticket in done)
     missing = (ticket for ticket in chain(range(1, low + 1), done) if ticket not in known)
-    named = [Violation(Kind.LOST, detail, ticket=ticket) for ticket in islice(missing, min(n, MOST_OF_A_KIND - 1))]
-    return [*named, *([Violation(Kind.LOST, f"and {n - len(named)} more: {detail}", n=n - len(named))] if n > len(named) else [])]
+    named = [
+        Violation(ViolationKind.LOST, detail, ticket=ticket) for ticket in islice(missing, min(n, MOST_OF_A_KIND - 1))
+    ]
+    return [
+        *named,
+        *(
+            [Violation(ViolationKind.LOST, f"and {n - len(named)} more: {detail}", n=n - len(named))]
+            if n > len(named)
+            else []
+        ),
+    ]
 
 
-def _twice(lines: Sequence[Line], found: Fates) -> list[Violation]:
+def _twice(lines: Sequence[Line], found: TicketFates) -> list[Violation]:
     violations = []
     for ticket, n in sorted(found.n_trained.items()):
-        steps = [step for step, trained in sorted(found.steps.items()) for line in trained if line["ticket"] == ticket] if n > 1 else []
+        steps = (
+            [step for step, trained in sorted(found.steps.items()) for line in trained if line["ticket"] == ticket]
+            if n > 1
+            else []
+        )
         if steps:
-            violations.append(Violation(Kind.DOUBLY_TRAINED, f"trained at steps {steps}", ticket=ticket))
+            violations.append(Violation(ViolationKind.DOUBLY_TRAINED, f"trained at steps {steps}", ticket=ticket))
     for step, trained in sorted(found.steps.items()):
         for line in trained:
             void = found.voids.get(line["ticket"])
             if void is not None and void["epoch"] >= line["epoch"]:
-                violations.append(Violation(Kind.TWO_DISPOSITIONS, f"trained and {void['disposition']}", ticket=line["ticket"], step=step))
+                violations.append(
+                    Violation(
+                        ViolationKind.TWO_DISPOSITIONS,
+                        f"trained and {void['disposition']}",
+                        ticket=line["ticket"],
+                        step=step,
+                    )
+                )
     voids = Counter((x["ticket"], x["epoch"]) for x in ledger.surviving(lines) if x["disposition"] != TRAINED)
     for (ticket, epoch), n in sorted(voids.items()):
         if n > 1:
-            violations.append(Violation(Kind.TWO_DISPOSITIONS, f"ended {n} times in epoch {epoch}", ticket=ticket))
+            violations.append(
+                Violation(ViolationKind.TWO_DISPOSITIONS, f"ended {n} times in epoch {epoch}", ticket=ticket)
+            )
     return violations
 
 
-def _unknown(found: Fates, head: TrainerState) -> list[Violation]:
+def _unknown(found: TicketFates, head: TrainerState) -> list[Violation]:
     """Effects before the checkpoint that it does not know of. What ended since then may be missing from it."""
     progress = head.progress()
     before = [line for lines in found.steps.values() for line in lines]
     before += [line for line in found.voids.values() if line["epoch"] == head.epoch and line["step"] < head.step]
     return [
-        Violation(Kind.NOT_IN_CHECKPOINT, f"{x['disposition']}, but unfinished in {head.version}", ticket=x["ticket"], step=x["step"])
+        Violation(
+            ViolationKind.NOT_IN_CHECKPOINT,
+            f"{x['disposition']}, but unfinished in {head.version}",
+            ticket=x["ticket"],
+            step=x["step"],
+        )
         for x in before
         if not progress.is_finished(x["ticket"])
     ]
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class LedgerReach:
     """How far honest lines can go: what was `claimed` and archived, also by trainers that made no checkpoint of it.
 
-    `step` is the newest step that the archive holds without a hole from the newest checkpoint's on; `ahead` are the tickets that may be
-    issued before a further step is durable.
+    `step` is the newest step that the archive holds without a hole from the newest checkpoint's on; `ahead` are the
+    tickets that may be issued before a further step is durable.
     """
 
     claimed: Set[int]
@@ -161,16 +198,16 @@ class Reach:
     ahead: int
 
     @classmethod
-    def of(cls, root: Path, head: TrainerState, eta: int, groups_per_step: int) -> Reach:
+    def of(cls, root: Path, head: TrainerState, max_staleness: int, groups_per_step: int) -> LedgerReach:
         archived, step = {version.step for version in archive.versions(root)}, head.step
         while step + 1 in archived:
             step += 1
-        return cls(archive.epochs(root), step, (step - head.step + eta + 1) * groups_per_step)
+        return cls(archive.epochs(root), step, (step - head.step + max_staleness + 1) * groups_per_step)
 
 
-def beyond(lines: Iterable[Line], found: Fates, head: TrainerState, reach: Reach) -> Iterator[Violation]:
-    """Lines that no trainer of the run can have written: of an epoch that none had, of a step that was not made, of a ticket that was
-    not issued. A ticket that ends without training is replaced by another one.
+def beyond(lines: Iterable[Line], found: TicketFates, head: TrainerState, reach: LedgerReach) -> Iterator[Violation]:
+    """Lines that no trainer of the run can have written: of an epoch that none had, of a step that was not made, of a
+    ticket that was not issued. A ticket that ends without training is replaced by another one.
 
     After the last step no ticket is open, except where the run was made shorter while some were under way.
     """
@@ -188,14 +225,25 @@ def beyond(lines: Iterable[Line], found: Fates, head: TrainerState, reach: Reach
         if n > MOST_OF_A_KIND:
             continue
         if not known:
-            yield Violation(Kind.LEDGER, f"a line of epoch {epoch}, which no trainer had", ticket, step, "ledger.jsonl")
+            yield Violation(
+                ViolationKind.LEDGER, f"a line of epoch {epoch}, which no trainer had", ticket, step, "ledger.jsonl"
+            )
         elif step > reach.step:
-            yield Violation(Kind.LEDGER, f"the newest step that was made is {reach.step}", ticket, step, "ledger.jsonl")
+            yield Violation(
+                ViolationKind.LEDGER, f"the newest step that was made is {reach.step}", ticket, step, "ledger.jsonl"
+            )
         else:
-            yield Violation(Kind.NOT_IN_CHECKPOINT, f"{line['disposition']}, but {head.issued} tickets were issued", ticket)
+            yield Violation(
+                ViolationKind.NOT_IN_CHECKPOINT, f"{line['disposition']}, but {head.issued} tickets were issued", ticket
+            )
     if n > MOST_OF_A_KIND:
         more = n - MOST_OF_A_KIND
-        yield Violation(Kind.LEDGER, f"and {more} more that no trainer of the run can have written", file="ledger.jsonl", n=more)
+        yield Violation(
+            ViolationKind.LEDGER,
+            f"and {more} more that no trainer of the run can have written",
+            file="ledger.jsonl",
+            n=more,
+        )
 
 
 def _shortened(head: TrainerState) -> bool:
@@ -203,25 +251,35 @@ def _shortened(head: TrainerState) -> bool:
     return any(now < was for was, now in pairwise(most))
 
 
-def _voids(found: Fates, head: TrainerState) -> list[Violation]:
+def _voids(found: TicketFates, head: TrainerState) -> list[Violation]:
     progress, trained = head.progress(), found.n_trained
     n = sum(progress.is_finished(ticket) and ticket not in trained for ticket in found.voids)
     if n == head.void:
         return []
-    return [Violation(Kind.STATE, f"{head.version} counts {head.void} tickets without training, the ledger {n}", step=head.step)]
+    return [
+        Violation(
+            ViolationKind.STATE,
+            f"{head.version} counts {head.void} tickets without training, the ledger {n}",
+            step=head.step,
+        )
+    ]
 
 
-def _steps(found: Fates, head: TrainerState, groups_per_step: int) -> list[Violation]:
+def _steps(found: TicketFates, head: TrainerState, groups_per_step: int) -> list[Violation]:
     last = min(head.step, last_step(found))
     counts = {step: len(found.steps.get(step, ())) for step in range(1, last + 1)}
-    beyond = [Violation(Kind.STEP, f"no groups in the ledger from this step to {head.step}", step=last + 1)] if last < head.step else []
+    beyond = (
+        [Violation(ViolationKind.STEP, f"no groups in the ledger from this step to {head.step}", step=last + 1)]
+        if last < head.step
+        else []
+    )
     return beyond + [
-        Violation(Kind.STEP, f"{n} groups in the ledger, expected {groups_per_step}", step=step)
+        Violation(ViolationKind.STEP, f"{n} groups in the ledger, expected {groups_per_step}", step=step)
         for step, n in counts.items()
         if n != groups_per_step
     ]
 
 
-def last_step(found: Fates) -> int:
+def last_step(found: TicketFates) -> int:
     """The newest that the ledger knows of: a checkpoint may claim any number. Not beyond as many as there are lines."""
     return min(max(found.steps, default=0), 2 * len(found.steps) + MOST_OF_A_KIND)

@@ -11,7 +11,7 @@ MOST_OF_A_KIND = 100
 _MAX_DETAIL = 500
 
 
-class Kind(StrEnum):
+class ViolationKind(StrEnum):
     """The classes of violation."""
 
     CHECKPOINT = "checkpoint"  # a retained checkpoint is damaged, or not what its name says
@@ -29,7 +29,8 @@ class Kind(StrEnum):
     GROUP = "group"  # an archived group is no valid group, or larger than configured
     STALENESS = "staleness"  # a token older than the bound when it was trained
     LINEAGE = "lineage"  # a token sampled by weights that are no ancestors of those it trained
-    METRICS = "metrics"  # a line of metrics.jsonl is missing, cannot be read, goes back, or is another than a checkpoint holds
+    # a line of metrics.jsonl is missing, cannot be read, goes back, or is another than a checkpoint holds
+    METRICS = "metrics"
     QUEUE = "queue"  # Redis knows of something that is not durable, or has lost a ticket
 
 
@@ -37,7 +38,7 @@ class Kind(StrEnum):
 class Violation:
     """One finding, or `n` of which the others are told together; `file` is relative to the run's folder."""
 
-    kind: Kind
+    kind: ViolationKind
     detail: str
     ticket: int | None = None
     step: int | None = None
@@ -51,13 +52,15 @@ class Violation:
 
 
 class Findings:
-    """Violations as they are found: of each kind the first hundred, and how many there are. Bounded, whatever is in the folder."""
+    """Violations as they are found: of each kind the first hundred, and how many there are. Bounded, whatever is in the
+    folder.
+    """
 
     def __init__(self) -> None:
         self.named: list[Violation] = []
-        self.counts: Counter[Kind] = Counter()
-        self._named: Counter[Kind] = Counter()
-        self._tickets: dict[Kind, set[int]] = {}
+        self.counts: Counter[ViolationKind] = Counter()
+        self._named: Counter[ViolationKind] = Counter()
+        self._tickets: dict[ViolationKind, set[int]] = {}
 
     def add(self, violations: Iterable[Violation]) -> None:
         for one in violations:
@@ -68,13 +71,15 @@ class Findings:
                 self._named[one.kind] += 1
                 self.named.append(replace(one, detail=one.detail[:_MAX_DETAIL]))
 
-    def tickets(self, kind: Kind) -> int:
+    def tickets(self, kind: ViolationKind) -> int:
         """How many tickets such violations name or stand for."""
-        return len(self._tickets.get(kind, ())) + sum(one.n for one in self.named if one.kind == kind and one.ticket is None)
+        return len(self._tickets.get(kind, ())) + sum(
+            one.n for one in self.named if one.kind == kind and one.ticket is None
+        )
 
     def all(self) -> list[Violation]:
         """The named ones, and a line for each kind of which there are more."""
-        told = Counter[Kind]()
+        told = Counter[ViolationKind]()
         for one in self.named:
             told[one.kind] += one.n
         more = [(kind, n - told[kind]) for kind, n in self.counts.items() if n > told[kind]]

@@ -2,8 +2,10 @@
 
 Invariants
 - An `Environment` is immutable once built and shared by all its episodes; an `Episode` belongs to one client.
-- `(split, index)` names the same task in every process; `(split, index, seed)` gives the same episode for the same messages.
-- All of it is synchronous, CPU-only code that knows nothing of HTTP. It runs in threads: two episodes at once, one episode never.
+- `(split, index)` names the same task in every process; `(split, index, seed)` gives the same episode for the same
+  messages.
+- All of it is synchronous, CPU-only code that knows nothing of HTTP. It runs in threads: two episodes at once, one
+  episode never.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ MAX_REWARD = 1e6
 """Largest size of a configured reward: sums of them stay far from infinity."""
 
 type Fault = Literal["format", "invalid_action", "tool"]
-"""What a model can do wrong in a turn: its answer holds nothing to read, names an unknown action, or calls a tool in vain."""
+"""What a model can do wrong in a turn: its answer holds nothing to read, names an unknown action, or calls a tool in
+vain.
+"""
 
 
 class Message(TypedDict):
@@ -37,8 +41,8 @@ class Message(TypedDict):
 class Info:
     """What an answer says beside the five-tuple's numbers.
 
-    `reward_components` sums to the step's reward; `success` says whether the task is solved; `error` is the model's fault of
-    this turn, if there was one; `extra` is the environment's own.
+    `reward_components` sums to the step's reward; `success` says whether the task is solved; `error` is the model's
+    fault of this turn, if there was one; `extra` is the environment's own.
     """
 
     reward_components: Mapping[str, float]
@@ -64,7 +68,9 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A conversation of one task, from the first message to the assistant's last; `success` says whether it solves the task."""
+    """A conversation of one task, from the first message to the assistant's last; `success` says whether it solves the
+    task.
+    """
 
     messages: tuple[Message, ...]
     success: bool

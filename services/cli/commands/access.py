@@ -1,0 +1,82 @@
+"""`volley access RUN`: what a shell needs to call the services of a run: their addresses, and the files of the tokens
+they know.
+
+Lines for `eval "$(volley access RUN)"`, or JSON. No token is ever printed: a shell reads the file when it calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+import orjson
+
+from services.cli.layout import RunFolder
+from services.cli.runs import addresses, identity
+from services.cli.runs.addresses import Addresses
+from shared.errors import ServiceUnreachable
+from shared.schema import TokenFiles
+
+
+def main(run_dir: Path, *, as_json: bool = False) -> int:
+    """Prints the variables; with `as_json` also those of a run that does not run, and then the exit code is 1.
+
+    Raises:
+        ConfigError: the folder is not that of a run.
+        ServiceUnreachable: none of its services answers, or another run's do, so that a shell gets nothing to evaluate.
+    """
+    folder = RunFolder(run_dir.absolute())
+    found = addresses.read(folder)
+    known = asyncio.run(identity.met(folder, found))
+    answering = _answering(found, known)
+    if as_json:
+        print(_json(folder, found, answering))
+        return 0 if answering else 1
+    if identity.is_elsewhere(known):
+        raise ServiceUnreachable(identity.told(folder), f"`volley up {shlex.quote(str(run_dir))}` continues it")
+    if not answering:
+        raise ServiceUnreachable(
+            f"run {folder.name} is not running: none of its services answers ({', '.join(found.urls.values())})",
+            f"`volley up {shlex.quote(str(run_dir))}` continues it",
+        )
+    print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables(folder, found).items()))
+    return 0
+
+
+def variables(folder: RunFolder, found: Addresses) -> dict[str, str]:
+    """By name of the variable: VOLLEY_RUN_DIR, VOLLEY_TRAINER_URL, VOLLEY_ROLLOUT_0_URL, VOLLEY_TOKEN_FILE_VIEWER,
+    VOLLEY_CA_FILE, …
+    """
+    shown = {"VOLLEY_RUN_DIR": str(folder.path)}
+    shown |= {f"VOLLEY_{name.upper().replace('-', '_')}_URL": url for name, url in found.urls.items()}
+    files = {f"VOLLEY_TOKEN_FILE_{role.upper()}": getattr(found.token_files, role) for role in TokenFiles.model_fields}
+    files["VOLLEY_CA_FILE"] = found.ca_file
+    return shown | {name: str(path) for name, path in files.items() if path is not None}
+
+
+def _json(folder: RunFolder, found: Addresses, answering: set[str]) -> str:
+    services = {
+        name: {"url": url, "external": name in found.external, "answers": name in answering}
+        for name, url in found.urls.items()
+    }
+    files = found.token_files.model_dump(mode="json")
+    told = {
+        "run_dir": folder.path,
+        "running": bool(answering),
+        "services": services,
+        "token_files": files,
+        "ca_file": found.ca_file,
+    }
+    return orjson.dumps(
+        {**told, "variables": variables(folder, found)}, option=orjson.OPT_INDENT_2, default=str
+    ).decode()
+
+
+def _answering(found: Addresses, known: Mapping[str, bool]) -> set[str]:
+    """Names of the run's services that answer; an external one may although the run does not run, and counts where all
+    are external.
+    """
+    names = {name for name, ours in known.items() if ours}
+    return names if names - set(found.external) or len(found.external) == len(found.urls) else set()

@@ -1,0 +1,43 @@
+"""`volley follow`: watches a run whose services others started (compose, several hosts), and makes its report at the
+end.
+
+It starts and stops nothing. Ended early, it leaves the run alone; the same command takes it up again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from services.cli.commands import train
+from services.cli.layout import RunFolder
+from services.cli.local import stack
+from services.cli.reporting import report
+from services.cli.reporting.progress import ProgressDisplay
+from services.cli.runs.addresses import FOLLOWED
+from services.cli.runs.elapsed import counting
+from services.cli.runs.record import claimed, read_record
+from shared import config
+from shared.config import LoadedConfig
+from shared.run.pinned import MAX_STEPS
+from shared.web.access import Role, token_for
+
+
+def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
+    """A run that is finished already is only reported, unless it is given more steps. Raises VolleyError."""
+    loaded = config.load(paths, overrides)
+    record = read_record(RunFolder(loaded.config.run.folder))
+    if record is not None and record.finished and loaded.config.trainer.max_steps <= record.config.get(MAX_STEPS, 0):
+        return report.main(loaded.config.run.folder)
+    with claimed(loaded) as (folder, record, _):
+        with counting(folder, record) as worked:
+            asyncio.run(_watch(loaded, folder))
+        return train.finish(folder, worked.record())
+
+
+async def _watch(loaded: LoadedConfig, folder: RunFolder) -> None:
+    services = loaded.config.services
+    urls = {name: services.base_url(name) for name in FOLLOWED}
+    train.say(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
+    running = stack.LocalStack(urls, token_for(services.token_files, Role.VIEWER), services.tls.ca_file, [])
+    await train.follow(running, folder, ProgressDisplay(folder, loaded.config.trainer.max_steps, train.say))

@@ -1,0 +1,92 @@
+"""`volley replay`: has the trainer's virtual environment train archived groups again, and tells what it found.
+
+The process writes a JSON line a step, and as its last line the result or an error (see services.trainer.replay.steps).
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.cli.layout import RunFolder, python_of, variables_of
+from shared import config
+from shared.errors import ConfigError, VolleyError, from_problem
+
+
+def main(run_dir: Path, first: int | None, last: int | None, refused: str | None, as_json: bool) -> int:
+    """Prints the result; 0 if every step, or the one that was refused, came out the same, else 1. Raises ConfigError,
+    VolleyError.
+    """
+    if (first is None) == (refused is None):
+        raise ConfigError("give either --from-step K or --refused VERSION")
+    what = ["--refused", refused] if refused is not None else ["--from-step", str(first)]
+    result = replayed(RunFolder(run_dir.absolute()), what, last, show=not as_json)
+    print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() if as_json else told(result))
+    return 0 if result["ok"] else 1
+
+
+def replayed(folder: RunFolder, what: list[str], last: int | None, *, show: bool) -> dict[str, Any]:
+    """What services.trainer.replay.steps finds. Raises ConfigError, VolleyError.
+
+    Args:
+        what: its arguments that say where to begin.
+        show: print a line a step.
+    """
+    if not folder.config.exists():
+        raise ConfigError(f"{folder.path} is not the folder of a run", "it holds no config.yaml")
+    cpu = config.load([folder.config]).config.rollout.engine.device == "cpu"
+    command = [str(python_of("trainer")), "-P", "-m", "services.trainer.replay.steps", str(folder.path), *what]
+    command += [] if last is None else ["--to-step", str(last)]
+    return _followed(command, variables_of("trainer", cpu=cpu), show=show)
+
+
+def told(result: dict[str, Any]) -> str:
+    """For people."""
+    if "refused" in result:
+        now, then = (", ".join(result[key]) or "nothing" for key in ("refused", "recorded"))
+        return (
+            f"not finite are again: {now}"
+            if result["ok"]
+            else f"DIVERGED: not finite are now: {now}; when it was refused: {then}"
+        )
+    compared = (
+        f"{result['steps']} steps, {result['compared_checkpoints']} compared with checkpoints,"
+        f" {result['compared_metrics']} with metrics"
+    )
+    first = result["first_divergence"]
+    if first is None:
+        return f"{compared}: bit-identical"
+    return f"{compared}: DIVERGED at step {first['step']}, {first['what']} {first['name']}: {_amount(first)}"
+
+
+def _amount(divergence: dict[str, Any]) -> str:
+    amount = divergence["max_abs_diff"]
+    return "differs in shape, or is not finite" if amount is None else f"max |Δ| {amount:.3g}"
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Empty for what a library wrote to the same place."""
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _followed(command: list[str], variables: dict[str, str], *, show: bool) -> dict[str, Any]:
+    """The last line of the process. Raises the VolleyError it tells of, or one if it ends without a result."""
+    last: dict[str, Any] = {}
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            last = _parsed(line)
+            if show and "loss" in last:
+                print(f"step {last['step']}: loss {last['loss']:.6g}, {last['compared']}", flush=True)
+    if "title" in last:
+        raise from_problem(last["status"], last)
+    if "ok" not in last:
+        raise VolleyError(f"the replay ended with code {process.returncode} and without a result")
+    return last

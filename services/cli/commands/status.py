@@ -1,0 +1,197 @@
+"""`volley status`: each service of a run, whether it is ready, the weights it has; and who waits for whom."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.cli.layout import RunFolder
+from services.cli.runs import addresses, identity
+from services.cli.runs.addresses import Addresses
+from shared.clients.base import HttpClient
+from shared.errors import ConfigError, ServiceUnreachable, VolleyError
+from shared.process import wedge
+from shared.process.wedge import ServiceReport, Verdict
+from shared.web.access import Role, read_token, token_for
+
+_TIMEOUT_S = 5.0
+_BETWEEN_S = 1.0  # two looks at the tokens a server has made
+_LOOKS = 10  # a long prefill, a compilation or the loading of weights makes none for a while
+_DETAILS = {"rollout": ("/weights", "/get_server_info"), "trainer": ("/status",), "orchestrator": ("/runs",)}
+_KEYS = ("current", "staged", "state", "step", "version", "epoch", "phase")
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    """One to ask; `kind` is None for an address alone, which then says itself what it is. `external`: others started
+    it.
+    """
+
+    name: str
+    kind: str | None
+    client: HttpClient
+    external: bool = False
+
+
+def main(
+    targets: Sequence[str], *, as_json: bool = False, token_file: Path | None = None, ca_file: Path | None = None
+) -> int:
+    """Prints a line a service and the chain of waits; the exit code is 0 if all are ready and the run is not wedged,
+    else 1.
+
+    Args:
+        token_file, ca_file: of a viewer, for services given by address; a run's folder names its own.
+
+    Raises:
+        ConfigError: the target is no run's folder and no address.
+    """
+    if targets and all("://" in target for target in targets):
+        seen, verdict = asyncio.run(observe(_at(targets, token_file, ca_file)))
+    elif len(targets) > 1:
+        raise ConfigError("give one run's folder, or addresses like http://127.0.0.1:8102")
+    else:
+        seen, verdict = asyncio.run(_of_run(RunFolder(Path(targets[0]).absolute() if targets else _newest())))
+    print(_json(seen, verdict) if as_json else _text(seen, verdict))
+    return 0 if all(s.error is None and s.not_ready is None for s in seen) and verdict.state != "wedged" else 1
+
+
+async def observe(services: Sequence[ServiceStatus]) -> tuple[list[ServiceReport], Verdict]:
+    """Asks all; where nothing advanced for a while, again, until every rollout server has produced tokens or enough
+    looks were taken.
+    """
+    seen = await _ask_all(services)
+    verdict = wedge.judge(seen)
+    first = seen
+    for look in range(1, _LOOKS + 1):
+        if (verdict.quiet_s or 0.0) < wedge.FRESH_S or not any(_made(s) and not s.tokens_per_s for s in seen):
+            break
+        await asyncio.sleep(_BETWEEN_S)
+        later = await _ask_all(services)
+        seen = [
+            replace(now, tokens_per_s=(_made(now) - _made(then)) / (look * _BETWEEN_S))
+            for then, now in zip(first, later, strict=True)
+        ]
+        verdict = wedge.judge(seen)
+    return seen, verdict
+
+
+def _at(urls: Sequence[str], token_file: Path | None, ca_file: Path | None) -> list[ServiceStatus]:
+    token = read_token(token_file, "--token-file") if token_file else None
+    return [
+        ServiceStatus(url, None, HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=ca_file)) for url in urls
+    ]
+
+
+async def _of_run(folder: RunFolder) -> tuple[list[ServiceReport], Verdict]:
+    """As `observe`; where another run sits at the addresses, nothing is asked of it."""
+    found = addresses.read(folder)
+    known = await identity.met(folder, found)
+    if not identity.is_elsewhere(known):
+        return await observe(_services(found))
+    errors = {name: identity.STRANGER if name in known else "nothing answers" for name in found.urls}
+    seen = [
+        ServiceReport(name, name.partition("-")[0], url, errors[name], external=name in found.external)
+        for name, url in found.urls.items()
+    ]
+    return seen, Verdict("stopped", (identity.told(folder),))
+
+
+def _services(found: Addresses) -> list[ServiceStatus]:
+    token = token_for(found.token_files, Role.VIEWER)
+    return [
+        ServiceStatus(
+            name,
+            name.partition("-")[0],
+            HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=found.ca_file),
+            external=name in found.external,
+        )
+        for name, url in found.urls.items()
+    ]
+
+
+def _newest() -> Path:
+    found = sorted(Path("runs").glob("*/processes.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ConfigError("there is no run in runs/", "give RUN_DIR or the services' addresses")
+    return found[-1].parent.absolute()
+
+
+async def _ask_all(services: Sequence[ServiceStatus]) -> list[ServiceReport]:
+    return list(await asyncio.gather(*map(_ask, services)))
+
+
+async def _ask(service: ServiceStatus) -> ServiceReport:
+    async with service.client as client:
+        seen = ServiceReport(service.name, service.kind or "", client.base_url, external=service.external)
+        try:
+            kind = service.kind or str((await client.get("/health", attempts=1)).get("service"))
+            seen = replace(seen, kind=kind, name=service.name if service.kind or kind == "rollout" else kind)
+            await client.get("/ready", attempts=1)
+        except ServiceUnreachable as error:
+            return replace(seen, error=error.detail)
+        except VolleyError as error:
+            seen = replace(seen, not_ready=error.detail)
+        return replace(seen, said=await _details(client, seen.kind))
+
+
+async def _details(client: HttpClient, kind: str) -> dict[str, Any]:
+    """What the service tells of itself; of several runs the first. Empty where it does not answer, `untold` is why it
+    refuses us.
+    """
+    said: dict[str, Any] = {}
+    for path in _DETAILS.get(kind, ()):
+        with suppress(ServiceUnreachable):
+            try:
+                answer: Any = await client.get(path, attempts=1)
+            except VolleyError as error:
+                answer = {"untold": error.detail}
+            said |= answer[0] if isinstance(answer, list) and answer else answer
+    return said
+
+
+def _made(seen: ServiceReport) -> int:
+    """Tokens a rollout server has sampled since its start; 0 if none are asked of it now."""
+    engine = seen.said.get("internal_state") or {}
+    return int(engine.get("output_tokens", 0)) if engine.get("running") else 0
+
+
+def _text(seen: Sequence[ServiceReport], verdict: Verdict) -> str:
+    rows = [(f"{s.name} (external)" if s.external else s.name, s.url, _state(s), _details_of(s)) for s in seen]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]).rstrip()
+        for row in rows
+    ]
+    quiet = (
+        f", nothing has advanced for {verdict.quiet_s:.0f} s"
+        if verdict.quiet_s and verdict.quiet_s >= wedge.FRESH_S
+        else ""
+    )
+    circle = ", they wait in a circle" if verdict.cycle else ""
+    hint = ["`volley up` goes on with it; `volley report` shows what it has done"] if verdict.state == "stopped" else []
+    state = "the state of the run is unknown" if verdict.state == "unknown" else f"the run is {verdict.state}"
+    return "\n".join([*lines, f"{state}{quiet}{circle}", *(f"  ← {sentence}" for sentence in verdict.chain), *hint])
+
+
+def _state(seen: ServiceReport) -> str:
+    if seen.error is not None:
+        return f"not ready: {seen.error}"
+    return "ready" if seen.not_ready is None else f"not ready: {seen.not_ready}"
+
+
+def _details_of(seen: ServiceReport) -> str:
+    if untold := seen.said.get("untold"):
+        return f"tells nothing: {untold}"
+    return ", ".join(f"{key} {seen.said[key]}" for key in _KEYS if seen.said.get(key) not in (None, ""))
+
+
+def _json(seen: Sequence[ServiceReport], verdict: Verdict) -> str:
+    services = [dataclasses.asdict(s) | {"ready": _state(s) == "ready"} for s in seen]
+    return orjson.dumps({**dataclasses.asdict(verdict), "services": services}, option=orjson.OPT_INDENT_2).decode()

@@ -1,0 +1,113 @@
+"""Services of a run that others have started: which there are, and whether they can be used, found before anything is
+started.
+
+`services.env.url` names an environment service, `services.rollout_urls` rollout servers. Orchestrator and trainer
+belong to the run: where they are somebody else's, there is nothing left to start, and `volley follow` watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shared.clients.base import HttpClient
+from shared.errors import ConfigError, Forbidden, NotFound, ServiceUnreachable, Unauthorized, Unavailable, VolleyError
+from shared.schema import RunConfig, ServicesSection
+from shared.web.access import Role, token_for
+
+_TIMEOUT_S = 10.0
+
+
+def find(services: ServicesSection) -> dict[str, str]:
+    """Base addresses by name: env, rollout-0, …
+
+    Raises ConfigError: the configuration names the address of a service that this machine is to start itself.
+    """
+    for name in ("orchestrator", "trainer"):
+        if getattr(services, name).url is not None:
+            raise ConfigError(
+                f"services.{name}.url is set, but `volley train` starts the {name} itself",
+                "leave it out; to watch a run whose services others start, use `volley follow`",
+            )
+    if services.rollout.url is not None:
+        raise ConfigError(
+            "services.rollout.url is how one rollout server registers itself, but `volley train` may start several and"
+            " knows where",
+            "leave it out; name rollout servers that run elsewhere in services.rollout_urls",
+        )
+    env = {} if services.env.url is None else {"env": services.base_url("env")}
+    return env | {f"rollout-{i}": url.rstrip("/") for i, url in enumerate(services.rollout_urls)}
+
+
+async def check(config: RunConfig) -> None:
+    """Every external service answers, knows our tokens and, the environments', offers what the run asks for.
+
+    Raises ServiceUnreachable or Unavailable (it does not answer, it is not ready), ConfigError (tokens, environment,
+    settings).
+    """
+    for name, url in find(config.services).items():
+        key = "services.env.url" if name == "env" else "services.rollout_urls"
+        role = Role.SERVICE if name == "env" else Role.ADMIN
+        token = token_for(config.services.token_files, role)
+        async with HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=config.services.tls.ca_file) as client:
+            await _answers(client, key)
+            try:
+                await (_offers_environment(client, config) if name == "env" else _takes_weights(client))
+            except Forbidden as error:
+                raise _refused(f"{key}: {url}", error, role, given=token is not None) from error
+
+
+def _refused(what: str, error: Forbidden, role: Role, *, given: bool) -> ConfigError:
+    if isinstance(error, Unauthorized) and not given:
+        return ConfigError(
+            f"{what} asks for a token",
+            "name the files with the tokens that it knows in services.token_files (service and admin)",
+        )
+    wanted = f"services.token_files.{role} must hold the token that it knows"
+    return ConfigError(f"{what} refuses the token of services.token_files: {error.detail}", wanted)
+
+
+async def _answers(client: HttpClient, key: str) -> None:
+    try:
+        await client.get("/health")
+    except ServiceUnreachable as error:
+        hint = error.hint if "services.tls" in error.hint else f"start it, or leave {key} out to have one started here"
+        raise ServiceUnreachable(f"{key}: {error.detail}", hint) from error
+    except VolleyError as error:
+        raise ConfigError(
+            f"{key}: {client.base_url} is not a service of Volley: GET /health answers {error.detail}"
+        ) from error
+
+
+async def _offers_environment(client: HttpClient, config: RunConfig) -> None:
+    """Raises Unavailable, Forbidden or ConfigError."""
+    try:
+        await client.get("/ready")
+        await client.get(f"/{config.data.env}/splits")
+        listed = (await client.get("/environments"))["environments"]
+    except Unavailable as error:
+        raise Unavailable(f"services.env.url: {client.base_url} is not ready: {error.detail}", error.hint) from error
+    except NotFound as error:
+        raise ConfigError(
+            f"data.env={config.data.env}: services.env.url: {client.base_url} says: {error.detail}", error.hint
+        ) from error
+    settings: Mapping[str, Any] = next((entry["config"] for entry in listed if entry["name"] == config.data.env), {})
+    for name, wanted in config.data.env_config.items():
+        if name in settings and settings[name] != wanted:
+            raise ConfigError(
+                f"data.env_config.{name}={wanted!r}: {client.base_url} serves {config.data.env} with"
+                f" {settings[name]!r}",
+                "start that service with this run's configuration, or write its settings into data.env_config",
+            )
+
+
+async def _takes_weights(client: HttpClient) -> None:
+    """Whether the trainer may set its weights: a request that names none is refused for that alone. Raises
+    Forbidden.
+    """
+    try:
+        await client.post("/weights/stage", {})
+    except Forbidden:
+        raise
+    except VolleyError:
+        return

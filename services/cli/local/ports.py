@@ -1,0 +1,93 @@
+"""Ports of the local services: those the user named must be free, the rest are chosen, as they were before where that
+can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shared.errors import ConfigError
+from shared.process.ports import hold, hold_free, host_problem
+from shared.schema import ServicesSection
+
+
+def choose(
+    services: ServicesSection,
+    given: Mapping[str, Any],
+    counts: Mapping[str, int],
+    before: Mapping[str, int] | None = None,
+    say: Callable[[str], None] = lambda _line: None,
+) -> dict[str, list[int]]:
+    """Ports by service; several for rollout, in a row if the user named the first.
+
+    Args:
+        given: the section `services` as the user wrote it; a port named there is kept.
+        counts: processes by service.
+        before: by name of a process, the port it had when the run was last at work; taken again if it is free.
+
+    Raises:
+        ConfigError: a port the user named is taken.
+    """
+    ports: dict[str, list[int]] = {}
+    with contextlib.ExitStack() as held:
+        for service, n in counts.items():
+            host: str = getattr(services, service).host
+            first = int((given.get(service) or {}).get("port") or 0)
+            ports[service] = []
+            for i in range(n):
+                old = (before or {}).get(name_of(service, i))
+                listener = held.enter_context(
+                    _named(service, host, first + i) if first else _chosen(service, host, old)
+                )
+                port = int(listener.getsockname()[1])
+                ports[service].append(port)
+                if not first and old not in (None, port):
+                    say(
+                        f"{name_of(service, i)} listens on port {port} now: another program uses {old}, its port"
+                        " until now"
+                    )
+    return ports
+
+
+def name_of(service: str, i: int) -> str:
+    """The name of a process: env, rollout-0, …, orchestrator, trainer."""
+    return f"rollout-{i}" if service == "rollout" else service
+
+
+def _named(service: str, host: str, port: int) -> socket.socket:
+    try:
+        return hold(host, port)
+    except (OSError, OverflowError) as error:
+        if (problem := host_problem(error)) is not None:
+            raise _unusable(service, host, problem) from error
+        raise ConfigError(
+            f"services.{service}.port={port}: {host}:{port} cannot be used"
+            f" ({getattr(error, 'strerror', None) or error})",
+            f"another program may use it; choose another port, or leave services.{service}.port out to get a free one",
+        ) from error
+
+
+def _chosen(service: str, host: str, before: int | None) -> socket.socket:
+    """Held until all are chosen, so that no two services get the same."""
+    try:
+        return hold_free(host, before)
+    except OSError as error:
+        raise _unusable(service, host, host_problem(error) or str(error.strerror)) from error
+
+
+def _unusable(service: str, host: str, problem: str) -> ConfigError:
+    return ConfigError(
+        f"services.{service}.host={host}: cannot listen there: {problem}", "name an address of this machine"
+    )
+
+
+def urls(services: ServicesSection, ports: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Base address of every process by its name."""
+    return {
+        name_of(service, i): services.local_url(service, port)
+        for service, all_of in ports.items()
+        for i, port in enumerate(all_of)
+    }

@@ -1,0 +1,215 @@
+"""The processes of a local run: which, in what order, with which configuration and environment.
+
+Redis first, then env (it checks the data), then trainer, rollout servers and orchestrator together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from services.cli.layout import RunFolder, python_of, variables_of
+from services.cli.local import external, ports
+from services.cli.local.processes import ProcessSpec, Reaper
+from services.cli.local.supervisor import RestartPolicy, Say, SupervisedProcess, Supervision, keeping
+from services.cli.runs import addresses
+from services.cli.runs.record import secret
+from shared.clients.base import HttpClient
+from shared.config import LoadedConfig
+from shared.errors import ConfigError, QueueUnavailable, VolleyError
+from shared.files.storage import replace
+from shared.process import boot
+from shared.queue import client as redis_client
+from shared.queue import server as redis_server
+from shared.schema import ServicesSection, TokenFiles
+from shared.web.access import Role, token_for
+
+_ENVIRONMENT_OF = {"env": "base", "orchestrator": "base", "rollout": "rollout", "trainer": "trainer"}
+_START_S = {"redis": 30.0, "env": 120.0, "orchestrator": 120.0, "rollout": 900.0, "trainer": 900.0}
+"""How long a process may take to answer for the first time, in seconds: model loading and compiling included."""
+_STOP_MARGIN_S = 5.0
+"""How much longer we wait than a service needs that ends by itself when its grace and its cleanup are over, in seconds.
+"""
+_QUEUE_FREE_S = 20.0
+"""How long a server of a supervisor that was killed may take to leave the queue's folder, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStack:
+    """A running stack: the address of every service that answers HTTP, a token that may read their state, and the local
+    processes.
+    """
+
+    urls: dict[str, str]
+    token: str | None
+    ca_file: Path | None
+    kept: list[Supervision]
+
+    def client(self, name: str, timeout_s: float = 5.0) -> HttpClient:
+        return HttpClient(self.urls[name], token=self.token, timeout_s=timeout_s, ca_file=self.ca_file)
+
+
+@dataclass(frozen=True, slots=True)
+class StackSeams:
+    """What a harness puts in the place of services, and between them.
+
+    `modules`: by service, the program to run instead, in the environment `base`. `reach`: from the name and the address
+        of a
+    process to the address at which other services reach it.
+    """
+
+    modules: Mapping[str, str] = field(default_factory=dict[str, str])
+    reach: Callable[[str, str], str] = lambda name, url: url
+
+
+REAL = StackSeams()
+
+
+@asynccontextmanager
+async def running(
+    loaded: LoadedConfig, folder: RunFolder, reaper: Reaper, say: Say, patience: RestartPolicy, seams: StackSeams = REAL
+) -> AsyncIterator[LocalStack]:
+    """All services of the run, answering. Raises VolleyError, also inside an ExceptionGroup."""
+    with ExitStack() as held:
+        locks = () if loaded.config.services.redis_url else (await _queue_lock(held, folder),)
+        builder = _Builder(loaded, folder, seams, say)
+        redis = [] if builder.redis is None else [builder.redis_member(builder.redis, locks)]
+        await builder.check_redis()
+        async with (
+            keeping(redis, reaper, say, patience) as first,
+            keeping(builder.members("env"), reaper, say, patience) as second,
+            keeping(builder.members("trainer", "rollout", "orchestrator"), reaper, say, patience) as third,
+        ):
+            yield LocalStack(
+                {**builder.urls, **builder.external}, builder.token, builder.ca_file, [*first, *second, *third]
+            )
+
+
+async def _queue_lock(held: ExitStack, folder: RunFolder) -> int:
+    """The lock of the queue's folder, for the server to inherit. Raises ConfigError if an older server
+    does not leave.
+    """
+    deadline = time.monotonic() + _QUEUE_FREE_S
+    while True:
+        try:
+            return held.enter_context(redis_server.folder_lock(folder.redis))
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.2)
+
+
+class _Builder:
+    """Turns a configuration into processes. What the supervisor chose (ports, secrets) goes to services.yaml of the
+    run.
+    """
+
+    def __init__(self, loaded: LoadedConfig, folder: RunFolder, seams: StackSeams, say: Say) -> None:
+        self._folder, self._seams = folder, seams
+        services = loaded.config.services
+        self.external = external.find(services)
+        n_rollout = 0 if services.rollout_urls else services.rollout_replicas
+        counts = {"env": int("env" not in self.external), "rollout": n_rollout, "orchestrator": 1, "trainer": 1}
+        given: Mapping[str, Any] = loaded.tree.get("services") or {}
+        self._ports = ports.choose(services, given, counts, addresses.ports_before(folder), say)
+        self.redis = redis_server.prepare(folder.redis) if services.redis_url is None else None
+        self.urls = ports.urls(services, self._ports)
+        self._services = self._resolved(services)
+        self.token, self.ca_file = token_for(self._services.token_files, Role.VIEWER), services.tls.ca_file
+        self._stop_s = services.limits.grace_s + boot.CLEANUP_S + _STOP_MARGIN_S
+        self._cpu = loaded.config.rollout.engine.device == "cpu"
+        replace(
+            folder.services,
+            yaml.safe_dump({"services": self._services.model_dump(mode="json")}, sort_keys=True).encode(),
+        )
+        addresses.write(folder, self.urls, self.external, self._services)
+
+    async def check_redis(self) -> None:
+        """Raises QueueUnavailable if a Redis of the user's does not answer, ConfigError if it refuses us."""
+        if self.redis is None:
+            try:
+                await _ping(self._services)
+            except QueueUnavailable as error:
+                hint = "start it, or leave services.redis_url out to get an embedded one"
+                raise QueueUnavailable(f"services.redis_url: {error.detail}", hint) from error
+
+    def redis_member(self, spec: redis_server.ServerSpec, locks: tuple[int, ...]) -> SupervisedProcess:
+        async def answers() -> bool:
+            try:
+                await _ping(self._services)
+            except VolleyError:
+                return False
+            return True
+
+        log = self._folder.logs / "redis.log"
+        return SupervisedProcess(
+            ProcessSpec("redis", tuple(spec.argv), dict(os.environ), log, inherits=locks), answers, _START_S["redis"]
+        )
+
+    def members(self, *kinds: str) -> list[SupervisedProcess]:
+        return [self._member(kind, i) for kind in kinds for i in range(len(self._ports[kind]))]
+
+    def _member(self, kind: str, i: int) -> SupervisedProcess:
+        name = ports.name_of(kind, i)
+        module, url = self._seams.modules.get(kind, f"services.{kind}"), self.urls[name]
+        command = [str(python_of(self._environment_of(kind))), "-P", "-m", module]
+        command += ["--config", str(self._folder.config), "--config", str(self._folder.services)]
+        command += [f"services.{kind}.port={self._ports[kind][i]}"]
+        reached = self._seams.reach(name, url)
+        command += [f"services.{kind}.url={reached}"] if reached != url else []
+        spec = ProcessSpec(name, tuple(command), self._variables(kind), self._folder.logs / f"{name}.log", self._stop_s)
+        return SupervisedProcess(spec, lambda: _is_healthy(url, self.ca_file), _START_S[kind])
+
+    def _environment_of(self, kind: str) -> str:
+        return "base" if kind in self._seams.modules else _ENVIRONMENT_OF[kind]
+
+    def _variables(self, kind: str) -> dict[str, str]:
+        return variables_of(self._environment_of(kind), cpu=self._cpu)
+
+    def _resolved(self, services: ServicesSection) -> ServicesSection:
+        update: dict[str, Any] = {
+            name: getattr(services, name).model_copy(update={"port": numbers[0]})
+            for name, numbers in self._ports.items()
+            if numbers
+        }
+        if "env" in update and (reached := self._seams.reach("env", self.urls["env"])) != self.urls["env"]:
+            update["env"] = update["env"].model_copy(update={"url": reached})
+        if self.redis is not None:
+            password = self._folder.secrets / "redis"
+            password.unlink(missing_ok=True)
+            with open(os.open(password, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(self.redis.password)
+            update |= {
+                "redis_url": self._seams.reach("redis", f"redis://127.0.0.1:{self.redis.port}/0"),
+                "redis_password_file": password,
+            }
+        if services.token_files == TokenFiles():
+            update["token_files"] = TokenFiles(
+                **{role: secret(self._folder, f"token_{role}") for role in TokenFiles.model_fields}
+            )
+        return services.model_copy(update=update)
+
+
+async def _ping(services: ServicesSection) -> None:
+    assert services.redis_url is not None
+    client = redis_client.connect(services.redis_url, services.redis_password_file, services.tls.ca_file)
+    async with client:
+        with redis_client.translated():
+            await client.ping()  # pyright: ignore[reportGeneralTypeIssues] - typed for both the sync and the async client
+
+
+async def _is_healthy(url: str, ca_file: Path | None) -> bool:
+    async with HttpClient(url, timeout_s=2.0, ca_file=ca_file) as client:
+        try:
+            await client.get("/health", attempts=1)
+        except VolleyError:
+            return False
+        return True

@@ -1,0 +1,56 @@
+"""Reading JSON lines that another process is still writing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from shared import codec
+from shared.bounds import MAX_LINE_VALUES
+from shared.errors import ConfigError, DecodeError
+from shared.files.reading import ended_lines, open_file
+
+
+class JsonlTail:
+    """The complete lines added to a file since the last call; a file that is not there yet has none.
+
+    A file that has become shorter has lost lines at its end (a rolled-back step); what follows is new.
+    Lines that do not parse are skipped: a writer that was killed may leave half a line, and its successor starts a new
+    one. So are lines that hold more values than any record has.
+    """
+
+    def __init__(self, path: Path, *, from_end: bool = False) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if from_end and path.exists() else 0
+
+    def new(self) -> list[dict[str, Any]]:
+        try:
+            with open_file(self._path) as file:
+                self._offset = min(self._offset, os.fstat(file.fileno()).st_size)
+                file.seek(self._offset)
+                return [record for record in map(_parse, self._complete(file)) if record is not None]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            hint = "is this folder as the run left it? `volley verify` names what is not"
+            raise ConfigError(f"{self._path}: {error.strerror}", hint) from error
+
+    def _complete(self, file: IO[bytes]) -> Iterator[bytes]:
+        for size, line in ended_lines(file):
+            self._offset += size
+            yield line
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All complete lines."""
+    return JsonlTail(path).new()
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        value = codec.from_json(line, "a line", MAX_LINE_VALUES)
+    except DecodeError:
+        return None
+    return value if isinstance(value, dict) else None

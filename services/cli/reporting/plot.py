@@ -1,0 +1,68 @@
+"""The picture of a run: held-out success and training reward over optimizer steps. Imports matplotlib, without a
+display.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+_HELD_OUT, _TRAIN, _CHANGED = "#1b6ca8", "#c65d21", "#777777"
+
+type Rows = Sequence[Mapping[str, Any]]
+
+
+def draw(path: Path, run: str, steps: Rows, evals: Rows, changed: Sequence[int] = ()) -> None:
+    """Writes a PNG of about 1200 × 900 pixels. Rows are those of metrics.jsonl and evals.jsonl, in the order of steps.
+
+    `changed` are the steps from which on other settings were in force.
+    """
+    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
+    success, reward = figure.subplots(2, 1, sharex=True)
+    figure.suptitle(f"Run {run}: what the policy learns during RL", fontsize=13)
+    _draw_success(success, steps, evals)
+    _draw_reward(reward, steps)
+    for axes in (success, reward):
+        for i, step in enumerate(changed):
+            axes.axvline(step, color=_CHANGED, linestyle="--", linewidth=1, label=None if i else "settings changed")
+        axes.legend(loc="best", fontsize=9)
+    figure.savefig(path, format="png")
+
+
+def _draw_success(axes: Any, steps: Rows, evals: Rows) -> None:
+    n_tasks = next((row.get("n_tasks") for row in reversed(evals)), None)
+    axes.plot(*_series(steps, "success"), color=_TRAIN, alpha=0.6, linewidth=1.2, label="training episodes (sampled)")
+    x, y = _series(evals, "success")
+    axes.plot(x, y, color=_HELD_OUT, marker="o", linewidth=2, label=f"{n_tasks or ''} held-out tasks (greedy)".strip())
+    for step, value in zip(x, y, strict=True):
+        axes.annotate(f"{value:.0%}", (step, value), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=9)
+    axes.set(ylabel="success (% of episodes)", ylim=(0, 1.09), title="Success")
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _finish(axes)
+
+
+def _draw_reward(axes: Any, steps: Rows) -> None:
+    x, mean = _series(steps, "reward_mean")
+    axes.plot(x, mean, color=_TRAIN, linewidth=1.6, label="mean of the step's episodes")
+    spread = {row["step"]: row["reward_std"] for row in steps if row.get("reward_std") is not None}
+    low, high = ([m + sign * spread.get(s, 0.0) for s, m in zip(x, mean, strict=True)] for sign in (-1, 1))
+    axes.fill_between(x, low, high, color=_TRAIN, alpha=0.15, linewidth=0, label="± one standard deviation")
+    axes.set(xlabel="optimizer step", ylabel="reward (per episode)", title="Training reward")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _finish(axes)
+
+
+def _series(rows: Rows, key: str) -> tuple[list[int], list[float]]:
+    found = [(int(row["step"]), float(row[key])) for row in rows if row.get(key) is not None]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _finish(axes: Any) -> None:
+    axes.grid(alpha=0.25)

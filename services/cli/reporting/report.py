@@ -1,0 +1,200 @@
+"""What a run has achieved: summary.json for programs, a table and a plot for people. Reads only the run's folder.
+
+A step that was undone by a crash and replayed counts once: its last line is the one of the surviving lineage. A step
+and an evaluation count if the weights they made or measured are ancestors of the newest checkpoint's, or may still
+become so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from services.cli.layout import RunFolder
+from services.cli.reporting import jsonl
+from services.cli.runs.record import RunRecord, read_record, write_json
+from shared.errors import ConfigError
+from shared.run import ledger
+from shared.run.pinned import Change
+from shared.run.state import in_lineage, newest_lineage
+from shared.types import WeightVersion
+
+type Rows = Sequence[Mapping[str, Any]]
+
+
+def main(run_dir: Path) -> int:
+    """`volley report`. Raises ConfigError if the folder is not that of a run."""
+    folder = RunFolder(run_dir.absolute())
+    if not folder.path.is_dir():
+        raise ConfigError(f"{run_dir} is no folder", "give a run's folder, e.g. runs/quickstart")
+    if not folder.metrics.exists() and not folder.evals.exists():
+        raise ConfigError(
+            f"{run_dir} has neither metrics.jsonl nor evals.jsonl", "is it a run's folder, and has a step ended?"
+        )
+    print(table(make(folder), folder))
+    return 0
+
+
+def make(folder: RunFolder) -> dict[str, Any]:
+    """Writes summary.json and the plot; returns the summary."""
+    lineage = newest_lineage(folder.checkpoints)
+    steps, evals = (
+        by_step(row for row in jsonl.read(file) if _counts(row, lineage)) for file in (folder.metrics, folder.evals)
+    )
+    lines = jsonl.read(folder.ledger)
+    record = read_record(folder)
+    summary = summarize(steps, evals, record)
+    summary |= {"tickets": dispositions(lines), "episodes": outcomes(steps, lines)}
+    write_json(folder.summary, summary)
+    from services.cli.reporting import plot
+
+    plot.draw(folder.plot, folder.name, steps, evals, [one.from_step for one in record.amendments] if record else [])
+    return summary
+
+
+def by_step(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One row a step, the last written, in the order of steps."""
+    last = {int(row["step"]): row for row in rows if isinstance(row.get("step"), int)}
+    return [last[step] for step in sorted(last)]
+
+
+def summarize(steps: Rows, evals: Rows, record: RunRecord | None) -> dict[str, Any]:
+    """The figures of summary.json; None where there is nothing to tell."""
+    final: Mapping[str, Any] = steps[-1] if steps else {}
+    before: Mapping[str, Any] = evals[0] if evals and evals[0]["step"] == 0 else {}
+    after: Mapping[str, Any] = evals[-1] if evals and evals[-1]["step"] > 0 else {}
+    return {
+        "steps": int(final.get("step", 0)),
+        "elapsed_sec": round(record.elapsed_s if record else _span(steps), 1),
+        "held_out_success_before_rl": before.get("success"),
+        "held_out_success_after_rl": after.get("success"),
+        "held_out_tasks": (after or before).get("n_tasks"),
+        "final_weight_version": final.get("version"),
+        "tokens_per_sec": _tokens_per_sec(steps),
+        "reward_first_step": steps[0].get("reward_mean") if steps else None,
+        "reward_last_step": final.get("reward_mean"),
+        "kl_last_step": final.get("kl"),
+        "logprob_abs_diff_mean": _mean(steps, "logprob_abs_diff"),
+        "staleness_max": max(
+            (row["staleness_max"] for row in steps if row.get("staleness_max") is not None), default=None
+        ),
+        "started_from": dict(record.origin) if record and record.origin else None,
+        "changed": [{"from_step": a.from_step, "changes": dict(a.changes)} for a in record.amendments]
+        if record
+        else [],
+        "tokens_trained": sum(int(row.get("tokens") or 0) for row in steps),
+    }
+
+
+def dispositions(lines: Iterable[ledger.Line]) -> dict[str, int]:
+    """How many tickets ended in which way."""
+    return dict(Counter(str(line["disposition"]) for line in ledger.settled(lines).values()))
+
+
+def outcomes(steps: Rows, lines: Iterable[ledger.Line]) -> dict[str, Any]:
+    """How the trained episodes ended, and what failed: shares and mean sampled tokens by end, counts of faults and
+    failures.
+    """
+    episodes, tokens = Counter[str](), Counter[str]()
+    faults, attempts = Counter[str](), Counter[str]()
+    for row in steps:
+        for end, share in (row.get("ends") or {}).items():
+            episodes[end] += (n := round(share * row["episodes"]))
+            tokens[end] += n * row["end_tokens"][end]
+        faults.update(row.get("faults") or {})
+        attempts.update(row.get("failed_attempts") or {})
+    failed = Counter(
+        str(line.get("reason")) for line in ledger.settled(lines).values() if line["disposition"] == "failed"
+    )
+    return {
+        "ends": {end: n / episodes.total() for end, n in episodes.most_common()},
+        "end_tokens": {end: tokens[end] / n for end, n in episodes.items() if n},
+        "retried_tokens": _mean(steps, "retried_tokens"),
+        "faults": dict(faults.most_common()),
+        "failed_attempts": dict(attempts.most_common()),
+        "failed_groups": dict(failed.most_common()),
+    }
+
+
+def table(summary: Mapping[str, Any], folder: RunFolder) -> str:
+    before, after = summary["held_out_success_before_rl"], summary["held_out_success_after_rl"]
+    gain = f"  ({(after - before) * 100:+.1f} points)" if before is not None and after is not None else ""
+    rows = [
+        ("optimizer steps", f"{summary['steps']}"),
+        ("held-out tasks (greedy)", f"{_or_dash(summary['held_out_tasks'], '')}"),
+        ("held-out success before RL", _or_dash(before, ".1%")),
+        ("held-out success after RL", _or_dash(after, ".1%") + gain),
+        (
+            "training reward, first and last step",
+            f"{_or_dash(summary['reward_first_step'], '.3f')} → {_or_dash(summary['reward_last_step'], '.3f')}",
+        ),
+        ("mean |Δ log p|, rollout against trainer", _or_dash(summary["logprob_abs_diff_mean"], ".1e")),
+        ("largest staleness (steps)", _or_dash(summary["staleness_max"], ".0f")),
+        ("tokens/s during RL", _or_dash(summary["tokens_per_sec"], ",.0f")),
+        ("final weights", str(summary["final_weight_version"] or "–")),
+        *_provenance_rows(summary),
+        ("groups", _counted(summary["tickets"])),
+        *_outcome_rows(summary["episodes"]),
+        ("elapsed", f"{summary['elapsed_sec']:.1f} s"),
+        ("plot", str(folder.plot)),
+        ("summary", str(folder.summary)),
+    ]
+    width = max(len(label) for label, _ in rows)
+    rule = "─" * (width + 40)
+    return "\n".join([rule, f"run {folder.name}", rule, *(f"{label:<{width}}  {value}" for label, value in rows), rule])
+
+
+def _provenance_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Whose weights it began with, and what was changed on the way; only what there is to tell."""
+    origin = summary["started_from"]
+    rows = [("started from", f"{origin['version']} of run {origin['run']}")] if origin else []
+    for one in summary["changed"]:
+        rows += [
+            (f"changed from step {one['from_step']} on", str(Change(key, was, now)))
+            for key, (was, now) in one["changes"].items()
+        ]
+    return rows
+
+
+def _outcome_rows(episodes: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Only what there is to tell."""
+    lengths = episodes["end_tokens"]
+    ends = ", ".join(
+        f"{share:.1%} {end} ({lengths[end]:.0f} tokens)" for end, share in episodes["ends"].items() if share
+    )
+    rows = [("episodes by end (mean length)", ends)]
+    names = {"faults": "turns with a fault", "failed_attempts": "failed attempts", "failed_groups": "failed groups"}
+    rows += [(label, _counted(episodes[key])) for key, label in names.items() if episodes[key]]
+    return [(label, text) for label, text in rows if text]
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "–"
+
+
+def _counts(row: Mapping[str, Any], lineage: Sequence[tuple[int, int]]) -> bool:
+    """Without a lineage, and without versions, every step and every evaluation counts."""
+    versions = [row[key] for key in ("version", "version_min", "version_max") if key in row]
+    return not lineage or all(in_lineage(WeightVersion.parse(version), lineage) for version in versions)
+
+
+def _tokens_per_sec(steps: Rows) -> float | None:
+    """Tokens trained on, over the wall time of the RL steps."""
+    span, tokens = _span(steps), sum(float(row.get("tokens") or 0) for row in steps)
+    return round(tokens / span, 1) if span > 0 else None
+
+
+def _span(steps: Rows) -> float:
+    """Seconds from the start of the first step to the end of the last."""
+    return float(steps[-1]["time"]) - float(steps[0]["time"]) + float(steps[0].get("step_s") or 0.0) if steps else 0.0
+
+
+def _mean(rows: Rows, key: str) -> float | None:
+    values = [float(row[key]) for row in rows if row.get(key) is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _or_dash(value: Any, form: str) -> str:
+    return "–" if value is None else format(value, form)

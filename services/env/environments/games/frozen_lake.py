@@ -1,0 +1,258 @@
+"""FrozenLake: gymnasium's own environment, on random maps, rendered as text.
+
+Maps come from gymnasium's `generate_random_map` and are only used when their shortest path fits the budget of actions.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
+from pydantic import Field, model_validator
+
+from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Demonstration
+from services.env.environments.games.actions import ActionProtocol
+from services.env.environments.games.layouts import DrawnLayout, Effort, Layouts, Rows
+from services.env.environments.games.text_game import GameConfig, GameEpisode, MoveOutcome, instructions, play
+from shared.errors import InputError
+
+ACTIONS = ("Left", "Down", "Right", "Up")
+"""In gymnasium's order: the position is the action's number."""
+
+_MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
+_DEMO_SEEDS = 64
+
+RULES = (
+    "You walk on a frozen lake. Reach the goal G without falling into a hole O.\n"
+    "P is you, _ is ice, O a hole, G the goal, X you in a hole, * you on the goal."
+)
+SLIPPERY = " The ice is slippery: you may slide to the side of where you are heading."
+
+type Cell = tuple[int, int]
+type Render = Literal["grid", "spaced", "grid+around", "grid+coords", "coords"]
+
+
+class FrozenLakeConfig(GameConfig):
+    """`render`: the board as lines; spaced; with what lies around the player; with coordinates of player and goal;
+    these alone.
+
+    `demo_blind` is the share of demonstrations played by someone who heads for the goal without looking at the ice, and
+    so often falls into a hole: they teach the protocol and the direction, and leave the rest to reinforcement learning.
+    """
+
+    size: int = Field(default=4, ge=3, le=16)
+    frozen_probability: float = Field(default=0.8, ge=0.65, le=1)
+    is_slippery: bool = False
+    render: Render = "grid"
+    success_reward: float = Field(default=1.0, gt=0, le=MAX_REWARD)
+    hole_reward: float = Field(default=0.0, ge=-MAX_REWARD, le=0)
+    step_reward: float = Field(default=0.0, ge=-MAX_REWARD, le=0)
+    demo_blind: float = Field(default=0.0, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _reachable(self) -> FrozenLakeConfig:
+        if self.budget < 2 * (self.size - 1):
+            raise ValueError(
+                f"size={self.size} needs at least {2 * (self.size - 1)} actions, but an episode allows {self.budget}"
+            )
+        return self
+
+
+@dataclass(slots=True)
+class LakeGame:
+    """One map in play. `lake` is gymnasium's environment, already reset."""
+
+    rows: Rows
+    lake: FrozenLakeEnv
+    config: FrozenLakeConfig
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(row, column) of the player."""
+        row, column = divmod(int(self.lake.s), len(self.rows))
+        return row, column
+
+    def render(self) -> str:
+        return _RENDER[self.config.render](self.rows, self.position)
+
+    def act(self, action: str) -> MoveOutcome:
+        _, reward, over, _, _ = self.lake.step(ACTIONS.index(action))
+        won = reward > 0
+        rewards = {"success": self.config.success_reward} if won else {"hole": self.config.hole_reward} if over else {}
+        if self.config.step_reward:
+            rewards["step"] = self.config.step_reward
+        return MoveOutcome(rewards, over, won)
+
+    def plan(self) -> Sequence[str] | None:
+        return way(distances(self.rows), self.position)
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenLake:
+    """The environment; build it with `frozen_lake`."""
+
+    config: FrozenLakeConfig
+    layouts: Layouts[Rows]
+    protocol: ActionProtocol
+    splits: tuple[str, ...] = (TRAIN, EVAL)
+
+    def num_tasks(self, split: str) -> int:
+        return self.layouts.count(split)
+
+    def task(self, split: str, index: int) -> str:
+        return f"{split}/{index}@{self.layouts.get(split, index).digest}"
+
+    def reset(self, split: str, index: int, seed: int) -> GameEpisode:
+        return self._episode(self._game(self.layouts.get(split, index), seed))
+
+    def demonstration(self, split: str, index: int) -> Demonstration:
+        """A blind one may fail, see `demo_blind`. On slippery ice the first of some seeds on which the plan works:
+        InputError if none.
+        """
+        drawn = self.layouts.get(split, index)
+        dice = random.Random(drawn.seed)
+        if dice.random() < self.config.demo_blind:
+            game = self._game(drawn, dice.getrandbits(31))
+            return play(self._episode(game), lambda: [blind_action(len(game.rows), game.position, dice)])
+        away = distances(drawn.layout)
+        for seed in range(_DEMO_SEEDS if self.config.is_slippery else 1):
+            game = self._game(drawn, seed)
+            shown = play(self._episode(game), lambda game=game: way(away, game.position))
+            if shown.success:
+                return shown
+        raise InputError(
+            f"frozen_lake/{split}/{index}: no plan worked on {_DEMO_SEEDS} seeds", "raise max_actions and max_turns"
+        )
+
+    def _game(self, drawn: DrawnLayout[Rows], seed: int) -> LakeGame:
+        lake = FrozenLakeEnv(desc=list(drawn.layout), is_slippery=self.config.is_slippery)
+        lake.reset(seed=seed)
+        return LakeGame(drawn.layout, lake, self.config)
+
+    def _episode(self, game: LakeGame) -> GameEpisode:
+        intro = instructions(RULES + (SLIPPERY if self.config.is_slippery else ""), self.config, self.protocol)
+        return GameEpisode(game, self.config, self.protocol, intro)
+
+
+def frozen_lake(config: FrozenLakeConfig) -> FrozenLake:
+    """Builds the environment; maps are made when they are asked for."""
+
+    def make(seed: int, effort: Effort) -> Rows | None:
+        effort.spend(config.size**2)
+        rows = tuple(generate_random_map(config.size, config.frozen_probability, seed))
+        path = shortest_path(rows, (0, 0))
+        return rows if path is not None and len(path) <= config.budget else None
+
+    advice = "change size, raise frozen_probability, or raise max_actions and max_turns"
+    counts = {TRAIN: config.train_tasks, EVAL: config.eval_tasks}
+    protocol = ActionProtocol(ACTIONS, config.protocol, config.max_actions_per_turn)
+    layouts = Layouts(
+        "frozen_lake", make, lambda rows: rows, counts, distinct_train=config.distinct_train, advice=advice
+    )
+    return FrozenLake(config, layouts, protocol)
+
+
+def shortest_path(rows: Rows, start: tuple[int, int]) -> tuple[str, ...] | None:
+    """A shortest sequence of actions from `start` (row, column) to G that avoids H, by breadth-first search; None if
+    there is none.
+    """
+    paths: dict[tuple[int, int], tuple[str, ...]] = {start: ()}
+    queue = deque([start])
+    while queue:
+        row, column = cell = queue.popleft()
+        if rows[row][column] == "G":
+            return paths[cell]
+        for action, (down, right) in _MOVES.items():
+            there = row + down, column + right
+            if there not in paths and _is_open(rows, there):
+                paths[there] = (*paths[cell], action)
+                queue.append(there)
+    return None
+
+
+def distances(rows: Rows) -> dict[Cell, int]:
+    """Moves to G from every cell (row, column) that has a way around the holes."""
+    away = {(r, c): 0 for r, row in enumerate(rows) for c, tile in enumerate(row) if tile == "G"}
+    queue = deque(away)
+    while queue:
+        row, column = cell = queue.popleft()
+        for down, right in _MOVES.values():
+            there = row + down, column + right
+            if there not in away and _is_open(rows, there):
+                away[there] = away[cell] + 1
+                queue.append(there)
+    return away
+
+
+def way(away: Mapping[Cell, int], start: Cell) -> tuple[str, ...] | None:
+    """The path `shortest_path` finds, read off `distances`: the first of the actions that lead nearer,
+    again and again.
+    """
+    if start not in away:
+        return None
+    actions: list[str] = []
+    row, column = start
+    while away[row, column]:
+        nearer = away[row, column] - 1
+        action, (down, right) = next(
+            (a, m) for a, m in _MOVES.items() if away.get((row + m[0], column + m[1])) == nearer
+        )
+        actions.append(action)
+        row, column = row + down, column + right
+    return tuple(actions)
+
+
+def blind_action(size: int, player: tuple[int, int], dice: random.Random) -> str:
+    """Right or Down, whichever leads towards the goal in the last corner; where both do, Right three times
+    out of four.
+    """
+    row, column = player
+    if column == size - 1 or (row < size - 1 and dice.random() < 0.25):
+        return "Down"
+    return "Right"
+
+
+def _is_open(rows: Rows, cell: tuple[int, int]) -> bool:
+    row, column = cell
+    return 0 <= row < len(rows) and 0 <= column < len(rows[0]) and rows[row][column] != "H"
+
+
+def _grid(rows: Rows, player: tuple[int, int], between: str = "") -> str:
+    tiles = [[{"H": "O", "G": "G"}.get(tile, "_") for tile in row] for row in rows]
+    under = rows[player[0]][player[1]]
+    tiles[player[0]][player[1]] = {"H": "X", "G": "*"}.get(under, "P")
+    return "\n".join(between.join(row) for row in tiles)
+
+
+def _coords(rows: Rows, player: tuple[int, int]) -> str:
+    def of(tile: str) -> str:
+        return " ".join(f"{r} {c}" for r, row in enumerate(rows) for c, found in enumerate(row) if found == tile)
+
+    return f"P {player[0]} {player[1]} G {of('G')} O {of('H')}".rstrip()
+
+
+def _grid_around(rows: Rows, player: tuple[int, int]) -> str:
+    def at(action: str) -> str:
+        row, column = player[0] + _MOVES[action][0], player[1] + _MOVES[action][1]
+        inside = 0 <= row < len(rows) and 0 <= column < len(rows[0])
+        return {"H": "O", "G": "G"}.get(rows[row][column], "_") if inside else "#"
+
+    return f"{_grid(rows, player)}\n{' '.join(f'{action} {at(action)}' for action in ACTIONS)}"
+
+
+def _grid_coords(rows: Rows, player: tuple[int, int]) -> str:
+    row, column = next((r, row.index("G")) for r, row in enumerate(rows) if "G" in row)
+    return f"{_grid(rows, player)}\nP {player[0]} {player[1]} G {row} {column}"
+
+
+_RENDER: Mapping[Render, Callable[[Rows, tuple[int, int]], str]] = {
+    "grid": _grid,
+    "spaced": lambda rows, player: _grid(rows, player, " "),
+    "grid+around": _grid_around,
+    "grid+coords": _grid_coords,
+    "coords": _coords,
+}

@@ -1,0 +1,191 @@
+"""Tasks of a procedural environment: (split, index) → seed → layout, with training and evaluation apart by
+construction.
+
+Two independent guarantees:
+- seeds: the lowest bit of a task's seed is its split, so no seed serves both;
+- layouts: a layout belongs to the split its own hash says, whatever seed, size or variant made it. The hash is that of
+  the layout's smallest rotation or reflection, so an evaluation layout is not even a mirrored training layout.
+Evaluation layouts, and on request training layouts, are also pairwise different. Nothing depends on process, time or
+Python's hash seed. Work is bounded in steps of search, not in seconds: a call takes MAX_EFFORT and a little. Memory is
+bounded: of a layout that was drawn its seed is kept, and a few are kept whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from services.env.environments.base import EVAL, TRAIN, check_task
+from shared.errors import InputError, RateLimited
+
+type Rows = tuple[str, ...]
+
+EVAL_SHARE = 4
+"""One hash in so many is an evaluation layout."""
+
+MAX_DISTINCT = 10_000
+"""Tasks of a split whose layouts are pairwise different."""
+
+MAX_EFFORT = 200_000
+"""Steps of search that one call may take, some ten microseconds each; what it has found by then is kept for the next.
+"""
+
+WAIT_S = 5.0
+"""How long a call waits for another one that draws."""
+
+_MAX_DRAWS = 4096
+_KEPT = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnLayout[L]:
+    """A layout with the seed it came from and the digest (12 hex digits) of its canonical form."""
+
+    layout: L
+    seed: int
+    digest: str
+
+
+def canonical(rows: Rows) -> Rows:
+    """The smallest of the layout's eight rotations and reflections."""
+    forms: list[Rows] = []
+    for _ in range(4):
+        rows = tuple("".join(column) for column in zip(*rows[::-1], strict=True))
+        forms += [rows, tuple(row[::-1] for row in rows)]
+    return min(forms)
+
+
+def digest_of(rows: Rows) -> str:
+    return hashlib.blake2b("\n".join(canonical(rows)).encode(), digest_size=6).hexdigest()
+
+
+def split_of(rows: Rows) -> str:
+    """The only split this layout may be used in."""
+    return EVAL if int(digest_of(rows), 16) % EVAL_SHARE == 0 else TRAIN
+
+
+def seed_of(env: str, split: str, index: int, draw: int) -> int:
+    """A 63-bit seed, even for training and odd for evaluation."""
+    key = f"{env}/{split}/{index}/{draw}".encode()
+    half = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 2
+    return 2 * half + (split == EVAL)
+
+
+@dataclass(slots=True)
+class Effort:
+    """Counts steps of search: cells of a map that is drawn, positions that are looked at."""
+
+    spent: int = 0
+
+    def spend(self, n: int) -> None:
+        self.spent += n
+
+    @property
+    def is_over(self) -> bool:
+        return self.spent >= MAX_EFFORT
+
+
+class Layouts[L]:
+    """The layouts of one procedural environment.
+
+    Args:
+        env: name that goes into the seeds and messages.
+        make: seed → layout, or None when that seed gives no usable one; counts its steps. Each call is bounded by
+            itself.
+        rows: layout → its text rows, which identify it.
+        counts: tasks a split has.
+        advice: which settings make usable layouts more frequent.
+        distinct_train: training layouts are pairwise different too; drawn in order, so the first use of a late one is
+            slow.
+    """
+
+    def __init__(
+        self,
+        env: str,
+        make: Callable[[int, Effort], L | None],
+        rows: Callable[[L], Rows],
+        counts: dict[str, int],
+        *,
+        distinct_train: bool = False,
+        advice: str = "make the board larger",
+    ) -> None:
+        self.counts = counts
+        self._env, self._make, self._rows, self._advice = env, make, rows, advice
+        self._distinct: dict[str, list[int]] = {EVAL: [], TRAIN: []} if distinct_train else {EVAL: []}
+        self._seen: set[bytes] = set()
+        self._lock = threading.Lock()
+        self._train = lru_cache(maxsize=_KEPT)(lambda index: self._draw(TRAIN, index, Effort()))
+        self._made = lru_cache(maxsize=_KEPT)(self._make_again)
+
+    def count(self, split: str) -> int:
+        """Tasks of a split. Raises NotFound."""
+        check_task(self._env, self.counts, split, 0)
+        return self.counts[split]
+
+    def get(self, split: str, index: int) -> DrawnLayout[L]:
+        """Raises NotFound, InputError when the configuration has too few layouts, RateLimited when drawing goes on with
+        the next call.
+        """
+        check_task(self._env, self.counts, split, index)
+        return self._made(self._distinct_seed(split, index)) if split in self._distinct else self._train(index)
+
+    def _make_again(self, seed: int) -> DrawnLayout[L]:
+        layout = self._make(seed, Effort())
+        assert layout is not None, "this seed has given a layout before"
+        return DrawnLayout(layout, seed, digest_of(self._rows(layout)))
+
+    def _distinct_seed(self, split: str, index: int) -> int:
+        """The seed of a layout that differs from all before it; they are drawn in order."""
+        known, effort = self._distinct[split], Effort()
+        if not self._lock.acquire(timeout=WAIT_S):
+            raise self._later(split, index)
+        try:
+            while len(known) <= index:
+                if effort.is_over:
+                    raise self._later(split, index)
+                drawn = self._draw(split, len(known), Effort(), effort)
+                self._seen.add(_identity(self._rows(drawn.layout)))
+                known.append(drawn.seed)
+            return known[index]
+        finally:
+            self._lock.release()
+
+    def _draw(self, split: str, index: int, effort: Effort, of_call: Effort | None = None) -> DrawnLayout[L]:
+        """Args: effort: of this layout; of_call: of all that the call has drawn."""
+        for draw in range(_MAX_DRAWS):
+            seed, before = seed_of(self._env, split, index, draw), effort.spent
+            layout = self._make(seed, effort)
+            if of_call is not None:
+                of_call.spend(effort.spent - before)
+            rows = None if layout is None else self._rows(layout)
+            if (
+                layout is not None
+                and rows is not None
+                and split_of(rows) == split
+                and _identity(rows) not in self._seen
+            ):
+                return DrawnLayout(layout, seed, digest_of(rows))
+            if effort.is_over:
+                raise self._too_few(split, index, draw + 1)
+        raise self._too_few(split, index, _MAX_DRAWS)
+
+    def _too_few(self, split: str, index: int, n_draws: int) -> InputError:
+        new = "new " if split in self._distinct else ""
+        return InputError(
+            f"{self._env} found no {new}layout for {split} task {index} in {n_draws} draws",
+            f"its configuration allows too few, or makes them too rare: {self._advice}, or lower {split}_tasks",
+        )
+
+    def _later(self, split: str, index: int) -> RateLimited:
+        return RateLimited(
+            f"{self._env}: {len(self._distinct[split])} layouts are drawn by now, {split} task "
+            f"{index} is not among them",
+            f"ask again, or lower {split}_tasks",
+        )
+
+
+def _identity(rows: Rows) -> bytes:
+    return hashlib.blake2b("\n".join(rows).encode(), digest_size=16).digest()

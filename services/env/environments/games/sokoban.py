@@ -1,0 +1,134 @@
+"""Sokoban as GRL plays it: generated solvable levels, `<answer>Right || Up</answer>`, several actions a turn, up to N
+turns.
+
+Rewards are GRL's: -0.1 an action, +1 for a box pushed onto a target, -1 for one pushed off, +10 when all are on;
+`reward_scale` multiplies all four. The penalty for a malformed answer is not scaled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import Field, model_validator
+
+from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Demonstration
+from services.env.environments.games.actions import ActionProtocol
+from services.env.environments.games.layouts import Effort, Layouts
+from services.env.environments.games.sokoban_level import MOVES, Level, Position, draw, generate, move, solve, solved
+from services.env.environments.games.text_game import GameConfig, GameEpisode, MoveOutcome, demonstrate, instructions
+from shared.errors import InputError
+
+RULES = (
+    "You play Sokoban: push every box onto a target. You push a box by walking into it; you cannot pull, nor push two"
+    " boxes or a box into a wall.\n# wall, _ floor, O target, X box, √ box on target, P you, S you on target."
+)
+
+
+class SokobanConfig(GameConfig):
+    """`dim_room` is (height, width) with the surrounding wall. Levels need at least `min_solution` actions, at most the
+    budget.
+    """
+
+    dim_room: tuple[int, int] = (6, 6)
+    num_boxes: int = Field(default=1, ge=1, le=4)
+    min_solution: int = Field(default=2, ge=1, le=100)
+    spaced: bool = False
+    reward_scale: float = Field(default=1.0, gt=0, le=MAX_REWARD)
+    action_reward: float = Field(default=-0.1, ge=-MAX_REWARD, le=0)
+    box_on_reward: float = Field(default=1.0, ge=0, le=MAX_REWARD)
+    box_off_reward: float = Field(default=-1.0, ge=-MAX_REWARD, le=0)
+    finish_reward: float = Field(default=10.0, ge=0, le=MAX_REWARD)
+
+    @model_validator(mode="after")
+    def _playable(self) -> SokobanConfig:
+        height, width = self.dim_room
+        if not (4 <= height <= 12 and 4 <= width <= 12):
+            raise ValueError("dim_room must be 4 to 12 in both directions")
+        if self.num_boxes + 2 > (height - 2) * (width - 2) // 2:
+            raise ValueError(f"dim_room={list(self.dim_room)} has no room for num_boxes={self.num_boxes}")
+        if self.min_solution > self.budget:
+            raise ValueError(
+                f"min_solution={self.min_solution} is more than the {self.budget} actions an episode allows"
+            )
+        return self
+
+
+@dataclass(slots=True)
+class SokobanGame:
+    """One level in play."""
+
+    level: Level
+    position: Position
+    config: SokobanConfig
+
+    def render(self) -> str:
+        between = " " if self.config.spaced else ""
+        return "\n".join(between.join(row) for row in draw(self.level.room, self.position))
+
+    def act(self, action: str) -> MoveOutcome:
+        room, before = self.level.room, self.position
+        self.position = move(room, before, MOVES[action])
+        gained = len(self.position.boxes & room.targets) - len(before.boxes & room.targets)
+        won = solved(room, self.position)
+        scale = self.config.reward_scale
+        rewards = {"action": scale * self.config.action_reward}
+        if gained:
+            rewards["boxes"] = scale * (self.config.box_on_reward if gained > 0 else self.config.box_off_reward)
+        if won:
+            rewards["finish"] = scale * self.config.finish_reward
+        return MoveOutcome(rewards, won, won)
+
+    def plan(self) -> Sequence[str] | None:
+        return solve(self.level.room, self.position)
+
+
+@dataclass(frozen=True, slots=True)
+class Sokoban:
+    """The environment; build it with `sokoban`."""
+
+    config: SokobanConfig
+    layouts: Layouts[Level]
+    protocol: ActionProtocol
+    splits: tuple[str, ...] = (TRAIN, EVAL)
+
+    def num_tasks(self, split: str) -> int:
+        return self.layouts.count(split)
+
+    def task(self, split: str, index: int) -> str:
+        return f"{split}/{index}@{self.layouts.get(split, index).digest}"
+
+    def reset(self, split: str, index: int, seed: int) -> GameEpisode:
+        """The game has no chance in it: `seed` changes nothing."""
+        level = self.layouts.get(split, index).layout
+        game = SokobanGame(level, level.start, self.config)
+        return GameEpisode(game, self.config, self.protocol, instructions(RULES, self.config, self.protocol))
+
+    def demonstration(self, split: str, index: int) -> Demonstration:
+        """Raises InputError when the level is too large for the solver."""
+        shown = demonstrate(self.reset(split, index, 0))
+        if not shown.success:
+            raise InputError(
+                f"sokoban/{split}/{index} is too large to be solved by search", "lower dim_room or num_boxes"
+            )
+        return shown
+
+
+def sokoban(config: SokobanConfig) -> Sokoban:
+    """Builds the environment; levels are made when they are asked for."""
+    height, width = config.dim_room
+
+    def make(seed: int, effort: Effort) -> Level | None:
+        return generate(seed, height, width, config.num_boxes, config.min_solution, config.budget, effort)
+
+    advice = "change dim_room, lower num_boxes or min_solution, or raise max_actions and max_turns"
+    counts = {TRAIN: config.train_tasks, EVAL: config.eval_tasks}
+    layouts = Layouts(
+        "sokoban",
+        make,
+        lambda level: draw(level.room, level.start),
+        counts,
+        distinct_train=config.distinct_train,
+        advice=advice,
+    )
+    return Sokoban(config, layouts, ActionProtocol(tuple(MOVES), config.protocol, config.max_actions_per_turn))

@@ -1,0 +1,174 @@
+"""The conversation around a grid game: budgets of turns and actions, the action protocol, rewards, demonstrations.
+
+A game only knows its rules (`Game`); everything a model sees or is paid for is decided here, once for all games.
+Invariant: the reward of a step is the sum of its reward components.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from services.env.environments.base import MAX_REWARD, Demonstration, Info, Message, StepResult, assistant, user
+from services.env.environments.games.actions import ActionProtocol, Style
+from services.env.environments.games.layouts import MAX_DISTINCT
+
+type Talk = Literal["chat", "bare"]
+
+
+class GameConfig(BaseModel):
+    """The settings all games share.
+
+    `talk: bare` sends the board alone, for models too small to read instructions. `distinct_train` draws every training
+    layout once (evaluation layouts always are), which evens out easy and hard ones; layouts are then drawn in order.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    talk: Talk = "chat"
+    protocol: Style = "answer"
+    max_turns: int = Field(default=6, ge=1, le=100)
+    max_actions_per_turn: int = Field(default=5, ge=1, le=100)
+    max_actions: int = Field(default=10, ge=1, le=1000)
+    demo_actions_per_turn: int = Field(default=5, ge=1, le=100)
+    format_penalty: float = Field(default=-0.1, ge=-MAX_REWARD, le=0)
+    train_tasks: int = Field(default=100_000, ge=1, le=2**31)
+    eval_tasks: int = Field(default=256, ge=1, le=MAX_DISTINCT)
+    distinct_train: bool = False
+
+    @model_validator(mode="after")
+    def _drawable(self) -> GameConfig:
+        if self.distinct_train and self.train_tasks > MAX_DISTINCT:
+            raise ValueError(f"distinct_train allows at most train_tasks={MAX_DISTINCT}, not {self.train_tasks}")
+        return self
+
+    @property
+    def budget(self) -> int:
+        """Actions one episode may play at most."""
+        return min(self.max_actions, self.max_turns * self.max_actions_per_turn)
+
+
+@dataclass(frozen=True, slots=True)
+class MoveOutcome:
+    """What one action did: reward by component, whether the game is over, whether it is won."""
+
+    rewards: Mapping[str, float]
+    over: bool
+    won: bool
+
+
+class Game(Protocol):
+    """The rules of one board in play."""
+
+    def render(self) -> str:
+        """The board as text."""
+        ...
+
+    def act(self, action: str) -> MoveOutcome:
+        """Plays a legal action by name. Never called once `over`."""
+        ...
+
+    def plan(self) -> Sequence[str] | None:
+        """A shortest sequence of actions that wins from here if nothing random happens, or None."""
+        ...
+
+
+@dataclass(slots=True)
+class GameEpisode:
+    """A game played through messages. `intro` is the text before the first board (empty with `talk: bare`)."""
+
+    game: Game
+    config: GameConfig
+    protocol: ActionProtocol
+    intro: str = ""
+    turns: int = 0
+    played: int = 0
+    tools: Sequence[Mapping[str, Any]] = field(default=())
+
+    @property
+    def opening(self) -> tuple[Message, ...]:
+        return (user(self.intro + self.game.render()),)
+
+    def step(self, message: Message) -> StepResult:
+        reply = self.protocol.read(message["content"])
+        self.turns += 1
+        rewards: dict[str, float] = {} if reply.fault is None else {"format": self.config.format_penalty}
+        done, outcome = self._play(reply.actions, rewards)
+        won, over = (outcome.won, outcome.over) if outcome else (False, False)
+        spent = self.turns >= self.config.max_turns or self.played >= self.config.max_actions
+        return StepResult(
+            messages=(user(self._notice(reply.fault is None, over or spent) + self.game.render()),),
+            reward=math.fsum(rewards.values()),
+            terminated=over,
+            truncated=spent and not over,
+            info=Info(
+                rewards, won, reply.fault, {"actions": done, "actions_left": self.config.max_actions - self.played}
+            ),
+        )
+
+    def _play(self, actions: Sequence[str], rewards: dict[str, float]) -> tuple[list[str], MoveOutcome | None]:
+        """Plays until the actions, the budget or the game end; adds to `rewards`."""
+        done: list[str] = []
+        outcome = None
+        for action in actions[: self.config.max_actions - self.played]:
+            outcome = self.game.act(action)
+            self.played += 1
+            done.append(action)
+            for name, reward in outcome.rewards.items():
+                rewards[name] = rewards.get(name, 0.0) + reward
+            if outcome.over:
+                break
+        return done, outcome
+
+    def _notice(self, well_formed: bool, ended: bool) -> str:
+        if self.config.talk == "bare" or ended:
+            return ""
+        left = f"{self.config.max_turns - self.turns} turns and {self.config.max_actions - self.played} actions left.\n"
+        return (
+            left
+            if well_formed
+            else f"Not a valid answer; write {self.protocol.write(self.protocol.names[:2])}.\n{left}"
+        )
+
+
+def instructions(rules: str, config: GameConfig, protocol: ActionProtocol) -> str:
+    """The text before the first board: the rules, then the protocol and the budget."""
+    if config.talk == "bare":
+        return ""
+    example = protocol.write(protocol.names[:2])
+    return (
+        f"{rules}\nActions: {', '.join(protocol.names)}. Answer with up to "
+        f"{config.max_actions_per_turn} actions a turn, "
+        f"like {example}. You have {config.max_turns} turns and {config.max_actions} actions.\n"
+    )
+
+
+def demonstrate(episode: GameEpisode) -> Demonstration:
+    """Plays `episode` along the game's own plan. Nothing random happens in the game, so one look is enough."""
+    planned = episode.game.plan() or ()
+    return play(episode, lambda: planned[episode.played :])
+
+
+def play(episode: GameEpisode, choose: Callable[[], Sequence[str] | None]) -> Demonstration:
+    """Plays `episode` along what `choose` wants to do next, asked again each turn, until it is over or nothing is
+    wanted.
+    """
+    messages = list(episode.opening)
+    while wanted := choose():
+        chunk = wanted[: _chunk(len(wanted), episode)]
+        messages.append(assistant(episode.protocol.write(chunk)))
+        result = episode.step(messages[-1])
+        if result.over:
+            return Demonstration(tuple(messages), result.info.success)
+        messages.extend(result.messages)
+    return Demonstration(tuple(messages), False)
+
+
+def _chunk(left: int, episode: GameEpisode) -> int:
+    """Actions of the next turn: as configured, more when the turns would not suffice otherwise."""
+    turns = episode.config.max_turns - episode.turns
+    return min(episode.config.max_actions_per_turn, max(episode.config.demo_actions_per_turn, -(-left // turns)))

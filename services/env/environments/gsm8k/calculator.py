@@ -1,0 +1,111 @@
+"""A calculator that is safe to hand to a model: exact arithmetic on rational numbers, bounded in length, depth and
+size.
+
+Only numbers, + - * / // % ** and parentheses are understood; names, calls, attributes and strings are refused. No input
+can take more than about a millisecond: every intermediate result is bounded before it is computed.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+MAX_CHARACTERS = 200
+MAX_BITS = 2048
+MAX_EXPONENT = 128
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+class CalculatorError(Exception):
+    """The expression has no value; the text says why, in words a model can act on."""
+
+
+def calculate(expression: str) -> str:
+    """The value of `expression` as text: exact when whole, else with ten significant digits. Raises CalculatorError."""
+    return show(evaluate(expression))
+
+
+def evaluate(expression: str) -> Fraction:
+    """The exact value. Raises CalculatorError."""
+    if len(expression) > MAX_CHARACTERS:
+        raise CalculatorError(f"the expression is longer than {MAX_CHARACTERS} characters")
+    text = _THOUSANDS.sub("", expression).strip()
+    try:
+        tree = ast.parse(text, mode="eval")
+        return _value(tree.body, text)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise CalculatorError("not a valid arithmetic expression") from None
+
+
+def show(value: Fraction) -> str:
+    """Decimal text of a rational number."""
+    if value.denominator == 1:
+        return str(value.numerator)
+    try:
+        return f"{float(value):.10g}"
+    except OverflowError:
+        raise CalculatorError("the result is too large") from None
+
+
+def _value(node: ast.expr, text: str) -> Fraction:
+    match node:
+        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
+            return _number(ast.get_source_segment(text, node) or "")
+        case ast.UnaryOp(op=ast.UAdd()):
+            return _value(node.operand, text)
+        case ast.UnaryOp(op=ast.USub()):
+            return -_value(node.operand, text)
+        case ast.BinOp(op=ast.Pow()):
+            return _power(_value(node.left, text), _value(node.right, text))
+        case ast.BinOp() if type(node.op) in _BINARY:
+            return _combine(_BINARY[type(node.op)], _value(node.left, text), _value(node.right, text))
+        case _:
+            raise CalculatorError("only numbers, + - * / // % ** and parentheses are allowed")
+
+
+def _number(literal: str) -> Fraction:
+    """The exact value of a decimal literal. Raises CalculatorError on other bases and on extreme exponents."""
+    mantissa, _, exponent = literal.lower().partition("e")
+    if literal[:2].lower() in ("0x", "0o", "0b") or len(exponent.lstrip("+-0")) > 2:
+        raise CalculatorError(f"{literal} is not a plain decimal number")
+    return _bounded(Fraction(mantissa.replace("_", "")) * Fraction(10) ** int(exponent or 0))
+
+
+def _combine(apply: Callable[[Fraction, Fraction], Fraction | int], left: Fraction, right: Fraction) -> Fraction:
+    try:
+        return _bounded(Fraction(apply(left, right)))
+    except ZeroDivisionError:
+        raise CalculatorError("division by zero") from None
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT:
+        raise CalculatorError(f"exponents must be whole numbers up to {MAX_EXPONENT}")
+    if _bits(base) * abs(exponent) > MAX_BITS:
+        raise CalculatorError("the result is too large")
+    try:
+        return base ** int(exponent)
+    except ZeroDivisionError:
+        raise CalculatorError("division by zero") from None
+
+
+def _bounded(value: Fraction) -> Fraction:
+    if _bits(value) > MAX_BITS:
+        raise CalculatorError("the result is too large")
+    return value
+
+
+def _bits(value: Fraction) -> int:
+    return max(value.numerator.bit_length(), value.denominator.bit_length())

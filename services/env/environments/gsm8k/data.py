@@ -1,0 +1,116 @@
+"""GSM8K's file format and conventions: problems, the `#### number` answer, the `<<48/2=24>>` annotations."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+from services.env.environments.base import Message, assistant
+from services.env.environments.gsm8k.calculator import CalculatorError, calculate
+from services.env.environments.tool_calls import write_call
+from shared.errors import ConfigError
+
+_NUMBER = r"(?:(?<!\d)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_STRICT = re.compile(rf"#### ({_NUMBER})")
+_FLEXIBLE = re.compile(_NUMBER)
+_ANNOTATION = re.compile(r"<<([^<>=]*)=[^<>]*>>")
+MAX_NUMBER = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One line of the dataset. `solution` keeps its annotations; `answer` is the text after `#### `, without commas."""
+
+    question: str
+    solution: str
+    answer: str
+
+
+@lru_cache(maxsize=8)
+def read_problems(path: Path) -> tuple[Problem, ...]:
+    """All problems of a JSONL file, read once in a process. Raises ConfigError naming the file, and the line if one is
+    malformed.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"data file {path}: {error.strerror}",
+            "point data.train and data.eval to GSM8K's train.jsonl and test.jsonl",
+        ) from error
+    problems = tuple(_problem(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
+    if not problems:
+        raise ConfigError(f"data file {path} holds no problems")
+    return problems
+
+
+def _problem(line: bytes, where: str) -> Problem:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{where} is not valid JSON: {error}") from error
+    match row:
+        case {"question": str(question), "answer": str(solution)} if (
+            answer := read_number(solution, "strict")
+        ) is not None:
+            return Problem(question, solution, answer)
+        case _:
+            raise ConfigError(f"{where} is not a GSM8K problem", 'a line is {"question": "…", "answer": "… #### 72"}')
+
+
+def read_number(text: str, mode: Literal["strict", "flexible"]) -> str | None:
+    """The answer in `text` without commas: the number after the last `#### number` (strict), or the last number
+    (flexible).
+    """
+    found = (_STRICT if mode == "strict" else _FLEXIBLE).findall(text)
+    return found[-1].replace(",", "") if found else None
+
+
+def same_number(given: str, expected: str) -> bool:
+    """Whether two texts from `read_number` are the same value: 72 and 72.0 are. Numbers of absurd length are never
+    equal.
+    """
+    if len(given) > MAX_NUMBER:
+        return False
+    try:
+        return Decimal(given) == Decimal(expected)
+    except InvalidOperation:
+        return False
+
+
+def solution_text(problem: Problem) -> str:
+    """The dataset's solution without annotations."""
+    return _ANNOTATION.sub("", problem.solution)
+
+
+def solution_messages(problem: Problem, max_turns: int) -> tuple[Message, ...]:
+    """The solution as a conversation with the calculator, at most `max_turns` assistant messages: each annotation is a
+    call.
+
+    Annotations the calculator cannot evaluate, and those beyond the budget of turns, stay plain text.
+    """
+    messages: list[Message] = []
+    said = 0
+    text = problem.solution
+    for found in _ANNOTATION.finditer(text):
+        result = _result(found[1])
+        if result is None or len(messages) // 2 + 1 >= max_turns:
+            continue
+        words = _ANNOTATION.sub("", text[said : found.start()]).strip()
+        call = write_call("calculator", {"expression": found[1].strip()})
+        messages += [assistant(f"{words}\n{call}".lstrip()), {"role": "tool", "content": result}]
+        said = found.end()
+    return (*messages, assistant(_ANNOTATION.sub("", text[said:]).strip()))
+
+
+def _result(expression: str) -> str | None:
+    try:
+        return calculate(expression)
+    except CalculatorError:
+        return None

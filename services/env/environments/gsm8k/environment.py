@@ -1,0 +1,180 @@
+"""GSM8K: grade-school word problems from the original JSONL, answered at once or with a calculator over several turns.
+
+Reward 1 for the right number after the dataset's `#### ` (or for the last number, with `extraction: flexible`), plus
+`format_reward` when the answer stands after `#### ` at all. Demonstrations are the dataset's own solutions; with the
+calculator, its `<<48/2=24>>` annotations become calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.env.environments.base import (
+    EVAL,
+    MAX_REWARD,
+    TRAIN,
+    Demonstration,
+    Info,
+    Message,
+    StepResult,
+    check_task,
+    user,
+)
+from services.env.environments.gsm8k.calculator import CalculatorError, calculate
+from services.env.environments.gsm8k.data import (
+    MAX_NUMBER,
+    Problem,
+    read_number,
+    read_problems,
+    same_number,
+    solution_messages,
+    solution_text,
+)
+from services.env.environments.tool_calls import ToolCall, tool_calls, write_call
+from shared.errors import ConfigError
+
+CALCULATOR: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluates an arithmetic expression with + - * / // % ** and parentheses.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    },
+}
+
+_MAX_CALLS_PER_TURN = 8
+_ASK = "Think step by step and end with the final answer as a number after ####, like: #### 42"
+_TOOL = f"You can use a calculator: write {write_call('calculator', {'expression': '48/2'})} and wait for its result."
+
+
+class Gsm8kConfig(BaseModel):
+    """`train` and `eval` are JSONL files with `question` and `answer`; a split without a file does not exist."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    train: Path | None = None
+    eval: Path | None = None
+    tool: Literal["none", "calculator"] = "none"
+    extraction: Literal["strict", "flexible"] = "strict"
+    max_turns: int = Field(default=8, ge=1, le=64)
+    correct_reward: float = Field(default=1.0, gt=0, le=MAX_REWARD)
+    format_reward: float = Field(default=0.0, ge=0, le=MAX_REWARD)
+
+
+@dataclass(slots=True)
+class Gsm8kEpisode:
+    """One problem in progress."""
+
+    problem: Problem
+    config: Gsm8kConfig
+    turns: int = 0
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return (CALCULATOR,) if self.config.tool == "calculator" else ()
+
+    @property
+    def opening(self) -> tuple[Message, ...]:
+        return (user(_question(self.problem, self.config)),)
+
+    def step(self, message: Message) -> StepResult:
+        self.turns += 1
+        calls = tool_calls(message)[:_MAX_CALLS_PER_TURN] if self.tools else []
+        return self._compute(calls) if calls else self._grade(message["content"])
+
+    def _compute(self, calls: Sequence[ToolCall]) -> StepResult:
+        """Answers tool calls; the turn after the last one is not granted."""
+        answers = [_answer_call(call) for call in calls]
+        fault = "tool" if any(not fine for _, fine in answers) else None
+        messages = tuple(Message(role="tool", content=text) for text, _ in answers)
+        return StepResult(messages, 0.0, False, self.turns >= self.config.max_turns, Info({}, False, fault))
+
+    def _grade(self, text: str) -> StepResult:
+        number = read_number(text, self.config.extraction)
+        right = number is not None and same_number(number, self.problem.answer)
+        rewards = {"correct": self.config.correct_reward if right else 0.0}
+        if self.config.format_reward:
+            marked = read_number(text, "strict") is not None
+            rewards["format"] = self.config.format_reward if marked else 0.0
+        info = Info(
+            rewards,
+            right,
+            "format" if number is None else None,
+            {"answer": number and number[:MAX_NUMBER], "expected": self.problem.answer},
+        )
+        return StepResult((), sum(rewards.values()), True, False, info)
+
+
+class Gsm8k:
+    """The environment. Files are read at the first use of a split; raises ConfigError if one is missing or
+    malformed.
+    """
+
+    def __init__(self, config: Gsm8kConfig) -> None:
+        self._config = config
+        self._files = {split: path for split, path in ((TRAIN, config.train), (EVAL, config.eval)) if path is not None}
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(self._problems)
+
+    @cached_property
+    def _problems(self) -> dict[str, tuple[Problem, ...]]:
+        if not self._files:
+            raise ConfigError(
+                "gsm8k has no data", "set data.train and data.eval to the dataset's train.jsonl and test.jsonl"
+            )
+        return {split: read_problems(path) for split, path in self._files.items()}
+
+    def num_tasks(self, split: str) -> int:
+        self._check(split, 0)
+        return len(self._problems[split])
+
+    def task(self, split: str, index: int) -> str:
+        digest = hashlib.blake2b(self._problem(split, index).question.encode(), digest_size=6).hexdigest()
+        return f"{split}/{index}@{digest}"
+
+    def reset(self, split: str, index: int, seed: int) -> Gsm8kEpisode:
+        """Nothing is random: `seed` changes nothing."""
+        return Gsm8kEpisode(self._problem(split, index), self._config)
+
+    def demonstration(self, split: str, index: int) -> Demonstration:
+        """The dataset's own solution."""
+        problem = self._problem(split, index)
+        ask = user(_question(problem, self._config))
+        if self._config.tool == "calculator":
+            return Demonstration((ask, *solution_messages(problem, self._config.max_turns)), success=True)
+        return Demonstration((ask, {"role": "assistant", "content": solution_text(problem)}), success=True)
+
+    def _problem(self, split: str, index: int) -> Problem:
+        self._check(split, index)
+        return self._problems[split][index]
+
+    def _check(self, split: str, index: int) -> None:
+        check_task("gsm8k", {name: len(problems) for name, problems in self._problems.items()}, split, index)
+
+
+def _question(problem: Problem, config: Gsm8kConfig) -> str:
+    return "\n".join([problem.question, _ASK] + ([_TOOL] if config.tool == "calculator" else []))
+
+
+def _answer_call(call: ToolCall) -> tuple[str, bool]:
+    """The observation a call gets, a number or what is wrong with it, and whether it could be carried out."""
+    if call.problem:
+        return f"error: {call.problem}", False
+    if call.name != "calculator":
+        return f"error: there is no tool {call.name[:40]!r}, only calculator", False
+    expression = (call.arguments or {}).get("expression")
+    if not isinstance(expression, str):
+        return "error: calculator needs an argument expression, a string", False
+    try:
+        return calculate(expression), True
+    except CalculatorError as error:
+        return f"error: {error}", False

@@ -1,0 +1,181 @@
+"""What requests and answers look like on the wire; these models are also the OpenAPI page."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic.config import JsonDict
+
+from services.env.environments.base import Fault, Message, StepResult
+from services.env.episodes import EpisodeSlot
+from shared.types import MAX_MESSAGE
+from shared.web import http
+
+RequestId = Annotated[str, Field(min_length=1, max_length=200)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Index = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+def _example(**body: JsonValue) -> JsonDict:
+    """What the OpenAPI page offers to send."""
+    return {"examples": [body]}
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SplitBody(Body, json_schema_extra=_example(split="train")):
+    split: Annotated[Name, Field(examples=["train"])]
+
+
+class TaskBody(Body, json_schema_extra=_example(split="train", index=0)):
+    split: Annotated[Name, Field(examples=["train"])]
+    index: Annotated[Index, Field(examples=[0])]
+
+
+class RegisterBody(Body, json_schema_extra=_example(name="frozen_lake-6", base="frozen_lake", config={"size": 6})):
+    """A configured variant of the environment `base`."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    base: Name
+    config: dict[str, JsonValue] = {}
+
+
+class CreateBody(Body, json_schema_extra=_example(request_id="1", env="frozen_lake", split="train", index=0)):
+    """`seed` drives what is random in the episode; left out, it is made from `request_id`."""
+
+    request_id: RequestId
+    env: Name
+    split: Name
+    index: Index
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+
+class AssistantMessage(BaseModel):
+    """OpenAI's assistant message; its other fields are ignored. `content` may be null only beside tool calls."""
+
+    model_config = ConfigDict(frozen=True)
+
+    role: Literal["assistant"] = "assistant"
+    content: Annotated[str, Field(max_length=MAX_MESSAGE)] | None = None
+    tool_calls: Annotated[list[JsonValue], Field(max_length=64)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> AssistantMessage:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("message has no content; send the assistant's text, which may be empty")
+        return self
+
+    def as_message(self) -> Message:
+        message = Message(role="assistant", content=self.content or "")
+        return {**message, "tool_calls": self.tool_calls} if self.tool_calls else message
+
+
+_ACTION: JsonDict = {"role": "assistant", "content": "<answer>Right || Down</answer>"}
+
+
+class StepBody(Body, json_schema_extra=_example(request_id="1", message=_ACTION)):
+    request_id: RequestId
+    message: AssistantMessage
+
+
+class Described(BaseModel):
+    """An environment on offer."""
+
+    name: str
+    base: str
+    config: dict[str, Any]
+
+
+class Listed(BaseModel):
+    environments: list[Described]
+
+
+class Counted(BaseModel):
+    num_tasks: int
+
+
+class Named(BaseModel):
+    """`task` is readable: split, index, and a digest of what the task is."""
+
+    task: str
+
+
+class Said(BaseModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+
+
+class Shown(BaseModel):
+    """`success` says whether the conversation solves the task: some demonstrations only show how to play."""
+
+    messages: list[Said]
+    success: bool
+
+
+class Created(BaseModel):
+    """`ttl_s` is how long the episode lives when nobody uses it."""
+
+    episode_id: str
+    task: str
+    messages: list[Said]
+    tools: list[dict[str, Any]]
+    info: dict[str, Any]
+    ttl_s: float
+
+
+class StepInfo(BaseModel):
+    """The environment's own fields beside these."""
+
+    reward_components: dict[str, float]
+    success: bool
+    error: Fault | None
+
+
+class Stepped(BaseModel):
+    messages: list[Said]
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: StepInfo
+
+
+async def read[B: Body](request: Request, model: type[B]) -> B:
+    """The JSON or msgpack body as `model`; a GET's query string stands for a body. Raises DecodeError, or InputError
+    naming the field.
+    """
+    if request.method == "GET":
+        return http.validated(model, dict(request.query_params), strict=False)
+    return await http.read_model(request, model)
+
+
+def created(slot: EpisodeSlot, ttl_s: float) -> dict[str, Any]:
+    request, episode = slot.request, slot.live
+    return {
+        "episode_id": slot.id,
+        "task": slot.task,
+        "messages": list(slot.opening),
+        "tools": list(episode.tools),
+        "info": {"env": request.entry.name, "split": request.split, "index": request.index, "seed": slot.seed},
+        "ttl_s": ttl_s,
+    }
+
+
+def stepped(result: StepResult) -> dict[str, Any]:
+    known = {
+        "reward_components": dict(result.info.reward_components),
+        "success": result.info.success,
+        "error": result.info.error,
+    }
+    return {
+        "messages": list(result.messages),
+        "reward": float(result.reward),
+        "terminated": result.terminated,
+        "truncated": result.truncated,
+        "info": {**result.info.extra, **known},
+    }

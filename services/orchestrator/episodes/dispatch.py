@@ -1,0 +1,66 @@
+"""Runs single episodes: bounded concurrency, and another attempt when the infrastructure failed.
+
+An attempt begins only when a rollout server can be used and, after a failure, when the environment service says it is
+ready. Both are waited for without a deadline: an outage costs time, not attempts. A failure is never turned into a
+reward; when the attempts are used up it is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Literal
+
+from services.orchestrator import metrics
+from services.orchestrator.episodes.runner import EpisodeRunner
+from services.orchestrator.episodes.turn import SamplingSpec, TokenBudget
+from services.orchestrator.servers.balancer import Balancer
+from services.orchestrator.status import RunStatus
+from shared.errors import VolleyError
+from shared.process import telemetry
+from shared.types import Trajectory
+
+_BACKOFF_S, _BACKOFF_CAP_S = 0.2, 5.0
+type Purpose = Literal["train", "eval"]
+_log = telemetry.Log("dispatch")
+
+
+class Dispatcher:
+    """Args: max_concurrent: episodes at once."""
+
+    def __init__(
+        self, runner: EpisodeRunner, balancer: Balancer, board: RunStatus, *, max_concurrent: int, max_attempts: int
+    ) -> None:
+        self._runner, self._balancer, self._board = runner, balancer, board
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._max_attempts = max_attempts
+
+    async def episode(self, spec: SamplingSpec, purpose: Purpose) -> Trajectory:
+        """Raises VolleyError: the last failure, when attempts are used up or another one cannot help."""
+        budget = TokenBudget(self._max_attempts)
+        async with self._slots:
+            while True:
+                try:
+                    return await self._attempt(spec, budget, purpose)
+                except VolleyError as error:
+                    self._board.last_failure = f"{type(error).__name__}: {error}"
+                    _log.warning(
+                        "episode failed",
+                        ticket=spec.ticket,
+                        sample_index=spec.sample_index,
+                        attempt=budget.used,
+                        error=str(error),
+                    )
+                    budget.spend(error)
+                    await asyncio.sleep(min(_BACKOFF_CAP_S, _BACKOFF_S * 2**budget.used) * random.uniform(0.5, 1.0))
+
+    async def _attempt(self, spec: SamplingSpec, budget: TokenBudget, purpose: Purpose) -> Trajectory:
+        budget.n_sampled = 0
+        if budget.used:
+            await self._runner.environment_ready()
+        await self._balancer.wait_routable(spec.need)
+        with self._board.episode(), metrics.EPISODES_RUNNING.track_inprogress():
+            trajectory = await self._runner.run(spec, budget)
+        self._board.ended(trajectory)
+        metrics.count(purpose, trajectory)
+        return trajectory

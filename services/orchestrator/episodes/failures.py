@@ -1,0 +1,42 @@
+"""Why an episode fails for reasons that are not the model's. What is done about each class is said in shared.outcomes.
+
+    VolleyError
+    ├── TooLarge ── PromptTooLong      the task's first prompt leaves no room to answer: no attempt can succeed
+    ├── Unavailable
+    │   ├── EpisodeLost                the environment service no longer knows the episode (it was restarted)
+    │   └── EpisodeTimeout             the episode's deadline passed
+    ├── PrefixBroken                   a turn would not continue exactly what was sampled before: a defect, never data
+    └── WrongVersion                   an evaluation got tokens of another version than the one it measures
+
+Whatever the model does (malformed answers, endless text, too many turns) is data and never appears here.
+"""
+
+from __future__ import annotations
+
+from shared.errors import TooLarge, Unavailable, VolleyError
+from shared.outcomes import judged
+
+
+class PromptTooLong(TooLarge):
+    title = "Prompt longer than the context"
+
+
+class EpisodeLost(Unavailable):
+    title = "Episode lost"
+
+
+class EpisodeTimeout(Unavailable):
+    title = "Episode timed out"
+
+
+class PrefixBroken(VolleyError):
+    title = "Token prefix broken"
+
+
+class WrongVersion(VolleyError):
+    title = "Wrong weight version"
+
+
+def is_transient(error: VolleyError) -> bool:
+    """Whether another attempt, perhaps on another server, can succeed."""
+    return judged(error).action == "again"

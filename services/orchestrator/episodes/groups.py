@@ -1,0 +1,55 @@
+"""One ticket's group: G siblings of one task, at once. Complete, or failed with the class of the error; nothing in
+between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.orchestrator.episodes.dispatch import Dispatcher
+from services.orchestrator.episodes.turn import SamplingSpec
+from services.orchestrator.schedule.seeding import TaskOrder
+from services.orchestrator.servers.balancer import VersionBounds
+from shared.errors import VolleyError, first_error
+from shared.process import telemetry
+from shared.types import Group, Trajectory
+
+_log = telemetry.Log("groups")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """What all groups of a run share. `sampling` holds temperature, top_p and top_k; G is `n_siblings`."""
+
+    env: str
+    split: str
+    n_siblings: int
+    seed: int
+    sampling: Mapping[str, Any]
+    order: TaskOrder
+
+    def specs(self, ticket: int, need: VersionBounds) -> list[SamplingSpec]:
+        index = self.order.index(ticket)
+        return [
+            SamplingSpec(self.env, self.split, index, ticket, sample_index, self.seed, self.sampling, need)
+            for sample_index in range(self.n_siblings)
+        ]
+
+
+async def run_group(dispatcher: Dispatcher, plan: GroupPlan, ticket: int, need: VersionBounds) -> Group:
+    """The group of a ticket. An error of one sample, its attempts used up, fails the group and stops the others."""
+    failure: VolleyError | None = None
+    tasks: list[asyncio.Task[Trajectory]] = []
+    try:
+        async with asyncio.TaskGroup() as siblings:
+            tasks += [siblings.create_task(dispatcher.episode(spec, "train")) for spec in plan.specs(ticket, need)]
+    except* VolleyError as errors:
+        failure = first_error(errors)
+    if failure is not None:
+        _log.warning("group failed", ticket=ticket, error=type(failure).__name__, detail=str(failure))
+        return Group(ticket, plan.env, f"{plan.split}/{plan.order.index(ticket)}", (), failure=type(failure).__name__)
+    trajectories = tuple(task.result() for task in tasks)
+    return Group(ticket, plan.env, trajectories[0].task, trajectories)

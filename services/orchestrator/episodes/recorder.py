@@ -1,0 +1,122 @@
+"""Token-in-token-out: the growing record of one episode.
+
+Invariants
+- Only appends: the model's ids are kept as sampled, the environment's new text is tokenized once and put behind them.
+- Exact prefix: what is sent for a turn begins with exactly what was sent for the turn before and sampled after it.
+  `prompt` checks this every turn against the copy it handed out.
+- Mask and log-probability are nonzero only on sampled tokens, and version spans cover exactly those.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from services.orchestrator.episodes.failures import PrefixBroken
+from shared.clients.rollout import Generation
+from shared.outcomes import End, Fault
+from shared.types import Status, Trajectory, Turn, VersionSpan
+
+PROMPT, ASSISTANT = "prompt", "assistant"
+
+
+class Recorder:
+    """The tokens of one episode so far. Args: prompt_ids: ids up to and including the first assistant header."""
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self._ids = np.asarray(prompt_ids, np.int32)
+        self._mask = np.zeros(len(prompt_ids), np.uint8)
+        self._logprobs = np.zeros(len(prompt_ids), np.float32)
+        self._prompt_len = len(prompt_ids)
+        self._sent = self._ids
+        self._spans: list[VersionSpan] = []
+        self._turns = [Turn(0, len(prompt_ids), PROMPT)]
+        self._components: dict[str, float] = {}
+        self._faults: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def prompt(self) -> np.ndarray:
+        """int32 [T], read-only: all ids so far, to be continued by the model. Raises PrefixBroken."""
+        if not np.array_equal(self._ids[: len(self._sent)], self._sent):
+            raise PrefixBroken(f"the first {len(self._sent)} ids changed between two turns")
+        self._sent = self._ids.copy()
+        self._sent.flags.writeable = False
+        return self._sent
+
+    def add_sampled(self, generation: Generation) -> None:
+        """Appends what the model said in this turn, or one more part of it."""
+        start = len(self)
+        self._append(generation.output_ids, generation.logprobs, sampled=True)
+        for span in generation.versions:
+            self._add_span(VersionSpan(span.version, start + span.start, start + span.end))
+
+    def end_turn(
+        self, start: int, reward: float, components: Mapping[str, float], faults: Iterable[Fault | None] = ()
+    ) -> None:
+        """Closes the assistant turn that began at position `start`, with what the environment gave for it."""
+        self._turns.append(Turn(start, len(self), ASSISTANT, reward))
+        self._faults.update(fault for fault in faults if fault is not None)
+        for name, value in components.items():
+            self._components[name] = self._components.get(name, 0.0) + value
+
+    def add_environment(self, ids: Sequence[int], role: str) -> None:
+        """Appends the environment's text and the next assistant header."""
+        start = len(self)
+        self._append(np.asarray(ids, np.int32), np.zeros(len(ids), np.float32), sampled=False)
+        self._turns.append(Turn(start, len(self), role))
+
+    def ids_since(self, start: int) -> list[int]:
+        return self._ids[start:].tolist()
+
+    def trajectory(
+        self,
+        *,
+        ticket: int,
+        sample_index: int,
+        attempt: int,
+        env: str,
+        task: str,
+        success: bool,
+        status: Status,
+        end: End,
+        failures: Mapping[str, int],
+        timings: Mapping[str, float],
+    ) -> Trajectory:
+        """The finished record; the reward is the sum over the turns."""
+        return Trajectory(
+            ticket=ticket,
+            sample_index=sample_index,
+            attempt=attempt,
+            env=env,
+            task=task,
+            prompt_len=self._prompt_len,
+            token_ids=self._ids,
+            loss_mask=self._mask,
+            logprobs=self._logprobs,
+            versions=tuple(self._spans),
+            turns=tuple(self._turns),
+            reward=float(sum(turn.reward for turn in self._turns)),
+            success=success,
+            status=status,
+            reward_components=self._components,
+            timings=timings,
+            end=end,
+            faults=dict(self._faults),
+            failures=dict(failures),
+        )
+
+    def _append(self, ids: np.ndarray, logprobs: np.ndarray, *, sampled: bool) -> None:
+        self._ids = np.concatenate([self._ids, ids])
+        self._mask = np.concatenate([self._mask, np.full(len(ids), sampled, np.uint8)])
+        self._logprobs = np.concatenate([self._logprobs, logprobs])
+
+    def _add_span(self, span: VersionSpan) -> None:
+        last = self._spans[-1] if self._spans else None
+        if last is not None and last.version == span.version and last.end == span.start:
+            self._spans[-1] = VersionSpan(last.version, last.start, span.end)
+        else:
+            self._spans.append(span)

@@ -1,0 +1,219 @@
+"""One episode: the model and the environment take turns until one of them, or a bound, ends it.
+
+The tokens so far are the whole state of the model's side, so a turn whose server fails is asked of another one, and a
+turn that a weight update cut short goes on. Only the environment's side can be lost; then the episode starts again from
+the beginning (see `groups`). Whatever the model does is data; whatever raises is the infrastructure's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from services.orchestrator.episodes.failures import EpisodeLost, EpisodeTimeout, PromptTooLong
+from services.orchestrator.episodes.recorder import Recorder
+from services.orchestrator.episodes.turn import EpisodeState, SamplingSpec, TokenBounds, TokenBudget, TurnSampler
+from services.orchestrator.schedule import seeding
+from services.orchestrator.servers.balancer import Balancer
+from services.orchestrator.status import RunStatus
+from shared.clients.env import Opening, StepReply
+from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
+from shared.models.chat import ChatTokenizer
+from shared.outcomes import End, end_of_turn
+from shared.process import telemetry
+from shared.types import MAX_MESSAGE, Message, Status, Trajectory
+
+_DELETE_S = 2.0
+_POLL_S, _AGAIN_S = 0.5, 0.1
+_LONG_TEXT = 20_000  # characters; tokenizing more at once would hold up the event loop
+_log = telemetry.Log("episode")
+
+
+class Environments(Protocol):
+    """The part of `EnvClient` that is used here."""
+
+    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening: ...
+
+    async def step(self, episode_id: str, request_id: str, content: str) -> StepReply: ...
+
+    async def delete_episode(self, episode_id: str) -> None: ...
+
+    async def ready(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    success: bool
+    status: Status
+    end: End
+
+
+class EpisodeRunner:
+    """Drives episodes; one object serves all of them."""
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        environments: Environments,
+        balancer: Balancer,
+        board: RunStatus,
+        bounds: TokenBounds,
+    ) -> None:
+        self._tokenizer, self._environments, self._balancer, self._bounds = tokenizer, environments, balancer, bounds
+        self._board, self._sampler = board, TurnSampler(balancer, board, tokenizer.eos_id, bounds)
+
+    async def run(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory:
+        """One whole episode; its environment's episode is deleted however it ends.
+
+        Raises:
+            PromptTooLong: the first prompt leaves no room to answer.
+            VolleyError: the infrastructure failed (see `failures`).
+        """
+        try:
+            async with asyncio.timeout(self._bounds.timeout_s) as budget.timer:
+                return await self._run(spec, budget)
+        except TimeoutError:
+            raise EpisodeTimeout(
+                f"an episode of {spec.env}/{spec.split}/{spec.index} took more than {self._bounds.timeout_s:g} s"
+            ) from None
+
+    async def _run(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory:
+        started, request_id = time.monotonic(), uuid.uuid4().hex
+        opening = await self._open(spec, request_id, budget)
+        env_s = time.monotonic() - started
+        try:
+            course = EpisodeState(spec, budget, Recorder(await self._prompt(opening)))
+            ended, step_s = await self._play(course, opening.episode_id, request_id)
+        finally:
+            await self._delete(opening.episode_id)
+        timings = {"env_s": env_s + step_s, "generate_s": course.generate_s, "total_s": time.monotonic() - started}
+        trajectory = course.recorder.trajectory(
+            ticket=spec.ticket,
+            sample_index=spec.sample_index,
+            attempt=budget.used,
+            env=spec.env,
+            task=opening.task,
+            success=ended.success,
+            status=ended.status,
+            end=ended.end,
+            failures=budget.failures,
+            timings=timings,
+        )
+        trajectory.validate()
+        return trajectory
+
+    async def environment_ready(self) -> None:
+        """Returns when the environment service takes requests; ends only so, or by cancellation."""
+        with self._board.waits_on("env"):
+            while True:
+                with suppress(Unavailable):
+                    return await self._environments.ready()
+                await asyncio.sleep(_POLL_S)
+
+    async def _open(self, spec: SamplingSpec, request_id: str, budget: TokenBudget) -> Opening:
+        try:
+            return await self._asked(lambda: self._create(spec, request_id), budget)
+        except asyncio.CancelledError:
+            # The service may have made the episode; asking again with the same id tells which one it is.
+            with suppress(VolleyError, TimeoutError):
+                async with asyncio.timeout(_DELETE_S):
+                    opening = await self._create(spec, request_id)
+                    await self._environments.delete_episode(opening.episode_id)
+            raise
+
+    async def _create(self, spec: SamplingSpec, request_id: str) -> Opening:
+        seed = seeding.env_seed(spec.seed, spec.ticket, spec.sample_index)
+        return await self._environments.create(request_id, spec.env, spec.split, spec.index, seed=seed)
+
+    async def _play(self, course: EpisodeState, episode_id: str, request_id: str) -> tuple[_Ended, float]:
+        """Takes turns until the end; returns how it ended, and the seconds spent in the environment."""
+        recorder, env_s, n_turns = course.recorder, 0.0, 0
+        while True:
+            start = len(recorder)
+            sampled = await self._sampler.turn(course)
+            n_turns += 1
+            stepped = time.monotonic()
+            result = await self._step(
+                course, episode_id, f"{request_id}-{n_turns}", self._tokenizer.message_text(sampled)
+            )
+            env_s += time.monotonic() - stepped
+            cut = self._cut(sampled, len(recorder))
+            recorder.end_turn(
+                start, result.reward, result.reward_components, [result.fault, "length" if cut == "length" else None]
+            )
+            if result.terminated:
+                return _Ended(result.success, "completed", end_of_turn(result.fault, cut=cut)), env_s
+            if result.truncated or n_turns >= self._bounds.max_turns:
+                return _Ended(result.success, "truncated", "turns"), env_s
+            ids = await self._continuation(result.messages, ended=sampled[-1] == self._tokenizer.eos_id)
+            if self._bounds.room(len(recorder) + len(ids)) <= 0:
+                return _Ended(result.success, "truncated", "context"), env_s
+            recorder.add_environment(ids, str(result.messages[0]["role"]) if result.messages else "user")
+
+    def _cut(self, sampled: Sequence[int], n_tokens: int) -> Literal["length", "context"] | None:
+        """The bound that cut a turn short, if one did. Args: n_tokens: of the episode, this turn included."""
+        if sampled[-1] == self._tokenizer.eos_id:
+            return None
+        if len(sampled) >= self._bounds.max_response_length:
+            return "length"
+        return "context" if self._bounds.room(n_tokens) <= 0 else None
+
+    async def _prompt(self, opening: Opening) -> list[int]:
+        ids = await _tokenized(opening.messages, lambda: self._tokenizer.render_prompt(opening.messages, opening.tools))
+        if self._bounds.room(len(ids)) <= 0:
+            raise PromptTooLong(
+                f"the prompt of {opening.task} has {len(ids)} tokens, the context {self._bounds.context_length}",
+                "raise rollout.engine.context_length",
+            )
+        return ids
+
+    async def _continuation(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
+        return await _tokenized(messages, lambda: self._tokenizer.render_continuation(messages, ended=ended))
+
+    async def _step(self, course: EpisodeState, episode_id: str, request_id: str, text: str) -> StepReply:
+        """Raises EpisodeLost. Text beyond what the service takes is cut: it is the model's, so it is no failure."""
+        budget, used = course.budget, course.budget.used
+        try:
+            return await self._asked(
+                lambda: self._environments.step(episode_id, request_id, text[:MAX_MESSAGE]), budget
+            )
+        except (NotFound, Conflict) as error:
+            if budget.used > used:
+                budget.prepaid = True
+            raise EpisodeLost(f"the environment lost episode {episode_id}: {error.detail}") from error
+
+    async def _asked[T](self, call: Callable[[], Awaitable[T]], budget: TokenBudget) -> T:
+        """Repeats what the environment service knows by its request id; the episode's deadline bounds it, outages not
+        counted.
+
+        Each failure costs an attempt, and the service has to be ready again before the next; being told to wait costs
+        none.
+        """
+        while True:
+            try:
+                with self._board.waits_on("env"):
+                    return await call()
+            except RateLimited as error:
+                await asyncio.sleep(error.retry_after_s)
+            except Unavailable as error:
+                budget.spend(error)
+                await asyncio.sleep(_AGAIN_S)
+                with budget.outage():
+                    await self.environment_ready()
+
+    async def _delete(self, episode_id: str) -> None:
+        """Best effort within its time: an episode that stays behind expires by itself."""
+        with suppress(VolleyError, TimeoutError):
+            async with asyncio.timeout(_DELETE_S):
+                await self._environments.delete_episode(episode_id)
+
+
+async def _tokenized(messages: Sequence[Message], render: Callable[[], list[int]]) -> list[int]:
+    if sum(len(str(message.get("content") or "")) for message in messages) > _LONG_TEXT:
+        return await asyncio.to_thread(render)
+    return render()

@@ -1,0 +1,203 @@
+"""One assistant turn: sampled in one part if all goes well, in several when a weight update cuts it short or a server
+fails.
+
+Every part continues exactly the ids that are recorded; what a failed server had sampled is lost and sampled again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.orchestrator import metrics
+from services.orchestrator.episodes.failures import WrongVersion, is_transient
+from services.orchestrator.episodes.recorder import Recorder
+from services.orchestrator.schedule import seeding
+from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
+from services.orchestrator.status import RunStatus
+from shared.clients.rollout import Generation
+from shared.errors import RateLimited, Unavailable, VolleyError
+from shared.types import WeightVersion
+
+_ABORT_S = 2.0
+_MAX_PARTS = 64  # of one turn; each weight update in abort mode makes one more
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBounds:
+    """Bounds of one episode. `context_length` and `max_response_length` (of one turn) are tokens."""
+
+    context_length: int
+    max_response_length: int
+    max_turns: int
+    timeout_s: float
+    max_attempts: int
+
+    def room(self, n_tokens: int) -> int:
+        """Tokens that may be sampled after `n_tokens`; engines want the sum below their context length."""
+        return self.context_length - 1 - n_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingSpec:
+    """Which episode to run. `sampling` holds temperature, top_p and top_k; `ticket` 0 stands for an evaluation."""
+
+    env: str
+    split: str
+    index: int
+    ticket: int
+    sample_index: int
+    seed: int
+    sampling: Mapping[str, Any]
+    need: VersionBounds
+
+
+@dataclass(slots=True)
+class TokenBudget:
+    """Attempts of one sample_index, over all its turns and restarts: the only bound of repetition there is, so that
+    none is inside another.
+
+    `failures` counts them by class, `used` in all. `prepaid`: the next failure belongs to one that is counted, because
+    one outage is one attempt. `n_sampled` is how many tokens the present attempt has sampled, `timer` its deadline.
+    """
+
+    max_attempts: int
+    used: int = 0
+    failures: Counter[str] = field(default_factory=Counter[str])
+    n_sampled: int = 0
+    prepaid: bool = False
+    timer: asyncio.Timeout | None = None
+
+    def spend(self, error: VolleyError) -> None:
+        """Counts a failure; raises it again when it was the last attempt or cannot pass."""
+        if self.prepaid:
+            self.prepaid = False
+            return
+        if self.used >= self.max_attempts:
+            raise error
+        name = type(error).__name__
+        self.failures[name] += 1
+        metrics.FAILED_ATTEMPTS.labels(name).inc()
+        metrics.FAILED_TOKENS.labels(name).observe(self.n_sampled)
+        self.used = self.used + 1 if is_transient(error) else self.max_attempts
+        if self.used >= self.max_attempts:
+            raise error
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """Waiting for a service inside of this moves the attempt's deadline by as much."""
+        due = self.timer and self.timer.when()
+        if self.timer is None or due is None:
+            yield
+            return
+        began = asyncio.get_running_loop().time()
+        self.timer.reschedule(None)
+        try:
+            yield
+        finally:
+            self.timer.reschedule(due + asyncio.get_running_loop().time() - began)
+
+
+@dataclass(slots=True)
+class EpisodeState:
+    """What changes while an episode runs: its record, its server, its budget, seconds spent generating."""
+
+    spec: SamplingSpec
+    budget: TokenBudget
+    recorder: Recorder
+    server_url: str | None = None
+    generate_s: float = 0.0
+
+
+class TurnSampler:
+    """Asks rollout servers for turns; one object serves all episodes."""
+
+    def __init__(self, balancer: Balancer, board: RunStatus, eos_id: int, bounds: TokenBounds) -> None:
+        self._balancer, self._board, self._eos_id, self._bounds = balancer, board, eos_id, bounds
+
+    async def turn(self, course: EpisodeState) -> list[int]:
+        """Records one assistant turn; returns its ids, which end with `eos_id` unless a bound cut it.
+
+        Raises:
+            VolleyError: the attempts are used up.
+        """
+        recorder, start = course.recorder, len(course.recorder)
+        for _ in range(_MAX_PARTS):
+            left = min(self._bounds.max_response_length - (len(recorder) - start), self._bounds.room(len(recorder)))
+            if left <= 0:
+                return recorder.ids_since(start)
+            generation = await self._part(course, left)
+            recorder.add_sampled(generation)
+            course.budget.n_sampled += len(generation.output_ids)
+            self._board.moved()
+            ids = recorder.ids_since(start)
+            if generation.finish_reason != "abort" or ids[-1:] == [self._eos_id]:
+                return ids
+        raise Unavailable(f"one turn was cut short {_MAX_PARTS} times")
+
+    async def _part(self, course: EpisodeState, max_new_tokens: int) -> Generation:
+        while True:
+            started = time.perf_counter()
+            try:
+                with course.budget.outage():
+                    await self._balancer.wait_routable(course.spec.need)
+                async with self._balancer.server(course.spec.need, course.server_url) as server:
+                    course.server_url = server.url
+                    with self._board.waits_on("rollout"):
+                        return await self._ask(server, course, max_new_tokens)
+            except RateLimited as error:
+                await asyncio.sleep(error.retry_after_s)
+            except VolleyError as error:
+                course.budget.spend(error)
+            finally:
+                elapsed = time.perf_counter() - started
+                course.generate_s += elapsed
+                metrics.GENERATE_SECONDS.observe(elapsed)
+
+    async def _ask(self, server: ServerLoad, course: EpisodeState, max_new_tokens: int) -> Generation:
+        ids, rid = course.recorder.prompt(), uuid.uuid4().hex
+        params = self._params(course.spec, len(ids), max_new_tokens)
+        try:
+            generation = await server.engine.generate(ids, params, rid, timeout_s=self._bounds.timeout_s)
+        except asyncio.CancelledError:
+            await _abort(server, rid)
+            raise
+        except RateLimited:
+            raise
+        except VolleyError as error:
+            if is_transient(error):
+                self._balancer.fail(server, str(error))
+            raise
+        self._balancer.succeeded(server, generation.versions[-1].version if generation.versions else None)
+        if course.spec.need.strict:
+            self._check_versions(generation, course.spec.need)
+        return generation
+
+    def _check_versions(self, generation: Generation, need: VersionBounds) -> None:
+        """Raises WrongVersion if any token lies outside of the bounds, or was sampled by weights that were undone."""
+        for span in generation.versions:
+            version = WeightVersion.parse(span.version)
+            late = need.max_step is not None and version.step > need.max_step
+            if late or version.step < (need.min_step or 0) or self._balancer.is_undone(version):
+                raise WrongVersion(f"tokens of {span.version} where step {need.min_step} was asked for")
+
+    def _params(self, spec: SamplingSpec, position: int, max_new_tokens: int) -> dict[str, Any]:
+        return {
+            **spec.sampling,
+            "max_new_tokens": max_new_tokens,
+            "stop_token_ids": [self._eos_id],
+            "sampling_seed": seeding.sampling_seed(spec.seed, spec.ticket, spec.sample_index, position),
+        }
+
+
+async def _abort(server: ServerLoad, rid: str) -> None:
+    """Best effort within its time: the engine goes on with requests whose client went away."""
+    with suppress(VolleyError, TimeoutError):
+        async with asyncio.timeout(_ABORT_S):
+            await server.engine.abort(rid)

@@ -1,0 +1,133 @@
+"""The lines of evals.jsonl: what an evaluation found, and whether it still counts.
+
+Invariant: a record counts for its step only if the weights it measured are ancestors of the present ones. A step that
+    was undone
+and made again is measured again; of several records that count the last is the step's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+
+from services.orchestrator.episodes.recorder import ASSISTANT
+from services.orchestrator.schedule.lineage import Lineage
+from shared.errors import DecodeError, StorageUnavailable
+from shared.files import storage
+from shared.process import telemetry
+from shared.run.state import in_lineage
+from shared.types import Trajectory, WeightVersion
+
+_RETRY_S = 1.0
+_log = telemetry.Log("records")
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRecord:
+    """One line. `version_min` and `version_max` are over all sampled tokens, which `tokens` counts; `ends` are shares
+    of the episodes.
+    """
+
+    step: int
+    version_min: str
+    version_max: str
+    n_tasks: int
+    success: float
+    reward_mean: float
+    turns_mean: float
+    tokens: int
+    elapsed_s: float
+    failed: int
+    ends: Mapping[str, float] = field(default_factory=dict)
+
+    def counts(self, lineage: Lineage) -> bool:
+        """Whether the weights it measured belong to the lineage; while none is known, they do."""
+        return not lineage or all(
+            in_lineage(WeightVersion.parse(v), lineage) for v in (self.version_min, self.version_max)
+        )
+
+
+_RECORD = TypeAdapter(EvalRecord)
+
+
+def summarize(step: int, trajectories: Sequence[Trajectory], failed: int, elapsed_s: float) -> EvalRecord:
+    """Means over the trajectories (at least one), of rewards of any finite size; failed tasks are counted, not
+    averaged.
+    """
+    n = len(trajectories)
+    versions = [WeightVersion.parse(span.version) for t in trajectories for span in t.versions]
+    return EvalRecord(
+        step=step,
+        version_min=str(min(versions)),
+        version_max=str(max(versions)),
+        n_tasks=n + failed,
+        success=sum(t.success for t in trajectories) / n,
+        reward_mean=mean([t.reward for t in trajectories]),
+        turns_mean=sum(turn.role == ASSISTANT for t in trajectories for turn in t.turns) / n,
+        tokens=sum(t.n_sampled for t in trajectories),
+        elapsed_s=round(elapsed_s, 3),
+        failed=failed,
+        ends={end: count / n for end, count in Counter(str(t.end) for t in trajectories).items()},
+    )
+
+
+def counting(records: Sequence[EvalRecord], lineage: Lineage) -> list[EvalRecord]:
+    """One record a step, the last that counts, in the order of steps."""
+    last = {record.step: record for record in records if record.counts(lineage)}
+    return [last[step] for step in sorted(last)]
+
+
+def read_records(path: Path) -> list[EvalRecord]:
+    """All whole lines that can be read; one that a crash cut off is blanked in the file. What is skipped is measured
+    again.
+    """
+    storage.blank_torn_line(path)
+    records: list[EvalRecord] = []
+    for n, line in enumerate(storage.whole_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            record = _RECORD.validate_json(line, strict=True)
+            for version in (record.version_min, record.version_max):
+                WeightVersion.parse(version)
+        except (ValidationError, DecodeError) as error:
+            _log.warning("a damaged record was skipped", file=path.name, line=n, reason=str(error))
+        else:
+            records.append(record)
+    return records
+
+
+def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Appends JSON lines and makes them durable. Raises StorageUnavailable; then none of them is there."""
+    storage.append(path, b"".join(orjson.dumps(row) + b"\n" for row in rows), durable=True)
+
+
+async def once_there_is_room[T](write: Callable[[], T], waiting: Callable[[StorageUnavailable | None], None]) -> T:
+    """Repeats `write`, which blocks, while the disk is full or may not be written to: ends only so, or by cancellation.
+
+    Args:
+        waiting: told why nothing is written yet, and None in the end.
+    """
+    while True:
+        try:
+            done = await asyncio.to_thread(write)
+        except StorageUnavailable as error:
+            _log.warning("waiting for disk space", reason=str(error))
+            waiting(error)
+        else:
+            waiting(None)
+            return done
+        await asyncio.sleep(_RETRY_S)
+
+
+def as_rows(records: Sequence[EvalRecord]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(record) for record in records]

@@ -1,0 +1,156 @@
+"""The run as a whole: its parts, its one worker, and the description that the routes give of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from services.orchestrator.episodes.dispatch import Dispatcher
+from services.orchestrator.episodes.groups import GroupPlan, run_group
+from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator
+from services.orchestrator.evaluation.records import as_rows
+from services.orchestrator.schedule.gate import ReservationGate
+from services.orchestrator.schedule.run_schedule import RunSchedule, RunSizes, wait_for_tasks
+from services.orchestrator.schedule.seeding import TaskOrder
+from services.orchestrator.schedule.ticket_loop import TicketLoop
+from services.orchestrator.servers.balancer import Balancer
+from services.orchestrator.settings import OrchestratorSettings
+from services.orchestrator.status import RunStatus
+from shared.clients.env import EnvClient
+from shared.errors import VolleyError, first_error
+from shared.models.chat import ChatTokenizer
+from shared.process import telemetry, wedge
+from shared.process.wedge import ServiceReport
+from shared.queue.queue import TicketQueue
+
+_PAUSED = "paused"
+_log = telemetry.Log("run")
+
+
+@dataclass
+class Orchestrator:
+    """`course` is None until the environment service has answered."""
+
+    settings: OrchestratorSettings
+    queue: TicketQueue
+    environments: EnvClient
+    tokenizer: ChatTokenizer
+    balancer: Balancer
+    board: RunStatus
+    gate: ReservationGate
+    dispatcher: Dispatcher
+    course: RunSchedule | None = None
+    evaluator: Evaluator | None = None
+
+    async def work(self) -> None:
+        """The worker: follows the run to its end. What it cannot go on from is the state `failed`, to be read at the
+        routes.
+        """
+        failure: VolleyError | None = None
+        try:
+            await self._follow()
+        except* VolleyError as errors:
+            failure = first_error(errors)
+        if failure is None:
+            self.board.end("finished")
+            _log.info("run finished", run=self.settings.run)
+        else:
+            self.board.end("failed", str(failure))
+            _log.error("run failed", run=self.settings.run, error=type(failure).__name__, detail=str(failure))
+
+    def pause(self) -> None:
+        """No new groups; those in progress end and are published."""
+        self.board.paused = True
+        self.gate.close(_PAUSED)
+
+    def resume(self) -> None:
+        self.board.paused = False
+        self.gate.release(_PAUSED)
+
+    def describe(self) -> dict[str, Any]:
+        """What GET /runs/{name} answers. `chain` says who waits for whom, as far as it can be seen from here."""
+        known = self._known()
+        verdict = wedge.judge([ServiceReport("orchestrator", "orchestrator", said=known)])
+        if verdict.state == "wedged":
+            known |= {"state": "wedged", "reason": str(verdict)}
+        return {**known, "chain": verdict.chain}
+
+    def _known(self) -> dict[str, Any]:
+        board, no_server = self.board, self.balancer.why_none()
+        state, reason = board.state(no_server)
+        queue = self.course.state if self.course else None
+        return {
+            "name": self.settings.run,
+            "state": state,
+            "reason": reason,
+            "step": queue.version if queue else None,
+            "epoch": queue.epoch if queue else None,
+            "max_steps": self.settings.max_steps,
+            "groups_per_step": self.settings.terms.batch,
+            "queue": dataclasses.asdict(queue) if queue else None,
+            "held": self.course.n_held if self.course else 0,
+            "episodes_running": board.running,
+            "evaluating_step": board.evaluating_step,
+            "waiting": dataclasses.asdict(board.waiting)
+            if board.waiting and board.running == 0 and board.evaluating_step is None
+            else None,
+            "refused": board.refused,
+            "waits": {**board.waits, **({"server": n} if (n := self.balancer.n_waiting) else {})},
+            "disk": board.disk,
+            "quiet_s": round(board.quiet_s(), 1),
+            "groups_published": board.published,
+            "groups_failed": board.failed_groups,
+            "last_failure": board.last_failure,
+            "tokens_per_s": round(board.tokens_per_s(), 1),
+            "staleness": board.staleness,
+            "mean_episode_s": board.mean_episode_s(),
+            "no_server": no_server,
+            "servers": self.balancer.describe(),
+            "evaluations": as_rows(self.evaluator.records) if self.evaluator else [],
+        }
+
+    async def _follow(self) -> None:
+        sizes = await wait_for_tasks(self.environments, self.settings.env, self.board)
+        self.evaluator = self._evaluator(sizes)
+        self.course = RunSchedule(
+            self.queue,
+            self.balancer,
+            self.board,
+            self.gate,
+            self._ticket_loop(sizes),
+            self.evaluator,
+            max_steps=self.settings.max_steps,
+            checkpoints=self.settings.folder / "checkpoints",
+        )
+        await self.course.follow()
+
+    def _ticket_loop(self, sizes: RunSizes) -> TicketLoop:
+        settings = self.settings
+        plan = GroupPlan(
+            settings.env,
+            "train",
+            settings.n_siblings,
+            settings.seed,
+            settings.sampling,
+            TaskOrder(settings.seed, sizes.n_train),
+        )
+        return TicketLoop(
+            self.queue,
+            self.gate,
+            self.board,
+            settings.terms,
+            n_groups=settings.n_groups,
+            run_group=lambda ticket, need: run_group(self.dispatcher, plan, ticket, need),
+        )
+
+    def _evaluator(self, sizes: RunSizes) -> Evaluator:
+        settings = self.settings
+        plan = EvalPlan(
+            settings.env,
+            min(settings.n_eval_tasks, sizes.n_eval),
+            settings.seed,
+            settings.eval_every,
+            settings.max_steps,
+        )
+        return Evaluator(self.dispatcher, self.board, self.tokenizer, plan, settings.folder)

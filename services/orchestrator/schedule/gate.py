@@ -1,0 +1,42 @@
+"""Whether tickets may be reserved: open unless somebody holds it closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class ReservationGate:
+    """Closed while any reason is held; it starts closed by `start`."""
+
+    START = "start"
+
+    def __init__(self) -> None:
+        self._reasons = {self.START}
+        self._open = asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        return self._open.is_set()
+
+    async def passed(self) -> None:
+        """Returns when the gate is open; ends only so, or by cancellation."""
+        await self._open.wait()
+
+    def close(self, reason: str) -> None:
+        self._reasons.add(reason)
+        self._open.clear()
+
+    def release(self, reason: str) -> None:
+        self._reasons.discard(reason)
+        if not self._reasons:
+            self._open.set()
+
+    @contextmanager
+    def held(self, reason: str) -> Iterator[None]:
+        self.close(reason)
+        try:
+            yield
+        finally:
+            self.release(reason)

@@ -1,0 +1,158 @@
+"""The course of a run, seen from the orchestrator: wait for the services, evaluate, generate while the trainer trains,
+evaluate, finish.
+
+Reservations pause while an evaluation runs. So the one at step 0 ends before the first group is generated, and the one
+at the last step starts when no group is generated any more. A trainer that goes back to an older checkpoint takes the
+run with it: what waits for weights that were undone stops waiting for them, and an evaluation of such weights ends
+without a record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.orchestrator.evaluation.evaluator import Evaluator
+from services.orchestrator.schedule.gate import ReservationGate
+from services.orchestrator.schedule.lineage import Lineage, lineage_at
+from services.orchestrator.schedule.ticket_loop import TicketLoop, TicketSource
+from services.orchestrator.servers.balancer import Balancer
+from services.orchestrator.status import RunStatus, Wait
+from shared.clients.env import EnvClient
+from shared.errors import QueueUnavailable, Unavailable
+from shared.process import telemetry
+from shared.queue.records import QueueState
+from shared.run.state import in_lineage
+from shared.types import WeightVersion
+
+_POLL_S = 0.25
+_log = telemetry.Log("run")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSizes:
+    """Tasks of the two splits, as the environment service counts them."""
+
+    n_train: int
+    n_eval: int
+
+
+async def wait_for_tasks(environments: EnvClient, env: str, board: RunStatus) -> RunSizes:
+    """Waits until the environment service answers. Raises NotFound for an environment or split it does not have."""
+    while True:
+        try:
+            return RunSizes(await environments.num_tasks(env, "train"), await environments.num_tasks(env, "eval"))
+        except Unavailable as error:
+            board.waiting = Wait("env", f"the environment service: {error}")
+        await asyncio.sleep(1.0)
+
+
+class RunSchedule:
+    """One run from here to its end. `state` is the newest snapshot of the queue.
+
+    Args:
+        checkpoints: where the trainer's checkpoints are.
+    """
+
+    def __init__(
+        self,
+        queue: TicketSource,
+        balancer: Balancer,
+        board: RunStatus,
+        gate: ReservationGate,
+        loop: TicketLoop,
+        evaluator: Evaluator,
+        *,
+        max_steps: int,
+        checkpoints: Path,
+    ) -> None:
+        self._queue, self._balancer, self._board, self._gate = queue, balancer, board, gate
+        self._loop, self._evaluator, self._max_steps, self._checkpoints = loop, evaluator, max_steps, checkpoints
+        self.state: QueueState | None = None
+        self._lineage: Lineage = ()
+        self._epoch = -1
+        self._fresh = asyncio.Event()
+
+    async def follow(self) -> None:
+        """Returns when the last step is trained and evaluated. Raises ExceptionGroup of VolleyErrors, or bugs."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._loop.run()), group.create_task(self._watch())]
+            await self._steps()
+            for task in tasks:
+                task.cancel()
+
+    @property
+    def n_held(self) -> int:
+        """Tickets in hand."""
+        return len(self._loop.held)
+
+    async def _steps(self) -> None:
+        while True:
+            at = await self._next_version()
+            if self._evaluator.due(at.step):
+                with self._gate.held("evaluation"):
+                    await self._evaluate(at)
+            elif at.step >= self._max_steps:
+                return
+            else:
+                self._gate.release(ReservationGate.START)
+
+    async def _next_version(self) -> WeightVersion:
+        """The version of a snapshot newer than the call, of an open queue."""
+        while True:
+            self._fresh.clear()
+            await self._fresh.wait()
+            if self.state is not None and self.state.ready:
+                return WeightVersion(self.state.epoch, self.state.version)
+
+    async def _watch(self) -> None:
+        while True:
+            held = self._loop.held
+            try:
+                state = await self._queue.state()
+            except QueueUnavailable as error:
+                self._board.waiting = Wait("redis", str(error))
+            else:
+                await self._saw(state, held)
+                self._fresh.set()
+            await asyncio.sleep(_POLL_S)
+
+    async def _saw(self, state: QueueState, held: tuple[int, ...]) -> None:
+        """Args: held: tickets that were in hand before the snapshot was taken."""
+        if self.state is None or _position(state) != _position(self.state):
+            self._board.moved()
+        self._board.refused = state.refused
+        if state.ready:
+            version = WeightVersion(state.epoch, state.version)
+            if state.epoch != self._epoch:
+                self._lineage, self._epoch = (
+                    await asyncio.to_thread(lineage_at, self._checkpoints, version),
+                    state.epoch,
+                )
+                self._evaluator.follow(self._lineage)
+            self._loop.saw(state, held)
+            self._balancer.set_target(version, self._lineage)
+        self.state = state
+
+    async def _evaluate(self, at: WeightVersion) -> None:
+        """Ends with a record, or without one when the weights are undone meanwhile."""
+        self._board.evaluating_step = at.step
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = {group.create_task(self._evaluator.run(at.step)), group.create_task(self._undone(at))}
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in tasks:
+                    task.cancel()
+        finally:
+            self._board.evaluating_step = None
+
+    async def _undone(self, version: WeightVersion) -> None:
+        while in_lineage(version, self._lineage):
+            await self._next_version()
+        _log.warning("evaluation dropped: the trainer went back", version=str(version), lineage=self._lineage)
+
+
+def _position(state: QueueState) -> tuple[int, ...]:
+    """What of a snapshot changes only when the run advances, or goes back."""
+    return state.epoch, state.ready, state.version, state.low, state.void, state.depth

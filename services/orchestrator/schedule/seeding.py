@@ -1,0 +1,55 @@
+"""Everything that is drawn at random, as pure functions of the run's seed: tasks, and seeds of sampling and
+environments.
+
+Invariants
+- A pass over the split meets every task exactly once, in an order of its own; ticket t is always the same task, in any
+  process and after any restart.
+- The seeds do not depend on the attempt: a sample that is dispatched again repeats itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+_ROUNDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOrder:
+    """Sampling without replacement: ticket (from 1) → index in a split of `n_tasks` tasks."""
+
+    seed: int
+    n_tasks: int
+
+    def index(self, ticket: int) -> int:
+        """0 <= index < n_tasks; a bijection over the tickets of each pass. O(1) in memory."""
+        turn, position = divmod(ticket - 1, self.n_tasks)
+        half_bits = max(1, ((self.n_tasks - 1).bit_length() + 1) // 2)
+        while True:
+            position = self._feistel(position, turn, half_bits)
+            if position < self.n_tasks:
+                return position
+
+    def _feistel(self, value: int, turn: int, half_bits: int) -> int:
+        """A keyed permutation of [0, 4**half_bits); iterated until it lands below n_tasks, it permutes [0, n_tasks)."""
+        mask = (1 << half_bits) - 1
+        left, right = value >> half_bits, value & mask
+        for number in range(_ROUNDS):
+            left, right = right, left ^ (_hash(self.seed, "order", turn, number, right) & mask)
+        return (left << half_bits) | right
+
+
+def sampling_seed(run_seed: int, ticket: int, sample_index: int, position: int) -> int:
+    """31 bits for the engine; `position` is where in the trajectory sampling starts."""
+    return _hash(run_seed, "sampling", ticket, sample_index, position) & 0x7FFF_FFFF
+
+
+def env_seed(run_seed: int, ticket: int, sample_index: int) -> int:
+    """31 bits for what is random in an environment after its task is chosen."""
+    return _hash(run_seed, "env", ticket, sample_index) & 0x7FFF_FFFF
+
+
+def _hash(*parts: int | str) -> int:
+    text = ",".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

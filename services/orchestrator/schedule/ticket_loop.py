@@ -1,0 +1,234 @@
+"""The ticket loop: reserve, generate the group, publish; as many groups at once as memory is meant for.
+
+Invariants
+- A ticket is held by a lease while its group is worked on; whatever happens here, it is published, given back, or its
+  lease runs out and another producer gets it. Nothing is lost when Redis, the trainer or this process goes away.
+- Only the queue slows generation down: no ticket, no group.
+- A group needs weights that are fresh enough for the step that will train it, so that it is not stale on arrival. What
+  it needs falls with the queue's version: after a rollback the trainer may wait for just this group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.orchestrator import metrics
+from services.orchestrator.schedule.gate import ReservationGate
+from services.orchestrator.servers.balancer import VersionBounds
+from services.orchestrator.status import RunStatus, Wait
+from shared.errors import QueueUnavailable, VolleyError
+from shared.process import telemetry
+from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
+from shared.types import Group
+
+_RESERVE_WAIT_S = 2.0
+_RETRY_S, _RETRY_CAP_S = 0.1, 1.0
+_GIVE_BACK_S, _LATE_S = 2.0, 0.5
+_MAX_FAILED_IN_A_ROW = 8
+_log = telemetry.Log("tickets")
+
+_WAITING = {
+    PublishRefusal.NOT_READY: Wait("trainer", "the trainer has not opened the queue"),
+    PublishRefusal.FULL: Wait("trainer", "the trainer has enough groups and has not finished a step yet"),
+    PublishRefusal.EXHAUSTED: Wait("trainer", "all groups are generated, the trainer is finishing"),
+}
+
+
+class TicketSource(Protocol):
+    """The producer's part of `TicketQueue`."""
+
+    async def reserve_wait(
+        self, ttl_s: float, batch: int, max_staleness: int, total: int, deadline_s: float
+    ) -> Reservation | PublishRefusal: ...
+
+    async def renew(self, ticket: int, ttl_s: float) -> bool: ...
+
+    async def publish(self, ticket: int, payload: bytes) -> Published: ...
+
+    async def state(self) -> QueueState: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The queue's terms for this run: B groups a step, the allowed staleness in steps, groups in the whole run, lease
+    in seconds.
+    """
+
+    batch: int
+    max_staleness: int
+    total: int
+    lease_s: float
+    patience_s: float
+
+    def need(self, reservation: Reservation, void: int) -> VersionBounds:
+        """Weights for a ticket: at most `max_staleness` steps older than the step that trains it, but never newer than
+        the durable one.
+
+        The bound can always be met: the queue's version never runs ahead of durable weights, which all servers get.
+        """
+        trained_at = max(reservation.version, (reservation.ticket - void - 1) // self.batch)
+        return VersionBounds(min_step=max(0, min(reservation.version, trained_at - self.max_staleness)))
+
+
+type RunGroup = Callable[[int, VersionBounds], Awaitable[Group]]
+
+
+class TicketLoop:
+    """Args: n_groups: groups worked on at once; run_group: makes the group of a ticket (failed ones too)."""
+
+    def __init__(
+        self,
+        queue: TicketSource,
+        gate: ReservationGate,
+        board: RunStatus,
+        terms: Admission,
+        *,
+        n_groups: int,
+        run_group: RunGroup,
+    ) -> None:
+        self._queue, self._gate, self._board = queue, gate, board
+        self._terms, self._run_group = terms, run_group
+        self._slots = asyncio.Semaphore(n_groups)
+        self._held: dict[int, VersionBounds] = {}
+        self._failed_in_a_row, self._failed_at = 0, 0.0
+        self._void = 0
+
+    async def run(self) -> None:
+        """Works until cancelled; tickets in hand are given back then.
+
+        Raises:
+            VolleyError: group after group failed, with the failure of the last.
+        """
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._renew_leases())
+            while True:
+                await self._slots.acquire()
+                reservation = await self._reserve()
+                self._held[reservation.ticket] = need = self._terms.need(reservation, self._void)
+                group.create_task(self._work(reservation, need))
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The tickets in hand."""
+        return tuple(self._held)
+
+    def saw(self, state: QueueState, held: Iterable[int]) -> None:
+        """A newer snapshot of the queue. Args: held: tickets that were in hand before it was taken."""
+        self._void = state.void
+        for need in (self._held[ticket] for ticket in held if ticket in self._held):
+            need.lower(state.version)
+
+    async def _reserve(self) -> Reservation:
+        failures = 0
+        while True:
+            await self._gate.passed()
+            try:
+                answer = await self._ask()
+            except QueueUnavailable as error:
+                self._board.waiting, failures = Wait("redis", str(error)), failures + 1
+                await _pause(failures)
+                continue
+            failures = 0
+            if isinstance(answer, PublishRefusal):
+                self._board.waiting = _WAITING[answer]
+            elif self._gate.is_open:
+                self._board.waiting = None
+                return answer
+            else:
+                await self._give_back(answer.ticket)
+
+    async def _ask(self) -> Reservation | PublishRefusal:
+        """The queue's next answer. A ticket that comes when this was cancelled is given back."""
+        terms = self._terms
+        asking = asyncio.ensure_future(
+            self._queue.reserve_wait(terms.lease_s, terms.batch, terms.max_staleness, terms.total, _RESERVE_WAIT_S)
+        )
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            await asyncio.wait([asking], timeout=_LATE_S)
+            if (
+                not asking.cancel()
+                and asking.exception() is None
+                and isinstance(answer := asking.result(), Reservation)
+            ):
+                await self._give_back(answer.ticket)
+            await asyncio.wait([asking])
+            raise
+
+    async def _work(self, reservation: Reservation, need: VersionBounds) -> None:
+        ticket, began = reservation.ticket, time.monotonic()
+        try:
+            group = await self._run_group(ticket, need)
+            self._judge(group, began)
+            await self._publish(group, reservation)
+        except asyncio.CancelledError:
+            await self._give_back(ticket)
+            raise
+        finally:
+            self._held.pop(ticket, None)
+            self._slots.release()
+
+    async def _publish(self, group: Group, reservation: Reservation) -> None:
+        """Offers the group until the queue has an answer; after the patience its lease may run out instead."""
+        payload, deadline, failures = group.encode(), time.monotonic() + self._terms.patience_s, 0
+        while time.monotonic() < deadline:
+            try:
+                outcome = await self._queue.publish(group.ticket, payload)
+            except QueueUnavailable as error:
+                _log.warning("publish failed", ticket=group.ticket, error=str(error))
+            else:
+                if outcome is not Published.NOT_READY:
+                    self._published(group, outcome, reservation.version)
+                    return
+            failures += 1
+            await _pause(failures)
+        metrics.GROUPS.labels("abandoned").inc()
+        _log.error("group abandoned", ticket=group.ticket, waited_s=self._terms.patience_s)
+
+    def _published(self, group: Group, outcome: Published, version: int) -> None:
+        metrics.GROUPS.labels("failed" if group.failure is not None else outcome.value).inc()
+        if outcome is Published.QUEUED:
+            self._board.group_published(group, version)
+        _log.debug("published", ticket=group.ticket, outcome=outcome.value, failure=group.failure)
+
+    def _judge(self, group: Group, began: float) -> None:
+        """Stops the run when nothing but failures comes out, instead of voiding tickets for ever.
+
+        Groups that one event broke together count once: one counts if it began after the last that counted had failed.
+        """
+        if group.failure is None:
+            self._failed_in_a_row = 0
+        elif began >= self._failed_at:
+            self._failed_in_a_row, self._failed_at = self._failed_in_a_row + 1, time.monotonic()
+        if self._failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
+            raise VolleyError(
+                f"{self._failed_in_a_row} groups in a row failed, the last with "
+                f"{self._board.last_failure or group.failure}",
+                "the service's log tells the cause of each",
+            )
+
+    async def _renew_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self._terms.lease_s / 3)
+            try:
+                for ticket in sorted(self._held):
+                    await self._queue.renew(ticket, self._terms.lease_s)
+            except QueueUnavailable as error:
+                _log.warning("leases not renewed", error=str(error))
+
+    async def _give_back(self, ticket: int) -> None:
+        """Best effort within its time: a lease that is not given back runs out."""
+        with suppress(QueueUnavailable, TimeoutError):
+            async with asyncio.timeout(_GIVE_BACK_S):
+                await self._queue.renew(ticket, 0)
+
+
+async def _pause(failures: int) -> None:
+    await asyncio.sleep(min(_RETRY_CAP_S, _RETRY_S * 2**failures) * random.uniform(0.5, 1.0))

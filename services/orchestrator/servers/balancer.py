@@ -1,0 +1,255 @@
+"""Which rollout server answers the next turn: version-aware, least in flight, sticky for an episode.
+
+Rules
+- A server is routable if it is not out and its weights are fresh: `max_staleness` steps behind the queue's version at
+  most, and not undone (a trainer that went back to an older step has a higher epoch, and wins).
+- Who waits looks again whenever the queue's version changes, also when it falls: a floor may have been lowered for it.
+- An episode stays on its server for the prefix cache, unless that server is overloaded.
+- A failure takes a server out until a probe, not a request, finds it well. The first probe comes at once (a connection
+  may break for no deep reason), later ones after a cool-down that grows until a request succeeds again.
+- Waiting for a server ends only when there is one, or by cancellation: an outage costs time, nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from services.orchestrator.schedule.lineage import Lineage
+from shared.clients.rollout import Generation, ServerWeights
+from shared.run.state import in_lineage
+from shared.types import WeightVersion
+
+_OVERLOAD_FACTOR, _OVERLOAD_SLACK = 1.5, 4
+_COOL_DOWN_S, _COOL_DOWN_CAP_S = 0.5, 8.0
+
+
+class GenerateClient(Protocol):
+    """The part of `RolloutClient` that is used here."""
+
+    async def generate(
+        self, input_ids: np.ndarray, sampling: Mapping[str, Any], rid: str, *, timeout_s: float | None = None
+    ) -> Generation: ...
+
+    async def abort(self, rid: str) -> None: ...
+
+    async def weights(self) -> ServerWeights: ...
+
+    async def ready(self) -> None: ...
+
+
+@dataclass(slots=True)
+class VersionBounds:
+    """Steps of the weights that may answer. None leaves the bound to the staleness rule (below) or open (above).
+
+    `strict` asks that every token is checked against the bounds and the lineage, however it came to be sampled.
+    """
+
+    min_step: int | None = None
+    max_step: int | None = None
+    strict: bool = False
+
+    def lower(self, step: int) -> None:
+        """The trainer went back to `step`: no newer weights exist now, and they may never exist unless this need is
+        met.
+        """
+        if self.min_step is not None:
+            self.min_step = min(self.min_step, step)
+
+
+@dataclass(slots=True)
+class ServerLoad:
+    """A rollout server as seen from here. `inflight` counts our requests; one that is `leaving` gets no new ones.
+
+    `out` is why it gets no requests until a probe succeeds, empty if it does; `failures` counts those since the last
+    success; `probe_at` is the clock's time of the next probe while it is out.
+    """
+
+    url: str
+    engine: GenerateClient
+    version: WeightVersion | None = None
+    capacity: int = 1
+    inflight: int = 0
+    out: str = ""
+    failures: int = 0
+    probe_at: float = 0.0
+    leaving: bool = False
+
+    @property
+    def load(self) -> float:
+        return self.inflight / self.capacity
+
+
+class Balancer:
+    """Args: max_staleness: allowed staleness in steps; clock: monotonic seconds."""
+
+    def __init__(self, max_staleness: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_staleness, self._clock = max_staleness, clock
+        self._target = WeightVersion(-1, 0)  # nothing is known: no version can be undone
+        self._lineage: Lineage = ()
+        self._servers: dict[str, ServerLoad] = {}
+        self._changed = asyncio.Event()
+        self._waiting: dict[object, VersionBounds] = {}
+        self._hungry = asyncio.Event()
+
+    @property
+    def servers(self) -> Sequence[ServerLoad]:
+        return tuple(self._servers.values())
+
+    def set_target(self, version: WeightVersion, lineage: Lineage) -> None:
+        """The queue's version, the trainer's newest durable step, and the lineage it belongs to."""
+        if self._target != version:
+            self._target, self._lineage = version, lineage
+            self._notify()
+
+    def is_undone(self, version: WeightVersion) -> bool:
+        """Whether a later trainer went back to before these weights."""
+        return version.epoch <= self._target.epoch and not in_lineage(version, self._lineage)
+
+    def add(self, server: ServerLoad) -> None:
+        self._servers[server.url] = server
+        self._notify()
+
+    def remove(self, url: str) -> None:
+        self._servers.pop(url, None)
+
+    def observe(self, server: ServerLoad, version: WeightVersion | None) -> None:
+        """A probe found the server well, with these weights."""
+        changed = server.version != version or bool(server.out)
+        server.version, server.out = version, ""
+        if changed:
+            self._notify()
+
+    def succeeded(self, server: ServerLoad, version: str | None) -> None:
+        """A request was answered, by weights of this version; perhaps newer than the last probe's."""
+        server.failures = 0
+        seen = WeightVersion.parse(version) if version else None
+        if seen is not None and (server.version is None or seen > server.version):
+            server.version = seen
+            self._notify()
+
+    def fail(self, server: ServerLoad, reason: str) -> None:
+        """Takes the server out; while it is out, only a failed probe counts again."""
+        if server.out and self._clock() < server.probe_at:
+            return
+        cool_down = min(_COOL_DOWN_CAP_S, _COOL_DOWN_S * 2 ** (server.failures - 1)) if server.failures else 0.0
+        server.failures += 1
+        server.out, server.probe_at = reason, self._clock() + cool_down
+
+    def probe_due(self, server: ServerLoad) -> bool:
+        """Whether to ask the server for its weights, and if it is out, whether it is well again."""
+        return self._clock() >= server.probe_at
+
+    @asynccontextmanager
+    async def server(self, need: VersionBounds, preferred: str | None = None) -> AsyncIterator[ServerLoad]:
+        """The server for one request, waited for, and counted as in flight while the context lasts.
+
+        Args:
+            preferred: url of the server that has the episode's prefix.
+        """
+        chosen = await self._wait(need, preferred)
+        chosen.inflight += 1
+        try:
+            yield chosen
+        finally:
+            chosen.inflight -= 1
+
+    async def wait_routable(self, need: VersionBounds) -> None:
+        """Returns when a request would find a server at once."""
+        await self._wait(need, None)
+
+    def why_none(self, need: VersionBounds | None = None) -> str | None:
+        """What keeps requests from being routed, or None if nothing does."""
+        if any(self._obstacle(server, need or VersionBounds()) is None for server in self._servers.values()):
+            return None
+        if not self._servers:
+            return "no rollout server is known"
+        return "; ".join(f"{s.url}: {self._obstacle(s, need or VersionBounds())}" for s in self._servers.values())
+
+    def pick(self, need: VersionBounds, preferred: str | None = None) -> ServerLoad | None:
+        """The routable server to use now, or None."""
+        routable = [s for s in self._servers.values() if self._obstacle(s, need) is None]
+        if not routable:
+            return None
+        sticky = next((s for s in routable if s.url == preferred), None)
+        if sticky is not None and not _overloaded(sticky, routable):
+            return sticky
+        return min(routable, key=lambda s: s.load)
+
+    @property
+    def n_waiting(self) -> int:
+        """Requests that wait for a server."""
+        return len(self._waiting)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Every server: `obstacle` is what keeps it from those who wait (from anyone, if none does), `lacks_step` the
+        step it lacks.
+        """
+        need = next(iter(self._waiting.values()), VersionBounds())
+        return [
+            {
+                "url": s.url,
+                "version": str(s.version) if s.version else None,
+                "inflight": s.inflight,
+                "out": s.out or None,
+                "obstacle": self._obstacle(s, need),
+                "lacks_step": floor
+                if s.version and not s.out and s.version.step < (floor := self._floor(need))
+                else None,
+            }
+            for s in self._servers.values()
+        ]
+
+    def _floor(self, need: VersionBounds) -> int:
+        return need.min_step if need.min_step is not None else self._target.step - self._max_staleness
+
+    def _obstacle(self, server: ServerLoad, need: VersionBounds) -> str | None:
+        if server.leaving:
+            return "is leaving"
+        if server.out:
+            return f"failed ({server.out})"
+        if server.version is None:
+            return "has no weight version yet"
+        if self.is_undone(server.version):
+            return f"has {server.version}, which was undone: the trainer is at {self._target}"
+        step = server.version.step
+        if step < (floor := self._floor(need)):
+            return f"has {server.version}, step {floor} is needed"
+        if need.max_step is not None and step > need.max_step:
+            return f"has {server.version}, not newer than step {need.max_step} is needed"
+        return None
+
+    async def _wait(self, need: VersionBounds, preferred: str | None) -> ServerLoad:
+        key = object()
+        while (chosen := self.pick(need, preferred)) is None:
+            self._waiting[key] = need
+            self._hungry.set()
+            try:
+                await self._changed.wait()
+            finally:
+                del self._waiting[key]
+        return chosen
+
+    async def hungry(self, timeout_s: float) -> None:
+        """Returns when an episode waits for a server, at the latest after `timeout_s`."""
+        if not self._waiting:
+            self._hungry.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._hungry.wait(), timeout_s)
+
+    def _notify(self) -> None:
+        """Wakes all who wait, now; the event is replaced so that nobody spins on a set one."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _overloaded(server: ServerLoad, routable: Sequence[ServerLoad]) -> bool:
+    """More than 1.5 times its fair share of our requests, and a few."""
+    fair = sum(s.inflight for s in routable) * server.capacity / sum(s.capacity for s in routable)
+    return server.inflight > _OVERLOAD_FACTOR * fair + _OVERLOAD_SLACK

@@ -1,0 +1,108 @@
+"""Keeps the balancer's list of rollout servers true: finds them, asks for their weights, forgets those that left.
+
+Servers are found in the registry and in a fixed list. Every one is probed directly, so that a version is known soon
+after its commit and a dead server is noticed without a request; a server that failed must say it is ready before it
+gets requests again. A registry that does not answer changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from services.orchestrator.servers.balancer import Balancer, ServerLoad
+from shared.clients.rollout import RolloutClient
+from shared.errors import Unavailable, VolleyError
+from shared.process import telemetry
+from shared.types import WeightVersion
+
+_PROBE_TIMEOUT_S = 3.0
+_FAST_S, _SLOW_S = 0.1, 1.0
+_log = telemetry.Log("fleet")
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveredServer:
+    """A server that says it exists. `capacity` is how many requests it runs at once."""
+
+    url: str
+    capacity: int = 1
+
+
+type Discover = Callable[[], Awaitable[Sequence[DiscoveredServer]]]
+type Connect = Callable[[str], RolloutClient]
+
+
+class Fleet:
+    """Use as an async context manager around `watch`; leaving closes all connections."""
+
+    def __init__(self, balancer: Balancer, discover: Discover, connect: Connect) -> None:
+        self._balancer, self._discover, self._connect = balancer, discover, connect
+        self._clients: dict[str, RolloutClient] = {}
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        async with AsyncExitStack() as stack:
+            for client in self._clients.values():
+                stack.push_async_exit(client)
+
+    async def watch(self) -> None:
+        """Runs until cancelled; looks more often while an episode waits for a server."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(_FAST_S)
+            await self._balancer.hungry(_SLOW_S)
+
+    async def refresh(self) -> None:
+        """One look at the registry and at every server."""
+        try:
+            await self._sync(await self._discover())
+        except Unavailable as error:
+            _log.debug("registry unavailable", error=str(error))
+        async with asyncio.TaskGroup() as group:
+            for server in self._balancer.servers:
+                if self._balancer.probe_due(server):
+                    group.create_task(self._probe(server))
+
+    async def _sync(self, found: Sequence[DiscoveredServer]) -> None:
+        wanted = {server.url: server for server in found}
+        for server in self._balancer.servers:
+            server.leaving = server.url not in wanted
+            if server.leaving and server.inflight == 0:
+                await self._forget(server)
+        known = {server.url for server in self._balancer.servers}
+        for url in wanted.keys() - known:
+            client = self._clients[url] = self._connect(url)
+            await client.__aenter__()
+            self._balancer.add(ServerLoad(url, client, capacity=max(1, wanted[url].capacity), out="not probed yet"))
+            _log.info("server found", url=url)
+
+    async def _forget(self, server: ServerLoad) -> None:
+        self._balancer.remove(server.url)
+        await self._clients.pop(server.url).__aexit__(None, None, None)
+        _log.info("server left", url=server.url)
+
+    async def _probe(self, server: ServerLoad) -> None:
+        was_out = bool(server.out)
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                if was_out:
+                    await server.engine.ready()
+                current = (await server.engine.weights()).current
+            version = WeightVersion.parse(current) if current else None
+        except (VolleyError, TimeoutError) as error:
+            if not was_out:
+                _log.warning("server out", url=server.url, error=str(error) or type(error).__name__)
+            self._balancer.fail(server, str(error) or "did not answer in time")
+            return
+        if was_out:
+            _log.info("server in", url=server.url, version=str(version))
+        self._balancer.observe(server, version)

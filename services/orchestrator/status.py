@@ -1,0 +1,144 @@
+"""What the run is doing, for people and programs: state, reason, rates, and whom it waits for. Only counts; decides
+nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.types import Group, Trajectory
+
+type State = Literal["waiting", "running", "evaluating", "paused", "finished", "failed"]
+type Party = Literal["trainer", "redis", "env", "rollout", "disk", "peer"]
+_WINDOW_S = 30
+_RECENT = 256  # episodes, for the mean duration
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The run waits for somebody; `why` is a sentence about it."""
+
+    on: Party
+    why: str
+
+
+class RunStatus:
+    """Args: clock: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._tokens: deque[tuple[int, int]] = deque()  # (second, tokens), one entry a second of the window
+        self._durations: deque[float] = deque(maxlen=_RECENT)
+        self._ended: tuple[State, str] | None = None
+        self._moved_at = clock()
+        self._waits: Counter[Party] = Counter()
+        self.running = 0
+        self.evaluating_step: int | None = None
+        self.paused = False
+        self.waiting: Wait | None = Wait("trainer", "the trainer has not opened the queue")
+        self.disk: str | None = None
+        self.refused = ""
+        self.published = 0
+        self.failed_groups = 0
+        self.last_failure: str | None = None
+        self.staleness: int | None = None
+
+    @contextmanager
+    def episode(self) -> Iterator[None]:
+        """Counts one episode as running."""
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+
+    @contextmanager
+    def waits_on(self, party: Party) -> Iterator[None]:
+        """Counts one episode as waiting for a service to answer, or to be there."""
+        self._waits[party] += 1
+        try:
+            yield
+        finally:
+            self._waits[party] -= 1
+
+    @property
+    def waits(self) -> dict[Party, int]:
+        """How many episodes wait for whom."""
+        return {party: n for party, n in self._waits.items() if n}
+
+    def moved(self) -> None:
+        """Something advanced: a turn was sampled, an episode ended, a group was published, the queue changed."""
+        self._moved_at = self._clock()
+
+    def quiet_s(self) -> float:
+        """Seconds in which nothing advanced."""
+        return self._clock() - self._moved_at
+
+    def ended(self, trajectory: Trajectory) -> None:
+        self.moved()
+        second = int(self._clock())
+        if self._tokens and self._tokens[-1][0] == second:
+            self._tokens[-1] = second, self._tokens[-1][1] + trajectory.n_sampled
+        else:
+            self._tokens.append((second, trajectory.n_sampled))
+        self._forget(second)
+        self._durations.append(trajectory.timings["total_s"])
+
+    def group_published(self, group: Group, version: int) -> None:
+        """Args: version: the queue's step at the time."""
+        self.moved()
+        self.published += 1
+        if group.failure is None:
+            self.staleness = max(0, version - group.oldest().step)
+        else:
+            self.failed_groups += 1
+
+    def end(self, state: Literal["finished", "failed"], reason: str = "") -> None:
+        """The last state of the run; nothing changes it any more."""
+        if self._ended is None:
+            self._ended = (state, reason)
+
+    @property
+    def is_over(self) -> bool:
+        return self._ended is not None
+
+    def state(self, no_server: str | None) -> tuple[State, str]:
+        """State and its reason; `failed` is not the last one where the trainer has refused a step, and may be started
+        again.
+
+        Args:
+            no_server: why no rollout server can be used, if so.
+        """
+        if self._ended is not None:
+            return self._ended
+        if self.refused:
+            return "failed", self.refused
+        if no_server is not None and (self.evaluating_step is not None or (self.running == 0 and self.waiting is None)):
+            return "waiting", no_server
+        if self.evaluating_step is not None:
+            return "evaluating", f"held-out tasks at step {self.evaluating_step}" + (
+                f"; {self.disk}" if self.disk else ""
+            )
+        if self.paused:
+            return "paused", "on request"
+        if self.running == 0 and self.waiting is not None:
+            return "waiting", self.waiting.why
+        return "running", ""
+
+    def tokens_per_s(self) -> float:
+        """Tokens of episodes that ended in the last 30 s, divided by that time."""
+        self._forget(int(self._clock()))
+        return sum(n for _, n in self._tokens) / _WINDOW_S
+
+    def mean_episode_s(self) -> float | None:
+        """Mean duration of the last 256 episodes, in seconds."""
+        return sum(self._durations) / len(self._durations) if self._durations else None
+
+    def _forget(self, second: int) -> None:
+        while self._tokens and self._tokens[0][0] <= second - _WINDOW_S:
+            self._tokens.popleft()

@@ -1,0 +1,260 @@
+"""OpenAI's endpoints on the same engine, for clients that speak text. Answers come whole; streaming is refused."""
+
+from __future__ import annotations
+
+import bisect
+import reprlib
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic.config import JsonDict
+
+from services.rollout.api import schemas, validation
+from services.rollout.api.generation import ClientGone
+from services.rollout.api.routes import Rollout, RolloutState
+from services.rollout.engines.base import GenerateResult, SamplingParams
+from shared.errors import InputError
+from shared.models.chat import ChatTokenizer
+from shared.web.access import Role
+from shared.web.http import read_model, respond
+from shared.web.openapi import declares
+
+router = APIRouter(prefix="/v1", tags=["openai"])
+ROLES = {
+    "GET /v1/models": Role.VIEWER,
+    "POST /v1/completions": Role.SERVICE,
+    "POST /v1/chat/completions": Role.SERVICE,
+}
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "min_p": (0, None),
+    "best_of": (1, None),
+    "echo": (False, None),
+    "suffix": (None, ""),
+    "logit_bias": (None, {}),
+    "top_logprobs": (0, None),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": ("auto", "none", None),
+    "functions": (None, []),
+}
+"""What would change an answer and is not supported, with the values that ask for nothing; others are refused."""
+
+
+class OpenAISampling(BaseModel):
+    """What both endpoints share. Of the other fields a client sends, those of _NEUTRAL must ask for nothing; any else
+    is ignored, as OpenAI's own servers do.
+    """
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str = ""
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=1e3)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=validation.MAX_TOP_K)
+    n: int = Field(1, ge=1, le=128)
+    seed: int | None = Field(None, ge=0, lt=1 << 64)
+    stop: str | Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
+    stream: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asks_for_nothing_more(cls, raw: Any) -> Any:
+        for name in _NEUTRAL.keys() & raw.keys():
+            if not validation.is_one_of(raw[name], _NEUTRAL[name]):
+                raise ValueError(f"{name}={reprlib.repr(raw[name])} is not supported; leave it out")
+        return raw
+
+
+class Completion(OpenAISampling, json_schema_extra={"examples": [{"prompt": "2 + 2 =", "max_tokens": 8}]}):
+    """`logprobs`: 0, 1 or true for the log-probabilities of the sampled tokens; there are none of others."""
+
+    logprobs: bool | Annotated[int, Field(ge=0, le=1)] | None = None
+    prompt: str | Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+class ChatMessage(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | None = None
+
+
+_CHAT: JsonDict = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 8}
+
+
+class ChatCompletion(OpenAISampling, json_schema_extra={"examples": [_CHAT]}):
+    logprobs: bool | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = []
+
+
+@router.get("/models", openapi_extra=declares(answer=schemas.MODELS))
+async def models(request: Request, state: Rollout) -> Response:
+    model = {
+        "id": _model_name(state),
+        "object": "model",
+        "owned_by": "volley",
+        "max_model_len": state.info.context_length,
+    }
+    return respond(request, {"object": "list", "data": [model]})
+
+
+@router.post("/completions", openapi_extra=declares(body=Completion, answer=schemas.ANSWER))
+async def completions(request: Request, state: Rollout) -> Response:
+    tokenizer, body = _tokenizer(state), await read_model(request, Completion)
+    prompt = tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
+    results = await _sample(request, state, body, prompt, default_new=16)
+    if results is None:
+        return Response(status_code=499)
+    choices = [_text_choice(tokenizer, result, i, body) for i, result in enumerate(results)]
+    return respond(request, _envelope("text_completion", "cmpl", state, choices, prompt, results))
+
+
+@router.post("/chat/completions", openapi_extra=declares(body=ChatCompletion, answer=schemas.ANSWER))
+async def chat_completions(request: Request, state: Rollout) -> Response:
+    tokenizer, body = _tokenizer(state), await read_model(request, ChatCompletion)
+    messages = [{**m.model_dump(exclude_none=True), "content": m.content or ""} for m in body.messages]
+    prompt = tokenizer.render_prompt(messages, body.tools)
+    results = await _sample(request, state, body, prompt, default_new=None)
+    if results is None:
+        return Response(status_code=499)
+    choices = [_chat_choice(tokenizer, result, i, body) for i, result in enumerate(results)]
+    return respond(request, _envelope("chat.completion", "chatcmpl", state, choices, prompt, results))
+
+
+type Results = list[GenerateResult]
+
+
+async def _sample(
+    request: Request, state: RolloutState, body: OpenAISampling, prompt: list[int], default_new: int | None
+) -> Results | None:
+    """`body.n` results, or None when the client has gone. Raises InputError."""
+    if body.stream:
+        raise InputError("stream is not supported", "leave it out: the answer comes whole")
+    ids = validation.check_ids(np.array(prompt, np.int64), state.info.vocab_size)
+    room = max(1, validation.room(state.info) - len(ids))
+    limit = body.max_completion_tokens or body.max_tokens or min(default_new or room, room)
+    requests = [validation.build(ids, _sampling(body, limit, state, i), None, state.info) for i in range(body.n)]
+    try:
+        results = await state.generation.run(requests, request.receive)
+    except ClientGone:
+        return None
+    return [_stopped(_tokenizer(state), result, _stops(body)) for result in results]
+
+
+def _sampling(body: OpenAISampling, limit: int, state: RolloutState, i: int) -> SamplingParams:
+    assert state.tokenizer is not None
+    return SamplingParams(
+        max_new_tokens=limit,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=body.top_p or 1.0,
+        top_k=body.top_k or -1,
+        stop_token_ids=(state.tokenizer.eos_id,),
+        sampling_seed=None if body.seed is None else (body.seed + i) % (1 << 64),
+    )
+
+
+def _text_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body: Completion) -> dict[str, Any]:
+    text, reason = _until_stop(tokenizer.message_text(result.output_ids.tolist()), _stops(body), _reason(result))
+    logprobs = None
+    if body.logprobs is not None and body.logprobs is not False:
+        tokens = [tokenizer.token(t) for t in result.output_ids.tolist()]
+        logprobs = {"tokens": tokens, "token_logprobs": result.logprobs.tolist(), "top_logprobs": None}
+    return {"index": i, "text": text, "finish_reason": reason, "logprobs": logprobs, **_tokens(result)}
+
+
+def _chat_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body: ChatCompletion) -> dict[str, Any]:
+    text, reason = _until_stop(tokenizer.message_text(result.output_ids.tolist()), _stops(body), _reason(result))
+    logprobs = None
+    if body.logprobs:
+        pairs = zip(result.output_ids.tolist(), result.logprobs.tolist(), strict=True)
+        logprobs = {
+            "content": [
+                {"token": tokenizer.token(t), "logprob": p, "bytes": None, "top_logprobs": []} for t, p in pairs
+            ]
+        }
+    message = {"role": "assistant", "content": text}
+    return {"index": i, "message": message, "finish_reason": reason, "logprobs": logprobs, **_tokens(result)}
+
+
+def _tokens(result: GenerateResult) -> dict[str, Any]:
+    """Beside OpenAI's fields: exact ids and weight versions, for clients that train."""
+    versions = [{"version": s.version, "start": s.start, "end": s.end} for s in result.versions]
+    return {"token_ids": result.output_ids.tolist(), "weight_versions": versions}
+
+
+def _stops(body: OpenAISampling) -> list[str]:
+    return [stop for stop in ([body.stop] if isinstance(body.stop, str) else body.stop or []) if stop]
+
+
+def _stopped(tokenizer: ChatTokenizer, result: GenerateResult, stops: list[str]) -> GenerateResult:
+    """Without the tokens after the one that completes a stop string: ids, log-probabilities and versions are those of
+    one answer.
+    """
+    ids = result.output_ids.tolist()
+
+    def has_stop(n: int) -> bool:
+        text = tokenizer.message_text(ids[:n])
+        return any(stop in text for stop in stops)
+
+    if not stops or not has_stop(len(ids)):
+        return result
+    n = bisect.bisect_left(range(len(ids)), True, key=has_stop)
+    versions = tuple(replace(span, end=min(span.end, n)) for span in result.versions if span.start < n)
+    return replace(result, output_ids=result.output_ids[:n], logprobs=result.logprobs[:n], versions=versions)
+
+
+def _until_stop(text: str, stops: list[str], reason: str) -> tuple[str, str]:
+    """Cuts at the first stop string."""
+    found = [at for at in map(text.find, stops) if at >= 0]
+    return (text[: min(found)], "stop") if found else (text, reason)
+
+
+def _reason(result: GenerateResult) -> str:
+    return {"stop": "stop", "length": "length", "abort": "abort"}[result.finish.type]
+
+
+def _envelope(
+    kind: str,
+    prefix: str,
+    state: RolloutState,
+    choices: list[dict[str, Any]],
+    prompt: list[int],
+    results: list[GenerateResult],
+) -> dict[str, Any]:
+    completion = sum(len(r.output_ids) for r in results)
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": completion, "total_tokens": len(prompt) + completion}
+    return {
+        "id": f"{prefix}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": _model_name(state),
+        "choices": choices,
+        "usage": usage,
+        "prompt_token_ids": prompt,
+        "system_fingerprint": state.updates.current,
+    }
+
+
+def _model_name(state: RolloutState) -> str:
+    return state.spec.model_path.rstrip("/").rpartition("/")[2]
+
+
+def _tokenizer(state: RolloutState) -> ChatTokenizer:
+    if state.tokenizer is None:
+        raise InputError("this server has no tokenizer", "send token ids to /generate")
+    return state.tokenizer

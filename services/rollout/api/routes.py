@@ -1,0 +1,231 @@
+"""HTTP to the engine, with SGLang's names. Bodies are JSON or msgpack by Content-Type; answers come in
+the same format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import reprlib
+from dataclasses import dataclass
+from typing import Annotated, Any, get_args
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from services.rollout.api import schemas, validation
+from services.rollout.api.generation import ClientGone, GenerationRunner, answer
+from services.rollout.engines.base import CommitMode, CommitResult, Engine, EngineInfo, EngineSpec
+from services.rollout.weights.updater import StagedUpdate, WeightUpdater
+from shared import codec
+from shared.errors import InputError
+from shared.models.chat import ChatTokenizer
+from shared.web.access import Role
+from shared.web.http import read_body, respond
+from shared.web.openapi import declares
+
+router = APIRouter()
+ROLES = {
+    "POST /generate": Role.SERVICE,
+    "POST /abort_request": Role.SERVICE,
+    "GET /weights": Role.VIEWER,
+    "GET /get_model_info": Role.VIEWER,
+    "GET /get_server_info": Role.VIEWER,
+    "POST /weights/stage": Role.ADMIN,
+    "POST /weights/commit": Role.ADMIN,
+    "POST /update_weights": Role.ADMIN,
+    "POST /update_weights_from_disk": Role.ADMIN,
+    "POST /pause_generation": Role.ADMIN,
+    "POST /continue_generation": Role.ADMIN,
+    "POST /flush_cache": Role.ADMIN,
+}
+_CLIENT_CLOSED = 499
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """What the routes work on; lives in `app.state.rollout`. Without a tokenizer the text routes answer 422."""
+
+    engine: Engine
+    generation: GenerationRunner
+    updates: WeightUpdater
+    spec: EngineSpec
+    tokenizer: ChatTokenizer | None
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+
+async def rollout_state(
+    request: Request,
+) -> RolloutState:  # async: a plain function would take a detour through a thread
+    return request.app.state.rollout
+
+
+Rollout = Annotated[RolloutState, Depends(rollout_state)]
+
+
+@router.post("/generate", tags=["generate"], openapi_extra=declares(body=schemas.GENERATE, answer=schemas.GENERATED))
+async def generate(request: Request, state: Rollout) -> Response:
+    """Token ids in, sampled ids with log-probabilities and weight versions out; without the former if `return_logprob`
+    is false.
+    """
+    body = await read_body(request)
+    if "text" in body:
+        body = _with_ids(body, state)
+    wanted, with_logprobs = validation.generate_request(body, state.info), validation.wants_logprobs(body)
+    try:
+        (result,) = await state.generation.run([wanted], request.receive)
+    except ClientGone:
+        return Response(status_code=_CLIENT_CLOSED)
+    return respond(request, answer(result, arrays=_wants_arrays(request), with_logprobs=with_logprobs))
+
+
+@router.post("/weights/stage", tags=["weights"], openapi_extra=declares(body=schemas.STAGE, answer=schemas.STAGED))
+async def stage(request: Request, state: Rollout) -> Response:
+    """Loads `manifest` (path of a checkpoint) beside the serving weights, while decoding goes on."""
+    body = await read_body(request)
+    return respond(request, _staged(await state.updates.stage(_text(body, "manifest"))))
+
+
+@router.post("/weights/commit", tags=["weights"], openapi_extra=declares(body=schemas.COMMIT, answer=schemas.COMMITTED))
+async def commit(request: Request, state: Rollout) -> Response:
+    """Makes the staged `version` serve, between two steps; `base_version` guards against a wrong current one."""
+    body = await read_body(request)
+    base = _text(body, "base_version") if body.get("base_version") is not None else None
+    return respond(request, _committed(await state.updates.commit(_text(body, "version"), base, _mode(body))))
+
+
+@router.get("/weights", tags=["weights"], openapi_extra=declares(answer=schemas.WEIGHTS))
+async def weights(request: Request, state: Rollout) -> Response:
+    """What serves, what waits."""
+    updates = state.updates
+    staged = updates.staged.version if updates.staged else None
+    return respond(request, {"current": updates.current, "staged": staged, "digest": updates.digest})
+
+
+@router.post("/update_weights", tags=["weights"], openapi_extra=declares(body=schemas.UPDATE, answer=schemas.COMMITTED))
+async def update_weights(request: Request, state: Rollout) -> Response:
+    """Stage and commit in one."""
+    body = await read_body(request)
+    return respond(request, await _update(state, _text(body, "manifest"), _mode(body)))
+
+
+@router.post(
+    "/update_weights_from_disk",
+    tags=["weights"],
+    openapi_extra=declares(body=schemas.UPDATE_FROM_DISK, answer=schemas.UPDATED_FROM_DISK),
+)
+async def update_weights_from_disk(request: Request, state: Rollout) -> Response:
+    """SGLang's name: `model_path` is a checkpoint or a Hugging Face folder below the run's weights root."""
+    body = await read_body(request)
+    done = await _update(state, _text(body, "model_path"), _mode(body))
+    return respond(
+        request, {"success": True, "message": f"serving {done['version']}", "num_paused_requests": 0, **done}
+    )
+
+
+@router.post("/abort_request", tags=["control"], openapi_extra=declares(body=schemas.ABORT, answer=schemas.ABORTED))
+async def abort_request(request: Request, state: Rollout) -> Response:
+    """Ends the request `rid`, or all with `abort_all`; each answers with what it has produced."""
+    body = await read_body(request)
+    everything = body.get("abort_all")
+    if everything is not None and not isinstance(everything, bool):
+        raise InputError(f"abort_all must be true or false, not {reprlib.repr(everything)}")
+    return respond(request, {"aborted": await state.engine.abort(None if everything else _text(body, "rid"))})
+
+
+@router.post("/pause_generation", tags=["control"], openapi_extra=declares(body=schemas.PAUSE, answer=schemas.STATE))
+async def pause_generation(request: Request, state: Rollout) -> Response:
+    """Stops decoding. `mode`: in_place keeps state, retract frees the cache, abort ends what runs."""
+    body = await read_body(request)
+    mode = _mode(body) or "in_place"
+    await state.engine.pause()
+    if mode == "retract":
+        await state.engine.flush_cache()
+    elif mode == "abort":
+        await state.engine.abort(None)
+    return respond(request, {"status": "paused"})
+
+
+@router.post("/continue_generation", tags=["control"], openapi_extra=declares(answer=schemas.STATE))
+async def continue_generation(request: Request, state: Rollout) -> Response:
+    await state.engine.resume()
+    return respond(request, {"status": "running"})
+
+
+@router.post("/flush_cache", tags=["control"], openapi_extra=declares(answer=schemas.STATE))
+async def flush_cache(request: Request, state: Rollout) -> Response:
+    """Forgets cached prefixes; what runs goes on with its tokens and recomputes."""
+    await state.engine.flush_cache()
+    return respond(request, {"status": "flushed"})
+
+
+@router.get("/get_model_info", tags=["info"], openapi_extra=declares(answer=schemas.MODEL))
+async def get_model_info(request: Request, state: Rollout) -> Response:
+    info = state.info
+    return respond(
+        request,
+        {
+            "model_path": state.spec.model_path,
+            "is_generation": True,
+            "weight_version": state.updates.current,
+            "vocab_size": info.vocab_size,
+            "context_length": info.context_length,
+            "eos_token_ids": list(info.eos_token_ids),
+        },
+    )
+
+
+@router.get("/get_server_info", tags=["info"], openapi_extra=declares(answer=schemas.SERVER))
+async def get_server_info(request: Request, state: Rollout) -> Response:
+    """How the engine was started and what it is doing."""
+    status = dataclasses.asdict(await state.engine.status())
+    return respond(
+        request, {**dataclasses.asdict(state.spec), **dataclasses.asdict(state.info), "internal_state": status}
+    )
+
+
+async def _update(state: RolloutState, path: str, mode: CommitMode | None) -> dict[str, Any]:
+    staged, committed = await state.updates.update(path, mode)
+    done = _committed(committed)
+    return {**done, "timings": {**staged.timings, **done["timings"]}}
+
+
+def _staged(staged: StagedUpdate) -> dict[str, Any]:
+    return {"staged": staged.version, "digest": staged.digest, "timings": dict(staged.timings)}
+
+
+def _committed(result: CommitResult) -> dict[str, Any]:
+    counts = {"continued": result.continued, "aborted": result.aborted}
+    return {"version": result.version, "previous": result.previous, **counts, "timings": {"pause_s": result.pause_s}}
+
+
+def _with_ids(body: dict[str, Any], state: RolloutState) -> dict[str, Any]:
+    if state.tokenizer is None:
+        raise InputError("this server has no tokenizer", "send input_ids")
+    if "input_ids" in body:
+        raise InputError("text and input_ids are both there", "send one of them")
+    text = _text(body, "text")
+    return {**{k: v for k, v in body.items() if k != "text"}, "input_ids": state.tokenizer.encode(text)}
+
+
+def _wants_arrays(request: Request) -> bool:
+    return request.headers.get("content-type", "").startswith(codec.MEDIA_TYPE)
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise InputError(f"{name} must be a non-empty string, not {reprlib.repr(value)}")
+    return value
+
+
+def _mode(body: dict[str, Any]) -> CommitMode | None:
+    mode = body.get("mode")
+    if mode is None:
+        return None
+    for known in get_args(CommitMode):
+        if isinstance(mode, str) and mode == known:
+            return known
+    raise InputError(f"mode {reprlib.repr(mode)} is unknown", f"one of {', '.join(get_args(CommitMode))}")

@@ -1,0 +1,149 @@
+"""Request and answer bodies of the rollout server as JSON schemas, for the OpenAPI page. `intake` and `routes` do the
+checking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from services.rollout.api import validation
+from services.rollout.engines.base import CommitMode, FinishType
+
+type Schema = dict[str, Any]
+
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_COUNT: Schema = {"type": "integer", "minimum": 0}
+_VERSION: Schema = {"type": ["string", "null"]}
+_MODE: Schema = {"enum": [*get_args(CommitMode), None]}
+
+
+def _object(required: Mapping[str, Any], optional: Mapping[str, Any] | None = None, *, closed: bool = False) -> Schema:
+    closing = {"additionalProperties": False} if closed else {}
+    return {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required), **closing}
+
+
+def _with_example(schema: Schema, **body: Any) -> Schema:
+    """For the page, which offers to send it."""
+    return {**schema, "examples": [body]}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _number(low: float, high: float, kind: str = "number") -> Schema:
+    return {"type": [kind, "null"], "minimum": low, "maximum": high}
+
+
+_SAMPLING = _object(
+    {},
+    {
+        "max_new_tokens": _number(1, validation.MAX_NEW_TOKENS, "integer"),
+        "temperature": _number(0, validation.MAX_TEMPERATURE),
+        "top_p": _number(validation.MIN_TOP_P, 1),
+        "top_k": {"type": ["integer", "null"], "minimum": -1, "maximum": validation.MAX_TOP_K, "not": {"const": 0}},
+        "stop_token_ids": _or_null({"type": "array", "items": _COUNT, "maxItems": validation.MAX_STOPS}),
+        "ignore_eos": {"type": ["boolean", "null"]},
+        "sampling_seed": _number(0, validation.MAX_SEED, "integer"),
+        **{name: {"enum": list(values)} for name, values in validation.NEUTRAL.items()},
+    },
+    closed=True,
+)
+_SPAN = _object({"version": {"type": "string"}, "start": _COUNT, "end": _COUNT})
+_ROW: Schema = {
+    "type": "array",
+    "description": "[log-probability, token id, null]; with msgpack a float32 array of the first alone",
+}
+_TIMINGS: Schema = {"type": "object", "description": "seconds", "additionalProperties": {"type": "number"}}
+_COMMITTED = {
+    "version": {"type": "string"},
+    "previous": _VERSION,
+    "continued": _COUNT,
+    "aborted": _COUNT,
+    "timings": _TIMINGS,
+}
+
+_VERSION_NAME = "e000001-s000001"
+_CHECKPOINT = f"runs/quickstart/checkpoints/{_VERSION_NAME}"
+_GENERATE: Schema = _object(
+    {},
+    {
+        "input_ids": {"type": "array", "items": _COUNT, "minItems": 1},
+        "text": _TEXT,
+        "sampling_params": _or_null(_SAMPLING),
+        "rid": _or_null({"type": "string", "maxLength": validation.MAX_RID}),
+        "stream": {"enum": [False, None]},
+        "top_logprobs_num": {"enum": [0, None]},
+        "return_logprob": {"type": ["boolean", "null"], "description": "true where it is left out"},
+        "logprob_start_len": {
+            "type": ["integer", "null"],
+            "description": "-1, or the length of the prompt",
+            "minimum": -1,
+        },
+        **{name: {"enum": list(values)} for name, values in validation.NEUTRAL_FIELDS.items()},
+    },
+    closed=True,
+) | {
+    "oneOf": [{"required": ["input_ids"]}, {"required": ["text"]}],
+    "description": "As msgpack, input_ids may be an array.",
+}
+GENERATE = _with_example(_GENERATE, input_ids=[1, 2, 3], sampling_params={"max_new_tokens": 8, "temperature": 1.0})
+GENERATED = _object(
+    {
+        "output_ids": {"type": "array", "items": _COUNT},
+        "meta_info": _object(
+            {
+                "id": {"type": "string"},
+                "prompt_tokens": _COUNT,
+                "completion_tokens": _COUNT,
+                "cached_tokens": _COUNT,
+                "finish_reason": _object({"type": {"enum": list(get_args(FinishType))}}),
+                "weight_versions": {"type": "array", "items": _SPAN},
+                "weight_version": _VERSION,
+            },
+            {"output_token_logprobs": {"type": "array", "items": {"anyOf": [_ROW, {"type": "number"}]}}},
+        ),
+    }
+)
+
+STAGE = _with_example(_object({"manifest": _TEXT}), manifest=_CHECKPOINT)
+STAGED = _object({"staged": {"type": "string"}, "digest": {"type": "string"}, "timings": _TIMINGS})
+COMMIT = _with_example(
+    _object({"version": _TEXT}, {"base_version": _or_null(_TEXT), "mode": _MODE}), version=_VERSION_NAME
+)
+COMMITTED = _object(_COMMITTED)
+UPDATE = _with_example(_object({"manifest": _TEXT}, {"mode": _MODE}), manifest=_CHECKPOINT)
+UPDATE_FROM_DISK = _with_example(_object({"model_path": _TEXT}, {"mode": _MODE}), model_path=_CHECKPOINT)
+UPDATED_FROM_DISK = _object({"success": {"const": True}, "message": {"type": "string"}, **_COMMITTED})
+WEIGHTS = _object({"current": _VERSION, "staged": _VERSION, "digest": _VERSION})
+ABORT = _with_example({"anyOf": [_object({"rid": _TEXT}), _object({"abort_all": {"const": True}})]}, rid="1")
+ABORTED = _object({"aborted": _COUNT})
+PAUSE = _with_example(_object({}, {"mode": _MODE}), mode="in_place")
+STATE = _object({"status": {"type": "string"}})
+MODEL = _object(
+    {
+        "model_path": {"type": "string"},
+        "is_generation": {"const": True},
+        "weight_version": _VERSION,
+        "vocab_size": _COUNT,
+        "context_length": _COUNT,
+        "eos_token_ids": {"type": "array", "items": _COUNT},
+    }
+)
+SERVER = _object({"internal_state": {"type": "object"}})
+MODELS = _object({"object": {"const": "list"}, "data": {"type": "array", "items": {"type": "object"}}})
+ANSWER = _object(
+    {
+        "id": {"type": "string"},
+        "object": {"enum": ["text_completion", "chat.completion"]},
+        "created": _COUNT,
+        "model": {"type": "string"},
+        "choices": {
+            "type": "array",
+            "items": _object({"index": _COUNT, "finish_reason": {"type": "string"}}),
+            "minItems": 1,
+        },
+        "usage": _object({"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT}),
+    }
+)

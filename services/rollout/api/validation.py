@@ -1,0 +1,240 @@
+"""From a request body to a GenerateRequest that the engine can run as it is, or one clear error.
+
+The engine itself accepts ids outside the vocabulary, cuts prompts silently, and ignores some sampling parameters;
+nothing of that passes here. What clients of SGLang send beside what is known here passes if it asks for nothing
+(NEUTRAL, NEUTRAL_FIELDS); any other field is refused by its name. No pydantic on this path: a list of ids costs it ten
+times what numpy needs.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from services.rollout.engines.base import EngineInfo, GenerateRequest, SamplingParams
+from shared.errors import InputError
+
+DEFAULT_NEW_TOKENS = 128
+MAX_NEW_TOKENS = MAX_TOP_K = 1 << 30
+MAX_TEMPERATURE, MIN_TOP_P = 1e3, 1e-6
+MAX_SEED = (1 << 64) - 1
+MAX_RID = 200
+GREEDY_BELOW = 1e-4
+MAX_STOPS = 1024
+_MAX_NAME = 80
+_FIELDS = frozenset(
+    {"input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "stream", "text"}
+)
+NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    "input_embeds": (None,),
+    "image_data": (None, []),
+    "video_data": (None, []),
+    "audio_data": (None, []),
+    "modalities": (None, []),
+    "token_ids_logprob": (None, []),
+    "return_text_in_logprobs": (False, None),
+    "return_hidden_states": (False, None),
+    "log_metrics": (True, False, None),
+    "lora_path": (None,),
+    "session_params": (None,),
+    "custom_logit_processor": (None,),
+    "bootstrap_host": (None,),
+    "bootstrap_port": (None,),
+    "bootstrap_room": (None,),
+    "data_parallel_rank": (None,),
+    "priority": (None,),
+}
+"""Fields of SGLang's request, with the values that ask for nothing; others are refused."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "min_p": (0, None),
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "repetition_penalty": (1, None),
+    "min_new_tokens": (0, None),
+    "n": (1, None),
+    "stop": (None, [], ""),
+    "logit_bias": (None, {}),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "skip_special_tokens": (True, False),
+    "spaces_between_special_tokens": (True, False),
+    "no_stop_trim": (True, False),
+}
+_SAMPLING = frozenset(
+    {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "sampling_seed"}
+)
+
+
+def generate_request(body: Mapping[str, Any], info: EngineInfo) -> GenerateRequest:
+    """Raises InputError naming the field and the value that is wrong."""
+    for name in body.keys() - _FIELDS:
+        if name not in NEUTRAL_FIELDS:
+            raise InputError(f"unknown field {str(name)[:_MAX_NAME]}", f"known: {', '.join(sorted(_FIELDS))}")
+        if not is_one_of(body[name], NEUTRAL_FIELDS[name]):
+            raise InputError(f"{name}={_short(body[name])} is not supported", "leave it out")
+    if not is_one_of(body.get("stream"), (False, None)):
+        raise InputError(f"stream={_short(body['stream'])} is not supported", "leave it out: the answer comes whole")
+    if not is_one_of(body.get("top_logprobs_num"), (0, None)):
+        raise InputError(
+            "top_logprobs_num is not supported", "the log-probability of each sampled token is all there is"
+        )
+    ids = _ids(body.get("input_ids"), info.vocab_size)
+    _check_logprob_start(body.get("logprob_start_len"), len(ids))
+    rid = body.get("rid")
+    if rid is not None and not (isinstance(rid, str) and len(rid) <= MAX_RID):
+        raise InputError(f"rid must be a string of up to {MAX_RID} characters, not {_short(rid)}")
+    sampling = body.get("sampling_params")
+    return build(ids, sampling_params({} if sampling is None else sampling, info, len(ids)), rid, info)
+
+
+def wants_logprobs(body: Mapping[str, Any]) -> bool:
+    """`return_logprob`; unlike SGLang's, it is true where it is left out. Raises InputError."""
+    return True if body.get("return_logprob") is None else _boolean("return_logprob", body["return_logprob"])
+
+
+def _check_logprob_start(start: Any, n_prompt: int) -> None:
+    """SGLang's meaning: log-probabilities from this position of the prompt on; -1 stands for its end. Raises
+    InputError.
+    """
+    if start is None:
+        return
+    if type(start) is not int or not -1 <= start <= n_prompt:
+        raise InputError(
+            f"logprob_start_len must be -1 or a position of the prompt up to {n_prompt}, not {_short(start)}"
+        )
+    if start not in (-1, n_prompt):
+        raise InputError(
+            f"logprob_start_len={start} asks for log-probabilities of the prompt, which this server does not compute",
+            f"leave it out, or send -1 or the prompt's length, {n_prompt}: only sampled tokens have them",
+        )
+
+
+def build(ids: np.ndarray, sampling: SamplingParams, rid: str | None, info: EngineInfo) -> GenerateRequest:
+    """Checks the lengths. `ids`: int32[n], within the vocabulary. Raises InputError."""
+    limit = room(info)
+    if len(ids) + sampling.max_new_tokens > limit:
+        raise InputError(
+            f"{len(ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} exceed the context: "
+            f"together they may be at most {limit}",
+            "shorten the prompt, lower max_new_tokens, or raise rollout.engine.context_length",
+        )
+    return GenerateRequest(rid or uuid.uuid4().hex, ids, sampling)
+
+
+def room(info: EngineInfo) -> int:
+    """Most tokens of prompt and output together."""
+    return min(info.context_length, info.max_total_tokens) - 1
+
+
+def check_ids(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """int32[n]. Raises InputError for an empty array or an id outside the vocabulary, which it names."""
+    if not ids.size:
+        raise InputError("input_ids is empty", "send at least one token")
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if outside.size:
+        at = int(outside[0])
+        raise InputError(f"input_ids[{at}] is {int(ids[at])}, outside the vocabulary of {vocab_size} tokens")
+    return ids.astype(np.int32, copy=False)
+
+
+def sampling_params(raw: Any, info: EngineInfo, n_prompt: int) -> SamplingParams:
+    """SGLang's `sampling_params`. What the engine would ignore is refused. Raises InputError."""
+    if not isinstance(raw, Mapping):
+        raise InputError(f"sampling_params must be an object, not {type(raw).__name__}")
+    for name in raw.keys() - _SAMPLING:
+        if name not in NEUTRAL:
+            raise InputError(
+                f"unknown sampling parameter {str(name)[:_MAX_NAME]}", f"known: {', '.join(sorted(_SAMPLING))}"
+            )
+        if not is_one_of(raw[name], NEUTRAL[name]):
+            raise InputError(f"sampling parameter {name}={_short(raw[name])} is not supported", "leave it out")
+    seed = raw.get("sampling_seed")
+    temperature = _number("temperature", raw.get("temperature"), 1.0, 0.0, MAX_TEMPERATURE)
+    default_new = max(1, min(DEFAULT_NEW_TOKENS, room(info) - n_prompt))
+    return SamplingParams(
+        max_new_tokens=_integer("max_new_tokens", raw.get("max_new_tokens"), default_new, 1, MAX_NEW_TOKENS),
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+        top_p=_number("top_p", raw.get("top_p"), 1.0, MIN_TOP_P, 1.0),
+        top_k=_top_k(raw.get("top_k")),
+        stop_token_ids=_stops(raw.get("stop_token_ids"), info.vocab_size),
+        ignore_eos=_boolean("ignore_eos", raw.get("ignore_eos")),
+        sampling_seed=None if seed is None else _integer("sampling_seed", seed, 0, 0, MAX_SEED),
+    )
+
+
+def _ids(value: Any, vocab_size: int) -> np.ndarray:
+    if value is None:
+        raise InputError("input_ids is missing", "send the prompt as a list of token ids")
+    if isinstance(value, list):
+        if any(type(token) is not int for token in value):
+            raise InputError(
+                "input_ids must be a list of integers", "one request is one prompt; send several requests for a batch"
+            )
+        try:
+            value = np.array(value, np.int64)
+        except OverflowError as error:
+            raise InputError("input_ids holds an integer of more than 64 bits") from error
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu":
+        raise InputError("input_ids must be a list of integers or an integer array")
+    return check_ids(value, vocab_size)
+
+
+def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """As JSON compares: false is not 0. An array is none of them."""
+    return any(type(value) in ((int, float) if type(one) is int else (type(one),)) and value == one for one in allowed)
+
+
+def _stops(value: Any, vocab_size: int) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    items = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(items, list) or any(type(token) is not int or not 0 <= token < vocab_size for token in items):
+        raise InputError(f"stop_token_ids must be a list of ids below {vocab_size}, not {_short(value)}")
+    if len(items) > MAX_STOPS:
+        raise InputError(f"stop_token_ids holds {len(items)} ids, at most {MAX_STOPS} are taken")
+    return tuple(items)
+
+
+def _top_k(value: Any) -> int:
+    top_k = _integer("top_k", value, -1, -1, MAX_TOP_K)
+    if top_k == 0:
+        raise InputError("top_k=0 keeps no token", "use -1 for all")
+    return top_k
+
+
+def _short(value: Any) -> str:
+    """As `repr`, of a part of what is long: an error does not send a large body back."""
+    return reprlib.repr(value)
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise InputError(f"{name} must be true or false, not {_short(value)}")
+    return bool(value)
+
+
+def _integer(name: str, value: Any, default: int, low: int, high: int) -> int:
+    if value is None:
+        return default
+    if type(value) is not int or not low <= value <= high:
+        raise InputError(f"{name} must be an integer from {low} to {high}, not {_short(value)}")
+    return value
+
+
+def _number(name: str, value: Any, default: float, low: float, high: float) -> float:
+    if value is None:
+        return default
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or not low <= value <= high
+    ):
+        raise InputError(f"{name} must be a number from {low:g} to {high:g}, not {_short(value)}")
+    return float(value)

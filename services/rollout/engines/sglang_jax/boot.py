@@ -1,0 +1,126 @@
+"""Starts the engine's scheduler from an EngineSpec, with the replacements this project needs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import psutil
+from sgl_jax.srt.layers.attention import native_backend
+from sgl_jax.srt.layers.logits_processor import LogitsProcessor
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
+from sgl_jax.srt.server_args import ServerArgs
+
+from services.rollout.engines.base import EngineSpec
+from services.rollout.engines.sglang_jax.link import EngineLink, Message
+from services.rollout.engines.sglang_jax.scheduling.attention import BlockAttention
+from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
+from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows, float32_logits
+from shared.models.config import ModelConfig
+
+_WATCHDOG_S = 900.0
+_POOL_SHARE = 1 / 16  # of the host's memory
+_POOL_ALIGNMENT = 128  # the engine rounds head_dim up to a multiple of it in its pool
+
+
+class _ThisProcess:
+    """Where the engine would signal its parent, end this process instead: the service sees the link close."""
+
+    @staticmethod
+    def send_signal(_: int) -> None:
+        os._exit(1)
+
+
+def build_scheduler(spec: EngineSpec, link: EngineLink, version: str | None) -> RolloutScheduler:
+    """Loads the model (or its shapes only) and allocates the pool. Raises whatever the engine raises on a bad model."""
+    LogitsProcessor._get_logits = float32_logits
+    if spec.device == "cpu":
+        native_backend.NativeAttention = BlockAttention
+    scheduler = RolloutScheduler(_server_args(spec), link, version)
+    scheduler.parent_process = scheduler.tp_worker.parent_process = _ThisProcess()
+    return scheduler
+
+
+def describe(scheduler: RolloutScheduler, spec: EngineSpec) -> Message:
+    config = scheduler.model_config
+    return {
+        "vocab_size": config.vocab_size,
+        "context_length": config.context_len,
+        "max_total_tokens": scheduler.max_total_num_tokens,
+        "max_running_requests": scheduler.max_running_requests,
+        "eos_token_ids": sorted(int(i) for i in config.hf_eos_token_id or ()),
+    }
+
+
+def precompile(scheduler: RolloutScheduler, spec: EngineSpec) -> None:
+    """Compiles every listed shape with a batch of padding; shapes not listed compile when first met."""
+    manager = scheduler.tp_worker.compilation_manager
+    if spec.token_paddings is not None:
+        for tokens in manager.token_buckets:
+            _run_dummy(
+                scheduler, ForwardMode.EXTEND, manager.max_padded_batch_size, tokens, manager.cache_loc_buckets[-1]
+            )
+    if spec.bs_paddings is not None:
+        for size, cache_loc in zip(manager.bs_buckets, manager.cache_loc_buckets, strict=True):
+            _run_dummy(scheduler, ForwardMode.DECODE, size, size, cache_loc)
+
+
+def _run_dummy(scheduler: RolloutScheduler, mode: ForwardMode, size: int, tokens: int, cache_loc: int) -> None:
+    manager = scheduler.tp_worker.compilation_manager
+    batch: Any = manager._make_dummy_batch(size, tokens, mode, cache_loc, dp_size=1, per_dp_bs_size=size)
+    scheduler.step(batch, SamplingRows(size))
+
+
+def _server_args(spec: EngineSpec) -> ServerArgs:
+    pool = spec.max_total_tokens
+    if pool is None and spec.device == "cpu":
+        pool = _default_pool(spec)
+    bs = spec.bs_paddings or _default_bs(spec.max_running_requests)
+    tokens = spec.token_paddings or _default_tokens(spec)
+    return ServerArgs(
+        model_path=os.path.abspath(spec.model_path),
+        skip_tokenizer_init=True,
+        load_format="auto" if spec.load_weights else "dummy",
+        device=spec.device,
+        tp_size=spec.tp_size,
+        dtype=spec.dtype,
+        context_length=spec.context_length,
+        max_running_requests=spec.max_running_requests,
+        max_total_tokens=pool,
+        max_prefill_tokens=spec.max_prefill_tokens,
+        chunked_prefill_size=spec.max_prefill_tokens,
+        precompile_token_paddings=list(tokens),
+        precompile_bs_paddings=list(bs),
+        page_size=1 if spec.device == "cpu" else 16,
+        attention_backend="native" if spec.device == "cpu" else "fa",
+        disable_precompile=True,
+        disable_overlap_schedule=True,
+        random_seed=0,
+        watchdog_timeout=_WATCHDOG_S,
+        log_level="warning",
+    )
+
+
+def _default_pool(spec: EngineSpec) -> int:
+    """Room for four times the requests that run, so that conversations stay cached between their turns,
+    within memory.
+    """
+    model = ModelConfig.read(Path(spec.model_path))
+    row = -(-model.head_dim // _POOL_ALIGNMENT) * _POOL_ALIGNMENT
+    itemsize = 4 if spec.dtype == "float32" else 2
+    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * row * itemsize
+    fitting = int(psutil.virtual_memory().total * _POOL_SHARE) // token_bytes
+    return min(4 * spec.max_running_requests * spec.context_length, max(fitting, 2 * spec.context_length))
+
+
+def _default_bs(largest: int) -> tuple[int, ...]:
+    """8, 32, 128, … up to the largest: a batch is padded to at most four times its size."""
+    return tuple(sorted({size for i in range(8) if (size := 8 * 4**i) < largest} | {largest}))
+
+
+def _default_tokens(spec: EngineSpec) -> tuple[int, ...]:
+    """The engine's smallest (one token for each request that may run), then 256, 512, … up to the largest."""
+    largest = spec.max_prefill_tokens
+    smallest = min(spec.max_running_requests, largest)
+    return tuple(sorted({smallest, largest} | {size for i in range(8) if smallest < (size := 256 << i) < largest}))

@@ -1,0 +1,313 @@
+"""Starts the engine's process and talks to it: the real implementation of `protocol.Engine`.
+
+Inside the engine requests have names of ours, never used twice: a late answer cannot reach a newer request that a
+caller gave the same id, and aborting one id cannot hit another.
+
+The engine lives in a child process so that its Python never shares an interpreter lock with the HTTP server, and so
+that its death is an event and not a crash. Every call waits on a future that the link's messages resolve, and that
+fails with EngineDied when the link closes. A process that falls silent (see `link`) is killed: no call waits for ever.
+Calls that only ask, or abort, wait at most `ANSWER_S`: an engine that compiles answers nothing until the step is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+from services.rollout.engines.base import (
+    CommitMode,
+    CommitResult,
+    EngineInfo,
+    EngineSpec,
+    EngineStatus,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    Live,
+    LoadedWeights,
+    StagedWeights,
+)
+from services.rollout.engines.sglang_jax.link import BEAT_S, Message, frame, split
+from services.rollout.engines.sglang_jax.model_files import normalised
+from shared.errors import Conflict, EngineDied, Unavailable, from_problem
+from shared.models.config import ModelConfig
+from shared.types import VersionSpan
+
+WORKER = "services.rollout.engines.sglang_jax.worker"
+CLOSE_GRACE_S = 3.0
+BOOT_S = 1800.0
+SILENCE_S = 30.0
+ANSWER_S = 120.0
+_PYTHON_START_BEATS = 60
+_NO_CALL = -1  # a message whose answer nobody waits for
+# On a CPU each step allocates and frees large blocks. Kept by the process instead of returned to the kernel they cost
+# no page faults: a step of 64 requests takes a third of the time.
+_CPU = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+    "MALLOC_ARENA_MAX": "1",
+}
+_ONE_THREAD_HIDDEN_SIZE = 256
+
+
+class SglangEngine(asyncio.Protocol):
+    """See `protocol.Engine`. Use `open_engine`."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self._buffer = bytearray()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._running: dict[str, asyncio.Future[GenerateResult]] = {}
+        self._names: dict[str, str] = {}
+        self._numbers = itertools.count()
+        self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closing = False
+        self._missed = -_PYTHON_START_BEATS
+        self._cause = ""
+        self._has_weights = False
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._ready.result()
+
+    @property
+    def silent_s(self) -> float:
+        return max(0, self._missed) * BEAT_S
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        if not self._has_weights:
+            raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
+        if request.rid in self._names:
+            raise Conflict(f"a request {request.rid!r} is running", "give every request its own rid")
+        future, name = self._future(), f"r{next(self._numbers)}"
+        self._running[name], self._names[request.rid] = future, name
+        sampling = request.sampling
+        self._send(
+            {
+                "op": "generate",
+                "rid": name,
+                "input_ids": request.input_ids,
+                "max_new_tokens": sampling.max_new_tokens,
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k,
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": sampling.ignore_eos,
+                "seed": sampling.sampling_seed,
+            }
+        )
+        try:
+            return dataclasses.replace(await future, rid=request.rid, prompt_tokens=len(request.input_ids))
+        finally:
+            del self._running[name], self._names[request.rid]
+            if future.cancelled():
+                self._send({"op": "abort", "rid": name, "call": _NO_CALL})
+
+    async def stage(self, weights: StagedWeights) -> LoadedWeights:
+        return LoadedWeights(**await self._call("stage", **dataclasses.asdict(weights)))
+
+    async def commit(self, version: str, mode: CommitMode) -> CommitResult:
+        answer = await self._call("commit", version=version, mode=mode)
+        self._has_weights = True
+        return CommitResult(**answer | {"live": Live(**answer["live"])})
+
+    async def audit(self) -> Live:
+        return Live(**await self._ask("audit"))
+
+    async def status(self) -> EngineStatus:
+        return EngineStatus(**await self._ask("status"))
+
+    async def abort(self, rid: str | None) -> int:
+        if rid is not None and rid not in self._names:
+            return 0
+        return await self._ask("abort", rid=None if rid is None else self._names[rid])
+
+    async def pause(self) -> None:
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def flush_cache(self) -> None:
+        await self._call("flush")
+
+    async def wait_closed(self) -> None:
+        await self._attend(self._ended)
+
+    async def close(self) -> None:
+        """Ends the engine: by closing the link, or by SIGKILL to its process id if it is not up or does not answer."""
+        self._closing = True
+        self._transport.close()
+        if not self._ready.done():
+            self._process.kill()
+        try:
+            await asyncio.to_thread(self._process.wait, CLOSE_GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+    # --- the link ---------------------------------------------------------------------------------------------------
+
+    async def start(self, spec: EngineSpec) -> None:
+        """Hands over the spec and returns when the engine is up. Raises EngineDied with its reason."""
+        self._has_weights = spec.load_weights
+        self._send({"op": "start", "spec": dataclasses.asdict(spec)})
+        try:
+            async with asyncio.timeout(BOOT_S):
+                await self._attend(self._ready)
+        except TimeoutError:
+            raise EngineDied(
+                f"the engine did not start within {BOOT_S:g} s", "its log says what it was doing"
+            ) from None
+
+    async def _attend(self, future: asyncio.Future[Any]) -> None:
+        """Waits; meanwhile kills the process when it has been silent for `SILENCE_S`.
+
+        Silence is counted in periods of this loop in which no beat came, so that time in which the whole service stood
+        still is not held against the engine.
+        """
+        while not (await asyncio.wait({future}, timeout=BEAT_S))[0]:
+            self._missed += 1
+            if self.silent_s >= SILENCE_S:
+                self._cause = f"it was silent for {self.silent_s:g} s and was killed"
+                self._process.kill()
+        future.result()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        for message in split(self._buffer):
+            self._handle(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fails everything that waits."""
+        error = self._death()
+        for future in (*self._calls.values(), *self._running.values(), self._ready):
+            if not future.done():
+                future.set_exception(error)
+                future.exception()
+        if self._closing:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+            self._ended.exception()
+
+    def _handle(self, message: Message) -> None:
+        match message["op"]:
+            case "done":
+                for result in message["results"]:
+                    future = self._running.get(result["rid"])
+                    if future is not None and not future.done():
+                        future.set_result(_result(result))
+            case "reply":
+                future = self._calls.pop(message["call"], None)
+                if future is not None and not future.done():
+                    _resolve(future, message)
+            case "beat":
+                self._missed = 0
+            case "ready":
+                info = {k: tuple(v) if isinstance(v, list) else v for k, v in message["info"].items()}
+                self._ready.set_result(EngineInfo(**info))
+            case "fatal":
+                self._cause = message["detail"]
+            case other:
+                raise AssertionError(f"unknown message {other!r}")
+
+    def _death(self) -> EngineDied:
+        code = self._process.poll()
+        cause = self._cause or (f"exit code {code}" if code is not None else "it closed the link")
+        return EngineDied(f"the engine's process {self._process.pid} is gone: {cause}", "restart the server")
+
+    async def _call(self, op: str, **fields: Any) -> Any:
+        number = next(self._numbers)
+        future = self._calls[number] = self._future()
+        self._send({"op": op, "call": number, **fields})
+        return await future
+
+    async def _ask(self, op: str, **fields: Any) -> Any:
+        """A call that may be given up: whether it is still carried out makes no difference."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._call(op, **fields)
+        except TimeoutError:
+            raise Unavailable(
+                f"the engine did not answer {op!r} within {ANSWER_S:g} s", "it may be compiling; try again"
+            ) from None
+
+    def _future(self) -> asyncio.Future[Any]:
+        if self._ended.done():
+            raise self._death()
+        return asyncio.get_running_loop().create_future()
+
+    def _send(self, message: Message) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(frame(message))
+
+
+@contextlib.asynccontextmanager
+async def open_engine(spec: EngineSpec, module: str = WORKER) -> AsyncIterator[SglangEngine]:
+    """A running engine; its process, which runs `module`, has ended when the block is left.
+
+    Raises ConfigError for a model that is not computed here, EngineDied if it cannot start, with the engine's own
+    reason.
+    """
+    with normalised(Path(spec.model_path)) as folder:
+        spec = dataclasses.replace(spec, model_path=str(folder))
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = _spawn(spec, theirs, module)
+        _, engine = await asyncio.get_running_loop().create_connection(lambda: SglangEngine(process), sock=ours)
+        try:
+            await engine.start(spec)
+            yield engine
+        finally:
+            await asyncio.shield(engine.close())
+
+
+def _spawn(spec: EngineSpec, sock: socket.socket, module: str) -> subprocess.Popen[bytes]:
+    env = {**(_CPU if spec.device == "cpu" else {}), **os.environ, "JAX_PLATFORMS": spec.device}
+    if spec.device == "cpu" and _is_small(spec.model_path):
+        env.setdefault("NPROC", "1")
+    command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module, str(sock.fileno())]
+    return subprocess.Popen(command, env=env, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL)
+
+
+def _is_small(model_path: str) -> bool:
+    """Whether a step's operations are too short to share among threads: handing them over costs more than it saves."""
+    return ModelConfig.read(Path(model_path)).hidden_size <= _ONE_THREAD_HIDDEN_SIZE
+
+
+def _resolve(future: asyncio.Future[Any], message: Message) -> None:
+    if "error" in message:
+        future.set_exception(from_problem(message["error"]["status"], message["error"]))
+    else:
+        future.set_result(message["value"])
+
+
+def _result(message: Message) -> GenerateResult:
+    spans: list[VersionSpan] = []
+    for version, count in message["spans"]:
+        start = spans[-1].end if spans else 0
+        spans.append(VersionSpan(version, start, start + count))
+    return GenerateResult(
+        rid=message["rid"],
+        output_ids=message["output_ids"],
+        logprobs=message["logprobs"],
+        finish=FinishReason(**message["finish"]),
+        versions=tuple(spans),
+        prompt_tokens=message["prompt_tokens"],
+        cached_tokens=message["cached_tokens"],
+    )

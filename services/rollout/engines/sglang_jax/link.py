@@ -1,0 +1,78 @@
+"""Messages between the service and the engine's process: msgpack frames over a socket pair. Nothing is unpickled.
+
+The engine's process sends `beat` every second from a thread of its own: it is alive while a step compiles for minutes,
+and silent when it is stopped or wedged as a whole. A single step that never ends goes on beating; it is for the
+engine's own watchdog (`watchdog_timeout`, 900 s), which ends the service.
+
+A frame is a 4-byte little-endian length and a msgpack map with a key `op`. The engine's side is synchronous; when the
+other end closes, `receive` raises EOFError, and the engine ends: it never outlives the service.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+from typing import Any
+
+from shared import codec
+
+BEAT_S = 1.0
+_HEADER = struct.Struct("<I")
+Message = dict[str, Any]
+
+
+def frame(message: Message) -> bytes:
+    body = codec.pack(message)
+    return _HEADER.pack(len(body)) + body
+
+
+def split(buffer: bytearray) -> list[Message]:
+    """Takes all whole messages out of `buffer`."""
+    messages: list[Message] = []
+    at = 0
+    while len(buffer) - at >= _HEADER.size:
+        (size,) = _HEADER.unpack_from(buffer, at)
+        start = at + _HEADER.size
+        if len(buffer) - start < size:
+            break
+        messages.append(codec.unpack(bytes(buffer[start : start + size]), "engine message"))
+        at = start + size
+    del buffer[:at]
+    return messages
+
+
+class EngineLink:
+    """The engine's end."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._buffer = bytearray()
+        self._lock = threading.Lock()
+        self._wake_out, self._wake_in = os.pipe()
+
+    def wake(self) -> None:
+        """Makes a waiting `receive` return; callable from any thread."""
+        os.write(self._wake_in, b"!")
+
+    def send(self, message: Message) -> None:
+        """Blocks until the message is handed over; callable from any thread."""
+        data = frame(message)
+        with self._lock:
+            self._sock.sendall(data)
+
+    def receive(self, wait_s: float) -> list[Message]:
+        """All messages that have arrived; waits up to `wait_s` seconds for the first one. Raises EOFError."""
+        while ready := select.select([self._sock, self._wake_out], [], [], wait_s)[0]:
+            wait_s = 0.0
+            if self._wake_out in ready:
+                os.read(self._wake_out, 4096)
+            if self._sock not in ready:
+                continue
+            data = self._sock.recv(1 << 20)
+            if not data:
+                raise EOFError("the service has closed the link")
+            self._buffer += data
+        return split(self._buffer)

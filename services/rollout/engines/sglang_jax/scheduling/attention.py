@@ -1,0 +1,177 @@
+"""Attention for CPUs: cost follows the tokens that exist, not the padded shape.
+
+The engine's own native backend scores every query against every key of the whole batch and copies the whole key/value
+pool once a layer; at 32 requests that is most of the time of a step. Here three nested loops with dynamic bounds visit
+each request, each block of its queries, and each block of its keys, with the running softmax of FlashAttention
+(Dao et al., 2022). A block of keys stays in the CPU's cache from its gather to its last use.
+
+Layout of the inputs (the engine's): the tokens of all requests lie one after another; `cache_loc` holds the pool slots
+of all tokens of request 0, then of request 1, and so on. Padding requests have length 0 and come last.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sgl_jax.srt.layers.attention.native_backend import NativeAttention
+
+BLOCK_K = 64
+BLOCK_Q = 16
+
+
+class BlockAttention(NativeAttention):
+    """Drop-in for `NativeAttention`: causal self-attention over the paged pool, page size 1, no sliding window, no
+    sinks.
+    """
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, layer: Any, forward_batch: Any, token_to_kv_pool: Any, **_: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """q: [T, H, D]; k, v: [T, K, D]. Returns the output [T, H*D] and the layer's updated pool buffer."""
+        decode = forward_batch.extend_seq_lens is None
+        query_lens = jnp.minimum(forward_batch.seq_lens, 1) if decode else forward_batch.extend_seq_lens
+        pool = token_to_kv_pool.kv_buffer[layer.layer_id - token_to_kv_pool.start_layer]
+        heads, buffer = P("data", "tensor", None), jax.typeof(pool).sharding.spec
+        attend = jax.shard_map(
+            partial(write_and_attend, scale=layer.scaling, block_q=1 if decode else BLOCK_Q),
+            mesh=self.mesh,
+            in_specs=(heads, heads, heads, buffer, P(), P(), P(), P()),
+            out_specs=(heads, buffer),
+            check_vma=False,
+        )
+        inputs = (
+            q,
+            k,
+            v,
+            pool,
+            forward_batch.out_cache_loc,
+            forward_batch.cache_loc,
+            forward_batch.seq_lens,
+            query_lens,
+        )
+        specs = (heads, heads, heads, buffer, P(), P(), P(), P())
+        out, pool = attend(
+            *(jax.sharding.reshard(x, NamedSharding(self.mesh, spec)) for x, spec in zip(inputs, specs, strict=True))
+        )
+        flat = NamedSharding(self.mesh, P("data", "tensor"))
+        return jax.lax.reshape(out, (q.shape[0], layer.q_head_num * layer.head_dim), out_sharding=flat), pool
+
+
+def write_and_attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    pool: jax.Array,
+    out_cache_loc: jax.Array,
+    cache_loc: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array,
+    *,
+    scale: float,
+    block_q: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Writes the new keys and values [T, K, D] to slots `out_cache_loc` (int32[T]; -1 is padding), then attends.
+
+    The pool's rows are as long as the engine makes them, D rounded up to a multiple of 128: what is beyond D stays 0.
+    """
+    tokens, kv_heads, dim = k.shape
+    width = pool.shape[-1]
+    new = jnp.pad(jnp.stack([k, v], axis=2), ((0, 0), (0, 0), (0, 0), (0, width - dim)))
+    new = new.reshape(tokens, *pool.shape[1:]).astype(pool.dtype)
+    at = jnp.where(out_cache_loc >= 0, out_cache_loc, pool.shape[0])
+    pool = pool.at[at].set(
+        new, mode="drop"
+    )  # in place only while the pool keeps its shape: a reshape here copies it twice
+    rows = pool.reshape(-1, width)
+    return (
+        attend_blocks(q, rows, cache_loc, seq_lens, query_lens, kv_heads=kv_heads, scale=scale, block_q=block_q),
+        pool,
+    )
+
+
+def attend_blocks(
+    q: jax.Array,
+    rows: jax.Array,
+    cache_loc: jax.Array,
+    seq_lens: jax.Array,
+    query_lens: jax.Array,
+    *,
+    kv_heads: int,
+    scale: float,
+    block_q: int,
+) -> jax.Array:
+    """Causal attention of the last `query_lens[b]` of `seq_lens[b]` tokens of each request.
+
+    Args:
+        q: [T, H, D], the queries of all requests one after another; T is padded.
+        rows: [slots * 2 K, at least D], for each slot the key and the value of each head in turn.
+        cache_loc: int32[C], the slots of all tokens of all requests one after another.
+        seq_lens, query_lens: int32[B]; 0 for padding, which comes last.
+        scale: factor on the scores.
+        block_q: queries handled at once.
+    Returns: [T, H, D] in q's dtype; rows of padding are arbitrary but finite.
+    """
+    tokens, n_heads, dim = q.shape
+    grouped = jnp.pad(q, ((0, block_q), (0, 0), (0, 0))).reshape(tokens + block_q, kv_heads, n_heads // kv_heads, dim)
+    slots = jnp.pad(cache_loc, (0, BLOCK_K))
+    query_starts = jnp.cumsum(query_lens) - query_lens
+    key_starts = jnp.cumsum(seq_lens) - seq_lens
+
+    def request(b: jax.Array, out: jax.Array) -> jax.Array:
+        first = seq_lens[b] - query_lens[b]
+
+        def queries(i: jax.Array, out: jax.Array) -> jax.Array:
+            at = query_starts[b] + i * block_q
+            positions = first + i * block_q + jnp.arange(block_q)
+            q_block = jax.lax.dynamic_slice_in_dim(grouped, at, block_q)
+            n_keys = jnp.minimum(positions[-1] + 1, seq_lens[b])
+            block = _one_block(q_block, rows, slots, key_starts[b], positions, n_keys, scale)
+            return jax.lax.dynamic_update_slice_in_dim(out, block.astype(out.dtype), at, 0)
+
+        return jax.lax.fori_loop(0, (query_lens[b] + block_q - 1) // block_q, queries, out)
+
+    out = jax.lax.fori_loop(0, jnp.sum(query_lens > 0), request, jnp.zeros_like(grouped))
+    return out[:tokens].reshape(q.shape)
+
+
+def _one_block(
+    q: jax.Array,
+    rows: jax.Array,
+    slots: jax.Array,
+    key_start: jax.Array,
+    positions: jax.Array,
+    n_keys: jax.Array,
+    scale: float,
+) -> jax.Array:
+    """Online softmax of one block of queries [Q, K, G, D] at `positions` [Q] over keys 0..n_keys;
+    float32[Q, K, G, D].
+    """
+    n_q, kv_heads, group, dim = q.shape
+    q_KDN = q.astype(jnp.float32).transpose(1, 3, 0, 2).reshape(kv_heads, dim, n_q * group)
+    causal_N = jnp.repeat(positions, group)
+    head_rows = (2 * jnp.arange(kv_heads))[:, None]
+
+    def keys(i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        top, total, mixed = state
+        slot = jax.lax.dynamic_slice_in_dim(slots, key_start + i * BLOCK_K, BLOCK_K)
+        index = slot[None, :] * (2 * kv_heads) + head_rows
+        k = rows.at[index].get(mode="promise_in_bounds")[..., :dim].astype(jnp.float32)
+        v = rows.at[index + 1].get(mode="promise_in_bounds")[..., :dim].astype(jnp.float32)
+        scores = jnp.matmul(k, q_KDN).transpose(0, 2, 1) * scale
+        visible = (i * BLOCK_K + jnp.arange(BLOCK_K))[None, :] <= causal_N[:, None]
+        scores = jnp.where(visible, scores, -1e30)
+        new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+        weights, fade = jnp.exp(scores - new_top), jnp.exp(top - new_top)
+        mixed = mixed * fade + jnp.matmul(weights, v)
+        return new_top, total * fade + weights.sum(-1, keepdims=True), mixed
+
+    n = n_q * group
+    start = (jnp.full((kv_heads, n, 1), -1e30), jnp.zeros((kv_heads, n, 1)), jnp.zeros((kv_heads, n, dim)))
+    _, total, mixed = jax.lax.fori_loop(0, (n_keys + BLOCK_K - 1) // BLOCK_K, keys, start)
+    out = mixed / jnp.maximum(total, 1e-30)
+    return out.reshape(kv_heads, n_q, group, dim).transpose(1, 0, 2, 3)

@@ -1,0 +1,93 @@
+"""Requests inside the engine's process: from a message, through the scheduler, to a message."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import numpy as np
+from sgl_jax.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sgl_jax.srt.sampling.sampling_params import SamplingParams as EngineSampling
+
+from services.rollout.engines.sglang_jax.link import Message
+from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows
+
+_ALL = np.iinfo(np.int32).max
+_WORD = 0xFFFFFFFF
+
+
+class RolloutReq(Req):
+    """The engine's request with its seed and the versions of its tokens.
+
+    Invariant: `spans` [version, count] sum to the number of output tokens after every step. The key under which its
+    prefix is cached names the weight version, so no request ever reads keys and values of other weights.
+    """
+
+    def __init__(self, message: Message, model_config: Any, version: str) -> None:
+        sampling = EngineSampling(
+            max_new_tokens=message["max_new_tokens"],
+            stop_token_ids=message["stop_token_ids"],
+            ignore_eos=message["ignore_eos"],
+            temperature=1.0,
+        )
+        super().__init__(
+            message["rid"],
+            "",
+            message["input_ids"].tolist(),
+            sampling,
+            return_output_logprob_only=True,
+            dp_rank=0,
+            eos_token_ids=model_config.hf_eos_token_id,
+            vocab_size=model_config.vocab_size,
+            extra_key=version,
+        )
+        seed = message["seed"]
+        seed = secrets.randbits(64) if seed is None else seed
+        self.seed = (seed >> 32 & _WORD, seed & _WORD)
+        self.temperature: float = message["temperature"]
+        self.top_p: float = message["top_p"]
+        self.top_k: int = message["top_k"] if message["top_k"] > 0 else _ALL
+        self.spans: list[tuple[str, int]] = []
+        self._labelled = 0
+
+    def fill_row(self, rows: SamplingRows, i: int) -> None:
+        rows.temperature_B[i], rows.top_p_B[i], rows.top_k_B[i] = self.temperature, self.top_p, self.top_k
+        rows.seed_B2[i], rows.index_B[i] = self.seed, len(self.output_ids)
+
+    def label(self, version: str) -> int:
+        """Marks every token since the last call as sampled by `version`; how many there were."""
+        new = len(self.output_ids) - self._labelled
+        if not new:
+            return 0
+        self._labelled += new
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = (version, self.spans[-1][1] + new)
+        else:
+            self.spans.append((version, new))
+        return new
+
+    def result(self) -> Message:
+        return {
+            "rid": self.rid,
+            "output_ids": np.array(self.output_ids, np.int32),
+            "logprobs": np.array(self.output_token_logprobs_val, np.float32),
+            "finish": _finish(self.finished_reason),
+            "spans": self.spans,
+            "prompt_tokens": len(self.origin_input_ids),
+            "cached_tokens": self.cached_tokens,
+        }
+
+
+def _finish(reason: Any) -> Message:
+    if isinstance(reason, FINISH_ABORT):
+        return {"type": "abort", "message": str(reason.message)}
+    if isinstance(reason, FINISH_LENGTH):
+        return {"type": "length", "length": reason.length}
+    return {"type": "stop", "matched": getattr(reason, "matched", None)}
+
+
+def dropped(rid: str) -> Message:
+    """The result of a request that the engine's own code gave up without keeping what it had."""
+    nothing = {"output_ids": np.empty(0, np.int32), "logprobs": np.empty(0, np.float32), "spans": []}
+    finish = {"type": "abort", "message": "ended before its prompt was processed"}
+    return {"rid": rid, **nothing, "finish": finish, "prompt_tokens": 0, "cached_tokens": 0}

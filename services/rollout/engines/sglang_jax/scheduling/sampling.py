@@ -1,0 +1,67 @@
+"""Sampling of the next token: exact, and for each request independent of the batch it happens to be in.
+
+Every request draws Gumbel noise from threefry keyed by (its 64-bit seed, the index of the token in its output), so the
+same request with the same seed gives the same tokens alone or among 63 others, before and after a retraction. The
+Gumbel maximum is an exact draw from the softmax (Gumbel, 1954). The engine's own sampler hashes seeds linearly (biased)
+and applies top-p at temperature 1 whatever the temperature.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+GREEDY = 0.0
+
+
+def sample(
+    logits_BV: jax.Array,
+    temperature_B: jax.Array,
+    top_p_B: jax.Array,
+    top_k_B: jax.Array,
+    seed_B2: jax.Array,
+    index_B: jax.Array,
+    forced_B: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Draws one token a row.
+
+    Args:
+        logits_BV: any float dtype; computed on as float32.
+        temperature_B: float32; 0 means greedy.
+        top_p_B: float32 in (0, 1]; top_k_B: int32, the vocabulary size or more means all. Both act on softmax(logits /
+            T).
+        seed_B2: uint32, the two words of each row's seed.
+        index_B: int32, how many tokens the request has produced before this one.
+        forced_B: int32; a token to take instead of drawing, or -1.
+    Returns: int32[B] tokens and float32[B] log softmax(logits / T) of them (T = 1 for greedy rows), not renormalised
+        for top-k or top-p.
+    """
+    greedy_B = temperature_B <= GREEDY
+    scaled_BV = logits_BV.astype(jnp.float32) / jnp.where(greedy_B, 1.0, temperature_B)[:, None]
+    filtered = jnp.any((top_p_B < 1.0) | (top_k_B < logits_BV.shape[-1]))
+    kept_BV = jax.lax.cond(filtered, _filter, lambda z, *_: z, scaled_BV, top_p_B, top_k_B)
+    noisy_BV = jax.lax.cond(jnp.all(greedy_B), lambda z, *_: z, _add_noise, kept_BV, seed_B2, index_B)
+    drawn_B = jnp.argmax(jnp.where(greedy_B[:, None], scaled_BV, noisy_BV), axis=-1).astype(jnp.int32)
+    token_B = jnp.where(forced_B >= 0, forced_B, drawn_B)
+    logprob_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(scaled_BV, axis=-1)
+    return token_B, logprob_B
+
+
+def _add_noise(scaled_BV: jax.Array, seed_B2: jax.Array, index_B: jax.Array) -> jax.Array:
+    def gumbel(seed_2: jax.Array, index: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed_2, impl="threefry2x32"), index)
+        return jax.random.gumbel(key, scaled_BV.shape[1:], jnp.float32)
+
+    return scaled_BV + jax.vmap(gumbel)(seed_B2, index_B)
+
+
+def _filter(scaled_BV: jax.Array, top_p_B: jax.Array, top_k_B: jax.Array) -> jax.Array:
+    """-inf outside the top k and outside the smallest set whose probability reaches p; ties with the last one stay."""
+    sorted_BV = -jnp.sort(-scaled_BV, axis=-1)
+    probs_BV = jax.nn.softmax(sorted_BV, axis=-1)
+    before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+    rank_V = jnp.arange(scaled_BV.shape[-1])[None, :]
+    keep_BV = (rank_V < top_k_B[:, None]) & ((before_BV < top_p_B[:, None]) | (rank_V == 0))
+    last_B = jnp.maximum(keep_BV.sum(-1), 1) - 1
+    threshold_B1 = jnp.take_along_axis(sorted_BV, last_B[:, None], axis=-1)
+    return jnp.where(scaled_BV >= threshold_B1, scaled_BV, -jnp.inf)

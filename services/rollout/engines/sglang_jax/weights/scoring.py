@@ -1,0 +1,80 @@
+"""Log-probabilities of a given text, under the serving weights or others: are they what the trainer meant?
+
+Runs as prefills of an already compiled shape, one part of the text after another: position i is asked for the
+log-probability of token i + 1, and a batch answers for as many positions as requests may run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
+
+from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
+from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows
+
+_PASSES = 8
+
+
+def score(
+    scheduler: RolloutScheduler, ids: np.ndarray, leaves: list[jax.Array] | None = None, *, passes: int = _PASSES
+) -> np.ndarray | None:
+    """float32[m]: log-probabilities of tokens 1…m of `ids` (int32[n], n >= 2), each given its prefix; call between two
+    steps.
+
+    m is n - 1, or less where the engine's context or `passes` of its largest batch end; None if that is none.
+    `leaves` are weights to use instead of the serving ones.
+    """
+    page, rows = scheduler.page_size, scheduler.max_running_requests
+    rows = rows // page * page or rows
+    n = min(len(ids) - 1, passes * rows, scheduler.model_config.context_len, scheduler.max_total_num_tokens)
+    if n < 1:
+        return None
+    ids = np.asarray(ids, np.int32)
+    allocator = scheduler.token_to_kv_pool_allocator
+    slots = allocator.alloc(-(-n // page) * page)
+    if slots is None:
+        scheduler.flush()
+        slots = allocator.alloc(-(-n // page) * page)
+    found: list[np.ndarray] = []
+    try:
+        for start in range(0, n, rows):
+            end = min(start + rows, n)
+            batch, sampling = _batch(scheduler, ids[start : end + 1], start, np.asarray(slots)[:end])
+            found.append(scheduler.step(batch, sampling, leaves)[1][: end - start])
+    finally:
+        allocator.free(np.asarray(slots))
+    return np.concatenate(found)
+
+
+def _batch(scheduler: RolloutScheduler, ids: np.ndarray, start: int, slots: np.ndarray) -> tuple[Any, SamplingRows]:
+    """One request that has `start` tokens in the pool and adds all of `ids` but the last; `slots` are of old and new
+    tokens.
+    """
+    manager, n = scheduler.tp_worker.compilation_manager, len(ids) - 1
+    size = manager.max_padded_batch_size
+    tokens = next(bucket for bucket in manager.token_buckets if bucket >= n)
+    batch = manager._make_dummy_batch(
+        size, tokens, ForwardMode.EXTEND, manager.cache_loc_buckets[-1], dp_size=1, per_dp_bs_size=size
+    )
+    rows = SamplingRows(size)
+    rows.forced_B[:n] = ids[1:]
+    for name in (
+        "input_ids",
+        "positions",
+        "cache_loc",
+        "seq_lens",
+        "extend_seq_lens",
+        "extend_prefix_lens",
+        "logits_indices",
+    ):
+        setattr(batch, name, np.zeros(len(getattr(batch, name)), np.int32))
+    batch.out_cache_loc = np.full(tokens, -1, np.int32)
+    batch.input_ids[:n], batch.positions[:n] = ids[:-1], start + np.arange(n)
+    batch.cache_loc[: len(slots)], batch.out_cache_loc[:n] = slots, slots[start:]
+    batch.seq_lens[0], batch.extend_seq_lens[0], batch.extend_prefix_lens[0] = len(slots), n, start
+    batch.logits_indices[:n] = np.arange(n)
+    batch.real_bs, batch.real_input_ids_len = 1, n
+    return batch, rows

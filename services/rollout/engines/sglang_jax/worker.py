@@ -1,0 +1,238 @@
+"""Entry of the engine's process: `python -m services.rollout.engines.sglang_jax.worker FD`, started by `client` and by
+nothing else.
+
+Reads its EngineSpec as the first message of the link, boots, then serves messages between steps. It ends when the
+service closes the link, and with code 1 on any error of its own; it starts no children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from services.rollout.engines.base import BASE_VERSION, EngineSpec
+from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message
+from services.rollout.weights.probe import check_probe
+from shared.errors import Conflict, OutOfMemory, VolleyError, WeightsError, problem
+from shared.process.telemetry import Log, configure
+
+log = Log("rollout.engine")
+IDLE_WAIT_S = 0.2
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass
+class _Staged:
+    version: str
+    digest: str
+    leaves: list[Any]
+    probe_ids: Any
+
+
+class EngineWorker:
+    """Answers messages; the scheduler runs between them. Staging threads only read disk and fill new device arrays."""
+
+    def __init__(self, link: EngineLink, scheduler: Any, dtype: str) -> None:
+        from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
+
+        self._link, self._dtype = link, dtype
+        self._scheduler: RolloutScheduler = scheduler
+        self._staged: _Staged | None = None
+        self._loading = -1
+        self._digest = ""
+        self._probe_ids: Any = None
+        self._loaded: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def run(self) -> None:
+        """Returns when the service has closed the link."""
+        busy = True
+        while True:
+            try:
+                messages = self._link.receive(0.0 if busy else IDLE_WAIT_S)
+            except EOFError:
+                return
+            for message in messages:
+                self._answer(message)
+            while not self._loaded.empty():
+                self._loaded.get()()
+            busy = self._scheduler.turn() or bool(messages)
+
+    def _answer(self, message: Message) -> None:
+        op = message["op"]
+        if op == "generate":
+            self._scheduler.add(message)
+        elif op == "stage":
+            self._staged, self._loading = None, message["call"]
+            threading.Thread(target=self._load, args=(message,), daemon=True).start()
+        else:
+            self._reply(message["call"], lambda: getattr(self, f"_on_{op}")(message))
+
+    def _reply(self, call: int, work: Callable[[], Any]) -> None:
+        try:
+            answer = {"value": work()}
+        except VolleyError as error:
+            answer = {"error": problem(error)}
+        self._link.send({"op": "reply", "call": call, **answer})
+
+    def _load(self, message: Message) -> None:
+        """In a thread of its own: reads the weights, then has the loop's thread check and keep them."""
+        from services.rollout.engines.sglang_jax.weights.staging import load_leaves
+
+        try:
+            leaves, timings = load_leaves(self._scheduler.runner, message["path"], message["kind"], message["tree"])
+        except Exception as error:  # noqa: BLE001 - whatever fails here concerns these weights, not the engine
+            failure = _as_weights_error(error, message["version"])
+            self._loaded.put(lambda: self._reply(message["call"], lambda: _throw(failure)))
+        else:
+            self._loaded.put(lambda: self._reply(message["call"], lambda: self._keep(message, leaves, timings)))
+        self._link.wake()
+
+    def _keep(self, message: Message, leaves: list[Any], timings: dict[str, float]) -> Message:
+        from services.rollout.engines.sglang_jax.weights.checksum import checksum
+        from services.rollout.engines.sglang_jax.weights.scoring import score
+
+        if message["call"] != self._loading:
+            raise Conflict(f"{message['version']} was overtaken by weights that were staged later")
+        start, ids = time.perf_counter(), message["probe_ids"]
+        logprobs = None if ids is None else score(self._scheduler, ids, leaves)
+        if logprobs is not None:
+            check_probe(logprobs, message["probe_logprobs"], message["probe_noise"], self._dtype)
+        loaded = {"checksum": checksum(leaves), "timings": timings}
+        timings["probe_s"] = time.perf_counter() - start
+        self._staged = _Staged(message["version"], message["digest"], leaves, ids)
+        return loaded
+
+    def _on_commit(self, message: Message) -> Message:
+        staged, current = self._staged, self._scheduler.version
+        if staged is None or staged.version != message["version"]:
+            raise Conflict(
+                f"{message['version']} is not staged (staged: {staged.version if staged else 'nothing'})",
+                "stage it first",
+            )
+        start = time.perf_counter()
+        counts = self._scheduler.swap(staged.leaves, staged.version, message["mode"])
+        self._staged, self._digest, self._probe_ids = None, staged.digest, staged.probe_ids
+        live = self._on_audit(message)
+        return {
+            "version": staged.version,
+            "previous": current,
+            **counts,
+            "live": live,
+            "pause_s": time.perf_counter() - start,
+        }
+
+    def _on_audit(self, _: Message) -> Message:
+        """From what the next step takes, not from what was staged."""
+        from services.rollout.engines.sglang_jax.weights.checksum import checksum
+        from services.rollout.engines.sglang_jax.weights.scoring import score
+
+        scheduler = self._scheduler
+        logprobs = None if self._probe_ids is None else score(scheduler, self._probe_ids, passes=1)
+        return {
+            "version": scheduler.version,
+            "checksum": checksum(scheduler.runner.model_state_leaves),
+            "logprobs": logprobs,
+        }
+
+    def _on_status(self, _: Message) -> Message:
+        scheduler = self._scheduler
+        return {
+            "current": scheduler.version,
+            "staged": self._staged.version if self._staged else None,
+            "digest": self._digest,
+            "paused": scheduler.paused,
+            "running": len(scheduler.live()) - len(scheduler.waiting_queue),
+            "queued": len(scheduler.waiting_queue),
+            "output_tokens": scheduler.output_tokens,
+            "free_kv_tokens": int(scheduler.token_to_kv_pool_allocator.available_size()),
+            "compilations": scheduler.step.compilations,
+            "steps": scheduler.counts,
+        }
+
+    def _on_abort(self, message: Message) -> int:
+        return self._scheduler.abort(message["rid"])
+
+    def _on_pause(self, _: Message) -> None:
+        self._scheduler.paused = True
+
+    def _on_resume(self, _: Message) -> None:
+        self._scheduler.paused = False
+
+    def _on_flush(self, _: Message) -> None:
+        self._scheduler.flush()
+
+
+def _as_weights_error(error: Exception, version: str) -> VolleyError:
+    """Whatever goes wrong while weights load concerns these weights, not the engine: the old ones keep serving."""
+    if isinstance(error, VolleyError):
+        return error
+    if isinstance(error, MemoryError):
+        return OutOfMemory(f"weights {version} do not fit beside the serving ones: {error}")
+    log.warning("stage failed", version=version, error=repr(error))
+    return WeightsError(f"weights {version} cannot be loaded: {type(error).__name__}: {error}")
+
+
+def _throw(error: VolleyError) -> None:
+    raise error
+
+
+def _bind_life_to_parent() -> None:
+    """Ends with the service, even while compiling. Signals to the whole group are the service's to handle: it drains
+    first.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def beat(link: EngineLink) -> None:
+    """Thread: lets the service know that this process runs, also while a step compiles."""
+    with contextlib.suppress(OSError):  # the service is gone: the loop's thread ends the process
+        while True:
+            link.send({"op": "beat"})
+            time.sleep(BEAT_S)
+
+
+def main(fd: int) -> int:
+    """Boots and serves; the exit code."""
+    configure("rollout-engine")
+    _bind_life_to_parent()
+    start = time.perf_counter()
+    link = EngineLink(socket.socket(fileno=fd))
+    threading.Thread(target=beat, args=(link,), daemon=True).start()
+    try:
+        (message,) = link.receive(60.0)
+        spec = EngineSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in message["spec"].items()})
+        worker, info = _boot(spec, link)
+        link.send({"op": "ready", "info": {**info, "boot_s": time.perf_counter() - start, "pid": os.getpid()}})
+        worker.run()
+        return 0
+    except Exception as error:
+        log.exception("engine died")
+        link.send({"op": "fatal", "detail": f"{type(error).__name__}: {error}"})
+        return 1
+
+
+def _boot(spec: EngineSpec, link: EngineLink) -> tuple[EngineWorker, Message]:
+    from services.rollout.engines.sglang_jax.boot import build_scheduler, describe, precompile
+
+    scheduler = build_scheduler(spec, link, BASE_VERSION if spec.load_weights else None)
+    precompile(scheduler, spec)
+    return EngineWorker(link, scheduler, spec.dtype), describe(scheduler, spec)
+
+
+if __name__ == "__main__":
+    code = main(int(sys.argv[1]))
+    sys.stderr.flush()
+    os._exit(code)

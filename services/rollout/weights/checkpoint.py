@@ -1,0 +1,103 @@
+"""What lies in a checkpoint's folder, and whether this server may load it. Nothing here loads weights; everything
+blocks on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from services.rollout.engines.base import StagedWeights
+from shared.errors import ConfigError, DecodeError, WeightsError
+from shared.models.config import ModelConfig
+from shared.run import weights
+from shared.run.weights import Manifest
+from shared.types import WeightVersion
+
+
+def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
+    """A checkpoint (its manifest or its folder) or a Hugging Face folder, whole and of this run and model.
+
+    Raises WeightsError or Forbidden.
+    """
+    folder = path.parent if path.name == weights.MANIFEST else path
+    try:
+        if not (folder / weights.MANIFEST).is_file():
+            return _hugging_face(folder)
+    except OSError as error:
+        raise WeightsError(f"{str(folder)[:200]} cannot be read: {error.strerror}") from error
+    manifest = weights.read_manifest(folder)
+    _belongs(manifest, folder, run)
+    _same_model(manifest, model)
+    weights.verify_files(folder, manifest)
+    digest = hashlib.sha256("".join(f.name + f.blake3 for f in manifest.files).encode()).hexdigest()
+    ids, logprobs = _probe(manifest, model.vocab_size)
+    location = str(weights.confined(folder, manifest.path))
+    noise = manifest.probe.noise if manifest.probe else None
+    return StagedWeights(
+        location,
+        manifest.version,
+        digest,
+        tree=manifest.tree,
+        probe_ids=ids,
+        probe_logprobs=logprobs,
+        probe_noise=noise,
+    )
+
+
+def parse(version: str) -> WeightVersion | None:
+    """None for a name that is not one of the trainer's."""
+    try:
+        return WeightVersion.parse(version)
+    except DecodeError:
+        return None
+
+
+def _belongs(manifest: Manifest, folder: Path, run: str) -> None:
+    if manifest.run != run:
+        raise WeightsError(
+            f"{manifest.version} is of run {manifest.run!r}, this server belongs to {run!r}",
+            "is run.name the trainer's?",
+        )
+    if manifest.version != folder.name:
+        raise WeightsError(
+            f"the manifest of {manifest.version} lies in {folder.name}", "a checkpoint's folder has its version's name"
+        )
+    if manifest.kind != "full":
+        raise WeightsError(f"{manifest.version} is of kind {manifest.kind!r}; this server loads full weights")
+
+
+def _same_model(manifest: Manifest, model: ModelConfig) -> None:
+    try:
+        theirs = ModelConfig.parse(manifest.model, f"the manifest of {manifest.version}")
+    except ConfigError as error:
+        raise WeightsError(f"{manifest.version} is of no model that this server computes: {error}") from error
+    if key := model.difference(theirs):
+        says, ours = getattr(theirs, key), getattr(model, key)
+        raise WeightsError(
+            f"{manifest.version} is of another model: {key} is {says}, this server's is {ours}",
+            "is model.path the trainer's?",
+        )
+
+
+def _probe(manifest: Manifest, vocab_size: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    if manifest.probe is None:
+        return None, None
+    ids, logprobs = np.array(manifest.probe.input_ids, np.int32), np.array(manifest.probe.logprobs, np.float32)
+    if ids.max() >= vocab_size:
+        raise WeightsError(f"{manifest.version}: the probe holds token {ids.max()}, the vocabulary has {vocab_size}")
+    return ids, logprobs
+
+
+def _hugging_face(folder: Path) -> StagedWeights:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files or parse(folder.name) is not None:
+        raise WeightsError(
+            f"{folder} holds no {weights.MANIFEST}, nor .safetensors files under a name that is not the trainer's"
+        )
+    for file in files:
+        weights.confined(folder, file.name)
+    stamp = "".join(f"{f.name}{f.stat().st_size}{f.stat().st_mtime_ns}" for f in files)
+    return StagedWeights(str(folder), folder.name, hashlib.sha256(stamp.encode()).hexdigest(), "hf")

@@ -1,0 +1,128 @@
+"""Supervised warm start: demonstrations made by the environment, the loss on what the assistant says.
+
+Invariant: a demonstration becomes the very tokens that a rollout of it would record, end-of-turn tokens included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from services.trainer.algorithms.loss import SUPERVISED_SUMS, supervised_loss
+from services.trainer.learner.batch import BatchLayout, Row, micro_batches, row_weights, supervised_row
+from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
+from services.trainer.learner.train_step import Logger, TunixLearner
+from services.trainer.models.qwen3 import Qwen3
+from shared.errors import ConfigError, NonFinite, first_error
+from shared.models.chat import ChatTokenizer, Messages
+from shared.types import Message
+
+_CONCURRENT = 32
+_SPLIT = "train"
+
+
+class Demonstrator(Protocol):
+    """The part of the environment's client that is used here."""
+
+    async def num_tasks(self, env: str, split: str) -> int: ...
+
+    async def demonstration(self, env: str, split: str, index: int) -> list[Message]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SftOptions:
+    """`batch_size` demonstrations make a step."""
+
+    max_steps: int
+    batch_size: int
+    seed: int
+    layout: BatchLayout
+    optimizer: OptimizerOptions
+
+
+@dataclass(frozen=True, slots=True)
+class SftMetrics:
+    """A line of `sft.jsonl`: mean negative log-likelihood of a trained token (nats), `tokens` trained."""
+
+    step: int
+    max_steps: int
+    loss: float
+    grad_norm: float
+    tokens: int
+
+
+async def fetch(client: Demonstrator, env: str, n: int, seed: int) -> list[list[Message]]:
+    """Up to `n` demonstrations of distinct training tasks, chosen by `seed`, in that order. Raises what the client
+    raises.
+    """
+    total = await client.num_tasks(env, _SPLIT)
+    rng = np.random.default_rng([seed, 0x5F7])
+    chosen = rng.permutation(total)[:n] if total <= 4 * n else np.unique(rng.integers(0, total, n))
+    limit = asyncio.Semaphore(_CONCURRENT)
+
+    async def one(index: int) -> list[Message]:
+        async with limit:
+            return await client.demonstration(env, _SPLIT, index)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(int(index))) for index in chosen]
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    return [task.result() for task in tasks]
+
+
+def tokenize(tokenizer: ChatTokenizer, demonstrations: Sequence[Messages], longest: int) -> list[Row]:
+    """Rows of the demonstrations that fit into `longest` tokens. Raises ConfigError if none does."""
+    rows = [supervised_row(*tokenizer.render_demonstration(messages)) for messages in demonstrations]
+    fitting = [row for row in rows if len(row.ids) <= longest]
+    if not fitting:
+        raise ConfigError(f"no demonstration fits into {longest} tokens", "raise trainer.length_buckets")
+    return fitting
+
+
+def train(model: Qwen3, rows: Sequence[Row], options: SftOptions, logger: Logger) -> Iterator[SftMetrics]:
+    """Trains the model in place, a step for each item that is asked for. Raises NonFinite."""
+    layout = replace(options.layout, rows=min(options.layout.rows, options.batch_size))
+    n_micro = layout.n_micro(options.batch_size)
+    learner = TunixLearner(
+        model,
+        make_optimizer(options.optimizer),
+        supervised_loss,
+        sums=SUPERVISED_SUMS,
+        temperature=1.0,
+        n_micro=n_micro,
+        logger=logger,
+    )
+    draws = _draws(len(rows), options.batch_size, options.seed)
+    for step in range(1, options.max_steps + 1):
+        batch = [rows[i] for i in next(draws)]
+        weights = row_weights(batch, "token-mean", max_response_length=1)
+        update = learner.update(micro_batches(batch, weights, layout, n_micro))
+        what = [name for name in ("loss", "grad_norm") if not math.isfinite(getattr(update, name))]
+        if what:
+            hint = (
+                "lower sft.optimizer_config.learning_rate and start a run with another name, or look at the"
+                " demonstrations"
+            )
+            raise NonFinite(
+                f"the warm start was refused at its step {step}: {' and '.join(what)} not finite", hint, what
+            )
+        tokens = max(1.0, update.sums["tokens"])
+        yield SftMetrics(step, options.max_steps, update.sums["nll"] / tokens, update.grad_norm, int(tokens))
+
+
+def _draws(n_rows: int, batch_size: int, seed: int) -> Iterator[np.ndarray]:
+    """Indices int64 [batch_size], shuffled anew in every epoch; without end."""
+    rng = np.random.default_rng([seed, 0xB47C4])
+    pool = np.zeros(0, np.int64)
+    while True:
+        while len(pool) < batch_size:
+            pool = np.concatenate([pool, rng.permutation(n_rows)])
+        yield pool[:batch_size]
+        pool = pool[batch_size:]

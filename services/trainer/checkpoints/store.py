@@ -1,0 +1,337 @@
+"""Checkpoints: `{root}/{version}/{params/, optimizer/, state.json, manifest.json}`. How arrays become files is behind a
+seam.
+
+Invariants:
+- a folder has its name if and only if it is whole: it is made under another name, its manifest last, and renamed when
+  durable;
+- `params/` is what rollout servers load; `optimizer/` is what only a resume needs (and the float32 parameters, where
+  the published ones are rounded), so a resume is bit-exact;
+- a folder whose digests differ, or whose steps a later trainer undid, is never restored: the next older one is used,
+  and once all older trainers are fenced the damaged one is set aside as `{root}/bad/{version}`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from shared.errors import ConfigError, DecodeError, Forbidden, Unavailable, WeightsError
+from shared.files import storage
+from shared.models.origin import Origin
+from shared.process import telemetry
+from shared.run import state as states
+from shared.run import weights
+from shared.run.state import OPTIMIZER, TrainerState
+from shared.run.weights import BAD, Manifest, ManifestLeaf, Probe
+from shared.types import WeightVersion
+
+PARAMS = "params"
+_MASTER = "master"
+_DRAFT = ".tmp-"
+_log = telemetry.Log("checkpoint")
+
+
+class Array(Protocol):
+    """Of numpy, or of JAX on its devices."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> Any: ...
+
+
+type Arrays = Mapping[str, Array]
+
+
+class ArrayFiles(Protocol):
+    """Writes named arrays below a folder that does not exist yet, and reads them back."""
+
+    def write(self, folder: Path, arrays: Arrays) -> None: ...
+
+    def read(self, folder: Path) -> dict[str, np.ndarray]:
+        """Raises WeightsError if the folder does not hold arrays, and OSError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointContents:
+    """`params` as published; `optimizer` by name; `master` are the float32 parameters if `params` are not,
+    else None.
+    """
+
+    params: Arrays
+    optimizer: Arrays
+    master: Arrays | None
+    model: Mapping[str, Any]
+    probe: Probe | None
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredCheckpoint:
+    """A checkpoint in host memory; `params` are float32."""
+
+    folder: Path
+    state: TrainerState
+    params: Mapping[str, np.ndarray]
+    optimizer: Mapping[str, np.ndarray]
+
+
+class CheckpointFolders:
+    """The checkpoint folders of one run. All methods block.
+
+    Args:
+        root: where the version folders are; made if missing.
+        max_to_keep: how many steps stay; the reference version stays beside them.
+
+    `bad` are the versions that `newest` found damaged, with the reason.
+    """
+
+    def __init__(self, root: Path, run: str, max_to_keep: int, arrays: ArrayFiles) -> None:
+        self.root, self._run, self._max_to_keep, self._arrays = root.absolute(), run, max_to_keep, arrays
+        self.bad: dict[str, str] = {}
+        self.root.mkdir(parents=True, exist_ok=True)
+
+    def newest(self) -> RestoredCheckpoint | None:
+        """The newest checkpoint that is whole and not undone, or None if there is none at all. Changes nothing.
+
+        Raises WeightsError if there are checkpoints, but none to go on from, ConfigError if one is of another run, and
+        Unavailable if one cannot be read now: that is no damage, and nothing durable is undone for it.
+        """
+        for version in reversed(self._candidates()):
+            try:
+                return self._restore(version)
+            except (WeightsError, Forbidden) as error:
+                if (self.root / str(version)).exists():  # else another trainer has removed it
+                    self.bad[str(version)] = str(error)
+                    _log.error("checkpoint passed over", version=str(version), reason=str(error))
+        if n := len(weights.versions(self.root)):
+            raise WeightsError(
+                f"none of the {n} checkpoints in {self.root} is whole", "restore one, or start a run with another name"
+            )
+        return None
+
+    def head(self) -> WeightVersion | None:
+        """The version of the newest checkpoint there is now, those left out that `newest` passed over."""
+        return next(reversed(self._candidates()), None)
+
+    def metrics(self) -> list[Mapping[str, Any]]:
+        """The lines of metrics that any retained checkpoint carries, the newest checkpoint's first."""
+        lines: list[Mapping[str, Any]] = []
+        for version in reversed(self._candidates()):
+            with suppress(WeightsError, Unavailable):  # damaged, or removed by another trainer
+                lines += states.read(self.root / str(version))[0].metrics
+        return lines
+
+    def mend(self, epoch: int) -> None:
+        """Sets damaged checkpoints aside and removes what crashes of trainers before `epoch` left; these are fenced by
+        now.
+
+        Raises StorageFull.
+        """
+        with storage.storage(self.root):
+            for version in self.bad:
+                (self.root / BAD).mkdir(exist_ok=True)
+                if (self.root / version).exists():
+                    shutil.rmtree(self.root / BAD / version, ignore_errors=True)
+                    (self.root / version).rename(self.root / BAD / version)
+        for leftover in self.root.glob(f"{_DRAFT}*"):
+            if not (of := _epoch_of(leftover.name)):
+                shutil.rmtree(leftover, ignore_errors=True)
+            elif of < epoch:
+                self._remove(leftover.name)
+
+    def save(self, state: TrainerState, contents: CheckpointContents, base: WeightVersion | None) -> Path:
+        """Makes the version `state.version` durable, then removes old ones. Returns its folder.
+
+        Raises StorageFull, and WeightsError if its state is more than a reader takes; then nothing of it is there.
+        """
+        with self._draft(state.version) as draft:
+            training = {f"optimizer.{k}": v for k, v in contents.optimizer.items()}
+            training |= {f"{_MASTER}.{k}": v for k, v in (contents.master or {}).items()}
+            with storage.held(draft):
+                self._arrays.write(draft / PARAMS, contents.params)
+                self._arrays.write(draft / OPTIMIZER, training)
+            tree = tuple(ManifestLeaf(k, tuple(v.shape), str(v.dtype)) for k, v in sorted(contents.params.items()))
+            manifest = Manifest(
+                run=self._run,
+                version=str(state.version),
+                base_version=None if base is None else str(base),
+                step=state.step,
+                kind="full",
+                path=PARAMS,
+                files=weights.digest_files(draft, PARAMS),
+                tree=tree,
+                model=contents.model,
+                probe=contents.probe,
+                created=time.time(),
+            )
+            return self._install(draft, manifest, state)
+
+    def relabel(self, restored: RestoredCheckpoint, state: TrainerState) -> Path:
+        """The restored checkpoint again, as the first version of a new epoch. Files are linked, not copied. Raises as
+        `save`.
+        """
+        with self._draft(state.version) as draft:
+            with storage.held(draft):
+                for name in (PARAMS, OPTIMIZER):
+                    _link_tree(restored.folder / name, draft / name)
+            old = weights.read_manifest(restored.folder)
+            manifest = replace(old, version=str(state.version), base_version=old.version, created=time.time())
+            return self._install(draft, manifest, state)
+
+    def restored(self, version: WeightVersion) -> RestoredCheckpoint:
+        """A checkpoint with optimizer and all. Raises WeightsError, and Unavailable if it cannot be read now."""
+        return restore(self.root / str(version), self._arrays)
+
+    def params_of(self, version: str) -> Mapping[str, np.ndarray]:
+        """The float32 parameters of a version, exact where the published ones are rounded. Raises WeightsError."""
+        return restore(self.root / version, self._arrays).params
+
+    def foreign(self, origin: Origin) -> RestoredCheckpoint:
+        """A checkpoint of another run, to start from. Raises ConfigError if it is not whole, or not the one it was."""
+        try:
+            if weights.digest(origin.checkpoint / weights.MANIFEST) != origin.manifest:
+                raise WeightsError("its manifest is another one than when the run was begun")
+            return restore(origin.checkpoint, self._arrays)
+        except (WeightsError, Forbidden, OSError) as error:
+            there = ", ".join(map(str, weights.versions(origin.checkpoint.parent))) or "none"
+            raise ConfigError(
+                f"model.path={origin.path} cannot be used: {error}",
+                f"choose another version of run {origin.run}: retained are {there}",
+            ) from error
+
+    def _candidates(self) -> list[WeightVersion]:
+        """Oldest first."""
+        found = weights.versions(self.root)
+        return [v for v in states.surviving(found) if str(v) not in self.bad]
+
+    def _restore(self, version: WeightVersion) -> RestoredCheckpoint:
+        folder = self.root / str(version)
+        run = weights.read_manifest(folder).run
+        if run != self._run:
+            raise ConfigError(
+                f"the checkpoint {folder} is of run {run}, not of {self._run}", "choose another run.name or run.dir"
+            )
+        return restore(folder, self._arrays)
+
+    @contextmanager
+    def _draft(self, version: WeightVersion) -> Iterator[Path]:
+        """A folder for a checkpoint in the making, which is gone at the end unless it was renamed."""
+        draft = self.root / f"{_DRAFT}{version}-{os.getpid()}"
+        shutil.rmtree(draft, ignore_errors=True)
+        with storage.storage(self.root):
+            try:
+                draft.mkdir()
+                yield draft
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+
+    def _install(self, draft: Path, manifest: Manifest, state: TrainerState) -> Path:
+        (draft / states.STATE).write_bytes(
+            state.to_json(optimizer_files=weights.digest_files(draft, OPTIMIZER), seal=weights.seal(manifest))
+        )
+        states.check_readable(draft)
+        manifest = replace(manifest, state=weights.digest(draft / states.STATE))
+        _sync_tree(draft)
+        weights.write_manifest(draft, manifest)
+        folder = self.root / manifest.version
+        self._remove(folder.name)
+        draft.rename(folder)
+        storage.fsync(self.root)
+        self._retain(state)
+        return folder
+
+    def _retain(self, state: TrainerState) -> None:
+        """Nothing goes once a newer trainer has begun: it may need what we would remove."""
+        found = weights.versions(self.root)
+        if found[-1] != state.version:
+            return
+        kept = {str(version) for version in _retained(found, self._max_to_keep)} | {state.reference}
+        for version in found:
+            if str(version) not in kept:
+                self._remove(str(version))
+
+    def _remove(self, name: str) -> None:
+        """Renamed first: a half-removed folder is not a checkpoint, and whoever still writes into a draft misses it
+        whole.
+        """
+        away = self.root / f"{_DRAFT}removed-{name}-{os.getpid()}"
+        with suppress(FileNotFoundError):
+            (self.root / name).rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def restore(folder: Path, arrays: ArrayFiles) -> RestoredCheckpoint:
+    """Reads a checkpoint and changes nothing.
+
+    Raises WeightsError if it is not whole, or not what its folder's name says, and Unavailable if it cannot be read
+    now.
+    """
+    manifest, state = states.verify(folder)
+    if not manifest.version == str(state.version) == folder.name:
+        raise WeightsError(f"{folder} holds the manifest of {manifest.version} and the state of {state.version}")
+    try:
+        training = arrays.read(folder / OPTIMIZER)
+        params = _below(training, _MASTER) or arrays.read(folder / PARAMS)
+        for name, value in (training | params).items():
+            if not np.isfinite(value).all():
+                raise WeightsError(
+                    f"{folder.name}: {name} is not finite",
+                    "a step that gave such numbers was saved; older ones may be whole",
+                )
+        return RestoredCheckpoint(folder, state, params, _below(training, "optimizer"))
+    except OSError as error:
+        raise weights.unreadable(str(folder), error) from error
+
+
+def _retained(found: Sequence[WeightVersion], n: int) -> set[WeightVersion]:
+    """The `n` newest, and one of each of the `n` newest steps: restarts without progress do not use up what can be gone
+    back to.
+    """
+    alive = states.surviving(found)
+    of_step = {version.step: version for version in alive}
+    return {*alive[-n:], *(of_step[step] for step in sorted(of_step)[-n:])}
+
+
+def _epoch_of(draft: str) -> int:
+    """0 for what is being removed."""
+    try:
+        return WeightVersion.parse(draft.removeprefix(_DRAFT).rpartition("-")[0]).epoch
+    except DecodeError:
+        return 0
+
+
+def _below(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(f"{prefix}."): value for name, value in arrays.items() if name.startswith(f"{prefix}.")}
+
+
+def _link_tree(source: Path, target: Path) -> None:
+    target.mkdir()
+    for path in sorted(source.rglob("*")):
+        place = target / path.relative_to(source)
+        if path.is_dir():
+            place.mkdir()
+        else:
+            _link_or_copy(path, place)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        target.hardlink_to(source)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        storage.fsync(path)
+    storage.fsync(folder)

@@ -1,0 +1,61 @@
+"""Log-probabilities of given tokens from hidden states, without ever holding logits of a whole sequence.
+
+A scan over chunks of T computes logits [B, C, V], reduces them, and is rematerialized in the backward pass: the peak is
+one chunk's logits instead of [B, T, V].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+CHUNK = 128
+
+
+class TokenScores(NamedTuple):
+    """float32 [B, T]: log-probability of the target, and entropy of the distribution it was drawn from (no
+    gradient).
+    """
+
+    logprobs: jax.Array
+    entropy: jax.Array
+
+
+def token_scores(
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float, *, entropy: bool, chunk: int = CHUNK
+) -> TokenScores:
+    """Scores targets int32 [B, T] under softmax(hidden @ head.T / temperature).
+
+    Args:
+        hidden: [B, T, D]; position t predicts targets[:, t].
+        head: [V, D].
+        entropy: also compute the entropy, in nats; else it is 0.
+        chunk: positions per scan step; T is padded up to a multiple of it.
+    """
+    batch, length, dim = hidden.shape
+    chunk = min(chunk, length)
+    n = -(-length // chunk)
+    pad = n * chunk - length
+    hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(batch, n, chunk, dim).swapaxes(0, 1)
+    targets = jnp.pad(targets, ((0, 0), (0, pad))).reshape(batch, n, chunk).swapaxes(0, 1)
+
+    @jax.checkpoint
+    def score(hidden_c: jax.Array, targets_c: jax.Array) -> TokenScores:
+        logits = jnp.einsum("bcd,vd->bcv", hidden_c, head, preferred_element_type=jnp.float32) / temperature
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        chosen = jnp.take_along_axis(logits, targets_c[..., None], axis=-1)[..., 0]
+        return TokenScores(chosen - normalizer, _entropy(logits, normalizer) if entropy else jnp.zeros_like(normalizer))
+
+    def step(carry: None, chunks: tuple[jax.Array, jax.Array]) -> tuple[None, TokenScores]:
+        return carry, score(*chunks)
+
+    _, scores = jax.lax.scan(step, None, (hidden, targets))
+    return TokenScores(*(x.swapaxes(0, 1).reshape(batch, n * chunk)[:, :length] for x in scores))
+
+
+def _entropy(logits: jax.Array, normalizer: jax.Array) -> jax.Array:
+    logits, normalizer = jax.lax.stop_gradient((logits, normalizer))
+    probabilities = jnp.exp(logits - normalizer[..., None])
+    return (probabilities * (normalizer[..., None] - logits)).sum(-1)

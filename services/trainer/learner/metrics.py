@@ -1,0 +1,106 @@
+"""What a step is measured by, in numpy float64; the fields of a line of `metrics.jsonl`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from services.trainer.algorithms.advantages import moments
+from services.trainer.loop.group_buffer import ReadyGroup
+from shared.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """One optimizer step.
+
+    Per token: `kl` to the reference model (0 without one), `logprob_abs_diff` mean |log p(trainer) - log p(rollout)|,
+    `logprob_abs_diff_current` and `…_max` mean and largest over tokens sampled with the weights being trained (None
+    without), `clip_fraction`, `entropy` (nats). Per episode: `reward_*`, `success`, `truncation_rate`. Per group:
+    `staleness_*` in steps, of its oldest token. `tokens` are trained ones, `sequence_tokens` all. `version` is that of
+    the weights made. `ends` are shares of the episodes by how they ended and `end_tokens` their mean sampled tokens;
+    `faults` are turns by what was wrong in them, `failed_attempts` those these episodes took, by class of error;
+    `retried_tokens` is the mean length of episodes that took any (None without): compare it with that of all to see
+    whether it is the long ones that fail.
+    """
+
+    step: int
+    version: str
+    loss: float
+    grad_norm: float
+    reward_mean: float
+    reward_std: float
+    success: float
+    truncation_rate: float
+    kl: float
+    logprob_abs_diff: float
+    logprob_abs_diff_current: float | None
+    logprob_abs_diff_current_max: float | None
+    clip_fraction: float
+    entropy: float
+    tokens: int
+    sequence_tokens: int
+    groups: int
+    episodes: int
+    staleness_mean: float
+    staleness_max: int
+    ends: Mapping[str, float]
+    end_tokens: Mapping[str, float]
+    faults: Mapping[str, int]
+    failed_attempts: Mapping[str, int]
+    retried_tokens: float | None
+
+
+def of_groups(held: Sequence[ReadyGroup], step: int) -> dict[str, Any]:
+    """The fields that come from the data alone; `step` is that of the weights before the update."""
+    trajectories = [t for h in held for t in h.group.trajectories]
+    rewards = np.array([t.reward for t in trajectories], np.float64)
+    staleness = [max(0, step - h.oldest.step) for h in held]
+    mean, deviation = moments(rewards)
+    return {
+        "reward_mean": mean,
+        "reward_std": deviation,
+        "success": float(np.mean([t.success for t in trajectories])),
+        "truncation_rate": float(np.mean([t.status == "truncated" for t in trajectories])),
+        "sequence_tokens": int(sum(len(t.token_ids) for t in trajectories)),
+        "groups": len(held),
+        "episodes": len(trajectories),
+        "staleness_mean": float(np.mean(staleness)),
+        "staleness_max": int(max(staleness)),
+        **_outcomes(trajectories),
+    }
+
+
+def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+    lengths: dict[str, list[int]] = {}
+    faults, failures = Counter[str](), Counter[str]()
+    for t in trajectories:
+        lengths.setdefault(t.end or t.status, []).append(t.n_sampled)
+        faults.update(t.faults)
+        failures.update(t.failures)
+    retried = [t.n_sampled for t in trajectories if t.failures]
+    return {
+        "ends": {end: len(n) / len(trajectories) for end, n in sorted(lengths.items())},
+        "end_tokens": {end: float(np.mean(n)) for end, n in sorted(lengths.items())},
+        "faults": dict(sorted(faults.items())),
+        "failed_attempts": dict(sorted(failures.items())),
+        "retried_tokens": float(np.mean(retried)) if retried else None,
+    }
+
+
+def of_sums(sums: Mapping[str, float]) -> dict[str, Any]:
+    """The per-token means from the loss's sums."""
+    n, n_current = max(sums["tokens"], 1.0), sums["current_tokens"]
+    return {
+        "kl": sums["kl"] / n,
+        "logprob_abs_diff": sums["delta"] / n,
+        "logprob_abs_diff_current": sums["delta_current"] / n_current if n_current else None,
+        "logprob_abs_diff_current_max": sums["delta_current_max"] if n_current else None,
+        "clip_fraction": sums["clipped"] / n,
+        "entropy": sums["entropy"] / n,
+        "tokens": int(sums["tokens"]),
+    }

@@ -1,0 +1,166 @@
+"""What the trainer's course is made of: the seams to queue, model, files and servers, and how it waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from services.trainer.learner.metrics import StepMetrics
+from services.trainer.loop.group_buffer import AdmissionRules, ReadyGroup
+from services.trainer.loop.ledger import LedgerFile, StepLog
+from services.trainer.loop.publisher import Delivery
+from services.trainer.loop.refusals import Refusals
+from services.trainer.status import TrainerStatus
+from shared.errors import QueueUnavailable, Unavailable
+from shared.process import telemetry
+from shared.queue.records import Finished, StreamEntry
+from shared.run.archive import Archive
+from shared.run.pinned import Flat
+from shared.run.state import TrainerState
+from shared.types import WeightVersion
+
+OnNonFinite = Literal["stop", "skip"]
+_PAUSE_S, _PAUSE_CAP_S = 0.1, 3.0
+_log = telemetry.Log("parts")
+
+
+class TrainQueue(Protocol):
+    """The trainer's part of `TicketQueue`."""
+
+    async def begin(
+        self, low: int, version: int, issued: int, void: int, done: Iterable[int], epoch: int, above: int
+    ) -> int: ...
+
+    async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[StreamEntry]: ...
+
+    async def commit(self, epoch: int, version: int, finished: Sequence[Finished], void: int) -> None: ...
+
+    async def dead_letter(self, epoch: int, entry: StreamEntry, reason: str) -> None: ...
+
+    async def leave(self, epoch: int, refused: str = "") -> None: ...
+
+
+class Backend(Protocol):
+    """The part of `Backend` that the loop drives; every method blocks."""
+
+    def restore(self) -> TrainerState | None: ...
+
+    def build(self) -> None: ...
+
+    def start(self, state: TrainerState) -> Path: ...
+
+    def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics: ...
+
+    def rewind(self, version: WeightVersion) -> None: ...
+
+    def save(self, state: TrainerState, base: WeightVersion | None) -> Path: ...
+
+
+class CheckpointStore(Protocol):
+    """The part of `Checkpoints` that the loop needs to take over a run; every method blocks."""
+
+    bad: dict[str, str]
+
+    def head(self) -> WeightVersion | None: ...
+
+    def mend(self, epoch: int) -> None: ...
+
+    def metrics(self) -> Sequence[Mapping[str, Any]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainPlan:
+    """`groups_per_step` tickets a step, a checkpoint every `save_interval_steps`; `grace_s` to end in; `keep_reference`
+    for a KL term.
+
+    `settings` is what of the configuration a checkpoint records (see shared.run.pinned); `original` is what the run was
+    started with, for a checkpoint that is older than its settings; `origin` is the version of another run that it
+    starts from; `on_nonfinite` is what follows when a step is refused.
+    """
+
+    max_steps: int
+    groups_per_step: int
+    save_interval_steps: int
+    grace_s: float
+    seed: int
+    keep_reference: bool
+    rules: AdmissionRules
+    settings: Flat = field(default_factory=dict[str, Any])
+    original: Flat = field(default_factory=dict[str, Any])
+    origin: Mapping[str, Any] | None = None
+    on_nonfinite: OnNonFinite = "stop"
+
+    @property
+    def enough(self) -> int:
+        """Groups to hold at most, while a step can be made of them: as many as may be under way at once."""
+        return (self.rules.max_staleness + 1) * self.groups_per_step
+
+
+@dataclass(frozen=True, slots=True)
+class Collaborators:
+    """What the loop works with. `warm_start` ends early when a stop is asked for; `publish` sends a checkpoint folder
+    to the servers.
+    """
+
+    backend: Backend
+    checkpoints: CheckpointStore
+    queue: TrainQueue
+    ledger: LedgerFile
+    archive: Archive
+    metrics: StepLog
+    handovers: StepLog
+    refusals: Refusals
+    executor: Executor
+    warm_start: Callable[[], Awaitable[None]]
+    publish: Callable[[Path], Awaitable[Sequence[Delivery]]]
+
+
+class Waiter:
+    """Waits for what blocks and for what is away, on behalf of the course."""
+
+    def __init__(self, executor: Executor, board: TrainerStatus) -> None:
+        self._executor, self._board = executor, board
+
+    async def blocking[*A, R](self, call: Callable[[*A], R], *args: *A) -> R:
+        """Runs a blocking call in the one training thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
+
+    async def patiently[T](self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeats what is safe to repeat while the other side is away or a disk is full; /status says so, and a stop
+        ends the patience.
+
+        Raises Unavailable after a stop, and any other error at once.
+        """
+        pause, board, wait = _PAUSE_S, self._board, object()
+        try:
+            while True:
+                try:
+                    return await call()
+                except Unavailable as error:
+                    if board.stopping:
+                        raise
+                    board.waits[wait] = str(error)
+                _log.warning("waiting", reason=board.waits[wait], retry_s=pause)
+                with suppress(TimeoutError):
+                    async with board.until_stop():
+                        await asyncio.sleep(pause)
+                pause = min(_PAUSE_CAP_S, 2 * pause)
+        finally:
+            board.waits.pop(wait, None)
+
+    async def answer[T](self, call: Callable[[], Awaitable[T]]) -> T:
+        """`patiently` for the queue: one that does not answer delays a stop by no more than a second."""
+        return await self.patiently(lambda: self.hurriedly(call))
+
+    async def hurriedly[T](self, call: Callable[[], Awaitable[T]]) -> T:
+        """The queue's answer. Raises QueueUnavailable if a stop does not leave it the time."""
+        try:
+            async with self._board.until_stop():
+                return await call()
+        except TimeoutError as error:
+            raise QueueUnavailable("Redis did not answer before the stop") from error

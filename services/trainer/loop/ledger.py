@@ -1,0 +1,183 @@
+"""The run's append-only files: the ledger of tickets (see shared.run.ledger), and the metrics of steps.
+
+Invariants: a ticket has exactly one disposition along the surviving lineage; `metrics.jsonl` has one line a step, none
+    of a step
+that was undone. Files are mended only by a trainer that has fenced all others: until then an older one may still write
+to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from shared import codec
+from shared.bounds import MAX_LINE_VALUES
+from shared.errors import DecodeError, StorageUnavailable, WeightsError
+from shared.files import storage
+from shared.process import telemetry
+from shared.run import ledger
+from shared.run.chain import Chain
+from shared.run.ledger import TRAINED
+from shared.run.state import TrainerState, in_lineage
+from shared.types import WeightVersion
+
+_MOST_UNWRITTEN = 10_000
+_log = telemetry.Log("records")
+
+type Check = Callable[[], object]
+"""Raises Fenced if a later trainer has begun."""
+
+
+class LedgerFile:
+    """Dispositions of tickets, one a line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Durable when it returns. Raises StorageFull; then none of the lines is there."""
+        text = _text(lines)
+        if text:
+            storage.append(self._path, text, durable=True)
+
+    def read(self) -> list[dict[str, Any]]:
+        """The lines that are of a ledger; `volley verify` names others."""
+        return [line for line in map(ledger.parse, storage.whole_lines(self._path)) if line is not None]
+
+    def settled(self) -> dict[int, dict[str, Any]]:
+        """The disposition of every ticket that has one: of the highest epoch, rollbacks applied."""
+        return ledger.settled(self.read())
+
+    def known(self, state: TrainerState) -> TrainerState:
+        """The checkpoint's state and what the file adds: tickets that ended without training after it stay ended."""
+        lines = self.read()
+        above = max((line["epoch"] for line in lines), default=0) + 1
+        settled = ledger.settled([*lines, ledger.rollback(state.step, above)])
+        progress = state.progress()
+        voids = [line for line in settled.values() if line["disposition"] != TRAINED]
+        added = [line for line in voids if progress.finish(line["ticket"], void=True)]
+        chain = Chain(state.step).ended(voids) if state.chain is None else state.chain.ended(added)
+        done = state.phase == "done"
+        return state.at(state.step, progress, issued=state.issued, done=done, chain=chain, metrics=state.metrics)
+
+    def mend(self, state: TrainerState, epoch: int, check: Check = lambda: None) -> None:
+        """Brings the file in line with the checkpoint: steps of trainers before `epoch` that it does not contain are
+        rolled back, and lines of its own that a crash kept from the file are added. Durable when it returns, what was
+        found there included.
+
+        Raises WeightsError if tickets have ended, but there is no checkpoint (epoch 0), StorageFull, and what `check`
+        raises.
+        """
+        if storage.blank_torn_line(self._path, check):
+            _log.warning("torn line blanked", file=self._path.name)
+        if state.epoch == 0 and (n := len(self.settled())):
+            raise WeightsError(
+                f"{self._path} tells how {n} tickets ended, but there is no checkpoint",
+                "restore one, or start a run with another name",
+            )
+        self.append(self._rollback(state, epoch))
+        settled = self.settled()
+        self.append(line for line in state.recent if not ledger.same(settled.get(line["ticket"]), line))
+        _sync(self._path)
+
+    def _rollback(self, state: TrainerState, epoch: int) -> list[dict[str, Any]]:
+        lines = self.read()
+        rollback = ledger.rollback(state.step, epoch)
+        return [rollback] if ledger.settled([*lines, rollback]) != ledger.settled(lines) else []
+
+
+class StepLog:
+    """Lines that each have a `step`, and of RL a `version`: metrics, hand-overs. Nothing waits for them.
+
+    Lines that cannot be written now are kept, and written before the next one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._unwritten = path, list[bytes]()
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        self._unwritten = [*self._unwritten, _text([line])][-_MOST_UNWRITTEN:]
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            storage.append(self._path, b"".join(self._unwritten), durable=False)
+        except (StorageUnavailable, OSError) as error:
+            _log.warning("line kept back", file=self._path.name, lines=len(self._unwritten), reason=str(error))
+        else:
+            self._unwritten = []
+
+    def clear(self) -> None:
+        """Starts the file anew. Raises StorageFull."""
+        self._keep([])
+
+    def flush(self) -> bool:
+        """Makes every line durable; False if some cannot be now."""
+        if self._unwritten:
+            self._write()
+        try:
+            if self._path.exists():
+                storage.fsync(self._path)
+                storage.fsync(self._path.parent)
+        except OSError as error:
+            _log.warning("lines are not durable yet", file=self._path.name, reason=str(error))
+            return False
+        return not self._unwritten
+
+    def mend(
+        self, state: TrainerState, epoch: int, lost: Sequence[Mapping[str, Any]] = (), *, check: Check = lambda: None
+    ) -> None:
+        """Removes lines of trainers before `epoch` that tell of steps which the checkpoint does not contain, all but
+        the first of a version, and what is no line; adds those of `lost` of its steps that are not there, in their
+        place. Durable when it returns.
+
+        Raises StorageFull, and what `check` raises right before the file is replaced.
+        """
+        there: dict[WeightVersion, Mapping[str, Any]] = {}
+        for line, version in filter(None, map(_parsed, storage.whole_lines(self._path))):
+            if version.epoch >= epoch or _contains(state, version):
+                there.setdefault(version, line)
+        n_found = len(there)
+        for line in lost:
+            if _contains(state, version := WeightVersion.parse(line["version"])):
+                there.setdefault(version, line)
+        self._keep([there[version] for version in (sorted(there) if len(there) > n_found else there)], check)
+
+    def _keep(self, lines: Sequence[Mapping[str, Any]], check: Check = lambda: None) -> None:
+        text = _text(lines)
+        if (self._path.read_bytes() if self._path.exists() else b"") == text:
+            _sync(self._path)  # a killed trainer may have written it, and the disk not have it yet
+            return
+        storage.replace(self._path, text, check)
+        _log.info("file brought in line with the checkpoint", file=self._path.name, lines=len(lines))
+
+
+def _sync(path: Path) -> None:
+    """Makes a file durable as it is, if there is one. Raises StorageUnavailable."""
+    with storage.storage(path.parent):
+        if path.exists():
+            storage.fsync(path)
+            storage.fsync(path.parent)
+
+
+def _parsed(line: bytes) -> tuple[dict[str, Any], WeightVersion] | None:
+    try:
+        value = codec.from_json(line, "a line of metrics", MAX_LINE_VALUES)
+        version = WeightVersion.parse(value["version"])
+        return (value, version) if value["step"] == version.step else None
+    except (KeyError, TypeError, DecodeError):
+        return None
+
+
+def _contains(state: TrainerState, version: WeightVersion) -> bool:
+    return version.step <= state.step and in_lineage(version, state.lineage)
+
+
+def _text(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    return b"".join(orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n" for line in lines)

@@ -1,0 +1,173 @@
+"""One incarnation of the trainer, from an empty process to its end.
+
+Open: restore the newest checkpoint (or warm start a new model), take over the queue under a new epoch, mend what a
+    crash left in
+the files, and make and publish the first checkpoint of that epoch. Then the course, until a stop: it lets the running
+step end and saves what is not durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+
+from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
+from services.trainer.loop.train_loop import TrainLoop
+from services.trainer.status import TrainerStatus
+from shared.errors import NonFinite, Unavailable, first_error
+from shared.process import telemetry
+from shared.run import pinned
+from shared.run.state import TrainerState, initial_state
+
+_BEGINNINGS = 5
+_log = telemetry.Log("loop")
+
+
+class TrainerWorker:
+    """The service's worker."""
+
+    def __init__(self, plan: TrainPlan, parts: Collaborators, board: TrainerStatus) -> None:
+        self._plan, self._parts, self._board = plan, parts, board
+        self._waiter = Waiter(parts.executor, board)
+
+    async def run(self) -> None:
+        """Works until it is cancelled.
+
+        Raises:
+            Fenced: a newer trainer has taken over.
+            VolleyError: what else ends a run: a model or a checkpoint that cannot be loaded.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                work = group.create_task(self._work(group))
+                try:
+                    await asyncio.shield(work)
+                except asyncio.CancelledError:
+                    await self._wind_down(work)
+                    raise
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+
+    async def _wind_down(self, work: asyncio.Task[None]) -> None:
+        """Waits for the running step and its checkpoint, but not beyond the grace."""
+        self._board.stop()
+        await asyncio.wait({work}, timeout=self._plan.grace_s)
+        if not work.done():
+            _log.warning(
+                "the grace is over",
+                phase=self._board.phase,
+                step=self._board.step,
+                durable_step=self._board.durable_step,
+            )
+
+    async def _work(self, group: asyncio.TaskGroup) -> None:
+        try:
+            await self._life(group)
+        except* Unavailable as errors:
+            if not self._board.stopping:
+                raise
+            _log.warning("stopped while waiting", phase=self._board.phase, reason=str(first_error(errors)))
+        except* NonFinite as errors:
+            await self._stand_by(str(first_error(errors)))
+
+    async def _stand_by(self, reason: str) -> None:
+        """Trains no more and says why, until a stop: to end and be started again would change nothing."""
+        board = self._board
+        _log.error("refused", run=board.run, phase=board.phase, reason=reason)
+        board.refused, board.phase = reason, "refused"
+        while not board.stopping:
+            board.changed.clear()
+            await board.changed.wait()
+        board.phase = "stopped"
+
+    async def _life(self, group: asyncio.TaskGroup) -> None:
+        board, parts = self._board, self._parts
+        found = await self._restore()
+        if found is None:
+            board.phase = "warm start"
+            await parts.warm_start()
+        if board.stopping:
+            return
+        found, state = await self._take_over(found)
+        await self._waiter.patiently(lambda: asyncio.to_thread(self._mend, found, state.epoch))
+        folder = await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.start, state))
+        board.step, board.epoch, board.version = state.step, state.epoch, str(state.version)
+        board.durable(state.step)
+        _log.info("started", run=board.run, version=board.version, resumed=found is not None)
+        course = TrainLoop(self._plan, parts, board, state, group)
+        group.create_task(course.publish(folder, {}))
+        await course.follow()
+        board.phase = "stopped"
+
+    async def _restore(self) -> TrainerState | None:
+        """The model of the newest checkpoint, or a new one. Raises ConfigError if the run is not that of this
+        configuration.
+        """
+        found = await self._waiter.patiently(lambda: self._waiter.blocking(self._parts.backend.restore))
+        self._board.set_aside = dict(self._parts.checkpoints.bad)
+        found = self._pinned(found) if found else None
+        await self._waiter.blocking(self._parts.backend.build)
+        return found
+
+    async def _take_over(self, found: TrainerState | None) -> tuple[TrainerState | None, TrainerState]:
+        """Fences all older trainers; returns the newest checkpoint's state, whose model is restored, and that of our
+        own epoch.
+
+        Until it is fenced, an older trainer may have made steps durable that we don't know of. Then we begin again,
+        from these.
+        """
+        self._board.phase = "starting"
+        for _ in range(_BEGINNINGS):
+            known = await asyncio.to_thread(self._known, found)
+            epoch = await self._begin(known)
+            claimed = await self._waiter.patiently(
+                lambda epoch=epoch: asyncio.to_thread(self._parts.archive.claim, epoch)
+            )
+            newest = self._parts.checkpoints.head()
+            if newest != (found.version if found else None):
+                _log.warning("another trainer has made a newer checkpoint", version=str(newest))
+                found = await self._restore()
+            elif claimed and await asyncio.to_thread(self._known, found) == known:
+                return found, self._begun(known, epoch)
+        raise Unavailable("other trainers of this run begin at the same time", "let one of them work")
+
+    def _pinned(self, found: TrainerState) -> TrainerState:
+        """The state with the settings it was made under. Raises ConfigError if ours are others that may not change."""
+        plan = self._plan
+        began = plan.original or plan.settings
+        if not found.settings and found.lineage and began:
+            found = replace(found, settings=((found.lineage[0][0], began),))
+        if found.settings and plan.settings:
+            for change in pinned.permitted(
+                pinned.in_force(found.settings, found.epoch), plan.settings, step=found.step
+            ):
+                _log.info("setting changed", change=str(change), from_step=found.step)
+        return found
+
+    def _begun(self, known: TrainerState, epoch: int) -> TrainerState:
+        """The state at the start of this epoch; a run whose last step has moved on is no longer done."""
+        plan = self._plan
+        state = known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin)
+        return replace(state, phase="done" if state.step >= plan.max_steps else "rl")
+
+    async def _begin(self, known: TrainerState) -> int:
+        above = await asyncio.to_thread(self._parts.archive.last_epoch)
+        progress = (known.low, known.step, known.issued, known.void, known.done)
+        return await self._waiter.answer(lambda: self._parts.queue.begin(*progress, known.epoch, above))
+
+    def _known(self, found: TrainerState | None) -> TrainerState:
+        return self._parts.ledger.known(found or initial_state(self._plan.seed))
+
+    def _mend(self, found: TrainerState | None, epoch: int) -> None:
+        """Files in line with the checkpoint that we go on from. Not before: until they are fenced, older trainers write
+        to them.
+
+        What trainers after `epoch` wrote stays: we may be replaced by now. Raises Fenced where that is seen.
+        """
+        parts, state = self._parts, found or initial_state(self._plan.seed)
+        check = partial(parts.archive.check_newest, epoch)
+        parts.checkpoints.mend(epoch)
+        parts.ledger.mend(state, epoch, check)
+        parts.metrics.mend(state, epoch, [*state.metrics, *parts.checkpoints.metrics()], check=check)
+        parts.handovers.mend(state, epoch, check=check)

@@ -1,0 +1,69 @@
+"""The policy as it was at a checkpoint, for training again, under one configuration or several in turn; changes nothing
+in the folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from services.trainer import options as from_run
+from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+from services.trainer.checkpoints.store import restore
+from services.trainer.learner.backend import restored_leaves
+from services.trainer.learner.policy import Policy
+from services.trainer.learner.train_step import make_logger
+from services.trainer.models.qwen3 import build, make_mesh
+from services.trainer.settings import TokenLimits
+from shared.models.chat import ChatTokenizer
+from shared.models.config import ModelConfig
+from shared.models.hub import model_folder
+from shared.schema import RunConfig
+
+
+class RebuiltPolicy:
+    """What a run's trainer has: model, optimizer and reference of a checkpoint; `root` holds all of them.
+
+    Raises ConfigError, WeightsError.
+    """
+
+    def __init__(self, config: RunConfig, checkpoint: Path, root: Path) -> None:
+        self._root, self._logger = root, make_logger()
+        self._restored = restore(checkpoint, OrbaxArrays())
+        reference = self._restored.state.reference
+        self._reference = restore(root / reference, OrbaxArrays()).params if reference else None
+        self._config, self.policy = config, self._policy(config)
+
+    def under(self, config: RunConfig) -> Policy:
+        """The policy that goes on from here under this configuration, as after a restart of the trainer with it."""
+        if config != self._config:
+            now = {
+                what: {name: np.asarray(value) for name, value in part.items()}
+                for what, part in tensors_of(self.policy).items()
+            }
+            self._restored = replace(self._restored, params=now["params"], optimizer=now["optimizer"])
+            self._config, self.policy = config, self._policy(config)
+        return self.policy
+
+    def _policy(self, config: RunConfig) -> Policy:
+        folder = model_folder(config.model.path, self._root.parent)
+        described = ModelConfig.read(folder)
+        options = from_run.model_options(config, folder)
+        mesh = make_mesh(options.mesh_shape, options.mesh_axes)
+        model = build(described, restored_leaves(self._restored), mesh, dtype=options.dtype, remat=options.remat)
+        tokens = TokenLimits(described.vocab_size, ChatTokenizer(folder).pad_id)
+        policy = Policy(
+            model, from_run.policy_options(config, tokens), described.to_hf(), self._logger, self._reference
+        )
+        policy.load_optimizer(self._restored.optimizer)
+        return policy
+
+
+def tensors_of(policy: Policy) -> dict[str, Mapping[str, Any]]:
+    """The float32 parameters and the optimizer's state, as a resume would restore them."""
+    contents = policy.contents()
+    return {"params": contents.params if contents.master is None else contents.master, "optimizer": contents.optimizer}

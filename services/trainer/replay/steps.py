@@ -1,0 +1,255 @@
+"""Trains archived groups again: from a retained checkpoint, in recorded order, compared bit for bit with what was
+recorded.
+
+`python -m services.trainer.replay.steps RUN_DIR --from-step K [--to-step M]`, or `RUN_DIR --refused VERSION` (see
+replay_refused), writes a JSON line a step to stdout, then the result, or an error as a problem body. It reads only. The
+same backend (devices, libraries, compiler flags) is needed for equal bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from shared import codec, config
+from shared.bounds import MAX_LINE_VALUES
+from shared.config import LoadedConfig
+from shared.errors import ConfigError, DecodeError, Forbidden, VolleyError, WeightsError, problem
+from shared.files import storage
+from shared.run import archive, pinned, weights
+from shared.run import state as states
+from shared.run.state import TrainerState
+from shared.schema import RunConfig
+from shared.types import Group, WeightVersion
+
+_COMPARED = ("loss", "grad_norm")
+_MAX_DETAIL = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """`what` is "metric", or the part of the checkpoint; `max_abs_diff` is None where it is no number."""
+
+    step: int
+    what: str
+    name: str
+    max_abs_diff: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """What a run's folder says: the newest whole checkpoint's state, checkpoints of its lineage by step, metrics by
+    version.
+    """
+
+    folder: Path
+    run: str
+    head: TrainerState
+    checkpoints: Mapping[int, Path]
+    metrics: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path, run: str) -> RecordedStep:
+        """Raises WeightsError if no checkpoint is whole."""
+        root = folder / "checkpoints"
+        head = _head(root)
+        mine = [v for v in weights.versions(root) if states.in_lineage(v, head.lineage)]
+        return cls(folder, run, head, {v.step: root / str(v) for v in mine}, _metrics(folder / "metrics.jsonl"))
+
+    def version(self, step: int) -> WeightVersion:
+        epoch = states.epoch_of(step, self.head.lineage)
+        return WeightVersion(self.head.lineage[0][0] if epoch is None else epoch, step)
+
+    def config_at(self, step: int, stored: LoadedConfig) -> RunConfig:
+        """The stored configuration with the settings that were in force when `step` was trained."""
+        return self.config_of(self.version(step).epoch, stored)
+
+    def config_of(self, epoch: int, stored: LoadedConfig) -> RunConfig:
+        """The stored configuration with the settings that were in force in `epoch`."""
+        found = pinned.in_force(self.head.settings, epoch)
+        return config.changed(stored, {key: value for key, value in found.items() if pinned.rule_of(key).may}).config
+
+    def groups(self, step: int) -> list[tuple[Group, bytes]]:
+        """The groups that made `step`, with their wire bytes. Raises DecodeError."""
+        payloads = archive.read(self.folder / "archive", self.run, self.version(step))
+        return [(Group.decode(payload), payload) for payload in payloads]
+
+    def bounds(self, first: int, last: int | None) -> range:
+        """The steps to train. Raises ConfigError naming the checkpoints there are."""
+        end = self.head.step if last is None else last
+        if first not in self.checkpoints:
+            there = ", ".join(map(str, sorted(self.checkpoints)))
+            raise ConfigError(f"there is no checkpoint of step {first}", f"retained are steps {there}")
+        if not first < end <= self.head.step:
+            raise ConfigError(
+                f"there is nothing to replay from step {first} to {end}",
+                f"the newest checkpoint is of step {self.head.step}",
+            )
+        return range(first + 1, end + 1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 the same, 1 diverged or failed, 2 wrong usage."""
+    parser = argparse.ArgumentParser(prog="python -m services.trainer.replay.steps")
+    parser.add_argument("run_dir", type=Path)
+    begin = parser.add_mutually_exclusive_group(required=True)
+    begin.add_argument("--from-step", type=int)
+    begin.add_argument("--refused", metavar="VERSION")
+    parser.add_argument("--to-step", type=int)
+    arguments = parser.parse_args(argv)
+    try:
+        result = _replayed(arguments)
+    except VolleyError as error:
+        _tell(problem(error))
+        return 2 if isinstance(error, ConfigError) else 1
+    except (OSError, ValueError) as error:  # of Orbax, when a trainer removes the checkpoint that is being read
+        _tell(
+            problem(
+                WeightsError(
+                    f"{arguments.run_dir} cannot be replayed: {error}"[:_MAX_DETAIL],
+                    "has a checkpoint just been removed?",
+                )
+            )
+        )
+        return 1
+    _tell(result)
+    return 0 if result["ok"] else 1
+
+
+def _replayed(arguments: argparse.Namespace) -> dict[str, Any]:
+    from services.trainer.replay import refused as replay_refused
+
+    folder: Path = arguments.run_dir.absolute()
+    if arguments.refused:
+        return replay_refused.replay(folder, arguments.refused)
+    return replay(folder, arguments.from_step, arguments.to_step)
+
+
+def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
+    """{ok, steps, first_divergence, compared_checkpoints, compared_metrics}; ends with the first divergence.
+
+    Raises ConfigError, WeightsError, DecodeError.
+    """
+    stored = config.stored(folder)
+    recorded = RecordedStep.read(folder, stored.config.run.name)
+    steps = recorded.bounds(first, last)
+    from services.trainer.loop.group_buffer import ready_group
+    from services.trainer.replay.rebuild import RebuiltPolicy, tensors_of
+
+    rebuilt = RebuiltPolicy(
+        recorded.config_at(steps[0], stored), recorded.checkpoints[first], recorded.checkpoints[first].parent
+    )
+    counts, n, divergence = {"checkpoint": 0, "metric": 0}, 0, None
+    for step in steps:
+        held = [ready_group(group, payload, "") for group, payload in recorded.groups(step)]
+        policy = rebuilt.under(recorded.config_at(step, stored))
+        metrics = policy.step(held, WeightVersion(recorded.version(step).epoch, step - 1))
+        n, compared = n + 1, []
+        if step in recorded.checkpoints:
+            compared.append("checkpoint")
+            divergence = of_tensors(step, tensors_of(policy), recorded.checkpoints[step])
+        line = recorded.metrics.get(metrics.version)
+        if line is not None:
+            compared.append("metric")
+            divergence = divergence or of_metrics(step, asdict(metrics), line)
+        for what in compared:
+            counts[what] += 1
+        _tell({"step": step, "loss": metrics.loss, "compared": _verdict(compared, divergence)})
+        if divergence is not None:
+            break
+    if not any(counts.values()):
+        raise ConfigError(
+            "none of these steps has a retained checkpoint or a line in metrics.jsonl", "choose another --to-step"
+        )
+    found = None if divergence is None else asdict(divergence)
+    numbers = {"compared_checkpoints": counts["checkpoint"], "compared_metrics": counts["metric"]}
+    return {"ok": divergence is None, "steps": n, "first_divergence": found, **numbers}
+
+
+def _metrics(path: Path) -> dict[str, dict[str, Any]]:
+    """The lines by version. Raises DecodeError naming one that is none."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, text in enumerate(storage.whole_lines(path), start=1):
+        try:
+            line = codec.from_json(text, "it", MAX_LINE_VALUES)
+            WeightVersion.parse(line["version"])
+            if not all(isinstance(line[name], int | float | None) for name in _COMPARED):
+                raise TypeError("a number is none")
+        except (KeyError, TypeError, DecodeError) as error:
+            raise DecodeError(
+                f"line {number} of {path} is not a line of metrics: {error}"[:_MAX_DETAIL],
+                "`volley verify` names what else",
+            ) from error
+        found[line["version"]] = line
+    return found
+
+
+def _verdict(compared: Sequence[str], divergence: Divergence | None) -> str:
+    if divergence is not None:
+        return f"{divergence.what} {divergence.name} differs"
+    return f"same {' and '.join(compared)}" if compared else "nothing recorded to compare with"
+
+
+def of_metrics(step: int, ours: Mapping[str, Any], line: Mapping[str, Any]) -> Divergence | None:
+    for name in _COMPARED:
+        if ours[name] != line[name]:
+            return Divergence(
+                step,
+                "metric",
+                name,
+                _difference(np.float64(ours[name]), np.float64(np.nan if line[name] is None else line[name])),
+            )
+    return None
+
+
+def of_tensors(step: int, ours: Mapping[str, Mapping[str, Any]], folder: Path) -> Divergence | None:
+    from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+    from services.trainer.checkpoints.store import restore
+
+    restored = restore(folder, OrbaxArrays())
+    theirs: Mapping[str, Mapping[str, np.ndarray]] = {"params": restored.params, "optimizer": restored.optimizer}
+    for what, name, a, b in _pairs(ours, theirs):
+        if a is None or b is None or a.dtype != b.dtype or a.shape != b.shape or a.tobytes() != b.tobytes():
+            return Divergence(step, what, name, _difference(a, b))
+    return None
+
+
+def _pairs(
+    ours: Mapping[str, Mapping[str, Any]], theirs: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, str, Any, Any]]:
+    for what in ours:
+        for name in sorted(ours[what].keys() | theirs[what].keys()):
+            a, b = ours[what].get(name), theirs[what].get(name)
+            yield what, name, None if a is None else np.asarray(a), None if b is None else np.asarray(b)
+
+
+def _difference(a: Any, b: Any) -> float | None:
+    if a is None or b is None or np.shape(a) != np.shape(b):
+        return None
+    largest = float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)), initial=0.0))
+    return largest if np.isfinite(largest) else None
+
+
+def _head(root: Path) -> TrainerState:
+    for version in reversed(states.surviving(weights.versions(root))):
+        try:
+            return states.verify(root / str(version))[1]
+        except (WeightsError, Forbidden):
+            continue
+    raise WeightsError(f"no checkpoint in {root} is whole")
+
+
+def _tell(line: Mapping[str, Any]) -> None:
+    sys.stdout.write(orjson.dumps(line).decode() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

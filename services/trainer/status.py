@@ -1,0 +1,114 @@
+"""What the trainer is doing, for /status, /ready and Prometheus; and what it was asked to do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from services.trainer import prometheus
+from services.trainer.learner.metrics import StepMetrics
+
+Phase = Literal[
+    "loading", "warm start", "starting", "waiting", "training", "saving", "paused", "done", "refused", "stopped"
+]
+_LAST_S = 1.0
+_STARTING: frozenset[Phase] = frozenset({"loading", "warm start", "starting"})
+
+
+@dataclass
+class TrainerStatus:
+    """Mutable on purpose, and only from the event loop: the loop writes, the routes read (and ask)."""
+
+    run: str
+    max_steps: int
+    phase: Phase = "loading"
+    step: int = 0
+    durable_step: int = 0
+    version: str | None = None
+    epoch: int = 0
+    waiting_groups: int = 0
+    refused: str | None = None
+    waits: dict[object, str] = field(default_factory=dict)
+    set_aside: Mapping[str, str] = field(default_factory=dict)
+    last: StepMetrics | None = None
+    last_handover: Mapping[str, Any] | None = None
+    tickets: dict[str, int] = field(default_factory=dict)
+    paused: bool = False
+    stopping: bool = False
+    checkpoint_wanted: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    limits: set[asyncio.Timeout] = field(default_factory=set)
+
+    @property
+    def waiting_for(self) -> str | None:
+        """All that is waited for just now, or None."""
+        return "; ".join(dict.fromkeys(self.waits.values())) or None
+
+    @contextmanager
+    def waiting(self, reason: str) -> Iterator[None]:
+        """Inside, /status tells the reason."""
+        key = object()
+        self.waits[key] = reason
+        try:
+            yield
+        finally:
+            del self.waits[key]
+
+    @asynccontextmanager
+    async def until_stop(self) -> AsyncIterator[None]:
+        """A stop leaves what is inside a last second, and then ends it with a TimeoutError."""
+        async with asyncio.timeout(_LAST_S if self.stopping else None) as limit:
+            self.limits.add(limit)
+            try:
+                yield
+            finally:
+                self.limits.discard(limit)
+
+    def not_ready(self) -> str | None:
+        """Why nobody should rely on the trainer now; None if they may."""
+        if self.stopping:
+            return "stopping"
+        if self.refused:
+            return self.refused
+        if self.phase in _STARTING:
+            return f"{self.phase}: {self.waiting_for}" if self.waiting_for else self.phase
+        return None
+
+    def status(self) -> dict[str, Any]:
+        """The body of GET /status."""
+        hidden = {"changed", "last", "limits", "waits"}
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
+        return {**plain, "waiting_for": self.waiting_for, "last": asdict(self.last) if self.last else None}
+
+    def ask(self, *, pause: bool | None = None, checkpoint: bool = False) -> None:
+        """A wish of an operator, met at the next boundary between steps."""
+        self.paused = self.paused if pause is None else pause
+        self.checkpoint_wanted = self.checkpoint_wanted or checkpoint
+        self.changed.set()
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.changed.set()
+        for limit in self.limits:
+            limit.reschedule(asyncio.get_running_loop().time() + _LAST_S)
+
+    def trained(self, metrics: StepMetrics) -> None:
+        self.step, self.version, self.last = metrics.step, metrics.version, metrics
+        prometheus.show(metrics, self.epoch)
+
+    def not_finite(self) -> None:
+        prometheus.REFUSED.inc()
+
+    def durable(self, step: int) -> None:
+        self.durable_step = step
+        prometheus.DURABLE.set(step)
+
+    def ended(self, disposition: str) -> None:
+        self.tickets[disposition] = self.tickets.get(disposition, 0) + 1
+        prometheus.TICKETS.labels(disposition).inc()
+
+    def timed(self, part: str, seconds: float) -> None:
+        prometheus.PART_SECONDS.labels(part).observe(seconds)

@@ -1,0 +1,80 @@
+"""Reading files of a folder that anybody may have changed: what is no regular file is not opened, and nothing is read
+without a bound.
+
+A FIFO would hold its reader for ever, a device has no end, and a single line may be as long as the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+MAX_LINE_BYTES = 2**20
+"""Of one line of a record; a longer one is cut there, so that it is no longer JSON."""
+MAX_RECORD_BYTES = 2**32
+"""Of one file of lines: more than any run writes. A sparse file may claim a terabyte, and would be read for minutes."""
+_BLOCK_BYTES = 2**20
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """An unbuffered reader. Raises OSError, also for what is no regular file: EISDIR for a folder, else EMEDIUMTYPE."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "is no path", str(path)) from error
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # a socket
+            raise OSError(errno.EMEDIUMTYPE, "is a socket, not a file", str(path)) from error
+        raise
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        if kind == stat.S_IFDIR:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EMEDIUMTYPE, f"is {_KINDS.get(kind, 'something else')}, not a file", str(path))
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """All of a file of at most `most` bytes. Raises OSError, EFBIG if there are more."""
+    with open_file(path) as file:
+        parts, room = list[bytes](), most + 1
+        while room and (part := file.read(min(room, _BLOCK_BYTES))):
+            parts.append(part)
+            room -= len(part)
+    if not room:
+        raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
+    return b"".join(parts)
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines that have an end, one at a time and without it, cut after MAX_LINE_BYTES; none if there is no file.
+    Raises OSError.
+    """
+    try:
+        file = open_file(path)
+    except FileNotFoundError:
+        return
+    with file:
+        yield from (line for _, line in ended_lines(file))
+
+
+def ended_lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines of an open file that have an end, each with its size in the file in bytes. Raises OSError, EFBIG above
+    MAX_RECORD_BYTES.
+    """
+    if os.fstat(file.fileno()).st_size > MAX_RECORD_BYTES:
+        raise OSError(errno.EFBIG, f"has more than {MAX_RECORD_BYTES} bytes")
+    rest, cut = b"", 0
+    while block := file.read(_BLOCK_BYTES):
+        *lines, last = (rest + block).split(b"\n")
+        for line in lines:
+            yield len(line) + cut + 1, line[:MAX_LINE_BYTES]
+            cut = 0
+        cut += max(0, len(last) - MAX_LINE_BYTES)
+        rest = last[:MAX_LINE_BYTES]

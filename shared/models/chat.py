@@ -1,0 +1,175 @@
+"""Chat text to tokens and back, with the exact-prefix property: tokens of earlier turns are never made anew.
+
+A conversation grows by appending. `render_prompt` makes the first tokens; after the model's own sampled ids,
+`render_continuation` makes only the environment's new text and the header of the next assistant turn. The template
+(`chat_template` of the Hugging Face folder, run in a sandbox) is asked for that text with a marker in place of the
+assistant's words, so nothing the model said is rendered or tokenized again.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.sandbox
+from tokenizers import Tokenizer
+
+from shared.errors import ConfigError, InputError
+
+type Messages = Sequence[Mapping[str, Any]]
+_MARKER = "\u0001assistant\u0001"
+
+
+class ChatTokenizer:
+    """Tokenizer and chat template of a Hugging Face folder.
+
+    Attributes:
+        vocab_size: number of ids, including special ones.
+        eos_id: the token that ends an assistant turn.
+        pad_id: a token that is never part of a conversation.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError naming what the folder lacks."""
+        self._settings = _read_json(folder / "tokenizer_config.json")
+        tokenizer_file = folder / "tokenizer.json"
+        if not tokenizer_file.is_file():
+            raise ConfigError(
+                f"{tokenizer_file} is missing", "model.path must name a Hugging Face folder with a tokenizer"
+            )
+        self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        self._eos = _token_text(self._settings, "eos_token", folder)
+        self.eos_id = self._special(self._eos, folder)
+        self.pad_id = self._special(_token_text(self._settings, "pad_token", folder), folder)
+        if self.pad_id == self.eos_id:
+            raise ConfigError(
+                f"{folder}: pad_token and eos_token are the same token", "training needs a pad token of its own"
+            )
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self._template = _compile(_template_text(self._settings, folder))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; special tokens written in it are recognised, none is added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def token(self, token_id: int) -> str:
+        """Text of one token, for display."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def message_text(self, sampled_ids: Sequence[int]) -> str:
+        """What the assistant said: its sampled ids without the end-of-turn token."""
+        ended = bool(sampled_ids) and sampled_ids[-1] == self.eos_id
+        return self.decode(sampled_ids[:-1] if ended else sampled_ids)
+
+    def render_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Ids of a conversation up to and including the header of the next assistant turn. Raises InputError."""
+        return self.encode(self._render(messages, tools))
+
+    def render_continuation(self, messages: Messages, *, ended: bool) -> list[int]:
+        """Ids to append after an assistant turn: its missing end, `messages`, and the next assistant header.
+
+        Args:
+            ended: the sampled ids already close the turn with `eos_id`.
+        """
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
+        _, found, text = self._render([*before, *messages], ()).partition(_MARKER)
+        if not found or not text.startswith(self._eos):
+            raise ConfigError(f"the chat template does not close an assistant turn with {self._eos}")
+        return self.encode(text.removeprefix(self._eos) if ended else text)
+
+    def render_demonstration(
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[list[int], list[int]]:
+        """Ids and loss mask of a finished conversation, token for token as a rollout of it would be recorded."""
+        first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), None)
+        if first is None or messages[-1]["role"] != "assistant":
+            raise InputError("a demonstration must end with an assistant message")
+        ids = self.render_prompt(messages[:first], tools)
+        mask = [0] * len(ids)
+        pending: list[Mapping[str, Any]] = []
+        for message in messages[first:]:
+            if message["role"] != "assistant":
+                pending.append(message)
+                continue
+            glue = self.render_continuation(pending, ended=True) if pending else []
+            said = [*self.encode(message["content"]), self.eos_id]
+            ids += glue + said
+            mask += [0] * len(glue) + [1] * len(said)
+            pending = []
+        return ids, mask
+
+    def _render(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=list(tools) or None,
+                add_generation_prompt=True,
+                **_special_texts(self._settings),
+            )
+        except jinja2.TemplateError as error:
+            raise InputError(f"the chat template refuses the conversation: {error}") from error
+
+    def _special(self, text: str, folder: Path) -> int:
+        found = self._tokenizer.token_to_id(text)
+        if found is None:
+            raise ConfigError(f"{folder}: token {text!r} is not in the vocabulary")
+        return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}", "model.path must name a Hugging Face folder with a tokenizer"
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+
+
+def _token_text(settings: Mapping[str, Any], name: str, folder: Path) -> str:
+    value = settings.get(name)
+    text = value.get("content") if isinstance(value, dict) else value
+    if not text:
+        raise ConfigError(f"{folder}/tokenizer_config.json names no {name}")
+    return str(text)
+
+
+def _special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
+    names = ("bos_token", "eos_token", "pad_token")
+    values = {name: settings.get(name) for name in names}
+    return {name: v["content"] if isinstance(v, dict) else v for name, v in values.items() if v}
+
+
+def _template_text(settings: Mapping[str, Any], folder: Path) -> str:
+    beside = folder / "chat_template.jinja"
+    text = beside.read_text() if beside.is_file() else settings.get("chat_template")
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"{folder} has no chat template", "add chat_template.jinja or chat_template in tokenizer_config.json"
+        )
+    return text
+
+
+def _compile(text: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    try:
+        return environment.from_string(text)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"the chat template is not valid: {error}") from error

@@ -1,0 +1,246 @@
+"""What a model computes, read from a Hugging Face folder once and the same for trainer and engine.
+
+Invariants: a configuration that is accepted means exactly what Hugging Face's `Qwen3Config` means by it, whichever
+    version of
+transformers wrote it (θ at the top or in `rope_parameters`), defaults included; one that asks for something that
+trainer or engine do not compute is refused by the name of its key. Neither side reads a config.json itself: the engine
+is started from what `to_hf` gives, so a key that is not named here has no effect on either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self, cast
+
+import orjson
+
+from shared.errors import ConfigError
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+ARCHITECTURE = "Qwen3ForCausalLM"
+_SUPPORTED = "supported is dense Qwen3: silu, no biases, no sliding window, plain RoPE, no quantization"
+_MAX_THETA = 1e30
+_REQUIRED = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 12,
+}
+# What `Qwen3Config` of transformers 4.51 to 5.12 takes where a key is absent.
+_DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}
+_DEFAULT_THETA, _DEFAULT_EPS, _DEFAULT_INITIALIZER_RANGE = 10_000.0, 1e-6, 0.02
+# Keys that change what is computed, here or in a model of another family, and the values under which they do not.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "model_type": ("qwen3",),
+    "architectures": (None, [ARCHITECTURE]),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (None, False),
+    "use_sliding_window": (False,),
+    "attention_dropout": (0, 0.0),
+    "partial_rotary_factor": (None, 1, 1.0),
+    "quantization_config": (None,),
+    "compression_config": (None,),
+    "final_logit_softcapping": (None,),
+    "attn_logit_softcapping": (None,),
+    "is_encoder_decoder": (None, False),
+    "add_cross_attention": (None, False),
+    "pruned_heads": (None, {}),
+    "auto_map": (None,),
+}
+_NOT_COMPUTED = ("max_position_embeddings", "initializer_range", "eos_token_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A dense Qwen3, under the names of its config.json.
+
+    `initializer_range` is the standard deviation of random weights, where the folder has none; `eos_token_ids` end a
+    text unless a request says otherwise, sorted, those of generation_config.json included.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    initializer_range: float
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Reads config.json and, if there is one, generation_config.json. Raises ConfigError naming the file and the
+        key.
+        """
+        path, generation = folder / CONFIG, folder / GENERATION_CONFIG
+        eos = _eos_of(_load(generation), str(generation)) if generation.exists() else ()
+        return cls.parse(_load(path), str(path), eos)
+
+    @classmethod
+    def parse(cls, raw: object, where: str = CONFIG, more_eos: Iterable[int] = ()) -> Self:
+        """Of a config.json's content; `where` is its name. Raises ConfigError naming it and the key."""
+        if not isinstance(raw, dict):
+            raise ConfigError(f"{where} is not a JSON object", "model.path must be the folder of a Hugging Face model")
+        given = cast(dict[str, Any], raw)
+        _refuse_unsupported(given, where)
+        missing = [key for key in _REQUIRED if key not in given]
+        if missing:
+            raise ConfigError(f"{where} lacks {', '.join(missing)}", _SUPPORTED)
+        sizes = {key: _size(given[key], key, where, most) for key, most in _REQUIRED.items()}
+        if given.get("num_key_value_heads", 0) is None:
+            given = given | {"num_key_value_heads": sizes["num_attention_heads"]}
+        sizes |= {key: _size(given.get(key, default), key, where, 1 << 30) for key, default in _DEFAULTS.items()}
+        found = cls(
+            **sizes,
+            rms_norm_eps=_number(given.get("rms_norm_eps", _DEFAULT_EPS), "rms_norm_eps", where, 1.0),
+            rope_theta=_theta(given, where),
+            tie_word_embeddings=_boolean(given.get("tie_word_embeddings", False), "tie_word_embeddings", where),
+            initializer_range=_number(
+                given.get("initializer_range", _DEFAULT_INITIALIZER_RANGE), "initializer_range", where, 100.0
+            ),
+            eos_token_ids=tuple(sorted({*_eos_of(given, where), *more_eos})),
+        )
+        _check_together(found, given, where)
+        return found
+
+    def to_hf(self) -> dict[str, Any]:
+        """A config.json that every version of transformers reads as this: θ at the top, nothing left to a default."""
+        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "eos_token_ids"}
+        eos = list(self.eos_token_ids)
+        constant = {
+            "architectures": [ARCHITECTURE],
+            "model_type": "qwen3",
+            "hidden_act": "silu",
+            "attention_bias": False,
+        }
+        return constant | named | {"use_sliding_window": False, "attention_dropout": 0.0, "eos_token_id": eos or None}
+
+    def difference(self, other: ModelConfig) -> str | None:
+        """The first key by which two models of the same weights would compute something else; None if there is none."""
+        names = (field.name for field in fields(self) if field.name not in _NOT_COMPUTED)
+        return next((name for name in names if getattr(self, name) != getattr(other, name)), None)
+
+
+def _load(path: Path) -> object:
+    try:
+        return orjson.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"model file {path}: {error.strerror}", "model.path must be a Hugging Face folder or hub id"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"model file {path} is not valid JSON: {error}", "download it again, or mend it") from error
+
+
+def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
+    for key, neutral in _NEUTRAL.items():
+        value = raw.get(key, neutral[0])
+        if not any(type(value) is type(one) and value == one for one in neutral):
+            raise _unsupported(key, value, where)
+    layers = raw.get("layer_types")
+    if layers is not None and layers != ["full_attention"] * len(layers if isinstance(layers, list) else ()):
+        raise _unsupported("layer_types", layers, where)
+
+
+def _check_together(model: ModelConfig, raw: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for values of which each is fine, but not all at once."""
+    heads, kv_heads, layers = model.num_attention_heads, model.num_key_value_heads, raw.get("layer_types")
+    if heads % kv_heads:
+        raise ConfigError(
+            f"{where}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}", _SUPPORTED
+        )
+    if model.head_dim % 2:
+        raise ConfigError(
+            f"{where}: head_dim={model.head_dim} is odd", "rotary positions turn pairs: head_dim must be even"
+        )
+    if layers is not None and len(layers) != model.num_hidden_layers:
+        raise ConfigError(
+            f"{where}: layer_types has {len(layers)} entries, num_hidden_layers is {model.num_hidden_layers}",
+            _SUPPORTED,
+        )
+    for token in model.eos_token_ids:
+        if token >= model.vocab_size:
+            raise ConfigError(
+                f"{where}: eos_token_id {token} is outside the vocabulary of {model.vocab_size}",
+                f"correct eos_token_id there or in {GENERATION_CONFIG}: no text could end with it",
+            )
+
+
+def _theta(raw: Mapping[str, Any], where: str) -> float:
+    """θ from wherever it stands: at the top, as transformers 4 writes, or in `rope_parameters`, as 5 does."""
+    found: dict[str, float] = {}
+    if "rope_theta" in raw:
+        found["rope_theta"] = _number(raw["rope_theta"], "rope_theta", where, _MAX_THETA)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(name)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            raise _unsupported(name, rope, where)
+        for key, value in cast(dict[str, Any], rope).items():
+            if key == "rope_theta":
+                found[f"{name}.rope_theta"] = _number(value, f"{name}.rope_theta", where, _MAX_THETA)
+            elif not (key in ("rope_type", "type") and value == "default") and not (
+                key == "partial_rotary_factor" and value == 1
+            ):
+                raise _unsupported(f"{name}.{key}", value, where)
+    if len(set(found.values())) > 1:
+        said = ", ".join(f"{key}={value:g}" for key, value in found.items())
+        raise ConfigError(
+            f"{where} gives several values of θ: {said}", "keep the one that the weights were trained with"
+        )
+    return next(iter(found.values()), _DEFAULT_THETA)
+
+
+def _eos_of(raw: object, where: str) -> tuple[int, ...]:
+    """`eos_token_id` of a config.json or generation_config.json: one id, several, or none."""
+    value: object = cast(dict[str, Any], raw).get("eos_token_id") if isinstance(raw, dict) else raw
+    ids: list[Any] = [] if value is None else cast(list[Any], value) if isinstance(value, list) else [value]
+    if any(type(token) is not int or token < 0 for token in ids):
+        raise ConfigError(
+            f"{where}: eos_token_id is {_shown(value)}, expected a token id or a list of them",
+            "see the tokenizer's files",
+        )
+    return tuple(ids)
+
+
+def _size(value: object, key: str, where: str, most: int) -> int:
+    if type(value) is not int or not 1 <= value <= most:
+        raise ConfigError(f"{where}: {key} is {_shown(value)}, expected a whole number from 1 to {most}", _SUPPORTED)
+    return value
+
+
+def _number(value: object, key: str, where: str, most: float) -> float:
+    if (
+        type(value) not in (int, float)
+        or not 0 < (number := float(cast(float, value))) <= most
+        or not math.isfinite(number)
+    ):
+        raise ConfigError(
+            f"{where}: {key} is {_shown(value)}, expected a number above 0 and at most {most:g}", _SUPPORTED
+        )
+    return number
+
+
+def _boolean(value: object, key: str, where: str) -> bool:
+    if type(value) is not bool:
+        raise ConfigError(f"{where}: {key} is {_shown(value)}, expected true or false", _SUPPORTED)
+    return value
+
+
+def _unsupported(key: str, value: object, where: str) -> ConfigError:
+    return ConfigError(f"{where}: {key}={_shown(value)} is not supported", _SUPPORTED)
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:80]

@@ -1,0 +1,101 @@
+"""Where a model lies: a local folder as it is, the model of another run for RUN@VERSION, anything else as a Hugging
+Face hub id.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import orjson
+
+from shared import config
+from shared.errors import ConfigError
+from shared.files import storage
+from shared.models import origin
+from shared.models.origin import ORIGIN, Origin
+from shared.run import weights
+from shared.schema import RunConfig
+
+_SMALL = ["*.json", "*.jinja", "*.txt"]
+_INDEX = "*.index.json"  # of weights, which are not copied
+
+
+def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = False) -> Path:
+    """The folder of `path`; a hub id is downloaded (config and tokenizer, with `weights` also safetensors).
+
+    For RUN@VERSION it is what `keep` has copied into `run_folder`, that of our own run, or else the other run's model.
+
+    Raises ConfigError if it is neither a model's folder, nor a version of a run, nor a repository that can be reached.
+    """
+    kept = None if run_folder is None else kept_in(run_folder)
+    if (found := origin.find(path, kept)) is not None:
+        return kept if kept is not None and origin.read(kept) == found else _model_of(found)
+    folder = Path(path)
+    if folder.is_dir():
+        if (folder / "run.json").exists() and not (folder / "config.json").exists():
+            raise ConfigError(
+                f"model.path={path} is the folder of a run, not of a model",
+                f"to start from its weights say {path}@{origin.LATEST}",
+            )
+        return folder.resolve()
+    if path.startswith((".", "/")) or path.count("/") != 1:
+        raise ConfigError(
+            f"model.path {path} is no folder", "give a Hugging Face folder, a hub id like Qwen/Qwen3-4B, or RUN@VERSION"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(path, allow_patterns=[*_SMALL, "*.safetensors"] if weights else _SMALL))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise ConfigError(
+            f"model.path {path} is no folder and could not be downloaded: {type(error).__name__}",
+            "check the name and the network",
+        ) from error
+
+
+def kept_in(run_folder: Path) -> Path:
+    """Where a run keeps config.json and tokenizer of the run that it was started from."""
+    return (run_folder / "model").absolute()
+
+
+def keep(run: RunConfig) -> Origin | None:
+    """What the run starts from, if that is another run, whose config.json and tokenizer are kept in its folder from now
+    on.
+
+    Nothing is changed any more once the run has a checkpoint. Raises ConfigError, StorageFull.
+    """
+    kept = kept_in(run.run.folder)
+    found = origin.find(run.model.path, kept)
+    if found is not None and origin.read(kept) != found and not weights.versions(run.run.folder / origin.CHECKPOINTS):
+        with storage.storage(run.run.folder):
+            _copy(found, kept)
+    return found
+
+
+def _copy(found: Origin, kept: Path) -> None:
+    """Whole or not at all; config.json is that of the weights."""
+    draft, source = kept.with_name(".tmp-model"), _model_of(found)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    for pattern in _SMALL:
+        for file in source.glob(pattern):
+            if not file.match(_INDEX) and file.name != ORIGIN:
+                shutil.copy(file, draft / file.name)
+    model = weights.read_manifest(found.checkpoint).model
+    (draft / "config.json").write_bytes(orjson.dumps(model, option=orjson.OPT_INDENT_2))
+    (draft / ORIGIN).write_bytes(orjson.dumps(asdict(found), option=orjson.OPT_INDENT_2))
+    shutil.rmtree(kept, ignore_errors=True)
+    draft.rename(kept)
+
+
+def _model_of(found: Origin) -> Path:
+    """The folder with the other run's tokenizer. Raises ConfigError."""
+    try:
+        return model_folder(config.stored(Path(found.folder)).config.model.path, Path(found.folder))
+    except ConfigError as error:
+        raise ConfigError(
+            f"model.path={found.path}: the model of run {found.run} cannot be found: {error.detail}", error.hint
+        ) from error

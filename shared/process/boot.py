@@ -1,0 +1,219 @@
+"""The boot path of every service: parse the configuration, bind, open resources, serve, clean up.
+
+Four ends, each with all resources released:
+- SIGTERM or SIGINT: stop accepting, cancel workers, finish requests within the grace, exit code 0;
+- a worker raises: the same, exit code 1 (a crashed worker never leaves a zombie that still answers 200), or 2 if what
+  it found wrong is the configuration: to start it again would change nothing;
+- connections that never finish: cut off when the grace is over; a cleanup or a thread that hangs: `CLEANUP_S` later;
+- start-up fails (configuration, taken port, unreachable Redis): one line on stderr, exit code 2 or 1.
+
+The socket is bound before resources are opened, so a taken port costs nothing; heavy imports happen after both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+
+import uvloop
+from fastapi import FastAPI
+
+from shared import config
+from shared.errors import ConfigError, VolleyError
+from shared.process import telemetry, watchdog
+from shared.process.ports import host_problem
+from shared.schema import Endpoint, RunConfig, TokenFiles
+from shared.web.serving import HttpServer, make_server
+from shared.web.tls import check_certificate
+
+CLEANUP_S = 10.0
+"""How long a process may live on after its grace, in seconds: for its resources, and for threads that Python waits for.
+"""
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_log = telemetry.Log("boot")
+
+
+@dataclass(frozen=True)
+class RunningService:
+    """What `open_service` yields: the HTTP application and the workers that live as long as it does."""
+
+    app: FastAPI
+    workers: Sequence[Callable[[], Awaitable[None]]] = field(default=())
+
+
+type OpenService = Callable[[RunConfig], AbstractAsyncContextManager[RunningService]]
+
+
+def main(name: str, *, requires: str | None = None, open_service: OpenService | None = None) -> None:
+    """Entry point of `python -m services.NAME`; the section `services.NAME` of the configuration says where to listen.
+
+    Args:
+        requires: a library the service's child processes import; its absence is found here.
+        open_service: what to serve instead of `services.NAME.app`, whose import waits until the configuration is read.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m services.{name}")
+    config.add_arguments(parser)
+    arguments = parser.parse_args()
+    telemetry.configure(name)
+    try:
+        loaded = config.load(arguments.config, arguments.overrides)
+        check_certificate(loaded.config.services.tls)
+        endpoint: Endpoint = getattr(loaded.config.services, name)
+        if loaded.config.services.token_files == TokenFiles() and endpoint.host not in _LOOPBACK:
+            _log.warning("no tokens are configured: whoever reaches this address may do everything", host=endpoint.host)
+        with bind(endpoint) as listener:
+            code = run(loaded.config, open_service or _load(name, requires), listener)
+    except VolleyError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
+    raise SystemExit(code)
+
+
+def _load(name: str, requires: str | None) -> OpenService:
+    """Raises ConfigError where the service's libraries are not installed."""
+    try:
+        if requires is not None and importlib.util.find_spec(requires) is None:
+            raise ModuleNotFoundError(name=requires)
+        return importlib.import_module(f"services.{name}.app").open_service
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"services.{name} needs {error.name}, which this Python does not have",
+            "run it with the Python of its virtual environment: .venvs/base, .venvs/rollout or .venvs/trainer",
+        ) from error
+
+
+def bind(endpoint: Endpoint) -> socket.socket:
+    """Raises ConfigError when the address is taken or not ours."""
+    family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((endpoint.host, endpoint.port))
+    except OSError as error:
+        listener.close()
+        if (problem := host_problem(error)) is not None:
+            raise ConfigError(
+                f"cannot listen on {endpoint.host}:{endpoint.port}: {problem}",
+                "name an address of this machine with services.<name>.host=…",
+            ) from error
+        raise ConfigError(
+            f"cannot listen on {endpoint.host}:{endpoint.port}: {error.strerror or error}",
+            "another program may use the port; choose one with services.<name>.port=…",
+        ) from error
+    return listener
+
+
+def run(run_config: RunConfig, open_service: OpenService, listener: socket.socket) -> int:
+    """`serve` on an event loop of its own, in a process that has nothing else to do: after a signal it ends, by force
+    if it must.
+    """
+    return asyncio.run(serve(run_config, open_service, listener), loop_factory=uvloop.new_event_loop)
+
+
+async def serve(run_config: RunConfig, open_service: OpenService, listener: socket.socket) -> int:
+    """Runs one service until a signal or a crash; returns the exit code. Raises VolleyError if it cannot start."""
+    async with contextlib.AsyncExitStack() as stack:
+        grace_s = run_config.services.limits.grace_s
+        with _cancelled_by_signal(grace_s) as stopped:
+            service = await stack.enter_async_context(open_service(run_config))
+        if stopped.is_set():
+            return 0
+        server = make_server(service.app, run_config.services)
+        with watchdog.watching():
+            return await _run(server, service, listener, grace_s)
+    return 0
+
+
+@contextlib.contextmanager
+def _cancelled_by_signal(grace_s: float) -> Iterator[asyncio.Event]:
+    """Inside, a signal cancels the current task; the cancellation ends here and sets the event."""
+    stopped, task = asyncio.Event(), asyncio.current_task()
+    assert task is not None
+
+    def stop() -> None:
+        if not stopped.is_set():
+            _end_within(grace_s + CLEANUP_S)
+        stopped.set()
+        task.cancel()
+
+    with _on_signal(stop):
+        try:
+            yield stopped
+        except asyncio.CancelledError:
+            if not stopped.is_set() or task.uncancel() > 0:
+                raise
+
+
+async def _run(server: HttpServer, service: RunningService, listener: socket.socket, grace_s: float) -> int:
+    crashed: list[BaseException] = []
+    tasks: list[asyncio.Task[None]] = []
+
+    def stop() -> None:
+        if not server.should_exit:
+            _end_within(grace_s + CLEANUP_S)
+        server.force_exit, server.should_exit = server.should_exit, True
+        cancel()
+
+    def cancel() -> None:
+        """Once: what a worker does to end in order is not cut short by a second cancellation."""
+        for task in tasks:
+            if not task.cancelling():
+                task.cancel()
+
+    async def guarded(worker: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await worker()
+        except Exception as error:  # noqa: BLE001 - the boundary: whatever a worker raises ends the process
+            crashed.append(error)
+            _report_crash(error)
+            stop()
+
+    with _on_signal(stop):
+        async with asyncio.TaskGroup() as group:
+            tasks.extend(group.create_task(guarded(worker)) for worker in service.workers)
+            await server.serve(sockets=[listener])
+            cancel()
+    return 0 if not crashed else 2 if isinstance(crashed[0], ConfigError) else 1
+
+
+def _end_within(seconds: float) -> None:
+    """The last resort, armed once the process is to end: a thread that hangs cannot keep it."""
+    timer = threading.Timer(seconds, _end_by_force, [seconds])
+    timer.daemon = True
+    timer.start()
+
+
+def _end_by_force(after_s: float) -> None:
+    threads = [thread.name for thread in threading.enumerate() if not thread.daemon]
+    _log.error("did not end in time: ended by force", after_s=after_s, threads=threads)
+    os._exit(1)
+
+
+def _report_crash(error: Exception) -> None:
+    if isinstance(error, VolleyError):
+        _log.error("worker failed", error=type(error).__name__, detail=str(error))
+    else:
+        _log.exception("worker crashed", error=type(error).__name__)
+
+
+@contextlib.contextmanager
+def _on_signal(callback: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, callback)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)

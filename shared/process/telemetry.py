@@ -1,0 +1,159 @@
+"""One structured event a line on stderr, and Prometheus metrics. Services never print.
+
+Event fields follow one vocabulary: run, ticket, episode, step, version; durations end in _s.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orjson
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+__all__ = ["REGISTRY", "Counter", "Gauge", "Histogram", "Log", "Totals", "configure", "exposition"]
+
+disable_created_metrics()  # a second series for every counter, which Prometheus' text format knows nothing of
+REGISTRY = CollectorRegistry()
+ProcessCollector(registry=REGISTRY)  # memory, file descriptors and CPU time of the process
+_LEVELS = {
+    logging.DEBUG: "debug",
+    logging.INFO: "info",
+    logging.WARNING: "warning",
+    logging.ERROR: "error",
+    logging.CRITICAL: "error",
+}
+
+
+class _Lines(logging.Formatter):
+    def __init__(self, service: str) -> None:
+        super().__init__()
+        self._service = service
+
+    def format(self, record: logging.LogRecord) -> str:
+        event: dict[str, Any] = {
+            "t": time.strftime("%H:%M:%S", time.localtime(record.created)) + f".{int(record.msecs):03d}",
+            "level": _LEVELS.get(record.levelno, "info"),
+            "service": self._service,
+            "event": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            event["traceback"] = self.formatException(record.exc_info)
+        return orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+
+
+class _Whole(logging.StreamHandler[Any]):
+    """Writes straight to the stream's file. After a line that a full disk has cut, the next one begins on a line of its
+    own.
+    """
+
+    _is_cut = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A line that cannot be written is lost: a service does not end, or wait, for its log."""
+        text = ("\n" * self._is_cut + self.format(record) + "\n").encode()
+        written = 0
+        try:
+            self.stream.flush()
+            while written < len(text):
+                written += os.write(self.stream.fileno(), text[written:])
+        except OSError:
+            self._is_cut = (self._is_cut and not written) or 0 < written < len(text)
+        else:
+            self._is_cut = False
+
+
+class Log:
+    """A logger whose calls take an event name and fields: log.info("published", ticket=3)."""
+
+    def __init__(self, name: str, **fields: Any) -> None:
+        self._logger = logging.getLogger(f"volley.{name}")
+        self._fields = fields
+
+    def debug(self, event: str, **fields: Any) -> None:
+        self._emit(logging.DEBUG, event, fields)
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._emit(logging.INFO, event, fields)
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self._emit(logging.WARNING, event, fields)
+
+    def error(self, event: str, **fields: Any) -> None:
+        self._emit(logging.ERROR, event, fields)
+
+    def exception(self, event: str, **fields: Any) -> None:
+        """Like `error`, with the traceback of the exception being handled."""
+        self._emit(logging.ERROR, event, fields, exc_info=True)
+
+    def _emit(self, level: int, event: str, fields: dict[str, Any], exc_info: bool = False) -> None:
+        self._logger.log(level, event, extra={"fields": {**self._fields, **fields}}, exc_info=exc_info)
+
+
+def configure(service: str, level: int = logging.INFO) -> None:
+    """Routes all logging of the process to stderr as JSON lines; libraries only from warning on."""
+    handler = _Whole(sys.stderr)
+    handler.setFormatter(_Lines(service))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("volley").setLevel(level)
+
+
+class Totals(Collector):
+    """A counter whose total others count: it shows what it was last told, and begins again when they do."""
+
+    def __init__(self, name: str, help_text: str, label: str) -> None:
+        self._name, self._help, self._label = name, help_text, label
+        self._totals: Mapping[str, float] = {}
+        REGISTRY.register(self)
+
+    def set(self, totals: Mapping[str, float]) -> None:
+        """Args: totals: by value of the label."""
+        self._totals = dict(totals)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(self._name, self._help, labels=[self._label])
+        for value, total in self._totals.items():
+            family.add_metric([value], total)
+        yield family
+
+
+def exposition(accept: str = "") -> tuple[bytes, str]:
+    """All metrics of the process, and their media type: OpenMetrics where the client's Accept asks for it, else
+    Prometheus' text format.
+    """
+    try:
+        encode, media_type = choose_encoder(_by_preference(accept))
+    except (TypeError, ValueError):  # of a version that is no version
+        encode, media_type = choose_encoder("")
+    return encode(REGISTRY), media_type
+
+
+def _by_preference(accept: str) -> str:
+    """What a client accepts, the dearest first, up to the text format, which is always there: the library knows nothing
+    of q.
+    """
+    ranges = sorted((part for part in accept.split(",") if _quality(part) > 0), key=_quality, reverse=True)
+    plain = next((i for i, part in enumerate(ranges) if part.partition(";")[0].strip() == "text/plain"), len(ranges))
+    return ",".join(ranges[: plain + 1])
+
+
+def _quality(media_range: str) -> float:
+    """RFC 9110, 12.4.2; 0 where it is no number."""
+    for parameter in media_range.split(";")[1:]:
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "q":
+            try:
+                return float(value)
+            except ValueError:
+                return 0.0
+    return 1.0

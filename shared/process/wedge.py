@@ -1,0 +1,262 @@
+"""Who waits for whom, and whether anything still moves: judged from what the services say of themselves.
+
+A service that waits names another one, and so on, until one is found that is at work, that will not go on by itself
+(paused, away, broken), or that has been met before: a cycle. Nothing is asked here and nothing is decided upon; these
+are values in and sentences out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+QUIET_S, CYCLE_S, BUSY_S = 60.0, 15.0, 1800.0
+"""So long may nothing advance, in seconds: usually, where services wait in a circle, and while one of them is at work.
+"""
+FRESH_S = 5.0
+"""What advanced within so many seconds moves."""
+_AT_WORK = ("loading", "warm start", "starting", "training", "saving")
+
+State = Literal["running", "waiting", "wedged", "finished", "failed", "stopped", "unknown"]
+Kind = Literal["trainer", "orchestrator", "rollout", "env"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceReport:
+    """One service as it was met.
+
+    `error` is why it does not answer at all, `not_ready` what its /ready says, `said` its own description: /status of
+    the trainer, /runs of the orchestrator, `internal_state` and `weights` of a rollout server, or `untold`: why we may
+    not read it. `tokens_per_s` is measured there by asking twice, None if it was not. `external`: it is not the run's
+    own; nobody here starts it again.
+    """
+
+    name: str
+    kind: str
+    url: str = ""
+    error: str | None = None
+    not_ready: str | None = None
+    said: Mapping[str, Any] = field(default_factory=dict)
+    tokens_per_s: float | None = None
+    external: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WaitLink:
+    """`on`: the name, kind or address of whom it waits for; it may be nobody who was met (redis, a disk). `what` it
+    waits for.
+    """
+
+    on: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class WaitNode:
+    """What keeps one service: others, itself (`halted`: it will not go on by itself), or its work. `paused`: somebody
+    wants it so.
+    """
+
+    name: str
+    kind: str
+    url: str = ""
+    waits: tuple[WaitLink, ...] = ()
+    halted: str = ""
+    busy: str = ""
+    paused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`chain` are sentences, from the one who waits to the one who keeps all waiting; `quiet_s` is None if nobody could
+    tell it.
+    """
+
+    state: State
+    chain: tuple[str, ...] = ()
+    cycle: bool = False
+    quiet_s: float | None = None
+
+    def __str__(self) -> str:
+        return " ← ".join(self.chain)
+
+
+def judge(seen: Sequence[ServiceReport]) -> Verdict:
+    """The state of a run from the services that were asked: some of them, or all."""
+    run = next((s.said for s in seen if s.kind == "orchestrator" and s.said), {})
+    quiet_s = run.get("quiet_s")
+    trainer = next((s.said for s in seen if s.kind == "trainer"), {})
+    if refused := trainer.get("refused"):
+        return Verdict("failed", (f"the trainer has stopped: {refused}",), quiet_s=quiet_s)
+    if run.get("state") in ("finished", "failed") and not (
+        run.get("refused") and trainer
+    ):  # a trainer that begins again
+        return Verdict(
+            run["state"],
+            (f"the run has {run['state']}: {run['reason']}",) if run.get("reason") else (),
+            quiet_s=quiet_s,
+        )
+    if {"trainer", "orchestrator"} <= {s.kind for s in seen} and all(s.error is not None for s in seen):
+        return Verdict("stopped", ("none of its services answers",))
+    core = [s for s in seen if s.kind in ("trainer", "orchestrator")]
+    if core and all(s.said.get("untold") for s in core):
+        return Verdict("unknown", tuple(f"{s.name} tells nothing: {s.said['untold']}" for s in core))
+    walk = _Walk(nodes(seen))
+    busy = walk.waits_unseen or any(node.busy for node in walk.nodes)
+    limit = BUSY_S if busy else CYCLE_S if walk.cycle else QUIET_S
+    if quiet_s is not None and quiet_s >= limit and not any(node.paused for node in walk.nodes):
+        state: State = "wedged"
+    elif walk.chain and not busy and (quiet_s is None or quiet_s >= FRESH_S):
+        state = "waiting"
+    else:
+        state = "running"
+    return Verdict(state, tuple(walk.chain), walk.cycle, quiet_s)
+
+
+def nodes(seen: Sequence[ServiceReport]) -> list[WaitNode]:
+    """What keeps each service; rollout servers that only the orchestrator knows are among them."""
+    trainer = next((s.said for s in seen if s.kind == "trainer"), {})
+    run = next((s.said for s in seen if s.kind == "orchestrator"), {})
+    servers = {server["url"]: server for server in run.get("servers", ())}
+    met = [s for s in seen if s.kind != "rollout"]
+    met += [s for s in seen if s.kind == "rollout"]
+    met += [ServiceReport(url, "rollout", url) for url in servers if url not in {s.url for s in met}]
+    return [_node(s, trainer, servers.get(s.url, {})) for s in met]
+
+
+class _Walk:
+    """Follows who waits for whom, the trainer's first: everything in a run ends with it. One that was not asked may be
+    at work.
+    """
+
+    def __init__(self, found: Sequence[WaitNode]) -> None:
+        order = {"trainer": 0, "orchestrator": 1, "rollout": 2}
+        self.nodes = sorted(found, key=lambda node: order.get(node.kind, 3))
+        self.chain: list[str] = []
+        self.cycle = self.waits_unseen = False
+        self._told: set[str] = set()
+        for node in self.nodes:
+            if node.waits or node.halted:
+                self._follow(node, ())
+
+    def _follow(self, node: WaitNode, path: tuple[str, ...]) -> None:
+        if node.name in path:
+            self.cycle = True
+            return
+        if node.name in self._told:
+            return
+        self._told.add(node.name)
+        if node.halted:
+            self.chain.append(f"{node.name} {node.halted}")
+        elif node.busy and not node.waits:
+            self.chain.append(f"{node.name} is {node.busy}")
+        for link in node.waits:
+            self.chain.append(f"{node.name} waits for {link.what}")
+            targets = [target for target in self.nodes if link.on in (target.name, target.kind, target.url)]
+            self.waits_unseen |= link.on in ("trainer", "peer") and not targets
+            for target in targets:
+                self._follow(target, (*path, node.name))
+
+
+def _node(seen: ServiceReport, trainer: Mapping[str, Any], server: Mapping[str, Any]) -> WaitNode:
+    who = (seen.name, seen.kind, seen.url)
+    if seen.error is not None:
+        return WaitNode(*who, halted=f"{'(external) ' if seen.external else ''}does not answer: {seen.error}")
+    if seen.kind == "trainer":
+        return _trainer(who, seen.said)
+    if seen.kind == "orchestrator":
+        return _orchestrator(who, seen.said)
+    if seen.kind == "rollout":
+        return _rollout(who, seen, trainer, server)
+    return WaitNode(*who, halted=f"is not ready: {seen.not_ready}" if seen.not_ready else "")
+
+
+type _Who = tuple[str, str, str]
+
+
+def _trainer(who: _Who, said: Mapping[str, Any]) -> WaitNode:
+    phase, waiting = said.get("phase", ""), said.get("waiting_for")
+    if phase in ("done", "stopped"):
+        return WaitNode(*who)
+    if said.get("refused"):
+        return WaitNode(*who, halted=f"has stopped: {said['refused']}")
+    if said.get("paused") and phase in ("paused", "waiting"):
+        return WaitNode(*who, halted="is paused on request; POST /resume lets it go on", paused=True)
+    busy = f"at work ({phase}, {said.get('step')} of {said.get('max_steps')} steps done)" if phase in _AT_WORK else ""
+    if not waiting:
+        return WaitNode(*who, busy=busy)
+    party = _party(waiting, "env" if phase == "warm start" else "orchestrator")
+    link = WaitLink(party, waiting if party == "orchestrator" else f"{party}: {waiting}")
+    return WaitNode(*who, waits=(link,), busy=busy if phase in ("training", "saving") else "")
+
+
+def _orchestrator(who: _Who, said: Mapping[str, Any]) -> WaitNode:
+    if said.get("state") == "paused":
+        return WaitNode(*who, halted="is paused on request; POST /runs/NAME/resume lets it go on", paused=True)
+    waits: list[WaitLink] = []
+    episodes = said.get("waits", {})
+    if said.get("disk"):
+        waits.append(WaitLink("disk", f"disk: {said['disk']}"))
+    if n := episodes.get("server"):
+        waits.append(
+            WaitLink(
+                "rollout",
+                f"a rollout server it can use ({n} requests{'' if said.get('servers') else ', none is known'})",
+            )
+        )
+    if n := episodes.get("rollout"):
+        waits.append(WaitLink("rollout", f"answers of rollout servers ({n} requests)"))
+    if episodes.get("peer"):
+        waits.append(WaitLink("peer", "another orchestrator of the run, which evaluates"))
+    if n := episodes.get("env"):
+        waits.append(WaitLink("env", f"the environment service ({n} episodes)"))
+    if not waits and (waiting := said.get("waiting")):
+        waits.append(_held_elsewhere(said) or WaitLink(waiting["on"], f"{waiting['on']}: {waiting['why']}"))
+    if (step := said.get("evaluating_step")) is not None:
+        waits = [WaitLink(link.on, f"{link.what}, to evaluate step {step}") for link in waits]
+    return WaitNode(*who, waits=tuple(waits))
+
+
+def _held_elsewhere(said: Mapping[str, Any]) -> WaitLink | None:
+    """Tickets of another orchestrator, dead or alive, if the trainer lacks just their groups."""
+    queue = said.get("queue") or {}
+    n = queue.get("leased", 0) - said.get("held", 0)
+    if not queue.get("ready") or n <= 0 or queue["depth"] >= said.get("groups_per_step", 0):
+        return None
+    return WaitLink(
+        "leases", f"{n} tickets that another orchestrator holds; one that died loses them when its leases run out"
+    )
+
+
+def _rollout(who: _Who, seen: ServiceReport, trainer: Mapping[str, Any], server: Mapping[str, Any]) -> WaitNode:
+    engine, reason = seen.said.get("internal_state") or {}, seen.not_ready or server.get("out")
+    if engine.get("paused"):
+        return WaitNode(*who, halted="is paused on request; POST /continue_generation lets it go on")
+    if reason and "no weights are published" in reason:
+        if trainer.get("phase") in ("waiting", "training", "saving", "paused", "done"):
+            return WaitNode(
+                *who,
+                halted=f"finds no weights, though the trainer has published step "
+                f"{trainer.get('durable_step')}: {reason}",
+            )
+        return WaitNode(*who, waits=(WaitLink("trainer", f"the first weights ({reason})"),))
+    if reason:
+        return WaitNode(*who, halted=f"is not ready: {reason}")
+    if (step := server.get("lacks_step")) is not None:
+        if trainer and int(trainer.get("durable_step") or 0) >= step:
+            return WaitNode(
+                *who, halted=f"has {server.get('version')} and has not loaded step {step}, which is durable"
+            )
+        return WaitNode(*who, waits=(WaitLink("trainer", f"weights of step {step} (has {server.get('version')})"),))
+    if server.get("obstacle"):
+        return WaitNode(*who, halted=str(server["obstacle"]))
+    n = engine.get("running", 0) + engine.get("queued", 0) or server.get("inflight", 0)
+    if n and seen.tokens_per_s == 0:
+        return WaitNode(*who, halted=f"has {n} requests and produces no tokens")
+    return WaitNode(*who, busy=f"answering {n} requests" if n else "")
+
+
+def _party(text: str, otherwise: str) -> str:
+    """Whom the trainer waits for, by its own words."""
+    return "redis" if "Redis" in text else "disk" if "disk space" in text or "cannot write to" in text else otherwise

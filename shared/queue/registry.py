@@ -1,0 +1,115 @@
+"""Which servers of a run are there: leases in Redis that end by themselves.
+
+A server's record `{run}:srv:{id}` lives for 10 s and is written every 3 s, so a server that died or hangs leaves within
+10 s and one that stops leaves at once. `{run}:srv` is the index of ids. A record is what a server says of itself;
+whether to send it work (its version, its load) is the reader's choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import orjson
+from pydantic import Field, TypeAdapter, ValidationError
+from redis.asyncio import Redis
+
+from shared.errors import QueueUnavailable
+from shared.process import telemetry
+from shared.queue.client import command, transaction
+from shared.queue.scripts import Keys
+
+TTL_S = 10.0
+HEARTBEAT_S = 3.0
+_NOT_YET_S = 0.1
+"""Between two looks at a server that is not registered, and need not be taken off: it is wanted as soon as it may get
+work.
+"""
+_GOODBYE_S = 2.0
+_log = telemetry.Log("registry")
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredServer:
+    """A server that may be sent work.
+
+    `version` is the weight version it serves ("e000001-s000042"), `capacity` how many requests it serves at once,
+    `epoch` the trainer incarnation its weights come from.
+    """
+
+    id: str
+    url: str
+    version: str
+    capacity: Annotated[int, Field(ge=1)]
+    epoch: int
+
+
+_RECORD = TypeAdapter(RegisteredServer)
+
+
+class Registry:
+    """The servers of one run. Methods raise `QueueUnavailable` when Redis does not answer."""
+
+    def __init__(self, redis: Redis, run: str) -> None:
+        self._redis = redis
+        self._index = Keys(run).prefix + "srv"
+
+    async def servers(self) -> list[RegisteredServer]:
+        """All servers with a live lease, sorted by id."""
+        ids = sorted(id.decode() for id in await command(self._redis, "SMEMBERS", self._index))
+        records = await command(self._redis, "MGET", *map(self._key, ids)) if ids else []
+        gone = [id for id, record in zip(ids, records, strict=True) if record is None]
+        if gone:
+            await command(self._redis, "SREM", self._index, *gone)
+        return [server for record in records if record is not None and (server := _decode(record)) is not None]
+
+    async def heartbeat(self, current: Callable[[], RegisteredServer | None]) -> None:
+        """Keeps a server registered until cancelled, then deregisters it: a worker for the server's task group.
+
+        `current` is asked before each beat; None means that the server must not get work now. While Redis is away the
+        server goes on, and registers again when it is back.
+        """
+        known: str | None = None
+        try:
+            while True:
+                server = current()
+                try:
+                    if server is not None:
+                        known = server.id
+                        await self._register(server)
+                    elif known is not None:
+                        await self._deregister(known)
+                        known = None
+                except QueueUnavailable as error:
+                    _log.warning("heartbeat failed", detail=str(error))
+                await asyncio.sleep(_NOT_YET_S if known is None else HEARTBEAT_S)
+        finally:
+            if known is not None:
+                with suppress(QueueUnavailable, TimeoutError):
+                    async with asyncio.timeout(_GOODBYE_S):
+                        await self._deregister(known)
+
+    async def _register(self, server: RegisteredServer) -> None:
+        record = orjson.dumps(asdict(server))
+        lease = ("SET", self._key(server.id), record, "PX", int(TTL_S * 1000))
+        await transaction(self._redis, lease, ("SADD", self._index, server.id))
+
+    async def _deregister(self, id: str) -> None:
+        await transaction(self._redis, ("DEL", self._key(id)), ("SREM", self._index, id))
+
+    def _key(self, id: str) -> str:
+        return f"{self._index}:{id}"
+
+
+def _decode(record: bytes) -> RegisteredServer | None:
+    """None for what is no server's record; it ends with its lease."""
+    try:
+        return _RECORD.validate_json(record, strict=True)
+    except ValidationError as error:
+        _log.warning(
+            "a server's record cannot be read", record=record[:200].decode(errors="replace"), error=error.error_count()
+        )
+        return None

@@ -1,0 +1,240 @@
+"""The archive of trained groups: `archive/e000001/s000042.zst` holds the wire bytes of the groups that made
+e000001-s000042.
+
+A file is a stream of zstd frames, each of them one msgpack value: a header {schema, run, version, n, digests}, then `n`
+groups as binary, in the order they were trained in; `zstd -d` opens it. Writer and reader hold one group at a time.
+
+Invariants: a file is whole or absent (written beside its place, fsynced, renamed, parent fsynced); a file alone claims
+nothing, because a crash may undo its step: what counts is the ledger's lines of the surviving lineage, and their
+digests. An undone step lies under the epoch that made it, so it never mixes with the step that replaced it. An epoch's
+folder is made by the one trainer that holds the epoch, before it writes anything: this is what keeps epochs apart when
+Redis has forgotten them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import blake3
+import msgpack
+import zstandard
+
+from shared import codec
+from shared.errors import DecodeError, Fenced
+from shared.files.reading import open_file
+from shared.files.storage import fsync, storage
+from shared.types import WeightVersion
+
+SCHEMA = 1
+REFUSED = "refused"
+"""Folder, and stem of the lines, of groups that gave numbers that are not finite; beside the archive."""
+_LEVEL = 1
+_SMALL = 2**16
+_PORTION = 2**20
+_SIP = 2**6  # bytes of a frame decompressed at once: 4 may become 128 kB
+_MAX_WINDOW = 2**23
+_MOST_GROUPS = 2**20
+MAX_GROUP_BYTES = 2**28
+"""A reader refuses more, so that a damaged or hostile file costs little memory; the trainer takes no larger group in.
+"""
+
+_NAME = re.compile(r"e(\d{6,})/s(\d{6,})\.zst\Z")
+_REFUSED = re.compile(r"e(\d{6,})/s(\d{6,})-(\d+)\.zst\Z")
+_EPOCH = re.compile(r"e(\d{6,})\Z")
+
+
+class Archive:
+    """Writes the archive of one run.
+
+    Args:
+        root: the archive's folder, made with its first epoch.
+        run: name of the run, kept in every file.
+    """
+
+    def __init__(self, root: Path, run: str) -> None:
+        self.root, self._run = root, run
+
+    def claim(self, epoch: int) -> bool:
+        """Makes the epoch's folder; False if it is there, so another trainer has the epoch. Raises StorageFull.
+
+        What a crash left half-written in older epochs is removed.
+        """
+        with storage(self.root.parent):
+            self.root.mkdir(parents=True, exist_ok=True)
+            try:
+                _folder(self.root, epoch).mkdir()
+            except FileExistsError:
+                return False
+            fsync(self.root)
+            fsync(self.root.parent)
+        for leftover in self.root.glob("e*/.*.tmp"):
+            if _epoch(leftover.parent) < epoch:
+                leftover.unlink(missing_ok=True)
+        return True
+
+    def last_epoch(self) -> int:
+        """The highest that was ever claimed; 0 if none was."""
+        return max(epochs(self.root), default=0)
+
+    def check_newest(self, epoch: int) -> None:
+        """Raises Fenced if a later epoch was claimed."""
+        if self.last_epoch() > epoch:
+            raise Fenced("another trainer of the run has begun")
+
+    def write(self, version: WeightVersion, payloads: Sequence[bytes]) -> list[str]:
+        """Makes the groups that are trained to `version` durable, in this order; returns their digests. The epoch is
+        claimed.
+
+        Raises StorageFull; then there is no file, as if it had not been called.
+        """
+        path = path_of(self.root, version)
+        temporary, digests = path.with_name(f".{path.name}.tmp"), [digest(payload) for payload in payloads]
+        with storage(path.parent):
+            try:
+                self._compress(temporary, version, payloads, digests)
+                temporary.rename(path)
+                fsync(path.parent)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
+        return digests
+
+    def read(self, version: WeightVersion) -> Iterator[bytes]:
+        """See `read` below."""
+        return read(self.root, self._run, version)
+
+    def _compress(self, path: Path, version: WeightVersion, payloads: Sequence[bytes], digests: Sequence[str]) -> None:
+        compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
+        header = {"schema": SCHEMA, "run": self._run, "version": str(version), "n": len(payloads), "digests": digests}
+        with path.open("wb") as file:
+            for value in (header, *payloads):
+                file.write(compressor.compress(codec.pack(value)))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def digest(payload: bytes) -> str:
+    """blake3 of a group's wire bytes, in hex."""
+    return blake3.blake3(payload).hexdigest()
+
+
+def path_of(root: Path, version: WeightVersion) -> Path:
+    return _folder(root, version.epoch) / f"s{version.step:06d}.zst"
+
+
+def epochs(root: Path) -> set[int]:
+    """Those that were ever claimed."""
+    return set(map(_epoch, root.glob("e*"))) - {0}
+
+
+def versions(root: Path) -> list[WeightVersion]:
+    """Versions that have a file, oldest first; a missing root has none."""
+    matches = (_NAME.match(path.relative_to(root).as_posix()) for path in root.glob("e*/s*.zst"))
+    return sorted(WeightVersion(int(m[1]), int(m[2])) for m in matches if m)
+
+
+def refused(root: Path) -> list[tuple[WeightVersion, Path]]:
+    """Files of groups that gave numbers that are not finite, below `root`, with the version they would have made;
+    oldest first.
+    """
+    matches = ((_REFUSED.match(path.relative_to(root).as_posix()), path) for path in root.glob("e*/s*-*.zst"))
+    found = sorted((int(m[1]), int(m[2]), int(m[3]), path) for m, path in matches if m)
+    return [(WeightVersion(epoch, step), path) for epoch, step, _, path in found]
+
+
+def refused_path(root: Path, version: WeightVersion, n: int) -> Path:
+    """Of the n-th time (1 is the first) that the version was refused."""
+    return _folder(root, version.epoch) / f"s{version.step:06d}-{n}.zst"
+
+
+def read(root: Path, run: str, version: WeightVersion) -> Iterator[bytes]:
+    """Wire bytes of the groups that made `version`, one at a time, in the order they were trained in. Raises
+    DecodeError.
+    """
+    return read_file(path_of(root, version), run, version)
+
+
+def read_file(path: Path, run: str, version: WeightVersion) -> Iterator[bytes]:
+    """Wire bytes of the groups in a file, one at a time, in the order they were trained in.
+
+    Raises DecodeError if the file is missing, damaged, or of another run or version.
+    """
+    try:
+        with open_file(path) as file:
+            yield from _payloads(path, _values(file), run, version)
+    except OSError as error:
+        raise DecodeError(f"archive {path}: {error.strerror}") from error
+    except (zstandard.ZstdError, msgpack.UnpackException, ValueError) as error:
+        raise DecodeError(f"archive {path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _folder(root: Path, epoch: int) -> Path:
+    return root / f"e{epoch:06d}"
+
+
+def _epoch(folder: Path) -> int:
+    """0 for a folder of another kind."""
+    name = _EPOCH.match(folder.name)
+    return int(name[1]) if name else 0
+
+
+def _values(file: IO[bytes]) -> Iterator[bytes]:
+    """The contents of the frames, one at a time. Raises ValueError if the last one has no end, or one
+    holds too much.
+    """
+    read = memoryview(b"")
+    while read or (read := memoryview(file.read(_PORTION))):
+        frame = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).decompressobj()
+        parts, size = list[bytes](), 0
+        while not frame.eof:
+            if not read and not (read := memoryview(file.read(_PORTION))):
+                raise ValueError("the last frame has no end")
+            part = frame.decompress(read[:_SIP])
+            used, read = read[:_SIP], read[_SIP:]
+            size += len(part)
+            if size > MAX_GROUP_BYTES + _SMALL:
+                raise ValueError(f"a frame holds more than {MAX_GROUP_BYTES} bytes")
+            parts.append(part)
+            if frame.eof and frame.unused_data:
+                read = memoryview(bytes(used[len(used) - len(frame.unused_data) :]) + bytes(read))
+        del frame
+        yield b"".join(parts)
+
+
+def _payloads(path: Path, values: Iterator[bytes], run: str, version: WeightVersion) -> Iterator[bytes]:
+    header = _unpacked(path, next(values, b""), _MOST_GROUPS)
+    if not isinstance(header, dict) or header.get("schema") != SCHEMA:
+        raise DecodeError(f"archive {path} is not of schema {SCHEMA}")
+    if (header.get("run"), header.get("version")) != (run, str(version)):
+        said = f"run {str(header.get('run'))[:100]}, version {str(header.get('version'))[:100]}"
+        raise DecodeError(f"archive {path} is of {said}, not of {run}, {version}")
+    expected, n = header.get("n"), 0
+    digests = header.get("digests")
+    if type(expected) is not int or not isinstance(digests, list | None):
+        raise DecodeError(f"archive {path} does not say what groups it holds")
+    for value in values:
+        group = _unpacked(path, value, 1)
+        if not isinstance(group, bytes):
+            raise DecodeError(f"archive {path} holds something else than groups")
+        del value
+        n += 1
+        if n > expected:
+            break
+        if digests is not None and digest(group) not in digests[n - 1 : n]:
+            raise DecodeError(f"archive {path}: group {n} is not the one that was written")
+        yield group
+    if n != expected:
+        raise DecodeError(
+            f"archive {path} holds {f'more than {expected}' if n > expected else n} groups, its header says {expected}"
+        )
+
+
+def _unpacked(path: Path, value: bytes, most: int) -> Any:
+    try:
+        return codec.unpack(value, "a frame", most)
+    except DecodeError as error:
+        raise DecodeError(f"archive {path} is damaged: {error.detail}") from error

@@ -1,0 +1,151 @@
+"""The ledger of a run, `ledger.jsonl`: what became of every ticket. Here is its meaning; the trainer alone writes it.
+
+Invariants: a line is durable before the queue is told of it; a `rollback` line of epoch n undoes the `trained` lines
+    before it
+that are of later steps and of epochs below n, so a replaced trainer that wakes up undoes nothing of its successor; of
+several lines of a ticket the highest epoch's counts, because an older trainer may still write before the queue fences
+it; the same end twice is one end, because its successor may have written what it meant to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from shared import codec
+from shared.errors import DecodeError
+from shared.types import WeightVersion
+
+TRAINED, NONFINITE = "trained", "nonfinite"
+DISPOSITIONS = (TRAINED, "stale", "filtered", "failed", "poison", "superseded", NONFINITE)
+_MOST = 2**53
+_MOST_REASON = 1000
+_TEXT_OR_NONE = (str, type(None))
+_MOST_VALUES = 200
+"""Values, and commas, of a line that is looked at; one has 25."""
+_KEYS = frozenset(("ticket", "disposition", "step", "epoch", "version", "versions", "reason", "digest"))
+_ROLLBACK_KEYS = frozenset(("rollback", "epoch"))
+
+type Line = dict[str, Any]
+
+
+def line(
+    ticket: int,
+    disposition: str,
+    version: WeightVersion,
+    *,
+    versions: tuple[WeightVersion, WeightVersion] | None = None,
+    reason: str | None = None,
+    digest: str | None = None,
+) -> Line:
+    """One disposition.
+
+    Args:
+        version: of the weights that trained the group made, or that the trainer had when the ticket ended without
+            training.
+        versions: the oldest and the newest that sampled its tokens.
+        reason: for people; cut after 1,000 characters, because readers cut long lines.
+        digest: blake3 of the group's wire bytes, which the archive holds if it was trained, and `refused/` if it is
+            `nonfinite`.
+    """
+    return {
+        "ticket": ticket,
+        "disposition": disposition,
+        "step": version.step,
+        "epoch": version.epoch,
+        "version": str(version),
+        "versions": [str(v) for v in versions] if versions else None,
+        "reason": None if reason is None else reason[:_MOST_REASON],
+        "digest": digest,
+    }
+
+
+def rollback(step: int, epoch: int) -> Line:
+    """Undoes what trainers before `epoch` trained after `step`."""
+    return {"rollback": step, "epoch": epoch}
+
+
+def parse(text: bytes) -> Line | None:
+    """One line of the file; None if it is not of the ledger."""
+    try:
+        return checked(codec.from_json(text, "a line of a ledger", _MOST_VALUES))
+    except DecodeError:
+        return None
+
+
+def checked(value: Any) -> Line:
+    """The value of a line. Raises DecodeError if it is none of the ledger's, or says more than one: what it holds is
+    bounded.
+    """
+    if not isinstance(value, dict):
+        raise DecodeError("not a line of a ledger")
+    if "rollback" in value:
+        good = value.keys() == _ROLLBACK_KEYS and _is_count(value["rollback"]) and _is_count(value["epoch"])
+    else:
+        get = value.get
+        typed = _is_count(get("ticket")) and _is_count(get("step")) and _is_count(get("epoch"))
+        plain = isinstance(get("reason"), _TEXT_OR_NONE) and isinstance(get("digest"), _TEXT_OR_NONE)
+        good = (
+            value.keys() <= _KEYS
+            and typed
+            and plain
+            and value.get("disposition") in DISPOSITIONS
+            and _versions_fit(value)
+        )
+    if not good:
+        raise DecodeError("not a line of a ledger")
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MOST
+
+
+def _versions_fit(value: Mapping[str, Any]) -> bool:
+    """`version` says the same as epoch and step, and `versions` are two of them, the older first."""
+    sampled = value.get("versions")
+    if value.get("version") != f"e{value['epoch']:06d}-s{value['step']:06d}":
+        return False
+    if sampled is None:
+        return True
+    if not isinstance(sampled, list) or len(sampled) != 2 or not all(isinstance(v, str) for v in sampled):
+        return False
+    try:
+        return WeightVersion.parse(sampled[0]) <= WeightVersion.parse(sampled[1])
+    except DecodeError:
+        return False
+
+
+def surviving(lines: Iterable[Line]) -> list[Line]:
+    """The lines that no later `rollback` undoes, in order, each end once, without the rollbacks."""
+    kept: dict[tuple[Any, ...], Line] = {}
+    for one in lines:
+        if "rollback" in one:
+            kept = {key: x for key, x in kept.items() if not _is_undone(x, one)}
+        else:
+            kept.setdefault(end_of(one), one)
+    return list(kept.values())
+
+
+def end_of(one: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes two lines tell the same end."""
+    get = one.get
+    return get("ticket"), get("disposition"), get("epoch"), get("step"), get("digest")
+
+
+def settled(lines: Iterable[Line]) -> dict[int, Line]:
+    """The disposition of every ticket that has one."""
+    last: dict[int, Line] = {}
+    for one in surviving(lines):
+        if one["epoch"] >= last.get(one["ticket"], one)["epoch"]:
+            last[one["ticket"]] = one
+    return last
+
+
+def same(found: Mapping[str, Any] | None, one: Mapping[str, Any]) -> bool:
+    """Whether two lines tell the same end of a ticket."""
+    return found is not None and all(found[key] == one[key] for key in ("disposition", "epoch", "step"))
+
+
+def _is_undone(one: Mapping[str, Any], by: Line) -> bool:
+    return one["disposition"] == TRAINED and one["step"] > by["rollback"] and one["epoch"] < by["epoch"]

@@ -1,0 +1,332 @@
+"""What a checkpoint says beside weights: where the run is, which tickets are finished, and who came before.
+
+One value, saved atomically with the weights it belongs to: this is what makes the training effect exactly-once along
+the surviving lineage of checkpoints.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import orjson
+
+from shared import codec
+from shared.errors import DecodeError, Unavailable, WeightsError
+from shared.files.reading import read_file
+from shared.queue.progress import TicketProgress
+from shared.run import ledger, pinned
+from shared.run.chain import Chain
+from shared.run.pinned import Flat, Settings
+from shared.run.weights import Manifest, ManifestFile, digest, read_manifest, seal, unreadable, verify_files, versions
+from shared.types import WeightVersion
+
+SCHEMA = 2
+_OLDER = 1  # without `chain` and `metrics`
+_MOST = 2**53
+_MAX_DETAIL = 300
+MAX_STATE_BYTES = 64 * 2**20
+_MOST_VALUES = MAX_STATE_BYTES // 12
+"""Fewer bytes than 12 a value no trainer writes: a ticket of seven digits has 13 on its line, a ledger line 17 for each
+of its values.
+"""
+_MOST_EPOCHS = 50_000
+"""Of one lineage: a run that is restarted every minute for a month."""
+STATE, OPTIMIZER = "state.json", "optimizer"
+Phase = Literal["rl", "done"]
+_EPOCH, _STEP = itemgetter(0), itemgetter(1)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """`step` counts optimizer steps of RL; `low`, `done`, `void` are `TicketProgress`; `issued` is the highest ticket
+    seen.
+
+    `lineage` lists (epoch, step it began at), oldest first: epochs ascend, steps do not fall. `reference` is the
+    version whose weights the KL term compares with. `recent` are the ledger lines of the tickets this checkpoint
+    trained, `metrics` the lines of metrics.jsonl of its steps and of those before them that the file may not durably
+    hold; an epoch's first checkpoint has those of the one it goes on from. `seed` is all the randomness there is.
+    `settings` is the configuration that was in force, by epoch (see shared.run.pinned), `chain` is over everything
+    before; both are missing in checkpoints that are older than they. `origin` is the version of another run that the
+    weights were before step 0 (see shared.models.origin), if they were one.
+    """
+
+    epoch: int
+    step: int
+    low: int
+    done: tuple[int, ...]
+    issued: int
+    void: int
+    seed: int
+    phase: Phase
+    lineage: tuple[tuple[int, int], ...]
+    reference: str | None = None
+    recent: tuple[Mapping[str, Any], ...] = ()
+    settings: Settings = ()
+    metrics: tuple[Mapping[str, Any], ...] = ()
+    chain: Chain | None = None
+    origin: Mapping[str, Any] | None = None
+    schema: int = SCHEMA
+
+    @property
+    def version(self) -> WeightVersion:
+        return WeightVersion(self.epoch, self.step)
+
+    def progress(self) -> TicketProgress:
+        return TicketProgress(self.low, self.done, self.void)
+
+    def under(
+        self, epoch: int, *, keep_reference: bool, settings: Flat | None = None, origin: Mapping[str, Any] | None = None
+    ) -> Self:
+        """The same state at the start of a new incarnation, under these settings if some are given.
+
+        The first one's weights are the reference, if one is kept; `origin` is where they come from.
+        """
+        reference = self.reference or (
+            str(WeightVersion(epoch, self.step)) if keep_reference and not self.lineage else None
+        )
+        amended = pinned.amended(self.settings, epoch, settings or {})
+        lineage = (*self.lineage, (epoch, self.step))
+        origin = self.origin if self.lineage else origin
+        return replace(
+            self, epoch=epoch, lineage=lineage, reference=reference, recent=(), settings=amended, origin=origin
+        )
+
+    def at(
+        self,
+        step: int,
+        progress: TicketProgress,
+        *,
+        issued: int,
+        done: bool,
+        chain: Chain | None,
+        recent: tuple[Mapping[str, Any], ...] = (),
+        metrics: tuple[Mapping[str, Any], ...] = (),
+    ) -> Self:
+        """The state of the same incarnation after `step` steps."""
+        finished = sorted(progress.done)
+        issued = max([issued, progress.low, *finished])
+        return replace(
+            self,
+            step=step,
+            low=progress.low,
+            done=tuple(finished),
+            void=progress.void,
+            issued=issued,
+            phase="done" if done else "rl",
+            recent=recent,
+            metrics=metrics,
+            chain=chain,
+        )
+
+    def to_json(self, **extra: Any) -> bytes:
+        return orjson.dumps({**asdict(self), **extra}, option=orjson.OPT_INDENT_2)
+
+    @classmethod
+    def from_mapping(cls, raw: Any) -> Self:
+        """Raises WeightsError naming what is wrong."""
+        try:
+            schema = _count(raw, "schema")
+            if schema not in (_OLDER, SCHEMA):
+                raise WeightsError(f"state.json has schema {schema}, expected {SCHEMA}")
+            return cls(
+                epoch=_count(raw, "epoch"),
+                step=_count(raw, "step"),
+                low=_count(raw, "low"),
+                done=tuple(_counts(_list(raw, "done"))),
+                issued=_count(raw, "issued"),
+                void=_count(raw, "void"),
+                seed=_int(raw["seed"]),
+                phase=_phase(raw["phase"]),
+                lineage=_lineage(_list(raw, "lineage")),
+                reference=None if raw["reference"] is None else str(WeightVersion.parse(_text(raw["reference"]))),
+                recent=tuple(map(ledger.checked, _list(raw, "recent"))),
+                settings=pinned.parse(raw.get("settings", ())),
+                metrics=tuple(map(_of_metrics, _list(raw, "metrics"))) if schema == SCHEMA else (),
+                chain=Chain.from_mapping(raw["chain"]) if schema == SCHEMA else None,
+                origin=_origin(raw.get("origin")),
+            )
+        except (KeyError, TypeError, ValueError, DecodeError) as error:
+            raise WeightsError(f"state.json lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int or abs(value) > _MOST:
+        raise TypeError(f"expected an integer, got {str(value)[:50]!r}")
+    return value
+
+
+def _count(raw: Any, key: str) -> int:
+    if not isinstance(raw, dict):
+        raise TypeError(f"expected an object, got {type(raw).__name__}")
+    if _int(raw[key]) < 0:
+        raise ValueError(f"{key} is negative")
+    return raw[key]
+
+
+def _counts(values: list[Any]) -> list[int]:
+    if any(_int(value) < 0 for value in values):
+        raise ValueError("a count is negative")
+    return values
+
+
+def _list(raw: Mapping[str, Any], key: str) -> list[Any]:
+    if not isinstance(raw[key], list):
+        raise TypeError(f"{key} is no list")
+    return raw[key]
+
+
+def _began(pair: Any) -> tuple[int, int]:
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise TypeError("the lineage is no list of pairs")
+    epoch, step = _counts(pair)
+    return epoch, step
+
+
+def _lineage(pairs: list[Any]) -> tuple[tuple[int, int], ...]:
+    if len(pairs) > _MOST_EPOCHS:
+        raise ValueError(f"the lineage has {len(pairs)} epochs, more than {_MOST_EPOCHS}")
+    lineage = tuple(map(_began, pairs))
+    if any(a[0] >= b[0] or a[1] > b[1] for a, b in pairwise(lineage)):
+        raise ValueError("the lineage does not ascend")
+    return lineage
+
+
+def _phase(value: Any) -> Phase:
+    if value == "rl" or value == "done":
+        return value
+    raise ValueError(f"unknown phase {str(value)[:50]!r}")
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got {type(value).__name__}")
+    return value
+
+
+def _of_metrics(line: Any) -> Mapping[str, Any]:
+    if not isinstance(line, dict):
+        raise TypeError("a line of metrics is no object")
+    WeightVersion.parse(_text(line["version"]))
+    return line
+
+
+def _origin(value: Any) -> dict[str, str] | None:
+    if value is None:
+        return None
+    origin = dict(value)
+    if not all(isinstance(text, str) for text in (*origin, *origin.values())):
+        raise TypeError("origin is not text by name")
+    return origin
+
+
+def initial_state(seed: int) -> TrainerState:
+    """Before any checkpoint: epoch 0, step 0."""
+    return TrainerState(
+        epoch=0, step=0, low=0, done=(), issued=0, void=0, seed=seed, phase="rl", lineage=(), chain=Chain(0)
+    )
+
+
+def read(folder: Path) -> tuple[TrainerState, tuple[ManifestFile, ...]]:
+    """The state of a checkpoint, and the files below its `optimizer/` with their digests.
+
+    Raises WeightsError, and Unavailable if it cannot be read now.
+    """
+    state, files, _ = _read(folder)
+    return state, files
+
+
+def check_readable(folder: Path) -> None:
+    """Raises WeightsError if the state that was just written there is none that `read` takes: better now than at the
+    restart.
+    """
+    try:
+        read(folder)
+    except WeightsError as error:
+        raise WeightsError(
+            f"the new checkpoint could not be read again, so the older ones stay: {error.detail}",
+            "it carries a line of each group since the last one: lower"
+            " trainer.checkpointing_options.save_interval_steps",
+        ) from error
+
+
+def _read(folder: Path) -> tuple[TrainerState, tuple[ManifestFile, ...], str | None]:
+    """Also the seal of the manifest; older checkpoints have none."""
+    try:
+        raw = codec.from_json(read_file(folder / STATE, MAX_STATE_BYTES), STATE, _MOST_VALUES)
+        state = TrainerState.from_mapping(raw)
+        sealed = None if raw.get("seal") is None else _text(raw["seal"])
+        return state, tuple(map(ManifestFile.from_mapping, _list(raw, "optimizer_files"))), sealed
+    except OSError as error:
+        raise unreadable(str(folder / STATE), error) from error
+    except (KeyError, TypeError, DecodeError) as error:
+        raise WeightsError(f"{folder / STATE} cannot be read: {error!r}"[:_MAX_DETAIL]) from error
+
+
+def verify(folder: Path) -> tuple[Manifest, TrainerState]:
+    """Manifest and state of a checkpoint, if every file of it has the digest they name.
+
+    Raises WeightsError, and Unavailable if the files cannot be read now.
+    """
+    manifest = read_manifest(folder)
+    state, optimizer_files, sealed = _read(folder)
+    try:
+        found = digest(folder / STATE)
+    except OSError as error:
+        raise unreadable(str(folder / STATE), error) from error
+    if manifest.state not in (None, found) or (manifest.state is None and sealed is not None):
+        raise WeightsError(f"{manifest.version}: digest of {STATE} differs")
+    if sealed not in (None, seal(manifest)):
+        raise WeightsError(f"{manifest.version}: the manifest is not the one that {STATE} was saved with")
+    verify_files(folder, manifest)
+    verify_files(folder, replace(manifest, path=OPTIMIZER, files=optimizer_files))
+    return manifest, state
+
+
+def newest_lineage(root: Path) -> tuple[tuple[int, int], ...]:
+    """The lineage of the newest checkpoint under `root` whose state can be read; empty without one."""
+    found = newest_state(root)
+    return found.lineage if found else ()
+
+
+def newest_state(root: Path) -> TrainerState | None:
+    """The state of the newest checkpoint under `root` whose state can be read, its digest aside; None without one."""
+    for version in reversed(versions(root)):
+        try:
+            return read(root / str(version))[0]
+        except (WeightsError, Unavailable):
+            continue  # damaged, or removed by the trainer meanwhile
+    return None
+
+
+def surviving(found: Collection[WeightVersion]) -> list[WeightVersion]:
+    """Those that no later trainer undid by going on from an earlier step, in their order.
+
+    Of an ancestor no later epoch has a checkpoint with a lower step.
+    """
+    return [one for one in found if not any(other.epoch > one.epoch and other.step < one.step for other in found)]
+
+
+def epoch_of(step: int, lineage: Sequence[tuple[int, int]]) -> int | None:
+    """The epoch that trained `step` (1 is the first) along the lineage; None if it begins later."""
+    n = bisect_left(lineage, step, key=_STEP)
+    return lineage[n - 1][0] if n else None
+
+
+def in_lineage(version: WeightVersion, lineage: Sequence[tuple[int, int]]) -> bool:
+    """Whether `version` is an ancestor: its epoch is one of ours, and it was not undone by a later epoch's start."""
+    i = bisect_left(lineage, version.epoch, key=_EPOCH)
+    if i == len(lineage) or lineage[i][0] != version.epoch:
+        return False
+    undone_after = lineage[i + 1][1] if i + 1 < len(lineage) else None
+    return version.step >= lineage[i][1] and (undone_after is None or version.step <= undone_after)
+
+
+def until(epoch: int, lineage: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+    """The lineage as it was in `epoch`."""
+    return lineage[: bisect_left(lineage, epoch + 1, key=_EPOCH)]

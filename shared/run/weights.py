@@ -1,0 +1,287 @@
+"""Checkpoint folders and their manifests: how weights are named, proven whole, and found.
+
+A folder `{root}/{version}/` is valid if and only if it holds `manifest.json`, which is written last: every file it
+names has been fsynced before, and the folder's own entry after. A reader that sees a manifest sees all of the weights.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import blake3
+import orjson
+
+from shared import codec
+from shared.errors import DecodeError, Forbidden, Unavailable, VolleyError, WeightsError
+from shared.files.reading import open_file, read_file
+from shared.files.storage import fsync
+from shared.types import WeightVersion
+
+SCHEMA = 1
+MANIFEST, PARAMS = "manifest.json", "params"
+BAD = "bad"  # below the root: where damaged checkpoints are set aside, each in a folder with its name
+MAX_MANIFEST_BYTES = 16 * 2**20
+_BLOCK_BYTES = 16 * 2**20
+_MAX_DETAIL = 300
+_DAMAGE = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.EMEDIUMTYPE,
+    errno.EFBIG,
+    errno.EINVAL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestFile:
+    """`name` is relative to the checkpoint folder; `size` in bytes; `blake3` in hex."""
+
+    name: str
+    size: int
+    blake3: str
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any]) -> Self:
+        """Raises KeyError or TypeError."""
+        return cls(_text(raw, "name"), _count(raw, "size"), _text(raw, "blake3"))
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestLeaf:
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A fixed prompt and the trainer's log-probabilities of its tokens 1…n-1 given their prefix (natural log).
+
+    They are those of the published parameters in float32; `noise` is how far the trainer's own arithmetic, in the dtype
+    it trains in, is from them: mean |difference| in nats. Manifests of earlier versions do not tell it.
+    """
+
+    input_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    noise: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """`path` is the Orbax folder, relative to the manifest's; `model` is the Hugging Face config.json of the
+    architecture.
+
+    `state` is the digest of a trainer's `state.json` beside it (see shared.run.state); None where there is none.
+    """
+
+    run: str
+    version: str
+    base_version: str | None
+    step: int
+    kind: str
+    path: str
+    files: tuple[ManifestFile, ...]
+    tree: tuple[ManifestLeaf, ...]
+    model: Mapping[str, Any]
+    probe: Probe | None
+    created: float
+    state: str | None = None
+    schema: int = SCHEMA
+
+    @property
+    def weight_version(self) -> WeightVersion:
+        return WeightVersion.parse(self.version)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        """Raises WeightsError naming what is wrong."""
+        try:
+            raw = codec.from_json(data, "manifest")
+            if raw["schema"] != SCHEMA:
+                raise WeightsError(f"manifest has schema {raw['schema']!r:.50}, expected {SCHEMA}")
+            base, probe, state = raw["base_version"], raw["probe"], raw.get("state")
+            return cls(
+                run=_text(raw, "run"),
+                version=str(WeightVersion.parse(_text(raw, "version"))),
+                base_version=None if base is None else str(WeightVersion.parse(_text(raw, "base_version"))),
+                step=_count(raw, "step"),
+                kind=_text(raw, "kind"),
+                path=_text(raw, "path"),
+                files=tuple(map(ManifestFile.from_mapping, raw["files"])),
+                tree=tuple(_leaf(leaf) for leaf in raw["tree"]),
+                model=dict(raw["model"]),
+                probe=None if probe is None else _probe(probe),
+                created=float(raw["created"]),
+                state=None if state is None else _text(raw, "state"),
+            )
+        except (DecodeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise WeightsError(f"manifest is malformed: {error!r}"[:_MAX_DETAIL]) from error
+
+
+def _text(raw: Mapping[str, Any], key: str) -> str:
+    value = raw[key]
+    if not isinstance(value, str) or "\0" in value:
+        raise TypeError(f"{key} is not text")
+    return value
+
+
+def _count(raw: Mapping[str, Any], key: str) -> int:
+    value = raw[key]
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{key} is not a count")
+    return value
+
+
+def _leaf(raw: Mapping[str, Any]) -> ManifestLeaf:
+    shape = tuple(raw["shape"])
+    if any(type(n) is not int or n < 0 for n in shape):
+        raise TypeError("a shape does not consist of sizes")
+    return ManifestLeaf(_text(raw, "key"), shape, _text(raw, "dtype"))
+
+
+def _probe(raw: Mapping[str, Any]) -> Probe:
+    """A log-probability that is no number is null in JSON: those weights compute nothing."""
+    ids, logprobs = tuple(raw["input_ids"]), tuple(raw["logprobs"])
+    if any(type(token) is not int or not 0 <= token < 1 << 31 for token in ids):
+        raise TypeError("the probe's input_ids are not token ids")
+    if len(ids) < 2 or len(logprobs) != len(ids) - 1 or any(type(p) is not float for p in logprobs):
+        raise TypeError("the probe's logprobs are not one number for each id but the first")
+    noise = raw.get("noise")
+    if noise is not None and (type(noise) is not float or not noise >= 0):
+        raise TypeError("the probe's noise is no number of nats")
+    return Probe(ids, logprobs, noise)
+
+
+def digest_files(folder: Path, subfolder: str) -> tuple[ManifestFile, ...]:
+    """Size and digest of every file below `folder/subfolder`, by name; each is fsynced on the way."""
+    files = sorted(p for p in (folder / subfolder).rglob("*") if p.is_file())
+    return tuple(ManifestFile(str(p.relative_to(folder)), p.stat().st_size, digest(p, sync=True)) for p in files)
+
+
+def seal(manifest: Manifest) -> str:
+    """blake3 of all that a manifest says but its `state`, which holds this: so neither file changes without the other,
+    in hex.
+    """
+    return blake3.blake3(orjson.dumps(asdict(replace(manifest, state=None)), option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> Path:
+    """Makes the folder valid: writes the manifest beside its place, fsyncs, renames, fsyncs the folder and
+    its parent.
+    """
+    path, temporary = folder / MANIFEST, folder / f".{MANIFEST}.tmp"
+    with temporary.open("wb") as file:
+        file.write(orjson.dumps(asdict(manifest), option=orjson.OPT_INDENT_2))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+    fsync(folder)
+    fsync(folder.parent)
+    return path
+
+
+def read_manifest(path: Path) -> Manifest:
+    """`path` is a manifest or its folder. Raises WeightsError, and Unavailable if it cannot be read now."""
+    path = path / MANIFEST if path.is_dir() else path
+    try:
+        return Manifest.from_json(read_file(path, MAX_MANIFEST_BYTES))
+    except OSError as error:
+        raise unreadable(f"manifest {path}", error) from error
+
+
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Raises WeightsError naming the first file that is missing, extra, of another size, or of another digest.
+
+    Raises Unavailable if the files cannot be read now.
+    """
+    try:
+        _verify_files(folder, manifest)
+    except OSError as error:
+        raise unreadable(f"{manifest.version}: {error.filename}", error) from error
+
+
+def unreadable(what: str, error: OSError) -> VolleyError:
+    """What it means that a checkpoint's file cannot be read: WeightsError if it is not there, or no file; else
+    Unavailable.
+
+    Too many open files, or a file server that is away, say nothing of the file: a later read may succeed.
+    """
+    if error.errno in _DAMAGE:
+        return WeightsError(f"{what}: {error.strerror}", "the checkpoint may just have been removed")
+    return Unavailable(f"{what} cannot be read now: {error.strerror}")
+
+
+def _verify_files(folder: Path, manifest: Manifest) -> None:
+    expected = {file.name: file for file in manifest.files}
+    below = confined(folder, manifest.path)
+    entries = (path / name for path, _, names in below.walk(on_error=_raise) for name in names)
+    present = {str(p.relative_to(folder.resolve())) for p in entries}
+    for name in sorted(present ^ expected.keys()):
+        raise WeightsError(
+            f"{manifest.version}: file {name} is {'not in the manifest' if name in present else 'missing'}"
+        )
+    for file in manifest.files:
+        path = confined(folder, file.name)
+        if path.stat().st_size != file.size:
+            raise WeightsError(
+                f"{manifest.version}: file {file.name} has {path.stat().st_size} bytes, expected {file.size}"
+            )
+        if digest(path) != file.blake3:
+            raise WeightsError(f"{manifest.version}: digest of {file.name} differs")
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def confined(root: Path, name: str | Path) -> Path:
+    """`name` resolved beneath `root`. Raises Forbidden if it leads outside, also through a link, or is no
+    path at all.
+    """
+    try:
+        path = (root / name).resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise Forbidden(f"path {str(name)[:100]!r} cannot be resolved: {type(error).__name__}") from error
+    if not path.is_relative_to(root.resolve()):
+        raise Forbidden(f"path {name} lies outside {root}")
+    return path
+
+
+def versions(root: Path) -> list[WeightVersion]:
+    """Versions with a manifest under `root`, oldest first; a missing root has none."""
+    names = (entry.parent.name for entry in root.glob(f"*/{MANIFEST}"))
+    return sorted(version for version in map(_parse_or_none, names) if version is not None)
+
+
+def newest(root: Path) -> Path | None:
+    """Folder of the newest version under `root` that has a manifest."""
+    found = versions(root)
+    return root / str(found[-1]) if found else None
+
+
+def digest(path: Path, sync: bool = False) -> str:
+    """blake3 of a file in hex; with `sync` its bytes are durable before."""
+    if sync:
+        fsync(path)
+    found = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    with open_file(path) as file:  # not mapped into memory: a file cut meanwhile would end the process
+        size = os.fstat(file.fileno()).st_size
+        block = memoryview(bytearray(min(_BLOCK_BYTES, size + 1)))
+        while n := os.readv(file.fileno(), [block]):
+            found.update(block[:n])
+    return found.hexdigest()
+
+
+def _parse_or_none(name: str) -> WeightVersion | None:
+    try:
+        return WeightVersion.parse(name)
+    except DecodeError:
+        return None

@@ -1,0 +1,78 @@
+"""The framing of a chunked body, read beside the HTTP parser, which takes any size that fits 64 bits and waits for so
+many bytes.
+
+RFC 9112, 7.1, strictly: `size [;extension] CRLF data CRLF … 0 CRLF trailers CRLF`. The sizes are added up as they are
+announced, so a body that is too large is refused before it arrives.
+"""
+
+from __future__ import annotations
+
+import re
+
+MAX_LINE = 1024
+"""Bytes of one chunk's size with its extension, or of one trailer."""
+MAX_ASIDE = 16 * 1024
+"""Bytes of all extensions and trailers of a body."""
+
+_SIZE = re.compile(rb"([0-9A-Fa-f]{1,16})(;[^\r\n]*)?\r\n")
+
+
+class ChunkError(Exception):
+    """Args: reason: in two words; status: 400 for bytes that are no chunked body, 413 for one that announces more bytes
+    than it may have, 431 for one that holds too much beside its data.
+    """
+
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason)
+        self.reason, self.status = reason, status
+
+
+class Chunks:
+    """One chunked body, from the first byte after the head. Args: limit: bytes it may have."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._line = bytearray()
+        self._announced = self._to_come = self._aside = 0
+        self._in_trailers = False
+        self.ended = False
+
+    def take(self, data: bytes) -> int:
+        """How many bytes of `data` belong to the body. Raises ChunkError."""
+        at = 0
+        while at < len(data) and not self.ended:
+            if self._to_come:
+                n = min(self._to_come, len(data) - at)
+                self._to_come -= n
+                at += n
+                continue
+            end = data.find(b"\n", at, at + MAX_LINE)
+            stop = end + 1 if end >= 0 else min(len(data), at + MAX_LINE)
+            self._line += data[at:stop]
+            at = stop
+            if len(self._line) > MAX_LINE or (end < 0 and len(self._line) == MAX_LINE):
+                raise ChunkError("long chunk line", 431)
+            if end >= 0:
+                self._end_line(bytes(self._line))
+                self._line.clear()
+        return at
+
+    def _end_line(self, line: bytes) -> None:
+        if self._in_trailers:
+            self.ended = line == b"\r\n"
+            self._set_aside(len(line))
+            return
+        found = _SIZE.fullmatch(line)
+        if found is None:
+            raise ChunkError("malformed chunk", 400)
+        self._set_aside(len(found[2] or b""))
+        size = int(found[1], 16)
+        self._announced += size
+        if self._announced > self._limit:
+            raise ChunkError("large body", 413)
+        self._in_trailers, self._to_come = not size, size and size + len(b"\r\n")
+
+    def _set_aside(self, n: int) -> None:
+        self._aside += n
+        if self._aside > MAX_ASIDE:
+            raise ChunkError("long chunk line", 431)

@@ -1,0 +1,336 @@
+"""What every service's HTTP face has in common: problem bodies, limits, roles, health, metrics, msgpack.
+
+`/health` says the process lives, `/ready` says "route to me"; neither needs a token, nor does the page `/docs`. Every
+other route asks for a role (shared.web.access), checked before its body is read. That there is no such path, or which
+methods it takes, is told to everybody: 404, 405, and the answer to OPTIONS. HEAD is GET without the content, wherever
+there is a GET.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse, Response
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shared import codec
+from shared.bounds import MAX_OBJECTS
+from shared.errors import (
+    DecodeError,
+    Forbidden,
+    InputError,
+    NotFound,
+    RateLimited,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+    VolleyError,
+    WrongMethod,
+    problem,
+)
+from shared.process import offload, telemetry
+from shared.schema import Limits
+from shared.web import docs_page
+from shared.web.access import AccessTokens, Role, RoleTable
+from shared.web.limits import RateLimiter
+from shared.web.openapi import PROBLEMS
+
+COMMON_ROLES = {
+    "GET /health": Role.ANYONE,
+    "GET /ready": Role.ANYONE,
+    "GET /metrics": Role.VIEWER,
+    **docs_page.ROLES,
+}
+_SMALL_BODY = 256 * 1024  # bytes that every request may send, however many there are
+_LARGE_BODIES = 16  # so many of the largest size may be arriving at once
+_REQUESTS = telemetry.Histogram(
+    "volley_http_request_seconds", "Duration of a request", ["method", "route", "status"], registry=telemetry.REGISTRY
+)
+_METHODS_COUNTED = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+_MAX_ERRORS, _MAX_NAME = 10, 80
+_OPENAI = "/v1/"  # paths whose problem bodies carry OpenAI's `error` too, all that its clients show of an answer
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+_log = telemetry.Log("http")
+
+
+def create_app(
+    title: str,
+    *,
+    limits: Limits,
+    tokens: AccessTokens | None,
+    ready: Callable[[], str | None],
+    roles: Mapping[str, Role] | None = None,
+    max_objects: int = MAX_OBJECTS,
+) -> FastAPI:
+    """An application with the common routes and middleware.
+
+    Args:
+        tokens: of the callers; None leaves the service open to everyone who reaches it (loopback use).
+        roles: the role each route asks for, {"POST /episodes/{id}/step": Role.SERVICE}; a route that is missing asks
+            for admin.
+        ready: returns None when requests may be routed here, else the reason why not.
+        max_objects: values that one body may hold.
+    """
+    app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, responses=PROBLEMS)
+    app.state.max_objects, app.state.max_body_bytes = max_objects, limits.max_body_bytes
+    app.add_exception_handler(VolleyError, _on_volley_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_bug)
+    declared = {**COMMON_ROLES, **(roles or {})}
+    app.add_middleware(_Edge, limits=limits, tokens=tokens, roles=RoleTable(declared))
+    docs_page.add(app, declared, secured=tokens is not None)
+
+    @app.get("/health", tags=["common"])
+    async def health() -> dict[str, str]:
+        return {"status": "ok", "service": title}
+
+    @app.get("/ready", tags=["common"])
+    async def readiness() -> dict[str, str]:
+        reason = ready()
+        if reason is not None:
+            raise Unavailable(reason)
+        return {"status": "ready"}
+
+    @app.get("/metrics", tags=["common"], response_class=PlainTextResponse)
+    async def metrics(request: Request) -> Response:
+        content, media_type = telemetry.exposition(request.headers.get("accept", ""))
+        return Response(content, media_type=media_type)
+
+    return app
+
+
+async def read_body(request: Request) -> dict[str, Any]:
+    """The JSON or msgpack body as a dict, by Content-Type. Raises DecodeError."""
+    data = await request.body()
+    content_type, max_objects = request.headers.get("content-type", ""), request.app.state.max_objects
+    return await offload.by_size(len(data), lambda: _object(codec.by_type(content_type, data, "body", max_objects)))
+
+
+async def read_model[M: BaseModel](request: Request, model: type[M]) -> M:
+    """The JSON or msgpack body as `model`, strictly. Raises DecodeError, or InputError naming the fields that are
+    wrong.
+    """
+    data = await request.body()
+    content_type, max_objects = request.headers.get("content-type", ""), request.app.state.max_objects
+    return await offload.by_size(
+        len(data),
+        lambda: validated(model, _object(codec.by_type(content_type, data, "body", max_objects)), strict=True),
+    )
+
+
+def validated[M: BaseModel](model: type[M], raw: Mapping[str, Any], *, strict: bool) -> M:
+    """Raises InputError naming the fields that are wrong, or the first of them."""
+    unknown = raw.keys() - model.model_fields.keys()
+    if unknown and model.model_config.get("extra") == "forbid":
+        raise InputError(
+            f"unknown field {min(map(str, unknown))[:_MAX_NAME]}", f"known: {', '.join(model.model_fields)}"
+        )
+    try:
+        return model.model_validate(raw, strict=strict)
+    except ValidationError as error:
+        raise InputError(_told(error.errors(include_url=False))) from error
+
+
+def _told(errors: Sequence[Any]) -> str:
+    told = "; ".join(_explain(error) for error in errors[:_MAX_ERRORS])
+    return told if len(errors) <= _MAX_ERRORS else f"{told}; and {len(errors) - _MAX_ERRORS} more"
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"]) or "body"
+    if error["type"] == "missing":
+        return f"{key} is missing"
+    if error["type"] == "extra_forbidden":
+        return f"unknown field {key}"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return f"{key}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DecodeError(f"body must be an object, not {type(value).__name__}")
+    return value
+
+
+def respond(request: Request, value: Any, status: int = 200) -> Response:
+    """`value` in the format the request came in: msgpack for msgpack, else JSON."""
+    if request.headers.get("content-type", "").startswith(codec.MEDIA_TYPE):
+        return Response(codec.pack(value), status, media_type=codec.MEDIA_TYPE)
+    return Response(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), status, media_type="application/json")
+
+
+def problem_response(error: VolleyError, path: str = "") -> Response:
+    """The answer to a request for `path`."""
+    headers = {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))} if isinstance(error, Unavailable) else {}
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, WrongMethod):
+        headers["Allow"] = error.allow
+    return _problem(problem(error), headers, path)
+
+
+def _problem(body: dict[str, Any], headers: Mapping[str, str], path: str) -> Response:
+    if path.startswith(_OPENAI):
+        message = f"{body['detail']} ({body['hint']})" if "hint" in body else body["detail"]
+        body = {**body, "error": {"message": message, "type": body["type"], "param": None, "code": None}}
+    return Response(orjson.dumps(body), body["status"], headers, "application/problem+json")
+
+
+async def _on_volley_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, VolleyError)
+    return problem_response(error, request.url.path)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return problem_response(InputError(_told(error.errors())), request.url.path)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = {"type": "about:blank", "title": str(error.detail), "status": error.status_code, "detail": str(error.detail)}
+    return _problem(body, error.headers or {}, request.url.path)
+
+
+async def _on_bug(request: Request, error: Exception) -> Response:
+    """A defect of ours: the traceback goes to the log (by the server), the client learns nothing of it."""
+    _log.error("unhandled error", method=request.method, path=request.url.path, error=type(error).__name__)
+    return problem_response(VolleyError("internal error", "the service's log says more"), request.url.path)
+
+
+class _Edge:
+    """Checks the caller's role, bounds the body in bytes and in time, and measures every request."""
+
+    def __init__(self, app: ASGIApp, limits: Limits, tokens: AccessTokens | None, roles: RoleTable) -> None:
+        self._app, self._limits, self._tokens, self._roles = app, limits, tokens, roles
+        self._admin_pace = RateLimiter(limits.admin_per_s)
+        self._arriving = 0  # bytes of bodies that are not whole yet
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 499
+        is_head = scope["method"] == "HEAD"
+        if is_head:
+            scope = {**scope, "method": "GET"}
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif is_head:
+                message = {**message, "body": b""}
+            await send(message)
+
+        try:
+            await self._guarded(scope, receive, watched_send)
+        finally:
+            route = getattr(scope.get("route"), "path", "unmatched")
+            _REQUESTS.labels(
+                scope["method"] if scope["method"] in _METHODS_COUNTED else "other", route, status
+            ).observe(time.perf_counter() - started)
+
+    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            needed = self._roles.role_for(scope["method"], scope["path"])
+            if needed is None:
+                allow = _allowed(scope)
+                if scope["method"] == "OPTIONS":
+                    await Response(status_code=204, headers={"Allow": allow})(scope, receive, send)
+                    return
+                needed = Role.ADMIN
+            self._admit(scope, needed)
+            body = await self._read(scope, receive)
+        except VolleyError as error:
+            await problem_response(error, scope["path"])(scope, receive, send)
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    def _admit(self, scope: Scope, needed: Role) -> None:
+        """Raises Unauthorized, Forbidden or RateLimited."""
+        if self._tokens is not None and needed is not Role.ANYONE:
+            self._authorize(scope, self._tokens, needed)
+        if needed is Role.ADMIN:
+            wait_s = self._admin_pace.wait_s(scope["client"][0] if scope.get("client") else "", time.monotonic())
+            if wait_s:
+                raise RateLimited(
+                    "too many requests of this kind", "services.limits.admin_per_s sets the limit", wait_s
+                )
+
+    def _authorize(self, scope: Scope, tokens: AccessTokens, needed: Role) -> None:
+        role = tokens.role_of(next((value for key, value in scope["headers"] if key == b"authorization"), b""))
+        if role is None:
+            raise Unauthorized("missing or wrong bearer token", "send Authorization: Bearer <token>")
+        if role < needed:
+            raise Forbidden(f"this needs the role {needed}; the token is that of a {role}")
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes:
+        """Raises TooLarge, or Unavailable: that a body stalls is the network's or a paused process' doing, and
+        passes.
+        """
+        limit = self._limits.max_body_bytes
+        declared = next((value for key, value in scope["headers"] if key == b"content-length"), b"0")
+        too_large = TooLarge(f"the body exceeds {limit} bytes", "services.limits.max_body_bytes sets the limit")
+        if not declared.isdigit() or int(declared) > limit:
+            raise too_large
+        chunks, size = [], 0
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Unavailable("the client went away before the body was complete")
+                    chunks.append(message.get("body", b""))
+                    size += len(chunks[-1])
+                    self._arriving += len(chunks[-1])
+                    if size > limit:
+                        raise too_large
+                    if size > _SMALL_BODY and self._arriving > _LARGE_BODIES * limit:
+                        raise Unavailable("too many large bodies are arriving at once")
+                    if not message.get("more_body", False):
+                        return b"".join(chunks)
+        except TimeoutError:
+            raise Unavailable(f"the body did not arrive within {self._limits.body_timeout_s:g} s") from None
+        finally:
+            self._arriving -= size
+
+
+def _allowed(scope: Scope) -> str:
+    """The methods of a path, as in Allow. Raises NotFound where no route has the path, WrongMethod where none of them
+    takes the method.
+    """
+    routes, path = scope["app"].routes, scope["path"][:_MAX_NAME]
+    methods = {m for m in _METHODS if any(route.matches({**scope, "method": m})[0] is Match.FULL for route in routes)}
+    if not methods:
+        raise NotFound(f"there is no {path!r} here", "GET /openapi.json lists what there is")
+    allow = ", ".join(sorted(methods | {"OPTIONS"} | ({"HEAD"} if "GET" in methods else set())))
+    if scope["method"] not in {*methods, "OPTIONS"}:
+        raise WrongMethod(f"{path!r} does not take {scope['method']}", f"it takes {allow}", allow)
+    return allow
+
+
+def _replay(body: bytes, receive: Receive) -> Callable[[], Awaitable[Message]]:
+    """A `receive` that yields the body already read, then what follows it (the disconnect)."""
+    sent = False
+
+    async def replayed() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replayed

@@ -1,0 +1,31 @@
+"""How often one client may ask for something: a token bucket for each."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+_MAX_CLIENTS = 4096
+
+
+class RateLimiter:
+    """Lets `per_s` requests a second through for each client, and bursts of ten times as many.
+
+    Bounded: of more than 4096 clients, those that have been quiet for longest are forgotten, that is, have a full
+        bucket again.
+    """
+
+    def __init__(self, per_s: float) -> None:
+        self._per_s, self._burst = per_s, max(1.0, 10 * per_s)
+        self._filled: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def wait_s(self, client: str, now: float) -> float:
+        """Takes one from the client's bucket and returns 0, or returns the seconds until there is one. `now` is
+        monotonic.
+        """
+        level, at = self._filled.pop(client, (self._burst, now))
+        level = min(self._burst, level + (now - at) * self._per_s)
+        taken = level >= 1
+        self._filled[client] = (level - taken, now)
+        if len(self._filled) > _MAX_CLIENTS:
+            self._filled.popitem(last=False)
+        return 0.0 if taken else (1 - level) / self._per_s

@@ -1,0 +1,101 @@
+"""What the OpenAPI page says of bodies that routes read and write by hand: declarations only, nothing here runs on a
+request.
+
+Bodies are JSON or msgpack, with one schema. Schemas are plain JSON schemas, or pydantic models that stand for theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from shared import codec
+
+type Schema = Mapping[str, Any] | type[BaseModel]
+
+PROBLEM: Mapping[str, Any] = {
+    "type": "object",
+    "description": "RFC 9457",
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+        "hint": {"type": "string"},
+        "retry_after_s": {"type": "number"},
+        "error": {
+            "type": "object",
+            "description": "The same for OpenAI's clients, where the path begins with /v1/",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": "null"},
+                "code": {"type": "null"},
+            },
+        },
+    },
+    "required": ["type", "title", "status", "detail"],
+}
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    code: {"description": text, "content": {"application/problem+json": {"schema": PROBLEM}}}
+    for code, text in (
+        ("4XX", "The request is wrong, or not now"),
+        ("5XX", "The service, or one it needs, is not able to"),
+    )
+}
+"""The answers every route may give beside its own."""
+
+
+def declares(
+    *,
+    body: Schema | None = None,
+    answer: Schema | None = None,
+    statuses: tuple[int, ...] = (200,),
+    query: type[BaseModel] | None = None,
+) -> dict[str, Any]:
+    """`openapi_extra` of a route: its request body, its answer with any of `statuses`, and its query parameters."""
+    extra: dict[str, Any] = {}
+    if body is not None:
+        extra["requestBody"] = {"required": True, "content": _content(body)}
+    if answer is not None:
+        extra["responses"] = {str(status): {"description": "Done", "content": _content(answer)} for status in statuses}
+    if query is not None:
+        schema = _plain(query)
+        required, examples = schema.get("required", ()), schema.get("examples", ({},))[0]
+        extra["parameters"] = [
+            {"name": name, "in": "query", "required": name in required, "schema": field}
+            | ({"example": examples[name]} if name in examples else {})
+            for name, field in schema["properties"].items()
+        ]
+    return extra
+
+
+def _content(schema: Schema) -> dict[str, Any]:
+    """With an example where the schema has one: of JSON alone, which is what a page can send."""
+    plain = _plain(schema)
+    examples = plain.pop("examples", ())
+    return {
+        "application/json": {"schema": plain, **({"example": examples[0]} if examples else {})},
+        codec.MEDIA_TYPE: {"schema": plain},
+    }
+
+
+def _plain(schema: Schema) -> dict[str, Any]:
+    """A model's schema with references replaced by what they name, so that it can stand inside another document."""
+    if not isinstance(schema, type):
+        return dict(schema)
+    whole = schema.model_json_schema()
+    return _inlined(whole, whole.pop("$defs", {}))
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any]) -> Any:
+    if isinstance(schema, list):
+        return [_inlined(item, definitions) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inlined(value, definitions) for key, value in schema.items()}

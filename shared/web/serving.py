@@ -1,0 +1,84 @@
+"""The HTTP server of every service: uvicorn with our connection, our limits, TLS by configuration, and no signal
+handling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from shared.schema import Limits, ServicesSection
+from shared.web.connection import Connection
+
+_KEEP_ALIVE_S = 30
+_TLS_S = 5.0
+_OWN_FILES = 256
+"""Descriptors kept back for what is no connection of a client: files, Redis, other services."""
+
+
+class HttpServer(uvicorn.Server):
+    """Signals are the business of shared.process.boot, whose handlers run on the loop and reach the workers too."""
+
+    def __init__(self, config: uvicorn.Config, limits: Limits) -> None:
+        super().__init__(config)
+        self._limits = limits
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's for sockets that are bound, with our connections and a deadline for the TLS handshake."""
+        assert sockets is not None
+        loop, n_max = asyncio.get_running_loop(), connections_for(self._limits.max_connections)
+        deadlines: dict[str, Any] = {}
+        if self.config.ssl is not None:
+            deadlines = {"ssl_handshake_timeout": self._limits.header_timeout_s, "ssl_shutdown_timeout": _TLS_S}
+
+        def connect() -> Connection:
+            return Connection(self._limits, n_max, config=self.config, server_state=self.server_state, app_state={})
+
+        self.servers = [
+            await loop.create_server(
+                connect, sock=listener, ssl=self.config.ssl, backlog=self.config.backlog, **deadlines
+            )
+            for listener in sockets
+        ]
+        self.started = True
+
+
+def make_server(app: FastAPI, services: ServicesSection) -> HttpServer:
+    """For a certificate that `shared.web.tls.check_certificate` has found usable."""
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        ssl_certfile=services.tls.cert_file,
+        ssl_keyfile=services.tls.key_file,
+        timeout_graceful_shutdown=max(1, int(services.limits.grace_s)),
+        timeout_keep_alive=_KEEP_ALIVE_S,
+    )
+    known = getattr(app.state, "max_body_bytes", services.limits.max_body_bytes)
+    return HttpServer(config, services.limits.model_copy(update={"max_body_bytes": known}))
+
+
+def connections_for(wanted: int) -> int:
+    """How many fit beside the files of our own; raises the process's soft limit of open files towards the hard one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in (soft, hard) or soft >= wanted + _OWN_FILES:
+        return wanted
+    soft = max(soft, min(hard, wanted + _OWN_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(soft // 2, min(wanted, soft - _OWN_FILES))

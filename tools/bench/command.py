@@ -1,0 +1,114 @@
+"""`volley bench`: runs the benchmarks one after the other, each in its own virtual environment; a table and JSON.
+
+Every ratio compares two things measured in the same run on the same machine, so it means something elsewhere too.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.cli.layout import CACHE, PROJECT, python_of
+from services.cli.runs.record import write_json
+from shared.errors import ConfigError, VolleyError
+
+_TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """A module that prints its results as one JSON object in its last line, and the virtual environment it needs."""
+
+    module: str
+    environment: str
+    about: str
+
+
+BENCHMARKS = {
+    "codec": Benchmark("tools.bench.codec", "base", "the wire format of groups against JSON"),
+    "queue": Benchmark("tools.bench.queue", "base", "the ticket queue against a raw Redis client"),
+    "rollout": Benchmark(
+        "tools.bench.rollout", "rollout", "tokens/s through HTTP against the engine called in process (aim ≥ 0.95)"
+    ),
+    "trainer": Benchmark("tools.bench.trainer", "trainer", "a trainer step against the bare jitted step (aim ≤ 1.10)"),
+    "abuse": Benchmark(
+        "tools.bench.abuse", "base", "latency of a route while 27 rude clients are at work, against without them"
+    ),
+    "handover": Benchmark(
+        "tools.bench.handover", "base", "weights from the optimizer step to the last server serving them"
+    ),
+}
+
+
+def main(names: Sequence[str], json_path: Path | None) -> int:
+    """Prints the table; the exit code is 1 if a benchmark failed. Raises ConfigError for an unknown name."""
+    unknown = sorted(set(names) - BENCHMARKS.keys())
+    if unknown:
+        raise ConfigError(f"no benchmark {', '.join(unknown)}", f"there are: {', '.join(BENCHMARKS)}")
+    results: dict[str, dict[str, Any]] = {}
+    failed = []
+    for name in names or BENCHMARKS:
+        print(f"{name}: {BENCHMARKS[name].about} …", file=sys.stderr, flush=True)
+        try:
+            results |= run(BENCHMARKS[name])
+        except VolleyError as error:
+            failed.append(name)
+            print(f"{name} failed: {error}", file=sys.stderr, flush=True)
+    print(table(results))
+    if json_path is not None:
+        write_json(json_path, results)
+    return 1 if failed else 0
+
+
+def run(benchmark: Benchmark) -> dict[str, dict[str, Any]]:
+    """{name: {value, unit, reference, ratio}}. Raises VolleyError with the last line of what the program said."""
+    variables = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{benchmark.environment}"),
+        **os.environ,
+    }
+    command = [str(python_of(benchmark.environment)), "-m", benchmark.module]
+    try:
+        done = subprocess.run(
+            command, cwd=PROJECT, env=variables, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise VolleyError(f"{benchmark.module} took longer than {_TIMEOUT_S:g} s") from None
+    if done.returncode != 0:
+        raise VolleyError(f"exit code {done.returncode}: {_last_line(done.stderr or done.stdout)}")
+    try:
+        return orjson.loads(_last_line(done.stdout))
+    except orjson.JSONDecodeError:
+        raise VolleyError(f"the last line of {benchmark.module} is not JSON: {_last_line(done.stdout)!r}") from None
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    rows = [("benchmark", "value", "reference", "unit", "ratio")]
+    for name, result in results.items():
+        rows.append(
+            (name, _figure(result["value"]), _figure(result["reference"]), result["unit"], _figure(result["ratio"]))
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+    return "\n".join([lines[0], "─" * len(lines[0]), *lines[1:]])
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

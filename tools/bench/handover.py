@@ -1,0 +1,105 @@
+"""Weights from the end of the optimizer step to the last server serving them, in a real run of the quickstart's stack.
+
+`save` is the trainer's (restorable checkpoint, digests, manifest, all durable), `commit_queue` its acknowledgement of
+the groups, `stage` the server's (verify digests, restore, place on devices, probe) while it goes on decoding, `pause`
+the time for which it does not decode; `total` spans all of it for the slowest server. The reference of `save` is a
+plain write of the same files with fsync, that of `stage` a plain read of the parameters, on the same disk.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from services.cli.layout import PROJECT
+from services.cli.reporting import jsonl
+from shared.errors import VolleyError
+from shared.run.weights import newest
+from tools.bench.result import BenchResult, emit, seconds_per_call
+
+N_STEPS, N_WARM = 8, 2
+_OVERRIDES = (
+    "run.name=bench",
+    f"trainer.max_steps={N_STEPS}",
+    "sft.max_steps=1",
+    "sft.n_demonstrations=32",
+    "data.n_eval_tasks=1",
+    "trainer.groups_per_step=2",
+    "grpo_config.num_generations=4",
+)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        command = [
+            sys.executable,
+            "-m",
+            "services.cli",
+            "train",
+            "--config",
+            "configs/quickstart.yaml",
+            f"run.dir={root}",
+            *_OVERRIDES,
+        ]
+        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise VolleyError(f"the run failed: {done.stderr.strip()}")
+        rows = [
+            row for row in jsonl.read(root / "bench" / "handovers.jsonl") if row["step"] > N_WARM and row["servers"]
+        ]
+        checkpoint = newest(root / "bench" / "checkpoints")
+        assert checkpoint is not None
+        write_s, read_s = _plain_write_s(checkpoint, root / "plain"), _plain_read_s(checkpoint / "params")
+    emit(summarize(rows, write_s, read_s))
+
+
+def summarize(rows: Sequence[Mapping[str, Any]], write_s: float, read_s: float) -> dict[str, BenchResult]:
+    """Medians over the steps, in milliseconds; of several servers the slowest counts."""
+
+    def median(seconds: Sequence[float]) -> float:
+        return 1000 * statistics.median(seconds)
+
+    def of_servers(*keys: str) -> float:
+        return median(
+            [max(sum(server["timings"].get(key, 0.0) for key in keys) for server in row["servers"]) for row in rows]
+        )
+
+    total = median([row["save_s"] + row["commit_s"] + row["publish_s"] for row in rows])
+    return {
+        "handover_save": BenchResult(median([row["save_s"] for row in rows]), "ms", 1000 * write_s),
+        "handover_commit_queue": BenchResult(median([row["commit_s"] for row in rows]), "ms"),
+        "handover_stage": BenchResult(of_servers("verify_s", "restore_s", "place_s", "probe_s"), "ms", 1000 * read_s),
+        "handover_pause": BenchResult(of_servers("pause_s"), "ms"),
+        "handover_total": BenchResult(total, "ms", 1000 * (write_s + read_s)),
+    }
+
+
+def _plain_write_s(folder: Path, target: Path) -> float:
+    """Seconds to write the same files, each with fsync."""
+    target.mkdir()
+    contents = [path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()]
+
+    def write() -> None:
+        for i, data in enumerate(contents):
+            with (target / str(i)).open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+
+    return seconds_per_call(write)
+
+
+def _plain_read_s(folder: Path) -> float:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return seconds_per_call(lambda: [path.read_bytes() for path in paths])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,383 @@
+"""Makes a checkout runnable: finds a Python, gets uv, fills `.venvs/{base,rollout,trainer}`. Standard library only.
+
+Runs on any Python >= 3.8, so it may not use newer syntax. Nothing is written outside the project's folder, except to
+uv's own cache where the user has one. Each environment holds a stamp of what it was made from (lock, project file,
+interpreter); where the stamp is current nothing is started at all. Not root, no compiler, no Docker; only a package
+index.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import html
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.error
+import urllib.parse
+import urllib.request
+import zipfile
+from pathlib import Path
+from typing import Iterator  # noqa: UP035 - runs on Python 3.8
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENTS = {"base": [], "rollout": ["--extra", "rollout"], "trainer": ["--extra", "trainer"]}
+OLDEST_PYTHON, FIRST_UNSUPPORTED = (3, 12), (3, 14)
+OLDEST_UV = (0, 9)
+NETWORK_SIGNS = (
+    "error sending request",
+    "failed to fetch",
+    "failed to lookup address",
+    "dns error",
+    "connection refused",
+    "timed out",
+)
+UNTRUSTED = "invalid peer certificate"
+
+
+class InstallError(Exception):
+    """Something the machine lacks; the text names it and what to do."""
+
+
+def main() -> int:
+    try:
+        prepare(ROOT)
+    except InstallError as missing:
+        print(f"bootstrap: {missing}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def prepare(root: Path) -> None:
+    """Brings all environments up to date. Raises Missing."""
+    if not sys.platform.startswith(("linux", "darwin")):
+        raise InstallError(f"Volley runs on Linux and macOS, not on {sys.platform}; on Windows use WSL 2")
+    if not outdated(root):
+        return
+    if not os.access(root, os.W_OK):
+        raise InstallError(f"the project's folder {root} is not writable for this user")
+    with locked(root / ".venvs" / ".lock"):
+        names = outdated(root)
+        if not names:
+            return
+        uv = find_uv(root) or install_uv(root)
+        python = find_python(root, uv) or download_python(root, uv)
+        for name in names:
+            sync(root, uv, python, name)
+
+
+def outdated(root: Path) -> list[str]:
+    """Names of the environments whose stamp differs from what they should be made from."""
+    return [name for name in ENVIRONMENTS if not is_current(root, name)]
+
+
+def is_current(root: Path, name: str) -> bool:
+    venv = root / ".venvs" / name
+    try:
+        return (venv / ".stamp").read_text() == stamp(root, name) and os.access(str(venv / "bin" / "python"), os.X_OK)
+    except OSError:
+        return False
+
+
+def stamp(root: Path, name: str) -> str:
+    """What an environment is made from: lock, project file, extras, and the interpreter its pyvenv.cfg names."""
+    parts = [(root / file).read_bytes() for file in ("uv.lock", "pyproject.toml")]
+    parts += [
+        (root / ".venvs" / name / "pyvenv.cfg").read_bytes(),
+        " ".join(ENVIRONMENTS[name]).encode(),
+        str(root).encode(),
+    ]
+    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+# --- Python ---------------------------------------------------------------------------------------------------------
+
+
+def find_python(root: Path, uv: Path | None) -> Path | None:
+    """The first interpreter of a supported version that really runs."""
+    for candidate in python_candidates(root, uv):
+        version = python_version(candidate)
+        if version is not None and OLDEST_PYTHON <= version < FIRST_UNSUPPORTED:
+            return candidate
+    return None
+
+
+def python_candidates(root: Path, uv: Path | None) -> Iterator[Path]:
+    """Cheapest first: what the environments already use, ourselves, PATH, the usual folders, pyenv, then uv's own
+    search.
+    """
+    for name in ENVIRONMENTS:
+        with contextlib.suppress(OSError):
+            found = re.search(r"^home = (.+)$", (root / ".venvs" / name / "pyvenv.cfg").read_text(), re.M)
+            if found:
+                yield Path(found.group(1)) / "python3"
+    yield Path(sys.executable)
+    names = ["python3.12", "python3.13", "python3", "python"]
+    folders = os.environ.get("PATH", "").split(os.pathsep) + ["/usr/bin", "/usr/local/bin", "/opt/homebrew/bin"]
+    for name in names:
+        for folder in folders:
+            path = Path(folder) / name
+            if folder and os.access(str(path), os.X_OK):
+                yield path
+    pyenv = Path(os.environ.get("PYENV_ROOT") or str(Path.home() / ".pyenv"))
+    yield from sorted(pyenv.glob("versions/3.1[23].*/bin/python3"))
+    if uv is not None:
+        wanted = ">={}.{},<{}.{}".format(*(OLDEST_PYTHON + FIRST_UNSUPPORTED))
+        answer = run_quietly(
+            [str(uv), "python", "find", "--no-python-downloads", "--no-project", wanted], uv_environment(root)
+        )
+        if answer:
+            yield Path(answer)
+
+
+def python_version(path: Path) -> tuple[int, int] | None:
+    """(major, minor), or None if it does not run (a dead pyenv shim, for one)."""
+    answer = run_quietly(
+        [str(path), "-c", "import sys; print(sys.version_info[0], sys.version_info[1])"], dict(os.environ)
+    )
+    numbers = (answer or "").split()
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) == 2 and all(n.isdigit() for n in numbers) else None
+
+
+def download_python(root: Path, uv: Path) -> Path:
+    say("no Python 3.12 or 3.13 on this machine: downloading one with uv into .tools/python")
+    environment = {
+        **uv_environment(root),
+        "UV_PYTHON_INSTALL_DIR": str(root / ".tools" / "python"),
+        "UV_PYTHON_DOWNLOADS": "manual",
+    }
+    code, output = run_loudly([str(uv), "python", "install", "--no-bin", "3.12"], environment)
+    found = sorted((root / ".tools" / "python").glob("cpython-3.12*/bin/python3"))
+    if code == 0 and found:
+        return found[0]
+    raise InstallError(
+        "Python 3.12 or 3.13 is missing: none on PATH, among pyenv's versions or in /usr/bin, and uv could not"
+        " download one"
+        + (" (no network)" if lacks_network(output) else "")
+        + "; install it (e.g. `pyenv install 3.12`, `apt install python3.12`, `brew install python@3.12`) and run this"
+        " again"
+    )
+
+
+# --- uv -------------------------------------------------------------------------------------------------------------
+
+
+def find_uv(root: Path) -> Path | None:
+    """uv on PATH or installed before, if new enough for our lock."""
+    on_path = shutil.which("uv")
+    for path in ([Path(on_path)] if on_path else []) + [own_uv(root), Path.home() / ".local" / "bin" / "uv"]:
+        found = re.match(r"uv (\d+)\.(\d+)", run_quietly([str(path), "--version"], dict(os.environ)) or "")
+        if found and (int(found.group(1)), int(found.group(2))) >= OLDEST_UV:
+            return path
+    return None
+
+
+def own_uv(root: Path) -> Path:
+    return root / ".tools" / "uv" / "bin" / "uv"
+
+
+def install_uv(root: Path) -> Path:
+    """Puts uv into `.tools/uv`: by venv and pip, by pip alone, or straight from the index where Python came without
+    both.
+    """
+    say("installing uv into .tools")
+    target = own_uv(root).parents[1]
+    output = ""
+    for python in [sys.executable, *map(str, filter(None, [find_python(root, None)]))]:
+        for arguments in (
+            [["-m", "pip", "install", "--retries", "1", "--target", str(target), "uv"]],
+            with_venv(root, target),
+        ):
+            shutil.rmtree(str(target), ignore_errors=True)
+            for step in arguments:
+                command = [python, *step] if step[0].startswith("-") else step
+                done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+                output += done.stdout
+                if done.returncode != 0:
+                    break
+            if find_uv(root):
+                return own_uv(root)
+    try:
+        unpack_uv(target)
+    except (OSError, urllib.error.URLError, KeyError, ValueError, StopIteration) as error:
+        cause = (
+            "the package index cannot be reached"
+            if lacks_network(output + str(error))
+            else last_line(output) or str(error)
+        )
+        raise InstallError(
+            f"uv is missing and could not be installed: {cause}; check the network (or PIP_INDEX_URL), or put uv on"
+            " PATH (https://docs.astral.sh/uv), and run this again"
+        ) from error
+    return own_uv(root)
+
+
+def with_venv(root: Path, target: Path) -> list[list[str]]:
+    """The steps that give uv through a virtual environment, for a Python that has no pip of its own but ensurepip."""
+    venv = root / ".tools" / "uv-venv"
+    return [
+        ["-m", "venv", "--clear", str(venv)],
+        [str(venv / "bin" / "python"), "-m", "pip", "install", "--retries", "1", "--target", str(target), "uv"],
+    ]
+
+
+def locked_index() -> str:
+    """The package index that uv.lock was made from."""
+    found = re.search(r'registry = "([^"]+)"', (ROOT / "uv.lock").read_text())
+    if found is None:
+        raise ValueError("uv.lock names no package index")
+    return found[1]
+
+
+def unpack_uv(target: Path) -> None:
+    """Takes the uv program out of its newest wheel for this platform, without pip. The index is read as
+    HTML (PEP 503).
+    """
+    page = (os.environ.get("PIP_INDEX_URL") or os.environ.get("UV_INDEX_URL") or locked_index()).rstrip("/") + "/uv/"
+    with urllib.request.urlopen(page, timeout=60) as answer:  # noqa: S310 - the package index
+        links = re.findall(r'href="([^"#]+)#sha256=([0-9a-f]{64})"[^>]*>\s*([^<\s]+)', answer.read().decode())
+    fitting = [(url, digest, name) for url, digest, name in links if re.search(wheel_tag(), name)]
+    url, digest, name = max(fitting, key=lambda link: [int(n) for n in re.findall(r"\d+", link[2].split("-")[1])])
+    with urllib.request.urlopen(urllib.parse.urljoin(page, html.unescape(url)), timeout=300) as answer:  # noqa: S310
+        wheel = answer.read()
+    if hashlib.sha256(wheel).hexdigest() != digest:
+        raise ValueError(f"{name} does not have the digest {digest}")
+    with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
+        member = next(name for name in archive.namelist() if name.endswith("/scripts/uv"))
+        program = target / "bin" / "uv"
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_bytes(archive.read(member))
+    program.chmod(0o755)
+
+
+def wheel_tag() -> str:
+    """A pattern for the uv wheels that run here."""
+    machine = os.uname().machine
+    if sys.platform == "darwin":
+        return r"macosx_.*_{}\.whl$".format("arm64" if machine == "arm64" else "x86_64")
+    return rf"manylinux_?[0-9_]*.*{re.escape(machine)}.*\.whl$"
+
+
+def uv_environment(root: Path) -> dict[str, str]:
+    """The caller's environment; uv's cache moves into the project where the user's own cannot be written."""
+    environment = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT", "PYTHONPATH", "PYTHONHOME")
+    }
+    if "UV_CACHE_DIR" not in environment and not writable(user_cache() / "uv"):
+        environment["UV_CACHE_DIR"] = str(root / ".cache" / "uv")
+    return environment
+
+
+def user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"))
+
+
+def writable(folder: Path) -> bool:
+    """Whether the folder, or the nearest ancestor that exists, can be written."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return os.access(str(folder), os.W_OK)
+
+
+def sync(root: Path, uv: Path, python: Path, name: str) -> None:
+    """Makes one environment equal to the lock."""
+    say(f"installing environment {name} (Python {'.'.join(map(str, python_version(python) or ()))})")
+    venv = root / ".venvs" / name
+    environment = {**uv_environment(root), "UV_PROJECT_ENVIRONMENT": str(venv)}
+    command = [
+        str(uv),
+        "sync",
+        "--locked",
+        "--no-python-downloads",
+        "--python",
+        str(python),
+        "--project",
+        str(root),
+        *ENVIRONMENTS[name],
+    ]
+    code, output = run_loudly(command, environment)
+    if code != 0 and UNTRUSTED in output:
+        say("the package index has a certificate that uv does not know: trying those of the system")
+        code, output = run_loudly(command, {**environment, "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"})
+    if code != 0:
+        raise InstallError(f"environment {name} could not be installed: {reason(output)}")
+    (venv / ".stamp").write_text(stamp(root, name))
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+
+def run_quietly(command: list[str], environment: dict[str, str]) -> str | None:
+    """Standard output, stripped; None if it does not run or fails."""
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def run_loudly(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Exit code and output of a command whose output the user sees as it comes."""
+    output = []
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not line.startswith(" + "):  # uv lists every package it installs
+                sys.stderr.write("  " + line)
+                sys.stderr.flush()
+            output.append(line)
+    return process.returncode, "".join(output)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One bootstrap at a time; a second waits and then finds everything done."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def lacks_network(output: str) -> bool:
+    return any(sign in output.lower() for sign in (*NETWORK_SIGNS, "urlopen error", "no matching distribution"))
+
+
+def reason(output: str) -> str:
+    """Why uv failed, and what to do about it."""
+    if UNTRUSTED in output:
+        return "the certificate of the package index is not trusted; name its authority with SSL_CERT_FILE"
+    if lacks_network(output):
+        return "the package index cannot be reached; check the network or UV_INDEX_URL"
+    return last_line(output)
+
+
+def last_line(output: str) -> str:
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def say(text: str) -> None:
+    print(f"bootstrap: {text}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,203 @@
+"""The place where faults happen: a whole stack of real processes with a proxy on every link, and how
+to see it recover.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from services.cli.layout import RunFolder
+from services.cli.local import stack
+from services.cli.local.processes import Child, ProcessSpec, Reaper
+from services.cli.local.stack import LocalStack, StackSeams
+from services.cli.local.supervisor import RestartPolicy, Supervision
+from shared.clients.base import HttpClient
+from shared.config import LoadedConfig
+from shared.errors import QueueUnavailable, VolleyError
+from shared.queue.client import command, connect
+from shared.run import weights
+from shared.types import WeightVersion
+from tools.chaos.plan import LINKS
+from tools.chaos.proxy import Proxy
+
+_POLL_S = 0.1
+_PROBE_S = 2.0
+_TIRELESS = RestartPolicy(restarts=10**9, window_s=0.0, pause_s=0.1, longest_pause_s=0.1, hung_s=120.0)
+SIMULATED = {"trainer": "tools.simulated.trainer", "rollout": "tools.simulated.rollout"}
+
+
+class RecoveryTimeout(VolleyError):
+    """Something that had to happen did not, within its time."""
+
+    title = "No recovery in time"
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A durable version, and the monotonic time at which it was first seen."""
+
+    at: float
+    version: WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Zombie:
+    """A trainer that woke up, or went on, after it was replaced. `at` was durable then; `fenced` if it ended itself for
+    that reason.
+    """
+
+    at: WeightVersion
+    fenced: bool
+    last_words: str
+
+
+class Arena:
+    """A running stack. `durable` are the newest checkpoints, in the order in which they appeared, `zombies` the
+    trainers that were replaced alive; `deadline_s` bounds every recovery.
+    """
+
+    def __init__(
+        self, folder: RunFolder, running: LocalStack, links: dict[str, Proxy], reaper: Reaper, deadline_s: float
+    ) -> None:
+        self.folder, self.links, self.reaper, self.deadline_s = folder, links, reaper, deadline_s
+        self._running, self._clients = running, dict[str, HttpClient]()
+        self.durable: list[Sighting] = []
+        self.zombies: list[Zombie] = []
+
+    @property
+    def services(self) -> Sequence[str]:
+        return [kept.name for kept in self._running.kept]
+
+    def kept(self, name: str) -> Supervision:
+        return next(kept for kept in self._running.kept if kept.name == name)
+
+    def child(self, name: str) -> Child:
+        child = self.kept(name).child
+        assert child is not None
+        return child
+
+    def spec(self, name: str) -> ProcessSpec:
+        return self.kept(name).member.spec
+
+    async def redis(self, *words: str) -> object:
+        """One command, past the proxy. Raises QueueUnavailable, also if there is no answer in time."""
+        host, port = self.links["redis"].target or ("", 0)
+        async with connect(f"redis://{host}:{port}/0", self.folder.secrets / "redis") as client:
+            try:
+                async with asyncio.timeout(_PROBE_S):
+                    return await command(client, *words)
+            except TimeoutError as error:
+                raise QueueUnavailable(f"Redis did not answer in {_PROBE_S:g} s") from error
+
+    async def ready(self, name: str) -> bool:
+        """Whether the service answers /ready, asked past the proxies; Redis: whether it answers at all."""
+        if self.child(name).exit_code is not None:
+            return False
+        try:
+            if name == "redis":
+                await self.redis("PING")
+            else:
+                await self._client(name).get("/ready", attempts=1)
+        except VolleyError:
+            return False
+        return True
+
+    async def until_ready(self, name: str) -> None:
+        """Raises TooLong."""
+        await self.until(lambda: self.ready(name), f"{name} did not become ready")
+
+    async def until(self, what: Callable[[], object], failure: str) -> None:
+        """Polls a plain or an async condition. Raises TooLong."""
+        end = time.monotonic() + self.deadline_s
+        while True:
+            holds = what()
+            if await holds if asyncio.iscoroutine(holds) else holds:
+                return
+            if time.monotonic() > end:
+                raise RecoveryTimeout(f"{failure} within {self.deadline_s:g} s")
+            await asyncio.sleep(_POLL_S)
+
+    @property
+    def newest(self) -> WeightVersion:
+        """The newest durable version; epoch 0 before there is one."""
+        return self.durable[-1].version if self.durable else WeightVersion(0, 0)
+
+    async def until_step(self, step: int, failure: str) -> None:
+        """Raises TooLong."""
+        await self.until(lambda: self.newest.step >= step, failure)
+
+    async def watch(self) -> None:
+        """Keeps `durable` true, until cancelled."""
+        while True:
+            found = await asyncio.to_thread(weights.versions, self.folder.checkpoints)
+            if found and found[-1] != self.newest:
+                self.durable.append(Sighting(time.monotonic(), found[-1]))
+            await asyncio.sleep(_POLL_S)
+
+    async def trainer_waits_for(self) -> str:
+        """What the trainer's /status says that it waits for; empty if it waits for nothing, or does not answer."""
+        try:
+            answer = await self._client("trainer").get("/status", attempts=1)
+        except VolleyError:
+            return ""
+        return str(answer.get("waiting_for") or "")
+
+    async def run_state(self) -> tuple[str, str]:
+        """What the orchestrator says of the run, and why; `unknown` while it does not answer."""
+        try:
+            answer = await self._client("orchestrator").get(f"/runs/{self.folder.name}", attempts=1)
+        except VolleyError as error:
+            return "unknown", str(error)
+        return str(answer.get("state")), str(answer.get("reason") or "")
+
+    def _client(self, name: str) -> HttpClient:
+        return self._clients[name]
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[Arena]:
+        async with AsyncExitStack() as opened:
+            for name in self._running.urls:
+                self._clients[name] = await opened.enter_async_context(self._running.client(name, _PROBE_S))
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self.watch())
+                try:
+                    yield self
+                finally:
+                    watching.cancel()
+
+
+@asynccontextmanager
+async def open_arena(
+    loaded: LoadedConfig,
+    folder: RunFolder,
+    *,
+    simulated: bool,
+    linked: bool,
+    deadline_s: float,
+    say: Callable[[str], None],
+) -> AsyncIterator[Arena]:
+    """All services of the run, answering; if `linked`, each reached by the others through a proxy. Raises as
+    `stack.running`.
+    """
+    async with AsyncExitStack() as opened:
+        links = {name: await opened.enter_async_context(Proxy.listening()) for name in LINKS}
+        reaper = opened.enter_context(Reaper.running())
+        seams = StackSeams(SIMULATED if simulated else {}, lambda name, url: _through(links, name, url, linked=linked))
+        running = await opened.enter_async_context(stack.running(loaded, folder, reaper, say, _TIRELESS, seams))
+        yield await opened.enter_async_context(Arena(folder, running, links, reaper, deadline_s).watched())
+
+
+def _through(links: dict[str, Proxy], name: str, url: str, *, linked: bool) -> str:
+    """The address of the proxy in front of the process, if its link has one that is wanted."""
+    if name not in links:
+        return url
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    links[name].target = parts.hostname, parts.port
+    return parts._replace(netloc=f"127.0.0.1:{links[name].port}").geturl() if linked else url

@@ -1,0 +1,210 @@
+"""How each fault is done, and undone. Every function returns the monotonic time from which the recovery counts: when a
+process was killed or Redis wiped, when a zombie woke up, or when a pause, a full disk, or a disturbance of a link was
+over.
+
+Invariant: whatever a fault changed is put back when its function ends, however it ends, except what it killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from services.cli.local.processes import Child, last_error
+from shared.errors import QueueUnavailable
+from shared.process.ports import free_port
+from shared.types import WeightVersion
+from tools.chaos.arena import Arena, RecoveryTimeout, Zombie
+from tools.chaos.plan import Fault, Kind
+
+_AHEAD = 2
+"""Steps that the successor of a zombie makes before the zombie wakes up: as many as the zombie may hold groups for."""
+_DELAY_S = 0.05
+_FENCED = b'"error":"Fenced"'
+"""What a worker that ends for this reason leaves in its log (see shared.process.boot); threads that it leaves behind
+may have the last word.
+"""
+
+_NO_ROOM = "disk space"
+"""What the trainer's /status says while there is none."""
+
+type Inject = Callable[[Arena, Fault], Awaitable[float]]
+
+
+async def kill(arena: Arena, fault: Fault) -> float:
+    """SIGKILL to the one process, not to what it has started."""
+    child, began = await _victim(arena, fault.at), time.monotonic()
+    os.kill(child.pid, signal.SIGKILL)
+    await _ended(arena, child, fault.at)
+    return began
+
+
+async def pause(arena: Arena, fault: Fault) -> float:
+    child = await _victim(arena, fault.at)
+    os.kill(child.pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(fault.for_s)
+    finally:
+        _wake(child)
+    return time.monotonic()
+
+
+async def flush(arena: Arena, fault: Fault) -> float:
+    """Redis forgets everything and goes on."""
+    began = time.monotonic()
+    await arena.until(lambda: _flushed(arena), "Redis did not forget")
+    return began
+
+
+async def lose(arena: Arena, fault: Fault) -> float:
+    """Redis dies, and its append-only file is gone when it starts again."""
+    child, began = await _victim(arena, "redis"), time.monotonic()
+    os.kill(child.pid, signal.SIGSTOP)
+    await asyncio.to_thread(shutil.rmtree, arena.folder.redis / "appendonlydir", ignore_errors=True)
+    os.kill(child.pid, signal.SIGKILL)
+    await _ended(arena, child, "redis")
+    return began
+
+
+async def disk_full(arena: Arena, fault: Fault) -> float:
+    """No file of the trainer may grow, as on a full disk; what it has written stays. The length counts from when the
+    trainer says that it waits for disk space. Raises TooLong if it never does, or ends.
+    """
+    child = await _victim(arena, fault.at)
+    _, hard = resource.prlimit(child.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        await arena.until(lambda: _feels_full(arena, child), "the trainer did not notice the full disk")
+        await asyncio.sleep(fault.for_s)
+        if child.exit_code is not None:
+            raise RecoveryTimeout(
+                f"the trainer did not survive a full disk: {last_error(child.spec.log, child.log_start)}"
+            )
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (hard, hard))
+    return time.monotonic()
+
+
+async def delay(arena: Arena, fault: Fault) -> float:
+    link = arena.links[fault.at]
+    link.delay_s = _DELAY_S
+    try:
+        await asyncio.sleep(fault.for_s)
+    finally:
+        link.resume()
+    return time.monotonic()
+
+
+async def stall(arena: Arena, fault: Fault) -> float:
+    """Nothing passes for a while; then the connections are reset, as by a machine in between that has
+    forgotten them.
+    """
+    link = arena.links[fault.at]
+    link.stall()
+    try:
+        await asyncio.sleep(fault.for_s)
+    finally:
+        link.cut()
+        link.resume()
+    return time.monotonic()
+
+
+async def cut(arena: Arena, fault: Fault) -> float:
+    arena.links[fault.at].cut()
+    return time.monotonic()
+
+
+async def zombie(arena: Arena, fault: Fault) -> float:
+    """A trainer is replaced while it is stopped, and wakes up beside its successor. Both must end themselves in the
+    end: the zombie because of the successor, the successor because of the trainer that the supervisor starts in the
+    zombie's place.
+    """
+    first, before = await _victim(arena, "trainer"), arena.newest
+    os.kill(first.pid, signal.SIGSTOP)
+    second: Child | None = None
+    try:
+        spec = arena.spec("trainer")
+        command = (*spec.command, f"services.trainer.port={free_port()}")
+        second = await Child.start(
+            dataclasses.replace(spec, name="zombie", command=command, log=spec.log.with_name("zombie.log")),
+            arena.reaper,
+        )
+        await arena.until(lambda: _replaced(arena, before), "a second trainer did not take over")
+        began = time.monotonic()
+        _wake(first)
+        arena.zombies.append(await _fenced(arena, first, before))
+        arena.zombies.append(await _fenced(arena, second, arena.newest))
+    finally:
+        _wake(first)
+        if second is not None:
+            second.kill()
+            await second.stop()
+    return began
+
+
+INJECT: Mapping[Kind, Inject] = {
+    "kill": kill,
+    "pause": pause,
+    "flush": flush,
+    "lose": lose,
+    "zombie": zombie,
+    "disk_full": disk_full,
+    "delay": delay,
+    "stall": stall,
+    "cut": cut,
+}
+
+
+async def _victim(arena: Arena, name: str) -> Child:
+    """The process of a service that is ready. It exists until the caller awaits something: only the event loop reaps
+    it.
+    """
+    while True:
+        await arena.until_ready(name)
+        child = arena.child(name)
+        if child.exit_code is None:
+            return child
+
+
+async def _flushed(arena: Arena) -> bool:
+    try:
+        await arena.redis("FLUSHALL")
+    except QueueUnavailable:
+        return False
+    return True
+
+
+async def _feels_full(arena: Arena, child: Child) -> bool:
+    return child.exit_code is not None or _NO_ROOM in await arena.trainer_waits_for()
+
+
+def _wake(child: Child) -> None:
+    if child.exit_code is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGCONT)
+
+
+async def _ended(arena: Arena, child: Child, name: str) -> None:
+    await arena.until(lambda: child.exit_code is not None, f"{name} did not die")
+
+
+def _replaced(arena: Arena, before: WeightVersion) -> bool:
+    return arena.newest.epoch > before.epoch and arena.newest.step >= before.step + _AHEAD
+
+
+async def _fenced(arena: Arena, child: Child, at: WeightVersion) -> Zombie:
+    """Waits until the trainer has ended by itself; one that does not is a zombie that was not fenced."""
+    with contextlib.suppress(RecoveryTimeout):
+        await arena.until(lambda: child.exit_code is not None, "a replaced trainer did not end")
+    with child.spec.log.open("rb") as log:
+        log.seek(child.log_start)
+        fenced = child.exit_code == 1 and _FENCED in log.read()
+    return Zombie(at, fenced, last_error(child.spec.log, child.log_start))

@@ -1,0 +1,143 @@
+"""Which faults, at which services, in which order: a pure function of the seed.
+
+A round is a set of faults that overlap; the next one begins when all services of the last are ready again and the run
+has made steps since. Invariants: two faults at one service of a round come one after the other; a round ends trainers
+at most once on purpose, because a group that several trainers died with counts as poison; a zombie is never made while
+Redis forgets, which would fence its successor too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+type Kind = Literal["kill", "pause", "flush", "lose", "zombie", "disk_full", "delay", "stall", "cut"]
+SERVICES = ("redis", "env", "trainer", "orchestrator", "rollout-0", "rollout-1")
+LINKS = ("redis", "env", "rollout-0", "rollout-1")
+WIPES: tuple[Kind, ...] = ("flush", "lose")
+_SPREAD_S = 0.8
+_LATER_S = 0.5
+"""How much later those come without whom nothing is in flight: before them, episodes lose their server or environment.
+"""
+_LINK_FAULTS: tuple[Kind, ...] = ("delay", "stall", "cut")
+_IN_FLIGHT = ("env", "rollout")
+_LIGHT = ("env", "orchestrator", "rollout-0", "rollout-1")
+_BESIDE_AN_ORCHESTRATOR = ("env", "rollout-0", "rollout-1")
+"""Half of the rounds spare the orchestrator: what it repeats would die with it, and nobody would see that it was
+repeated.
+"""
+_KILLS_A_STORM, _KILLS_BESIDE_A_ZOMBIE = 14, 12
+_LONG_PAUSE_S, _LONG_REDIS_PAUSE_S = 12.0, 16.0
+"""Longer than a server's registration and a ticket's lease; than the socket time-out of Redis' clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`at` is the service, or the link to it. It begins `after_s` into its round; what has a length takes `for_s`."""
+
+    kind: Kind
+    at: str
+    after_s: float = 0.0
+    for_s: float = 0.0
+
+
+type Round = tuple[Fault, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Amounts:
+    """How many kills, wipes of Redis, and zombie trainers a whole plan has; the other kinds come along."""
+
+    kills: int
+    wipes: int
+    zombies: int
+
+
+def plan(seed: int, amounts: Amounts) -> list[Round]:
+    """The rounds of a run that has an end."""
+    dice = random.Random(f"chaos {seed}")
+    storms = max(
+        amounts.wipes, -(-max(0, amounts.kills - _KILLS_BESIDE_A_ZOMBIE * amounts.zombies) // _KILLS_A_STORM), 1
+    )
+    rounds: list[list[Fault]] = [[_zombie(dice)] for _ in range(amounts.zombies)]
+    rounds += [[] for _ in range(storms)]
+    wipes: list[Kind] = [WIPES[i % 2] if i < amounts.wipes else "kill" for i in range(storms)]
+    dice.shuffle(wipes)
+    n_kills = 0
+    for faults, wipe in zip(rounds[amounts.zombies :], wipes, strict=True):
+        faults.append(_fault(dice, wipe, "redis"))
+        faults.append(_fault(dice, "kill", "trainer"))
+        n_kills += (wipe != "flush") + 1
+    dice.shuffle(rounds)
+    for i in range(max(0, amounts.kills - n_kills)):
+        nth, number = divmod(i, len(rounds))
+        names = _LIGHT if number % 2 else _BESIDE_AN_ORCHESTRATOR
+        rounds[number].append(_fault(dice, "kill", names[(number + nth) % len(names)]))
+    for faults in rounds:
+        faults += [_pause(dice), _fault(dice, dice.choice(_LINK_FAULTS), dice.choice(LINKS))]
+    for faults, name in zip(rounds[::8], dice.sample(_LIGHT, len(_LIGHT)), strict=False):
+        faults.append(Fault("pause", name, _SPREAD_S, _LONG_PAUSE_S))
+    quiet = [_disk_full(dice) for _ in range(max(1, len(rounds) // 10))]
+    for one in (*quiet, [Fault("pause", "redis", 0.0, _LONG_REDIS_PAUSE_S)]):
+        rounds.insert(dice.randrange(len(rounds) + 1), one)
+    return [_in_order(faults) for faults in rounds]
+
+
+def endless(seed: int) -> Iterator[Round]:
+    """Small rounds, one after the other, in which every kind and every service gets its turn; for a run on a clock."""
+    dice = random.Random(f"chaos {seed}")
+    while True:
+        heavy = [
+            _zombie(dice),
+            _fault(dice, "kill", "trainer"),
+            *(_fault(dice, kind, "redis") for kind in WIPES),
+            *_disk_full(dice),
+        ]
+        light = [_fault(dice, "kill", name) for name in SERVICES if name != "trainer"]
+        light += [_pause(dice), *(_fault(dice, kind, dice.choice(LINKS)) for kind in _LINK_FAULTS)]
+        dice.shuffle(heavy)
+        dice.shuffle(light)
+        for i, first in enumerate(heavy):
+            yield _in_order([first, *(one for one in light[i :: len(heavy)] if not _fences(first, one))])
+
+
+def _fences(first: Fault, other: Fault) -> bool:
+    """Whether the second fault would fence the successor of the first's zombie."""
+    return first.kind == "zombie" and other.kind == "kill" and other.at == "redis"
+
+
+def counts(faults: Iterable[Fault]) -> Counter[str]:
+    """How many of each kind; both ways to wipe Redis are `wipe`."""
+    return Counter("wipe" if fault.kind in WIPES else str(fault.kind) for fault in faults)
+
+
+def kills(faults: Iterable[Fault]) -> Counter[str]:
+    """How many SIGKILLs each service gets."""
+    return Counter(fault.at for fault in faults if fault.kind in ("kill", "lose"))
+
+
+def _in_order(faults: Iterable[Fault]) -> Round:
+    return tuple(sorted(faults, key=lambda fault: fault.after_s))
+
+
+def _fault(dice: random.Random, kind: Kind, at: str) -> Fault:
+    length_s = round(dice.uniform(0.3, 2.0), 3) if kind in ("delay", "stall") else 0.0
+    later_s = 0.0 if at.startswith(_IN_FLIGHT) else _LATER_S
+    return Fault(kind, at, round(later_s + dice.uniform(0.0, _SPREAD_S), 3), length_s)
+
+
+def _pause(dice: random.Random) -> Fault:
+    return Fault(
+        "pause", dice.choice(SERVICES), round(dice.uniform(0.0, _SPREAD_S), 3), round(dice.uniform(0.1, 2.0), 3)
+    )
+
+
+def _zombie(dice: random.Random) -> Fault:
+    return Fault("zombie", "trainer", round(dice.uniform(0.0, 0.3), 3))
+
+
+def _disk_full(dice: random.Random) -> list[Fault]:
+    return [Fault("disk_full", "trainer", round(dice.uniform(0.0, _SPREAD_S), 3), round(dice.uniform(0.5, 2.0), 3))]

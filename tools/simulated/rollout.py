@@ -1,0 +1,227 @@
+"""`python -m tools.simulated.rollout`: the rollout service around an engine without a model, for faults without
+sglang-jax.
+
+Tokens and log-probabilities are a pure function of sampling seed and prompt: not of the batch, the time, the server or
+the weights. So a run with faults samples what a run without them samples. Weights are really loaded, checked and
+swapped; only nothing is computed with them, and every token tells the version that was serving when it was drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import blake3
+import numpy as np
+
+from services.rollout.app import open_rollout
+from services.rollout.engines.base import (
+    CommitMode,
+    CommitResult,
+    EngineInfo,
+    EngineSpec,
+    EngineStatus,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    Live,
+    LoadedWeights,
+    SamplingParams,
+    StagedWeights,
+)
+from services.rollout.settings import from_config
+from shared.errors import Conflict, Unavailable, WeightsError
+from shared.models.config import ModelConfig
+from shared.process.boot import RunningService, main
+from shared.schema import RunConfig
+from shared.types import spans
+
+_TOKEN_S = 0.03
+"""An episode of some tokens takes long enough to be in flight when something fails, and a run of hundreds of steps not
+too long.
+"""
+_FIRST_TEXT_ID = 10
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request between two tokens: what it has drawn, and with which versions."""
+
+    ids: list[int] = field(default_factory=list[int])
+    versions: list[str] = field(default_factory=list[str])
+    aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Loaded arrays by leaf name, and whose they are."""
+
+    version: str
+    digest: str
+    arrays: dict[str, np.ndarray]
+
+    @property
+    def checksum(self) -> str:
+        seen = blake3.blake3()
+        for name, array in sorted(self.arrays.items()):
+            seen.update(name.encode() + array.tobytes())
+        return seen.hexdigest()
+
+
+@dataclass
+class SimulatedEngine:
+    """See `protocol.Engine`."""
+
+    info: EngineInfo
+    silent_s: float = 0.0
+    serving: _Weights | None = None
+    staged: _Weights | None = None
+    paused: bool = False
+    output_tokens: int = 0
+    _running: dict[str, _Running] = field(default_factory=dict[str, _Running])
+    _closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """A token every `_TOKEN_S`, the version looked up at each."""
+        if self.serving is None:
+            raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
+        if request.rid in self._running:
+            raise Conflict(f"a request {request.rid!r} is running", "give every request its own rid")
+        ids, logprobs = draw(request.input_ids, request.sampling, self.info)
+        running = self._running[request.rid] = _Running()
+        try:
+            while len(running.ids) < len(ids) and not running.aborted:
+                await asyncio.sleep(_TOKEN_S)
+                if not self.paused:
+                    running.ids.append(int(ids[len(running.ids)]))
+                    running.versions.append(self.serving.version)
+                    self.output_tokens += 1
+        finally:
+            del self._running[request.rid]
+        return self._result(request, running, logprobs[: len(running.ids)])
+
+    def _result(self, request: GenerateRequest, running: _Running, logprobs: np.ndarray) -> GenerateResult:
+        ids, stops = running.ids, {*request.sampling.stop_token_ids, *self.info.eos_token_ids}
+        if running.aborted:
+            finish = FinishReason("abort", message="aborted")
+        elif ids[-1] in stops:
+            finish = FinishReason("stop", matched=ids[-1])
+        else:
+            finish = FinishReason("length", length=len(ids))
+        return GenerateResult(
+            rid=request.rid,
+            output_ids=np.array(ids, np.int32),
+            logprobs=logprobs,
+            finish=finish,
+            versions=spans(running.versions, range(len(ids))),
+            prompt_tokens=len(request.input_ids),
+            cached_tokens=0,
+        )
+
+    async def stage(self, weights: StagedWeights) -> LoadedWeights:
+        started = time.perf_counter()
+        self.staged = _Weights(weights.version, weights.digest, await asyncio.to_thread(load, weights))
+        return LoadedWeights(self.staged.checksum, {"restore_s": time.perf_counter() - started})
+
+    async def commit(self, version: str, mode: CommitMode) -> CommitResult:
+        if self.staged is None or self.staged.version != version:
+            raise Conflict(f"{version} is not staged")
+        aborted = await self.abort(None) if mode == "abort" else 0
+        previous, self.serving, self.staged = self.serving, self.staged, None
+        old = previous.version if previous else None
+        return CommitResult(version, old, len(self._running) - aborted, aborted, 0.0, await self.audit())
+
+    async def audit(self) -> Live:
+        return Live(None, "") if self.serving is None else Live(self.serving.version, self.serving.checksum)
+
+    async def status(self) -> EngineStatus:
+        now = self.serving
+        return EngineStatus(
+            current=now.version if now else None,
+            staged=self.staged.version if self.staged else None,
+            digest=now.digest if now else "",
+            paused=self.paused,
+            running=len(self._running),
+            output_tokens=self.output_tokens,
+        )
+
+    async def abort(self, rid: str | None) -> int:
+        doomed = [running for name, running in self._running.items() if rid in (None, name)]
+        for running in doomed:
+            running.aborted = True
+        return len(doomed)
+
+    async def pause(self) -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
+
+    async def flush_cache(self) -> None:
+        """There is no cache."""
+
+    async def wait_closed(self) -> None:
+        await self._closed.wait()
+
+    async def close(self) -> None:
+        self._closed.set()
+
+
+def load(weights: StagedWeights) -> dict[str, np.ndarray]:
+    """The arrays of a folder of `.npy` files by leaf name. Raises WeightsError if they are not those of
+    the manifest.
+    """
+    try:
+        arrays = {path.stem: np.load(path, allow_pickle=False) for path in sorted(Path(weights.path).glob("*.npy"))}
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{weights.path} cannot be read: {error}") from error
+    if {leaf.key: (leaf.shape, leaf.dtype) for leaf in weights.tree} != {
+        k: (v.shape, str(v.dtype)) for k, v in arrays.items()
+    }:
+        raise WeightsError(f"{weights.path} holds other leaves than its manifest names")
+    return arrays
+
+
+def draw(prompt: np.ndarray, sampling: SamplingParams, info: EngineInfo) -> tuple[np.ndarray, np.ndarray]:
+    """int32[n] ids of text that end with a stop token unless the limit comes first, and their float32[n]
+    log-probabilities.
+    """
+    seed = sampling.sampling_seed if sampling.sampling_seed is not None and sampling.temperature else 0
+    rng = np.random.default_rng([seed, *prompt.tolist()])
+    n = min(sampling.max_new_tokens, int(rng.integers(2, 8)))
+    ids = rng.integers(_FIRST_TEXT_ID, info.vocab_size, n).astype(np.int32)
+    stops = sampling.stop_token_ids or info.eos_token_ids
+    if n < sampling.max_new_tokens and stops:
+        ids[-1] = stops[0]
+    return ids, -rng.exponential(1.0, n).astype(np.float32)
+
+
+@asynccontextmanager
+async def open_engine(spec: EngineSpec) -> AsyncIterator[SimulatedEngine]:
+    """An engine of the sizes of `spec`; it serves no version before its first commit."""
+    model = ModelConfig.read(Path(spec.model_path))
+    tokens = spec.max_total_tokens or spec.context_length * spec.max_running_requests
+    info = EngineInfo(
+        model.vocab_size, spec.context_length, tokens, spec.max_running_requests, model.eos_token_ids, 0.0, os.getpid()
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        engine = SimulatedEngine(info)
+        stack.push_async_callback(engine.close)
+        yield engine
+
+
+@asynccontextmanager
+async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
+    """Raises ConfigError."""
+    async with open_rollout(from_config(config), open_engine) as service:
+        yield service
+
+
+if __name__ == "__main__":
+    main("rollout", open_service=open_service)

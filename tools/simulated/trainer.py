@@ -1,0 +1,157 @@
+"""`python -m tools.simulated.trainer`: the trainer with a learner of a few kB, for faults without a model.
+
+Everything around the learner is the trainer's own: loop, intake, ledger, archive, checkpoints, publishing. The weights
+are noise drawn from a digest of everything trained so far, in order: a token, a log-probability or a reward that
+differs, a group that is lost, doubled or swapped, and every bit after it differs. Needs neither JAX nor a model's
+weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import blake3
+import numpy as np
+
+from services.trainer.checkpoints.store import Arrays, CheckpointContents, CheckpointFolders, RestoredCheckpoint
+from services.trainer.learner.metrics import StepMetrics, of_groups, of_sums
+from services.trainer.loop.group_buffer import ReadyGroup
+from services.trainer.settings import TokenLimits
+from services.trainer.wiring import Given, Learns, open_trainer
+from shared.errors import ConfigError, WeightsError
+from shared.models.config import ModelConfig
+from shared.models.origin import Origin
+from shared.process.boot import RunningService, main
+from shared.run.state import TrainerState
+from shared.schema import RunConfig
+from shared.types import Group, WeightVersion
+
+SHAPES: Mapping[str, tuple[int, ...]] = {"embedding": (32, 16), "layer.kernel": (16, 16), "layer.bias": (16,)}
+_RATE = np.float32(0.1)
+_SUMS = ("delta", "delta_current", "delta_current_max", "current_tokens", "kl", "clipped", "entropy")
+
+
+class NumpyArrays:
+    """The checkpoints' `ArrayFiles`: one `.npy` file a leaf."""
+
+    def write(self, folder: Path, arrays: Arrays) -> None:
+        folder.mkdir()
+        for name, value in arrays.items():
+            np.save(folder / f"{name}.npy", np.asarray(value), allow_pickle=False)
+
+    def read(self, folder: Path) -> dict[str, np.ndarray]:
+        """Raises WeightsError and OSError."""
+        try:
+            return {path.stem: np.load(path, allow_pickle=False) for path in sorted(folder.glob("*.npy"))}
+        except ValueError as error:
+            raise WeightsError(f"{folder} cannot be restored: {error}") from error
+
+
+class SimulatedBackend:
+    """`Trains` without a model. `params` are float32 by leaf name; the optimizer's state is its count of groups."""
+
+    def __init__(
+        self, checkpoints: CheckpointFolders, model: Mapping[str, Any], seed: int, origin: Origin | None = None
+    ) -> None:
+        self._checkpoints, self._model, self._seed, self._origin = checkpoints, model, seed, origin
+        self._restored: RestoredCheckpoint | None = None
+        self.params: dict[str, np.ndarray] = {}
+        self._count = np.zeros((), np.int64)
+
+    def restore(self) -> TrainerState | None:
+        self._restored = self._checkpoints.newest()
+        return self._restored.state if self._restored else None
+
+    def build(self) -> None:
+        if self._restored is None and self._origin is not None:
+            self.params = dict(self._checkpoints.foreign(self._origin).params)
+        elif self._restored is None:
+            self.params = {name: noise(f"{self._seed} {name}".encode(), shape) for name, shape in SHAPES.items()}
+        else:
+            self.params, self._count = dict(self._restored.params), self._restored.optimizer["count"]
+
+    def start(self, state: TrainerState) -> Path:
+        if self._restored is None:
+            return self.save(state, None)
+        folder = self._checkpoints.relabel(self._restored, state)
+        self._restored = None
+        return folder
+
+    def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
+        norm = sum(self._learn(h.group) for h in held)
+        after = WeightVersion(before.epoch, before.step + 1)
+        loss = float(np.mean([value.mean() for value in self.params.values()]))
+        sums = dict.fromkeys(_SUMS, 0.0) | {
+            "tokens": float(sum(t.n_sampled for h in held for t in h.group.trajectories))
+        }
+        return StepMetrics(after.step, str(after), loss, norm, **of_groups(held, before.step), **of_sums(sums))
+
+    def rewind(self, version: WeightVersion) -> None:
+        restored = self._checkpoints.restored(version)
+        self.params, self._count = dict(restored.params), restored.optimizer["count"]
+
+    def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
+        return self._checkpoints.save(
+            state, CheckpointContents(self.params, {"count": self._count}, None, self._model, None), base
+        )
+
+    def _learn(self, group: Group) -> float:
+        """One group changes every weight; returns by how much, as a Euclidean norm."""
+        self._count = self._count + 1
+        seen = blake3.blake3(self._count.tobytes())
+        for name in sorted(self.params):
+            seen.update(self.params[name].tobytes())
+        seen.update(content_of(group))
+        steps = {name: _RATE * noise(seen.digest() + name.encode(), shape) for name, shape in SHAPES.items()}
+        self.params = {name: value + steps[name] for name, value in self.params.items()}
+        return float(np.sqrt(sum(float(np.square(step).sum()) for step in steps.values())))
+
+
+def content_of(group: Group) -> bytes:
+    """What of a group is trained on: neither when and where it was made, nor with how many attempts, nor by which
+    version.
+    """
+    parts = [group.task.encode()]
+    for one in group.trajectories:
+        parts += [
+            one.token_ids.tobytes(),
+            one.loss_mask.tobytes(),
+            one.logprobs.tobytes(),
+            np.float64(one.reward).tobytes(),
+        ]
+    return b"".join(parts)
+
+
+def noise(seed: bytes, shape: tuple[int, ...]) -> np.ndarray:
+    """float32, uniform in [-1, 1), a pure function of `seed`."""
+    n = int(np.prod(shape))
+    words = np.frombuffer(blake3.blake3(seed).digest(4 * n), "<u4")
+    return (words.astype(np.float64) / 2**31 - 1).astype(np.float32).reshape(shape)
+
+
+@asynccontextmanager
+async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
+    """Raises ConfigError."""
+    async with open_trainer(config, _simulated) as service:
+        yield service
+
+
+def _simulated(given: Given) -> Learns:
+    if given.config.sft.max_steps:
+        raise ConfigError("the simulated trainer has no warm start", "set sft.max_steps=0")
+    settings, model = given.settings, ModelConfig.read(given.folder)
+    checkpoints = CheckpointFolders(
+        settings.run_folder / "checkpoints", settings.run, settings.max_to_keep, NumpyArrays()
+    )
+    backend = SimulatedBackend(checkpoints, model.to_hf(), given.config.run.seed, given.origin)
+    return Learns(backend, checkpoints, TokenLimits(model.vocab_size, given.tokenizer.pad_id), _no_warm_start)
+
+
+async def _no_warm_start(*_: object) -> None: ...
+
+
+if __name__ == "__main__":
+    main("trainer", open_service=open_service)
