@@ -25,14 +25,15 @@ from services.env.environments.games.sokoban import SokobanConfig, sokoban  # no
 
 VOCABULARY = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# A tag, an action separator, a word with the space before it, a digit, any other sign (also a capital) or a space, each
-# alone.
-PIECES = r"</?[a-z_]+>| \|\| |####| ?[A-Z]?[a-z]+|[0-9]| ?[^\s0-9]|\s"
+# A tag, an action separator, a role with the end of its line, a row of a lake with the end of its line, a word with the
+# space before it, a digit, any other sign (also a capital) or a space, each alone. With a row in one token, a turn on a
+# lake of 4 x 4 is 11 tokens instead of 30.
+PIECES = r"</?[a-z_]+>| \|\| |####|(?:user|assistant|system)\n|[_OPGX*]{3,}\n?| ?[A-Z]?[a-z]+|[0-9]| ?[^\s0-9]|\s"
 TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
-{% endfor -%}
+{%- endfor -%}
 {%- if add_generation_prompt -%}
 <|im_start|>assistant
 {% endif -%}
@@ -44,9 +45,9 @@ MODEL = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -63,13 +64,17 @@ MODEL = {
 
 def conversations() -> Iterator[str]:
     """Demonstrations of the games, in the text a model sees."""
+    rows = frozen_lake(FrozenLakeConfig(talk="bare", protocol="plain", max_turns=8, demo_actions_per_turn=1))
+    for index in range(8000):
+        for message in rows.demonstration("train", index).messages:
+            yield f"{message['role']}\n{message['content']}"
     for talk in ("bare", "chat"):
         lake = frozen_lake(FrozenLakeConfig(talk=talk, demo_actions_per_turn=1))
         around = frozen_lake(FrozenLakeConfig(talk=talk, render="grid+around", max_turns=10, demo_actions_per_turn=1))
         boxes = sokoban(SokobanConfig(talk=talk))
         for environment, n in ((lake, 150), (around, 150), (boxes, 60)):
             for index in range(n):
-                for message in environment.demonstration("train", index):
+                for message in environment.demonstration("train", index).messages:
                     yield f"{message['role']}\n{message['content']}"
     yield "√" * 1000  # Sokoban's rarest sign is three bytes, and should still be one token
 

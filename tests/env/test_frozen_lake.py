@@ -1,4 +1,5 @@
 import random
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -8,6 +9,10 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_m
 from services.env.environments.base import assistant
 from services.env.environments.games.frozen_lake import ACTIONS, FrozenLakeConfig, LakeGame, frozen_lake, shortest_path
 from services.env.environments.games.text_game import MoveOutcome
+from shared import config
+from shared.models.chat import ChatTokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
 
 LOOSE: dict[str, Any] = {"max_turns": 100, "max_actions": 1000, "max_actions_per_turn": 100}
 
@@ -161,3 +166,19 @@ def test_distinct_training_layouts():
     assert len(set(layouts)) == 300
     assert [second.layouts.get("train", index).layout for index in (299, 0)] == [layouts[299], layouts[0]]
     assert not set(layouts) & {first.layouts.get("eval", index).layout for index in range(100)}
+
+
+def test_the_longest_episode_of_the_quickstart_fits_its_context():
+    """Every turn as long as it can be: a reply that does not end by itself costs the token that ends it."""
+    run = config.load([ROOT / "configs" / "quickstart.yaml"]).config
+    tokenizer = ChatTokenizer(ROOT / str(run.model.path))
+    lake = frozen_lake(FrozenLakeConfig.model_validate(run.data.env_config))
+    length = 0
+    for index in range(200):
+        episode = lake.reset("eval", index, 0)
+        board = [{"role": "user", "content": episode.game.render()}]
+        first, later = tokenizer.render_prompt(board), tokenizer.render_continuation(board, ended=False)
+        turns = lake.config.max_turns
+        reply = run.grpo_config.max_response_length
+        length = max(length, len(first) + (turns - 1) * len(later) + turns * reply)
+    assert length <= run.rollout.engine.context_length

@@ -40,8 +40,9 @@ class FrozenLakeConfig(GameConfig):
     """`render`: the board as lines; spaced; with what lies around the player; with coordinates of player and goal;
     these alone.
 
-    `demo_blind` is the share of demonstrations played by someone who heads for the goal without looking at the ice, and
-    so often falls into a hole: they teach the protocol and the direction, and leave the rest to reinforcement learning.
+    `demo_blind` is the share of demonstrations played by someone who heads for the goal without looking at the ice
+    (right until the edge, then down), and so often falls into a hole. A model that has learned from them and from
+    others plays either way; which of them reaches the goal is left to reinforcement learning.
     """
 
     size: int = Field(default=4, ge=3, le=16)
@@ -117,7 +118,7 @@ class FrozenLake:
         dice = random.Random(drawn.seed)
         if dice.random() < self.config.demo_blind:
             game = self._game(drawn, dice.getrandbits(31))
-            return play(self._episode(game), lambda: [blind_action(len(game.rows), game.position, dice)])
+            return play(self._episode(game), lambda: [blind_action(len(game.rows), game.position)])
         away = distances(drawn.layout)
         for seed in range(_DEMO_SEEDS if self.config.is_slippery else 1):
             game = self._game(drawn, seed)
@@ -206,14 +207,9 @@ def way(away: Mapping[Cell, int], start: Cell) -> tuple[str, ...] | None:
     return tuple(actions)
 
 
-def blind_action(size: int, player: tuple[int, int], dice: random.Random) -> str:
-    """Right or Down, whichever leads towards the goal in the last corner; where both do, Right three times
-    out of four.
-    """
-    row, column = player
-    if column == size - 1 or (row < size - 1 and dice.random() < 0.25):
-        return "Down"
-    return "Right"
+def blind_action(size: int, player: tuple[int, int]) -> str:
+    """Right until the edge, then Down to the goal in the last corner, whatever lies on the way."""
+    return "Right" if player[1] < size - 1 else "Down"
 
 
 def _is_open(rows: Rows, cell: tuple[int, int]) -> bool:
