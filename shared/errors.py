@@ -11,6 +11,7 @@
     │   │   └── Unauthorized    no or a wrong bearer token                                 401
     │   └── Conflict            legal elsewhere, not in the present state                  409
     ├── Unavailable             try again later (also: a deadline passed)                  503
+    │   ├── WeightsUnpublished  a rollout server has found no checkpoint yet
     │   ├── ServiceUnreachable  another service did not answer
     │   ├── QueueUnavailable    Redis did not answer
     │   ├── RateLimited         the service has enough to do now                           429
@@ -30,12 +31,18 @@ error as a problem body (RFC 9457), made by `problem` and read back by `from_pro
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 MAX_DETAIL = 2000
 """Characters: an error names what is wrong, and does not send it back whole."""
 MAX_RETRY_AFTER_S = 60.0
 """Whatever a service says, nobody waits longer before asking again."""
+
+
+type Cause = Literal["infrastructure", "request", "defect"]
+type Action = Literal["again", "fail", "stop"]
+type Party = Literal["trainer", "orchestrator", "redis", "env", "rollout", "disk", "peer"]
+"""Whom somebody waits for."""
 
 
 class VolleyError(Exception):
@@ -44,9 +51,17 @@ class VolleyError(Exception):
     Args:
         detail: what happened, naming the thing (key, path, address, id).
         hint: what the reader can do about it; may be empty.
+
+    A class says who causes it, and what is done about it: `again` (transient: the attempt is made again, elsewhere if
+    possible, while attempts are left, then its group fails), `fail` (no attempt can succeed: the group fails at once),
+    `stop` (the process that meets it ends, and starts again from what is durable). `waits_on` is who has to come back
+    before it can succeed, where the class tells. A subclass that says nothing is judged like its parent.
     """
 
     status: ClassVar[int] = 500
+    cause: ClassVar[Cause] = "defect"
+    action: ClassVar[Action] = "again"
+    waits_on: ClassVar[Party | None] = None
     title: ClassVar[str] = "Internal error"
 
     def __init__(self, detail: str, hint: str = "") -> None:
@@ -54,20 +69,28 @@ class VolleyError(Exception):
         self.detail = detail
         self.hint = hint
 
+    @property
+    def transient(self) -> bool:
+        """Whether another attempt, perhaps on another server, can succeed."""
+        return self.action == "again"
+
     def __str__(self) -> str:
         return f"{self.detail} ({self.hint})" if self.hint else self.detail
 
 
 class ConfigError(VolleyError):
     status, title = 422, "Invalid configuration"
+    cause, action = "request", "fail"
 
 
 class InputError(VolleyError):
     status, title = 422, "Invalid request"
+    cause, action = "request", "fail"
 
 
 class DecodeError(InputError):
     status, title = 400, "Malformed body"
+    cause = "defect"
 
 
 class TooLarge(InputError):
@@ -104,10 +127,15 @@ class Unavailable(VolleyError):
     """The request may succeed later; `retry_after_s` says when to try, in seconds."""
 
     status, title = 503, "Unavailable"
+    cause = "infrastructure"
 
     def __init__(self, detail: str, hint: str = "", retry_after_s: float = 1.0) -> None:
         super().__init__(detail, hint)
         self.retry_after_s = retry_after_s
+
+
+class WeightsUnpublished(Unavailable):
+    title, waits_on = "No weights yet", "trainer"
 
 
 class ServiceUnreachable(Unavailable):
@@ -115,7 +143,7 @@ class ServiceUnreachable(Unavailable):
 
 
 class QueueUnavailable(Unavailable):
-    title = "Queue unavailable"
+    title, waits_on = "Queue unavailable", "redis"
 
 
 class RateLimited(Unavailable):
@@ -127,7 +155,7 @@ class OutOfMemory(Unavailable):
 
 
 class StorageUnavailable(Unavailable):
-    status, title = 507, "Storage unavailable"
+    status, title, waits_on = 507, "Storage unavailable", "disk"
 
 
 class StorageFull(StorageUnavailable):
@@ -140,16 +168,19 @@ class StorageDenied(StorageUnavailable):
 
 class Fenced(VolleyError):
     status, title = 409, "Superseded by a newer trainer"
+    cause, action = "infrastructure", "stop"
 
 
 class WeightsError(VolleyError):
     status, title = 422, "Weights rejected"
+    cause = "infrastructure"
 
 
 class NonFinite(VolleyError):
     """`what` names them: metrics, parameters by leaf name, parts of the optimizer's state."""
 
     status, title = 500, "Not finite"
+    action = "stop"
 
     def __init__(self, detail: str, hint: str = "", what: Sequence[str] = ()) -> None:
         super().__init__(detail, hint)
@@ -158,6 +189,7 @@ class NonFinite(VolleyError):
 
 class EngineDied(VolleyError):
     status, title = 500, "Engine died"
+    cause = "infrastructure"
 
 
 def first_error[E: BaseException](group: BaseExceptionGroup[E]) -> E:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from services.env.catalogue import CatalogueEntry
 from services.env.environments.base import Episode, Message, StepResult, fingerprint
-from services.env.runner import Runner, RunnerBusy
+from services.env.runner import Busy, Runner
 from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
 from shared.process import telemetry
 
@@ -149,7 +149,7 @@ class Episodes:
             async with asyncio.timeout(self._runner.deadline_s):
                 await slot.lock.acquire()
         except TimeoutError:
-            raise RunnerBusy(f"episode {slot.id} is busy with another request", "send one request at a time") from None
+            raise Busy(f"episode {slot.id} is busy with another request", "send one request at a time") from None
         try:
             yield
         finally:
@@ -177,7 +177,7 @@ class Episodes:
         entry = slot.request.entry
         try:
             result = await self._runner.run(entry, "step", lambda: episode.step(message))
-        except RunnerBusy:
+        except Busy:
             raise
         except BaseException as error:
             slot.failure = (

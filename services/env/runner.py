@@ -33,7 +33,7 @@ _HUNG = telemetry.Gauge(
 _log = telemetry.Log("env")
 
 
-class RunnerBusy(RateLimited):
+class Busy(RateLimited):
     """The call has not begun, so it may be repeated."""
 
     title = "Environment busy"
@@ -63,9 +63,9 @@ class Runner:
         """
         lane = self._lane(entry.kind)
         if lane.is_stuck:
-            raise RunnerBusy(f"{entry.name}: {lane.complaint}", retry_after_s=self.deadline_s)
+            raise Busy(f"{entry.name}: {lane.complaint}", retry_after_s=self.deadline_s)
         if lane.n_waiting >= self._max_waiting:
-            raise RunnerBusy(f"{entry.name}: {lane.n_waiting} calls are waiting", "try again later", retry_after_s=2.0)
+            raise Busy(f"{entry.name}: {lane.n_waiting} calls are waiting", "try again later", retry_after_s=2.0)
         started = time.perf_counter()
         work = lane.submit(_guarded(entry.name, call, function))
         try:
@@ -73,7 +73,7 @@ class Runner:
                 return await asyncio.wrap_future(work)
         except TimeoutError:
             if work.cancelled():
-                raise RunnerBusy(
+                raise Busy(
                     f"{entry.name}: no thread was free for {call} within {self.deadline_s:g} s", "try again later"
                 ) from None
             raise GivenUp(

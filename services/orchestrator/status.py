@@ -8,23 +8,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
+from shared.errors import Party
+from shared.process.wedge import Wait
 from shared.types import Group, Trajectory
 
 type State = Literal["waiting", "running", "evaluating", "paused", "finished", "failed"]
-type Party = Literal["trainer", "redis", "env", "rollout", "disk", "peer"]
 _WINDOW_S = 30
 _RECENT = 256  # episodes, for the mean duration
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """The run waits for somebody; `why` is a sentence about it."""
-
-    on: Party
-    why: str
 
 
 class RunStatus:

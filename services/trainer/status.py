@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from services.trainer import prometheus
 from services.trainer.learner.metrics import StepMetrics
+from shared.errors import VolleyError
+from shared.process.wedge import Wait
 
 Phase = Literal[
     "loading", "warm start", "starting", "waiting", "training", "saving", "paused", "done", "refused", "stopped"
@@ -31,7 +33,7 @@ class TrainerStatus:
     epoch: int = 0
     waiting_groups: int = 0
     refused: str | None = None
-    waits: dict[object, str] = field(default_factory=dict)
+    waits: dict[object, Wait] = field(default_factory=dict)
     set_aside: Mapping[str, str] = field(default_factory=dict)
     last: StepMetrics | None = None
     last_handover: Mapping[str, Any] | None = None
@@ -45,17 +47,21 @@ class TrainerStatus:
     @property
     def waiting_for(self) -> str | None:
         """All that is waited for just now, or None."""
-        return "; ".join(dict.fromkeys(self.waits.values())) or None
+        return "; ".join(dict.fromkeys(wait.why for wait in self.waits.values())) or None
 
     @contextmanager
-    def waiting(self, reason: str) -> Iterator[None]:
-        """Inside, /status tells the reason."""
+    def waiting(self, wait: Wait) -> Iterator[None]:
+        """Inside, /status tells of it."""
         key = object()
-        self.waits[key] = reason
+        self.waits[key] = wait
         try:
             yield
         finally:
             del self.waits[key]
+
+    def wait_after(self, error: VolleyError) -> Wait:
+        """Whom a call waits for that met the error: who the error names, else who the trainer works with just now."""
+        return Wait(error.waits_on or ("env" if self.phase == "warm start" else "orchestrator"), str(error))
 
     @asynccontextmanager
     async def until_stop(self) -> AsyncIterator[None]:
@@ -81,7 +87,13 @@ class TrainerStatus:
         """The body of GET /status."""
         hidden = {"changed", "last", "limits", "waits"}
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}
-        return {**plain, "waiting_for": self.waiting_for, "last": asdict(self.last) if self.last else None}
+        waits = [asdict(wait) for wait in dict.fromkeys(self.waits.values())]
+        return {
+            **plain,
+            "waiting_for": self.waiting_for,
+            "waits": waits,
+            "last": asdict(self.last) if self.last else None,
+        }
 
     def ask(self, *, pause: bool | None = None, checkpoint: bool = False) -> None:
         """A wish of an operator, met at the next boundary between steps."""

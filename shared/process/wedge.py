@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shared.errors import Party
+
 QUIET_S, CYCLE_S, BUSY_S = 60.0, 15.0, 1800.0
 """So long may nothing advance, in seconds: usually, where services wait in a circle, and while one of them is at work.
 """
@@ -23,13 +25,21 @@ Kind = Literal["trainer", "orchestrator", "rollout", "env"]
 
 
 @dataclass(frozen=True, slots=True)
+class Wait:
+    """Somebody waits; `why` is a sentence about it."""
+
+    on: Party
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceReport:
     """One service as it was met.
 
-    `error` is why it does not answer at all, `not_ready` what its /ready says, `said` its own description: /status of
-    the trainer, /runs of the orchestrator, `internal_state` and `weights` of a rollout server, or `untold`: why we may
-    not read it. `tokens_per_s` is measured there by asking twice, None if it was not. `external`: it is not the run's
-    own; nobody here starts it again.
+    `error` is why it does not answer at all, `not_ready` what its /ready says and `waits_on` whom that names, `said`
+    its own description: /status of the trainer, /runs of the orchestrator, `internal_state` and `weights` of a rollout
+    server, or `untold`: why we may not read it. `tokens_per_s` is measured there by asking twice, None if it was not.
+    `external`: it is not the run's own; nobody here starts it again.
     """
 
     name: str
@@ -37,6 +47,7 @@ class ServiceReport:
     url: str = ""
     error: str | None = None
     not_ready: str | None = None
+    waits_on: str | None = None
     said: Mapping[str, Any] = field(default_factory=dict)
     tokens_per_s: float | None = None
     external: bool = False
@@ -176,7 +187,7 @@ type _Who = tuple[str, str, str]
 
 
 def _trainer(who: _Who, said: Mapping[str, Any]) -> WaitNode:
-    phase, waiting = said.get("phase", ""), said.get("waiting_for")
+    phase, waits = said.get("phase", ""), said.get("waits", ())
     if phase in ("done", "stopped"):
         return WaitNode(*who)
     if said.get("refused"):
@@ -184,11 +195,14 @@ def _trainer(who: _Who, said: Mapping[str, Any]) -> WaitNode:
     if said.get("paused") and phase in ("paused", "waiting"):
         return WaitNode(*who, halted="is paused on request; POST /resume lets it go on", paused=True)
     busy = f"at work ({phase}, {said.get('step')} of {said.get('max_steps')} steps done)" if phase in _AT_WORK else ""
-    if not waiting:
+    if not waits:
         return WaitNode(*who, busy=busy)
-    party = _party(waiting, "env" if phase == "warm start" else "orchestrator")
-    link = WaitLink(party, waiting if party == "orchestrator" else f"{party}: {waiting}")
-    return WaitNode(*who, waits=(link,), busy=busy if phase in ("training", "saving") else "")
+    links = (WaitLink(one["on"], one["why"] if one["on"] == "orchestrator" else _sentence(one)) for one in waits)
+    return WaitNode(*who, waits=tuple(links), busy=busy if phase in ("training", "saving") else "")
+
+
+def _sentence(wait: Mapping[str, Any]) -> str:
+    return f"{wait['on']}: {wait['why']}"
 
 
 def _orchestrator(who: _Who, said: Mapping[str, Any]) -> WaitNode:
@@ -212,7 +226,7 @@ def _orchestrator(who: _Who, said: Mapping[str, Any]) -> WaitNode:
     if n := episodes.get("env"):
         waits.append(WaitLink("env", f"the environment service ({n} episodes)"))
     if not waits and (waiting := said.get("waiting")):
-        waits.append(_held_elsewhere(said) or WaitLink(waiting["on"], f"{waiting['on']}: {waiting['why']}"))
+        waits.append(_held_elsewhere(said) or WaitLink(waiting["on"], _sentence(waiting)))
     if (step := said.get("evaluating_step")) is not None:
         waits = [WaitLink(link.on, f"{link.what}, to evaluate step {step}") for link in waits]
     return WaitNode(*who, waits=tuple(waits))
@@ -233,7 +247,7 @@ def _rollout(who: _Who, seen: ServiceReport, trainer: Mapping[str, Any], server:
     engine, reason = seen.said.get("internal_state") or {}, seen.not_ready or server.get("out")
     if engine.get("paused"):
         return WaitNode(*who, halted="is paused on request; POST /continue_generation lets it go on")
-    if reason and "no weights are published" in reason:
+    if reason and (seen.waits_on or server.get("waits_on")) == "trainer":
         if trainer.get("phase") in ("waiting", "training", "saving", "paused", "done"):
             return WaitNode(
                 *who,
@@ -255,8 +269,3 @@ def _rollout(who: _Who, seen: ServiceReport, trainer: Mapping[str, Any], server:
     if n and seen.tokens_per_s == 0:
         return WaitNode(*who, halted=f"has {n} requests and produces no tokens")
     return WaitNode(*who, busy=f"answering {n} requests" if n else "")
-
-
-def _party(text: str, otherwise: str) -> str:
-    """Whom the trainer waits for, by its own words."""
-    return "redis" if "Redis" in text else "disk" if "disk space" in text or "cannot write to" in text else otherwise

@@ -68,7 +68,7 @@ def create_app(
     *,
     limits: Limits,
     tokens: AccessTokens | None,
-    ready: Callable[[], str | None],
+    ready: Callable[[], str | Unavailable | None],
     roles: Mapping[str, Role] | None = None,
     max_objects: int = MAX_OBJECTS,
 ) -> FastAPI:
@@ -78,7 +78,7 @@ def create_app(
         tokens: of the callers; None leaves the service open to everyone who reaches it (loopback use).
         roles: the role each route asks for, {"POST /episodes/{id}/step": Role.SERVICE}; a route that is missing asks
             for admin.
-        ready: returns None when requests may be routed here, else the reason why not.
+        ready: returns None when requests may be routed here, else the reason why not, as text or as an error.
         max_objects: values that one body may hold.
     """
     app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, responses=PROBLEMS)
@@ -99,7 +99,7 @@ def create_app(
     async def readiness() -> dict[str, str]:
         reason = ready()
         if reason is not None:
-            raise Unavailable(reason)
+            raise reason if isinstance(reason, Unavailable) else Unavailable(reason)
         return {"status": "ready"}
 
     @app.get("/metrics", tags=["common"], response_class=PlainTextResponse)

@@ -18,7 +18,7 @@ from tests.support.asgi import served
 
 TRAINER = {
     "phase": "waiting",
-    "waiting_for": "groups: 1 of 8 are here",
+    "waits": [{"on": "orchestrator", "why": "groups: 1 of 8 are here"}],
     "step": 12,
     "max_steps": 99,
     "durable_step": 12,

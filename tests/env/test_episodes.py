@@ -9,7 +9,7 @@ import pytest
 
 from services.env.environments.base import assistant
 from services.env.episodes import MAX_STEPS, EpisodeRequest, Episodes
-from services.env.runner import GivenUp, Runner, RunnerBusy
+from services.env.runner import Busy, GivenUp, Runner
 from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
 from tests.env.scripted import ScriptedEnvironment, entry, until
 
@@ -211,7 +211,7 @@ async def test_a_hung_environment_starves_only_itself(open_episodes: Open, stuck
     for slot in slots[:2]:
         with pytest.raises(GivenUp, match="step took longer than"):
             await episodes.step(slot.id, "1", assistant("a"))
-    with pytest.raises(RunnerBusy, match="all 2 threads hang"):
+    with pytest.raises(Busy, match="all 2 threads hang"):
         await episodes.step(slots[2].id, "1", assistant("a"))
     quick = await episodes.create("other", EpisodeRequest(replace(entry(other), kind="other"), "train", 0, None))
     await episodes.step(quick.id, "1", assistant("a"))
@@ -221,7 +221,7 @@ async def test_a_hung_environment_starves_only_itself(open_episodes: Open, stuck
             try:
                 await episodes.step(slots[2].id, "1", assistant("a"))
                 return
-            except RunnerBusy:
+            except Busy:
                 await asyncio.sleep(0.01)
 
 
@@ -234,7 +234,7 @@ async def test_a_call_that_never_began_may_be_repeated(open_episodes: Open) -> N
     async with asyncio.TaskGroup() as group:
         first = group.create_task(_ignoring(GivenUp, episodes.step(hung.id, "1", assistant("a"))))
         await asyncio.sleep(0)
-        with pytest.raises(RunnerBusy, match="no thread was free"):
+        with pytest.raises(Busy, match="no thread was free"):
             await episodes.step(waiting.id, "1", assistant("a"))
         await first
     gate.set()
@@ -243,7 +243,7 @@ async def test_a_call_that_never_began_may_be_repeated(open_episodes: Open) -> N
             try:
                 assert (await episodes.step(waiting.id, "1", assistant("a"))).reward == 1
                 return
-            except RunnerBusy:
+            except Busy:
                 await asyncio.sleep(0.01)
 
 
@@ -260,7 +260,7 @@ async def test_waiting_calls_are_bounded(open_episodes: Open) -> None:
         for slot in slots[:8]:
             group.create_task(episodes.step(slot.id, "1", assistant("a")))
         await asyncio.sleep(0)
-        with pytest.raises(RunnerBusy, match="8 calls are waiting"):
+        with pytest.raises(Busy, match="8 calls are waiting"):
             await episodes.step(slots[8].id, "1", assistant("a"))
         gate.set()
 
@@ -269,7 +269,7 @@ async def test_a_request_behind_another_has_a_deadline(open_episodes: Open) -> N
     episodes = open_episodes(deadline_s=0.5)
     slot = await episodes.create("r", task(ScriptedEnvironment()))
     async with slot.lock:
-        with pytest.raises(RunnerBusy, match="busy with another request"):
+        with pytest.raises(Busy, match="busy with another request"):
             await episodes.step(slot.id, "1", assistant("a"))
     await episodes.step(slot.id, "1", assistant("a"))
 

@@ -16,7 +16,7 @@ from services.orchestrator.episodes.turn import TokenBounds, TokenBudget
 from shared import codec, errors
 from shared.clients.env import StepReply
 from shared.errors import DecodeError, RateLimited, VolleyError
-from shared.outcomes import ENDS, FAILURES, FAULTS, judged
+from shared.outcomes import ENDS, FAULTS
 from shared.process.telemetry import REGISTRY
 from shared.types import MAX_MESSAGE, Group
 from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, runner_of, spec
@@ -45,15 +45,22 @@ def error_classes():
     return found
 
 
-def test_every_class_of_error_is_judged():
-    assert error_classes() == set(FAILURES)
+def test_what_is_done_about_each_class():
+    fails = "ConfigError InputError DecodeError TooLarge PromptTooLong NotFound WrongMethod Forbidden Unauthorized"
+    named = {name: error(name) for name in error_classes()}
+    assert {name for name, e in named.items() if e.action == "fail"} == {*fails.split(), "Conflict", "PrefixBroken"}
+    assert {name for name, e in named.items() if e.action == "stop"} == {"Fenced", "NonFinite"}
+    assert {name for name, e in named.items() if e.cause == "defect"} == {
+        "VolleyError", "DecodeError", "PrefixBroken", "NonFinite",
+    }  # fmt: skip
 
 
 def test_a_class_from_elsewhere_is_judged_like_its_ancestor():
     class Overheated(errors.Unavailable):
         pass
 
-    assert judged(Overheated("hot")) == FAILURES["Unavailable"]
+    assert Overheated("hot").transient
+    assert Overheated.cause == "infrastructure"
 
 
 def error(name):
@@ -82,7 +89,7 @@ async def keep_well(balancer):
 
 async def groups_with(place, n_failures):
     names = [
-        name for name in FAILURES if not isinstance(error(name), RateLimited)
+        name for name in error_classes() if not isinstance(error(name), RateLimited)
     ]  # those are waited for, see test_episode
     async with asyncio.TaskGroup() as tasks:
         found = {name: tasks.create_task(group_with(name, place, n_failures)) for name in names}
@@ -101,7 +108,7 @@ async def test_an_error_that_stays_fails_the_group_and_is_never_a_reward(place):
 async def test_an_error_that_passes_costs_an_attempt_if_it_may_pass_and_the_group_otherwise(place):
     for name, group in (await groups_with(place, 1)).items():
         lost = place == "step" and name in ("NotFound", "Conflict")
-        if FAILURES[name].action == "again" or lost:
+        if error(name).transient or lost:
             expected = "EpisodeLost" if lost else name
             assert group.failure is None, name
             assert sorted(t.attempt for t in group.trajectories) == [0, 1]
@@ -206,5 +213,5 @@ async def test_prometheus_tells_classes_and_lengths():
 
 def test_the_page_lists_every_class():
     page = (PROJECT / "docs" / "failures.md").read_text()
-    for name in [*FAILURES, *ENDS, *FAULTS]:
+    for name in [*error_classes(), *ENDS, *FAULTS]:
         assert f"`{name}`" in page, name

@@ -62,7 +62,7 @@ async def test_a_version_that_fails_is_reported_and_not_hammered(
     with pytest.raises(WeightsError):
         await updates.catch_up()
     await updates.catch_up()
-    assert "e000001-s000001 is broken" in (updates.why_not_ready() or "")
+    assert "e000001-s000001 is broken" in str(updates.why_not_ready())
     publish(tmp_path, "e000001-s000002")
     await updates.catch_up()
     assert (updates.current, updates.why_not_ready()) == ("e000001-s000002", None)
@@ -203,7 +203,7 @@ async def test_a_commit_without_an_answer_leaves_nothing_that_serves(
     with pytest.raises(asyncio.CancelledError):
         await pushing
     assert updates.current is None
-    assert "its commit was not answered" in (updates.why_not_ready() or "")
+    assert "its commit was not answered" in str(updates.why_not_ready())
     engine.commits = None
     await updates.catch_up()
     assert (updates.current, updates.why_not_ready()) == ("e000001-s000002", None)
@@ -219,7 +219,7 @@ async def test_a_version_is_not_called_bad_for_what_befell_its_update(
     engine.on_stage = busy
     with pytest.raises(Unavailable):
         await updates.catch_up()
-    assert "cannot be loaded" not in (updates.why_not_ready() or "")
+    assert "cannot be loaded" not in str(updates.why_not_ready())
     engine.on_stage = lambda: None
     await updates.catch_up()
     assert updates.current == "e000001-s000001"
@@ -249,7 +249,7 @@ async def test_an_engine_that_keeps_old_weights_serves_nothing(
     with pytest.raises(WeightsError, match="computes with other arrays"):
         await updates.update(str(publish(tmp_path, "e000001-s000002", seed=1)), None)
     assert updates.current is None
-    assert "e000001-s000002 does not serve as it was loaded" in (updates.why_not_ready() or "")
+    assert "e000001-s000002 does not serve as it was loaded" in str(updates.why_not_ready())
     engine.stubborn = False
     await updates.catch_up()
     assert (updates.current, updates.why_not_ready()) == ("e000001-s000002", None)
@@ -271,7 +271,7 @@ async def test_weights_that_change_while_they_serve_are_found_and_loaded_again(
     setattr(engine, fault, value)
     await updates.audit()
     assert updates.current is None
-    assert "does not serve as it was loaded" in (updates.why_not_ready() or "")
+    assert "does not serve as it was loaded" in str(updates.why_not_ready())
     setattr(engine, fault, good)
     await updates.catch_up()
     assert (updates.current, updates.why_not_ready()) == ("e000001-s000001", None)

@@ -13,7 +13,6 @@ from fastapi import HTTPException, Request
 from shared import codec, errors
 from shared.clients import base
 from shared.clients.base import HttpClient
-from shared.outcomes import judged
 from shared.schema import Limits
 from shared.web import http, serving
 from shared.web.access import AccessTokens, Role
@@ -265,7 +264,7 @@ async def test_a_body_that_stalls_is_given_up_and_may_be_sent_again():
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"did not arrive within" in body
     error = errors.from_problem(int(head.split()[1]), orjson.loads(body))
-    assert judged(error).action == "again"
+    assert error.transient
 
 
 async def test_an_unreachable_service_is_named():

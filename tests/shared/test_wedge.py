@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import QueueUnavailable, StorageFull
+from shared.errors import QueueUnavailable, ServiceUnreachable, StorageFull
 from shared.files.storage import storage
 from shared.process.wedge import BUSY_S, CYCLE_S, FRESH_S, QUIET_S, ServiceReport, judge, nodes
 from shared.queue.client import connect
@@ -28,12 +28,13 @@ FULL = {"on": "trainer", "why": "the trainer has enough groups and has not finis
 GROUPS = "groups: 1 of 8 are here"
 
 
+def waits(on, why):
+    return [{"on": on, "why": why}]
+
+
 def trainer(**said):
-    return ServiceReport(
-        "trainer",
-        "trainer",
-        said={"phase": "waiting", "waiting_for": GROUPS, "step": 12, "max_steps": 99, "durable_step": 12} | said,
-    )
+    known = {"phase": "waiting", "waits": waits("orchestrator", GROUPS), "step": 12, "max_steps": 99}
+    return ServiceReport("trainer", "trainer", said=known | {"durable_step": 12} | said)
 
 
 def orchestrator(server=None, quiet_s=QUIET_S, **said):
@@ -56,7 +57,7 @@ BEHIND = {"version": "e000003-s000010", "lacks_step": 12, "obstacle": "has e0000
 
 PAUSES = {
     "the trainer is paused": (
-        [trainer(phase="paused", paused=True, waiting_for=None), orchestrator(waiting=FULL), ROLLOUT, ENV],
+        [trainer(phase="paused", paused=True, waits=[]), orchestrator(waiting=FULL), ROLLOUT, ENV],
         ["trainer is paused on request; POST /resume lets it go on", f"orchestrator waits for trainer: {FULL['why']}"],
     ),
     "the run is paused": (
@@ -89,7 +90,7 @@ WEDGES = {
         [
             trainer(),
             orchestrator(**NEEDS_SERVER),
-            replace(ROLLOUT, not_ready="no weights are published under w yet"),
+            replace(ROLLOUT, not_ready="no weights are published under w yet", waits_on="trainer"),
             ENV,
         ],
         [
@@ -129,7 +130,7 @@ WEDGES = {
     ),
     "Redis is away": (
         [
-            trainer(waiting_for="Redis did not answer: gone"),
+            trainer(waits=waits("redis", "Redis did not answer: gone")),
             orchestrator(waiting={"on": "redis", "why": "Redis did not answer"}),
             ROLLOUT,
         ],
@@ -141,7 +142,7 @@ WEDGES = {
     ),
     "a disk is full": (
         [
-            trainer(phase="saving", waiting_for="waiting for disk space under /runs: 0 MB free"),
+            trainer(phase="saving", waits=waits("disk", "waiting for disk space under /runs: 0 MB free")),
             orchestrator(quiet_s=BUSY_S),
             ROLLOUT,
         ],
@@ -198,7 +199,7 @@ def test_an_evaluation_that_waits_for_weights_nobody_makes_is_a_cycle():
 
 
 def test_a_queue_that_is_full_because_the_trainer_is_slow_is_no_wedge_until_it_lasts_very_long():
-    seen = [trainer(phase="training", waiting_for=None), orchestrator(waiting=FULL, quiet_s=QUIET_S * 2), ROLLOUT, ENV]
+    seen = [trainer(phase="training", waits=[]), orchestrator(waiting=FULL, quiet_s=QUIET_S * 2), ROLLOUT, ENV]
     verdict = judge(seen)
     assert verdict.state == "running"
     assert verdict.chain == (
@@ -235,10 +236,8 @@ def test_a_long_answer_is_no_wedge(said, tokens_per_s):
 
 
 def test_servers_wait_for_the_first_weights_while_the_trainer_warms_up():
-    empty = replace(ROLLOUT, not_ready="no weights are published under w yet")
-    verdict = judge(
-        [trainer(phase="warm start", waiting_for=None, step=0), orchestrator(waiting=FULL, quiet_s=QUIET_S), empty]
-    )
+    empty = replace(ROLLOUT, not_ready="no weights are published under w yet", waits_on="trainer")
+    verdict = judge([trainer(phase="warm start", waits=[], step=0), orchestrator(waiting=FULL, quiet_s=QUIET_S), empty])
     assert verdict.state == "running"
     assert verdict.chain[1:] == (
         "trainer is at work (warm start, 0 of 99 steps done)",
@@ -257,7 +256,7 @@ def test_how_long_nothing_advanced_decides(quiet_s, state):
 def test_a_run_that_is_over_is_not_wedged(state):
     verdict = judge(
         [
-            trainer(phase="done", waiting_for=None),
+            trainer(phase="done", waits=[]),
             orchestrator(state=state, reason="8 groups in a row failed", quiet_s=9e9),
         ]
     )
@@ -276,13 +275,13 @@ def test_servers_that_only_the_orchestrator_knows_are_in_the_chain():
     assert verdict.chain[-1] == "http://r0 is not ready: refused"
 
 
-async def test_the_trainers_words_for_redis_and_disk_are_understood(tmp_path: Path):
+async def test_an_error_names_whom_the_trainer_waits_for(tmp_path: Path):
     with pytest.raises(QueueUnavailable) as away:
         await TicketQueue(connect(f"redis://127.0.0.1:{free_port()}"), "demo").state()
     with pytest.raises(StorageFull) as full, storage(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
-    words = [str(away.value), str(full.value), GROUPS]
-    assert [nodes([trainer(waiting_for=text)])[0].waits[0].on for text in words] == ["redis", "disk", "orchestrator"]
+    other = ServiceUnreachable("http://env did not answer")
+    assert [error.waits_on for error in (away.value, full.value, other)] == ["redis", "disk", None]
 
 
 def test_a_run_of_which_nothing_answers_is_stopped_and_one_service_says_nothing_of_the_run():

@@ -5,6 +5,7 @@ import pytest
 
 from services.trainer.routes import ROLES, router
 from services.trainer.status import TrainerStatus
+from shared.process.wedge import Wait
 from shared.schema import Limits
 from shared.web.access import AccessTokens, Role
 from shared.web.http import create_app
@@ -39,7 +40,7 @@ async def test_wishes_reach_the_loop(client: httpx.AsyncClient, board: TrainerSt
 
 async def test_ready_tells_why_not(client: httpx.AsyncClient, board: TrainerStatus):
     board.phase = "warm start"
-    with board.waiting("POST http://env did not answer"):
+    with board.waiting(Wait("env", "POST http://env did not answer")):
         answer = await client.get("/ready")
     assert answer.status_code == 503
     assert answer.json()["detail"] == "warm start: POST http://env did not answer"

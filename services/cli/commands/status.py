@@ -137,7 +137,7 @@ async def _ask(service: ServiceStatus) -> ServiceReport:
         except ServiceUnreachable as error:
             return replace(seen, error=error.detail)
         except VolleyError as error:
-            seen = replace(seen, not_ready=error.detail)
+            seen = replace(seen, not_ready=error.detail, waits_on=error.waits_on)
         return replace(seen, said=await _details(client, seen.kind))
 
 

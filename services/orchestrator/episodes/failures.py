@@ -1,4 +1,4 @@
-"""Why an episode fails for reasons that are not the model's. What is done about each class is said in shared.outcomes.
+"""Why an episode fails for reasons that are not the model's. What is done about each class is said by the class.
 
     VolleyError
     ├── TooLarge ── PromptTooLong      the task's first prompt leaves no room to answer: no attempt can succeed
@@ -14,7 +14,6 @@ Whatever the model does (malformed answers, endless text, too many turns) is dat
 from __future__ import annotations
 
 from shared.errors import TooLarge, Unavailable, VolleyError
-from shared.outcomes import judged
 
 
 class PromptTooLong(TooLarge):
@@ -31,12 +30,9 @@ class EpisodeTimeout(Unavailable):
 
 class PrefixBroken(VolleyError):
     title = "Token prefix broken"
+    action = "fail"
 
 
 class WrongVersion(VolleyError):
     title = "Wrong weight version"
-
-
-def is_transient(error: VolleyError) -> bool:
-    """Whether another attempt, perhaps on another server, can succeed."""
-    return judged(error).action == "again"
+    cause = "infrastructure"

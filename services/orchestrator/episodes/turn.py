@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.orchestrator import metrics
-from services.orchestrator.episodes.failures import WrongVersion, is_transient
+from services.orchestrator.episodes.failures import WrongVersion
 from services.orchestrator.episodes.recorder import Recorder
 from services.orchestrator.schedule import seeding
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
@@ -85,7 +85,7 @@ class TokenBudget:
         self.failures[name] += 1
         metrics.FAILED_ATTEMPTS.labels(name).inc()
         metrics.FAILED_TOKENS.labels(name).observe(self.n_sampled)
-        self.used = self.used + 1 if is_transient(error) else self.max_attempts
+        self.used = self.used + 1 if error.transient else self.max_attempts
         if self.used >= self.max_attempts:
             raise error
 
@@ -171,8 +171,8 @@ class TurnSampler:
         except RateLimited:
             raise
         except VolleyError as error:
-            if is_transient(error):
-                self._balancer.fail(server, str(error))
+            if error.transient:
+                self._balancer.fail(server, str(error), error.waits_on)
             raise
         self._balancer.succeeded(server, generation.versions[-1].version if generation.versions else None)
         if course.spec.need.strict:

@@ -18,10 +18,11 @@ from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.lineage import Lineage, lineage_at
 from services.orchestrator.schedule.ticket_loop import TicketLoop, TicketSource
 from services.orchestrator.servers.balancer import Balancer
-from services.orchestrator.status import RunStatus, Wait
+from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
 from shared.errors import QueueUnavailable, Unavailable
 from shared.process import telemetry
+from shared.process.wedge import Wait
 from shared.queue.records import QueueState
 from shared.run.state import in_lineage
 from shared.types import WeightVersion

@@ -21,9 +21,10 @@ from typing import Protocol
 from services.orchestrator import metrics
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.servers.balancer import VersionBounds
-from services.orchestrator.status import RunStatus, Wait
+from services.orchestrator.status import RunStatus
 from shared.errors import QueueUnavailable, VolleyError
 from shared.process import telemetry
+from shared.process.wedge import Wait
 from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
 from shared.types import Group
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from services.orchestrator.schedule.lineage import Lineage
 from shared.clients.rollout import Generation, ServerWeights
+from shared.errors import Party
 from shared.run.state import in_lineage
 from shared.types import WeightVersion
 
@@ -68,7 +69,8 @@ class ServerLoad:
     """A rollout server as seen from here. `inflight` counts our requests; one that is `leaving` gets no new ones.
 
     `out` is why it gets no requests until a probe succeeds, empty if it does; `failures` counts those since the last
-    success; `probe_at` is the clock's time of the next probe while it is out.
+    success; `waits_on` is whom a server that is out names; `probe_at` is the clock's time of the next probe while it is
+    out.
     """
 
     url: str
@@ -77,6 +79,7 @@ class ServerLoad:
     capacity: int = 1
     inflight: int = 0
     out: str = ""
+    waits_on: Party | None = None
     failures: int = 0
     probe_at: float = 0.0
     leaving: bool = False
@@ -122,7 +125,7 @@ class Balancer:
     def observe(self, server: ServerLoad, version: WeightVersion | None) -> None:
         """A probe found the server well, with these weights."""
         changed = server.version != version or bool(server.out)
-        server.version, server.out = version, ""
+        server.version, server.out, server.waits_on = version, "", None
         if changed:
             self._notify()
 
@@ -134,13 +137,13 @@ class Balancer:
             server.version = seen
             self._notify()
 
-    def fail(self, server: ServerLoad, reason: str) -> None:
+    def fail(self, server: ServerLoad, reason: str, waits_on: Party | None = None) -> None:
         """Takes the server out; while it is out, only a failed probe counts again."""
         if server.out and self._clock() < server.probe_at:
             return
         cool_down = min(_COOL_DOWN_CAP_S, _COOL_DOWN_S * 2 ** (server.failures - 1)) if server.failures else 0.0
         server.failures += 1
-        server.out, server.probe_at = reason, self._clock() + cool_down
+        server.out, server.waits_on, server.probe_at = reason, waits_on, self._clock() + cool_down
 
     def probe_due(self, server: ServerLoad) -> bool:
         """Whether to ask the server for its weights, and if it is out, whether it is well again."""
@@ -198,6 +201,7 @@ class Balancer:
                 "version": str(s.version) if s.version else None,
                 "inflight": s.inflight,
                 "out": s.out or None,
+                "waits_on": s.waits_on,
                 "obstacle": self._obstacle(s, need),
                 "lacks_step": floor
                 if s.version and not s.out and s.version.step < (floor := self._floor(need))

@@ -101,7 +101,8 @@ class Fleet:
         except (VolleyError, TimeoutError) as error:
             if not was_out:
                 _log.warning("server out", url=server.url, error=str(error) or type(error).__name__)
-            self._balancer.fail(server, str(error) or "did not answer in time")
+            waits_on = error.waits_on if isinstance(error, VolleyError) else None
+            self._balancer.fail(server, str(error) or "did not answer in time", waits_on)
             return
         if was_out:
             _log.info("server in", url=server.url, version=str(version))

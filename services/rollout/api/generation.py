@@ -47,12 +47,12 @@ class GenerationRunner:
     n_requests: int = field(default=0, init=False)
     _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
-    def why_not(self) -> str | None:
+    def why_not(self) -> Unavailable | None:
         """What keeps requests from being routed here, or None."""
         if self.draining:
-            return "the server is stopping"
+            return Unavailable("the server is stopping")
         if self.engine.silent_s >= SILENT_S:
-            return f"the engine has been silent for {self.engine.silent_s:g} s"
+            return Unavailable(f"the engine has been silent for {self.engine.silent_s:g} s")
         return self.updates.why_not_ready()
 
     async def run(self, requests: Sequence[GenerateRequest], receive: Receive | None = None) -> list[GenerateResult]:
@@ -70,7 +70,7 @@ class GenerationRunner:
             self.n_requests -= len(requests)
             self._ended.set()
         if (wrong := self.updates.why_not_ready()) is not None:
-            raise Unavailable(wrong)
+            raise wrong
         if self.updates.beginnings != beginnings:
             raise Unavailable("weights that served meanwhile are not to be trusted", "send the request again")
         for result in results:
@@ -78,8 +78,8 @@ class GenerationRunner:
         return results
 
     def _admit(self, n: int) -> None:
-        if (reason := self.why_not()) is not None:
-            raise Unavailable(reason, "send the request to another server")
+        if (error := self.why_not()) is not None:
+            raise type(error)(error.detail, "send the request to another server")
         limit = CROWD * self.engine.info.max_running_requests
         if n > limit:
             raise InputError(f"{n} samples of one prompt are more than the {limit} requests this server takes at once")

@@ -23,7 +23,15 @@ from services.rollout import metrics
 from services.rollout.engines.base import CommitMode, CommitResult, Engine, Live, StagedWeights
 from services.rollout.weights.checkpoint import examine, parse
 from services.rollout.weights.probe import check_probe
-from shared.errors import Conflict, Forbidden, OutOfMemory, Unavailable, VolleyError, WeightsError
+from shared.errors import (
+    Conflict,
+    Forbidden,
+    OutOfMemory,
+    Unavailable,
+    VolleyError,
+    WeightsError,
+    WeightsUnpublished,
+)
 from shared.models.config import ModelConfig
 from shared.process import telemetry
 from shared.run import weights
@@ -102,16 +110,16 @@ class WeightUpdater:
     def digest(self) -> str | None:
         return self._serving.digest if self._serving else None
 
-    def why_not_ready(self) -> str | None:
+    def why_not_ready(self) -> Unavailable | None:
         """None once weights serve; else what is missing."""
         if self.current is not None:
             return None
         if self._wrong is not None:
-            return self._wrong
+            return Unavailable(self._wrong)
         if self._bad:
             path, (_, reason) = next(reversed(self._bad.items()))
-            return f"weights {path.name} cannot be loaded: {reason}"
-        return f"no weights are published under {self.root} yet"
+            return Unavailable(f"weights {path.name} cannot be loaded: {reason}")
+        return WeightsUnpublished(f"no weights are published under {self.root} yet")
 
     async def stage(self, path: str) -> StagedUpdate:
         """Loads the checkpoint `path` (its manifest, its folder, or a Hugging Face folder).

@@ -144,8 +144,8 @@ class Waiter:
                 except Unavailable as error:
                     if board.stopping:
                         raise
-                    board.waits[wait] = str(error)
-                _log.warning("waiting", reason=board.waits[wait], retry_s=pause)
+                    board.waits[wait] = board.wait_after(error)
+                _log.warning("waiting", reason=board.waits[wait].why, retry_s=pause)
                 with suppress(TimeoutError):
                     async with board.until_stop():
                         await asyncio.sleep(pause)

@@ -23,6 +23,7 @@ from services.trainer.loop.refusals import RefusedStep
 from services.trainer.status import TrainerStatus
 from shared.errors import Fenced, NonFinite, Unavailable
 from shared.process import telemetry
+from shared.process.wedge import Wait
 from shared.queue.records import Finished
 from shared.run import ledger
 from shared.run.chain import Chain, as_read
@@ -204,8 +205,8 @@ class TrainLoop:
     async def _wait(self) -> None:
         board = self._board
         board.phase = "paused" if board.paused else "waiting"
-        reason = f"groups: {self._intake.n_waiting} of {self._plan.groups_per_step} are here"
-        with nullcontext() if board.paused else board.waiting(reason):
+        groups = f"groups: {self._intake.n_waiting} of {self._plan.groups_per_step} are here"
+        with nullcontext() if board.paused else board.waiting(Wait("orchestrator", groups)):
             await board.changed.wait()
         board.changed.clear()
 
