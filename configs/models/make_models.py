@@ -1,6 +1,8 @@
-"""Makes the model folder of the quickstart: configs/models/tiny/{config.json, tokenizer.json, tokenizer_config.json}.
+"""Makes the folders of the small models: configs/models/{tiny,quickstart}/{config,tokenizer,tokenizer_config}.json.
 
-    .venvs/base/bin/python configs/models/make_tiny.py [--text FILE ...]
+    .venvs/base/bin/python configs/models/make_models.py {tiny,quickstart} [--text FILE ...]
+
+`tiny` reads all the built-in games; `quickstart` spells the rows of a frozen lake with one token each.
 
 A byte-level BPE of 512 tokens, trained on what the built-in environments say (and on the files given), so that a grid,
 an answer or a number costs few tokens, and any text can still be written. The weights are random: there are none in the
@@ -13,6 +15,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -25,29 +28,46 @@ from services.env.environments.games.sokoban import SokobanConfig, sokoban  # no
 
 VOCABULARY = 512
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-# A tag, an action separator, a role with the end of its line, a row of a lake with the end of its line, a word with the
-# space before it, a digit, any other sign (also a capital) or a space, each alone. With a row in one token, a turn on a
-# lake of 4 x 4 is 11 tokens instead of 30.
-PIECES = r"</?[a-z_]+>| \|\| |####|(?:user|assistant|system)\n|[_OPGX*]{3,}\n?| ?[A-Z]?[a-z]+|[0-9]| ?[^\s0-9]|\s"
+# A tag, an action separator, a word with the space before it, a digit, any other sign (also a capital) or a space, each
+# alone.
+WORDS = r" ?[A-Z]?[a-z]+|[0-9]| ?[^\s0-9]|\s"
+MARKS = r"</?[a-z_]+>| \|\| |####"
+ROWS = r"(?:user|assistant|system)\n|[_OPGX*]{3,}\n?"
+"""A role, or a row of a lake, with the end of its line: a turn on a lake of 4 x 4 is 11 tokens instead of 30."""
 TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
-{%- endfor -%}
+END
 {%- if add_generation_prompt -%}
 <|im_start|>assistant
 {% endif -%}
 """
-MODEL = {
+
+
+@dataclass(frozen=True, slots=True)
+class SmallModel:
+    """`pieces` are what no token reaches beyond; `end` closes a message in the chat template."""
+
+    pieces: str
+    end: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rows: bool
+
+
+MODELS = {
+    "tiny": SmallModel(f"{MARKS}|{WORDS}", "{% endfor -%}", 2, 1, 128, rows=False),
+    "quickstart": SmallModel(f"{MARKS}|{ROWS}|{WORDS}", "{%- endfor -%}", 8, 2, 16, rows=True),
+}
+CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -62,11 +82,11 @@ MODEL = {
 }
 
 
-def conversations() -> Iterator[str]:
-    """Demonstrations of the games, in the text a model sees."""
-    rows = frozen_lake(FrozenLakeConfig(talk="bare", protocol="plain", max_turns=8, demo_actions_per_turn=1))
-    for index in range(8000):
-        for message in rows.demonstration("train", index).messages:
+def conversations(*, rows: bool) -> Iterator[str]:
+    """Demonstrations of the games, in the text a model sees. `rows`: with enough lakes to meet every row of them."""
+    lakes = frozen_lake(FrozenLakeConfig(talk="bare", protocol="plain", max_turns=8, demo_actions_per_turn=1))
+    for index in range(8000 if rows else 0):
+        for message in lakes.demonstration("train", index).messages:
             yield f"{message['role']}\n{message['content']}"
     for talk in ("bare", "chat"):
         lake = frozen_lake(FrozenLakeConfig(talk=talk, demo_actions_per_turn=1))
@@ -79,9 +99,9 @@ def conversations() -> Iterator[str]:
     yield "√" * 1000  # Sokoban's rarest sign is three bytes, and should still be one token
 
 
-def train(texts: list[str]) -> Tokenizer:
+def train(texts: list[str], pieces: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    split = pre_tokenizers.Split(Regex(pieces), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -98,17 +118,21 @@ def train(texts: list[str]) -> Tokenizer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=sorted(MODELS))
     parser.add_argument(
         "--text", type=Path, action="append", default=[], help="more text to train on, e.g. problems of GSM8K"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "configs" / "models" / "tiny")
+    parser.add_argument("--out", type=Path, help="another folder than configs/models/NAME")
     arguments = parser.parse_args()
-    texts = [*conversations(), *(path.read_text() for path in arguments.text)]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    train(texts).save(str(arguments.out / "tokenizer.json"))
-    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    (arguments.out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    (arguments.out / "config.json").write_text(json.dumps(MODEL, indent=1) + "\n")
+    model, out = MODELS[arguments.name], arguments.out or ROOT / "configs" / "models" / arguments.name
+    texts = [*conversations(rows=model.rows), *(path.read_text() for path in arguments.text)]
+    out.mkdir(parents=True, exist_ok=True)
+    train(texts, model.pieces).save(str(out / "tokenizer.json"))
+    template = TEMPLATE.replace("END", model.end)
+    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": template}
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    heads = {"num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim}
+    (out / "config.json").write_text(json.dumps(CONFIG | heads, indent=1) + "\n")
 
 
 if __name__ == "__main__":
