@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from shared.errors import ConfigError
 from shared.files.reading import read_file
+from shared.run.folder import RunFolder
 from shared.schema import RunConfig, Tls, TokenFiles
 
 _MAX_NAMED = 10  # mistakes in one message
@@ -93,7 +94,7 @@ def stored(folder: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 
     Paths of `overrides` count from the present directory. Raises ConfigError.
     """
-    was = rooted(load([folder / "config.yaml"]), _started_in(folder / "run.json"))
+    was = rooted(load([RunFolder(folder).config]), _started_in(RunFolder(folder).record))
     if not overrides:
         return was
     return rooted(validate(_overridden(OmegaConf.create(was.tree), overrides)), Path.cwd())

@@ -23,6 +23,7 @@ from shared.models.chat import ChatTokenizer
 from shared.process import telemetry, wedge
 from shared.process.wedge import ServiceReport
 from shared.queue.queue import TicketQueue
+from shared.run.folder import RunFolder
 
 _PAUSED = "paused"
 _log = telemetry.Log("run")
@@ -121,7 +122,7 @@ class Orchestrator:
             self._ticket_loop(sizes),
             self.evaluator,
             max_steps=self.settings.max_steps,
-            checkpoints=self.settings.folder / "checkpoints",
+            checkpoints=RunFolder(self.settings.folder).checkpoints,
         )
         await self.course.follow()
 

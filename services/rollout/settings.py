@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.rollout.engines.base import CommitMode, EngineSpec
 from shared.models.hub import model_folder
+from shared.run.folder import RunFolder
 from shared.schema import Limits, RunConfig, TokenFiles
 
 
@@ -51,7 +52,7 @@ def from_config(config: RunConfig) -> RolloutSettings:
     )
     return RolloutSettings(
         engine=spec,
-        weights_root=(config.run.folder / "checkpoints").absolute(),
+        weights_root=RunFolder(config.run.folder).checkpoints.absolute(),
         update_mode=config.rollout.update_mode,
         run=config.run.name,
         server_id=f"{socket.gethostname()}-{services.rollout.port}-{os.getpid()}",

@@ -1,51 +1,129 @@
-"""The trainer with Tunix behind it."""
+"""Wires a trainer around a backend, which is Tunix: queue, files, the training thread, clients, routes."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from concurrent.futures import Executor
-from contextlib import asynccontextmanager
-from dataclasses import replace
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
-from services.trainer import options as from_run
-from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+from redis.asyncio import Redis
+
+from services.trainer import settings as from_run
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.learner.backend import TunixBackend, check_vocabulary
-from services.trainer.loop.ledger import StepLog
-from services.trainer.loop.warm_start import WarmStart
-from services.trainer.settings import TokenLimits
+from services.trainer.loop.interfaces import Backend, Collaborators
+from services.trainer.loop.ledger import LedgerFile, StepLog
+from services.trainer.loop.publisher import Publisher
+from services.trainer.loop.refusals import Refusals
+from services.trainer.loop.worker import TrainerWorker
+from services.trainer.routes import ROLES, router
+from services.trainer.settings import TokenLimits, TrainerSettings
 from services.trainer.status import TrainerStatus
-from services.trainer.wiring import Given, Learns, open_trainer
 from shared.clients.env import EnvClient
-from shared.models.config import ModelConfig
+from shared.clients.rollout import RolloutClient
+from shared.models.chat import ChatTokenizer
+from shared.models.hub import keep, model_folder
+from shared.models.origin import Origin
 from shared.process.boot import RunningService
+from shared.queue.client import connect
+from shared.queue.queue import TicketQueue
+from shared.queue.registry import Registry
+from shared.run.archive import Archive
+from shared.run.folder import RunFolder
 from shared.schema import RunConfig
+from shared.web.access import Role, read_tokens
+from shared.web.http import create_app
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInputs:
+    """What a backend is made from; `folder` holds the model's config.json and tokenizer, `origin` the first weights if
+    it is set.
+    """
+
+    config: RunConfig
+    settings: TrainerSettings
+    folder: Path
+    tokenizer: ChatTokenizer
+    origin: Origin | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedBackend:
+    """`backend` trains on groups whose ids obey `tokens`, and keeps its `checkpoints`; `warm_start` readies a new model
+    before step 0.
+    """
+
+    backend: Backend
+    checkpoints: CheckpointFolders
+    tokens: TokenLimits
+    warm_start: Callable[[EnvClient, TrainerStatus, Executor], Awaitable[None]]
 
 
 @asynccontextmanager
 async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
-    async with open_trainer(config, _tunix) as service:
+    from services.trainer.learner.tunix import open_backend  # JAX and Tunix
+
+    async with open_trainer(config, open_backend) as service:
         yield service
 
 
-def _tunix(given: Given) -> Learns:
+@asynccontextmanager
+async def open_trainer(
+    config: RunConfig, open_backend: Callable[[BackendInputs], OpenedBackend]
+) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
-    config, settings = given.config, given.settings
-    model = replace(from_run.model_options(config, given.folder), origin=given.origin)
-    described = ModelConfig.read(model.folder)
-    check_vocabulary(given.tokenizer, described)
-    tokens = TokenLimits(described.vocab_size, given.tokenizer.pad_id)
-    checkpoints = CheckpointFolders(
-        settings.run_folder / "checkpoints", settings.run, settings.max_to_keep, OrbaxArrays()
-    )
-    backend = TunixBackend(model, described, from_run.policy_options(config, tokens), checkpoints)
-    sft = from_run.sft_options(config, tokens)
-
-    async def warm_start(environments: EnvClient, board: TrainerStatus, executor: Executor) -> None:
-        log = StepLog(settings.run_folder / "sft.jsonl")
-        await WarmStart(settings.env, settings.n_demonstrations, sft, environments, given.tokenizer, log)(
-            backend, board, executor
+    origin = await asyncio.to_thread(keep, config)
+    if origin is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": origin.path})})
+    settings = from_run.from_config(config)
+    callers = read_tokens(settings.token_files)
+    token, admin = (callers.of(Role.SERVICE), callers.of(Role.ADMIN)) if callers else (None, None)
+    model = await asyncio.to_thread(model_folder, config.model.path, config.run.folder, weights=True)
+    board = TrainerStatus(settings.run, config.trainer.max_steps)
+    async with AsyncExitStack() as stack:
+        redis = connect(settings.redis_url, settings.redis_password_file, settings.ca_file)
+        stack.push_async_callback(redis.aclose)
+        environments = await stack.enter_async_context(
+            EnvClient(settings.env_url, token=token, ca_file=settings.ca_file)
         )
+        thread = ThreadPoolExecutor(1, thread_name_prefix="train")
+        stack.callback(thread.shutdown, wait=False, cancel_futures=True)
+        opened = open_backend(BackendInputs(config, settings, model, ChatTokenizer(model), origin))
+        folder = RunFolder(settings.run_folder)
+        publisher = Publisher(
+            _servers(redis, settings),
+            lambda url: RolloutClient(url, token=admin, ca_file=settings.ca_file),
+            settings.update_mode,
+        )
+        parts = Collaborators(
+            backend=opened.backend,
+            checkpoints=opened.checkpoints,
+            queue=TicketQueue(redis, settings.run),
+            ledger=LedgerFile(folder.ledger),
+            archive=Archive(folder.archive, settings.run),
+            metrics=StepLog(folder.metrics),
+            handovers=StepLog(folder.handovers),
+            refusals=Refusals(folder.path),
+            executor=thread,
+            warm_start=lambda: opened.warm_start(environments, board, thread),
+            publish=publisher.publish,
+        )
+        app = create_app("trainer", limits=settings.limits, tokens=callers, ready=board.not_ready, roles=ROLES)
+        app.state.board = board
+        app.include_router(router)
+        yield RunningService(app, [TrainerWorker(from_run.plan(config, opened.tokens, origin), parts, board).run])
 
-    return Learns(backend, checkpoints, tokens, warm_start)
+
+def _servers(redis: Redis, settings: TrainerSettings) -> Callable[[], Awaitable[Sequence[str]]]:
+    """Registered servers and the fixed ones, each once."""
+    registry = Registry(redis, settings.run)
+
+    async def servers() -> Sequence[str]:
+        registered = [server.url.rstrip("/") for server in await registry.servers()]
+        return sorted({*registered, *(url.rstrip("/") for url in settings.rollout_urls)})
+
+    return servers

@@ -12,6 +12,7 @@ from services.trainer.loop.interfaces import TrainPlan
 from shared.errors import ConfigError
 from shared.models.origin import Origin
 from shared.run import pinned
+from shared.run.folder import RunFolder
 from shared.schema import Limits, RunConfig, TokenFiles
 
 
@@ -84,7 +85,7 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
             group_size=grpo.num_generations,
         ),
         settings=pinned.relevant(config),
-        original=pinned.original(config.run.folder / "run.json"),
+        original=pinned.original(RunFolder(config.run.folder).record),
         origin=None if origin is None else asdict(origin),
         on_nonfinite=trainer.on_nonfinite,
     )

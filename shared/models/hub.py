@@ -16,6 +16,7 @@ from shared.files import storage
 from shared.models import origin
 from shared.models.origin import ORIGIN, Origin
 from shared.run import weights
+from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 
 _SMALL = ["*.json", "*.jinja", "*.txt"]
@@ -34,7 +35,7 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
         return kept if kept is not None and origin.read(kept) == found else _model_of(found)
     folder = Path(path)
     if folder.is_dir():
-        if (folder / "run.json").exists() and not (folder / "config.json").exists():
+        if RunFolder(folder).record.exists() and not (folder / "config.json").exists():
             raise ConfigError(
                 f"model.path={path} is the folder of a run, not of a model",
                 f"to start from its weights say {path}@{origin.LATEST}",

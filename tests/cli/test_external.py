@@ -115,7 +115,7 @@ def test_ports_are_those_of_the_last_session_if_they_are_free():
 
 
 def test_the_ports_of_external_services_are_not_ours(tmp_path):
-    from services.cli.layout import RunFolder
+    from shared.run.folder import RunFolder
 
     folder = RunFolder(tmp_path)
     addresses.write(folder, {"trainer": "http://127.0.0.1:20001"}, {"env": "http://127.0.0.1:20002"}, ServicesSection())

@@ -10,11 +10,11 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.layout import RunFolder
 from services.cli.reporting import report
 from services.cli.reporting.jsonl import JsonlTail
 from services.cli.reporting.progress import ProgressDisplay, eval_line, step_line
 from shared.errors import ConfigError
+from shared.run.folder import RunFolder
 from shared.run.state import initial_state
 
 

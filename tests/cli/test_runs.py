@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 
 from services.cli.commands.train import fresh_name
-from services.cli.layout import PROJECT, RunFolder
+from services.cli.layout import PROJECT
 from services.cli.runs import elapsed as worked
 from services.cli.runs import record as runs
 from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders
 from shared.config import LoadedConfig, rooted, validate
 from shared.errors import ConfigError, StorageDenied
+from shared.run.folder import RunFolder
 from shared.run.pinned import relevant
 from shared.run.state import initial_state
 from tools.simulated.trainer import NumpyArrays

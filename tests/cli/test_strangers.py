@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import pytest
 import yaml
 
-from services.cli.layout import RunFolder
 from services.cli.verify import command
+from shared.run.folder import RunFolder
 from tests.support import small_run
 
 ANSWERS = {

@@ -13,7 +13,6 @@ import orjson
 import pytest
 import yaml
 
-from services.cli.layout import RunFolder
 from services.cli.verify import command, tickets
 from services.cli.verify.violation import ViolationKind
 from shared.errors import ConfigError
@@ -22,6 +21,7 @@ from shared.queue.queue import TicketQueue
 from shared.queue.server import embedded_server
 from shared.run import archive, ledger, weights
 from shared.run.archive import Archive
+from shared.run.folder import RunFolder
 from shared.types import Group, WeightVersion
 from tests.support import small_run
 from tests.support.redis import configured

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from services.cli.layout import RunFolder
 from services.cli.runs.record import claimed, finished
 from services.cli.verify import command
 from shared import config
+from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.run.weights import BAD
 from shared.types import Group, WeightVersion

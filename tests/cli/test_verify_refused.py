@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.layout import RunFolder
 from services.cli.verify import command
+from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.support import small_run
 from tests.support.small_run import HUGE, RUN, Incarnation, group

@@ -15,10 +15,11 @@ import pytest
 import yaml
 
 from services.cli.__main__ import parser
-from services.cli.layout import RunFolder, python_of, variables_of
+from services.cli.layout import python_of, variables_of
 from services.cli.runs import addresses
 from shared import config
 from shared.queue.server import embedded_server
+from shared.run.folder import RunFolder
 from tests.docs.commands import ROOT, blocks, yaml_of
 from tests.fuzz.driver import in_a_thread
 from tests.fuzz.stack import open_stack, run_config

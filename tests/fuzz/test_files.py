@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.cli.commands import status
-from services.cli.layout import RunFolder
 from services.cli.reporting import jsonl
 from services.cli.runs import addresses
 from services.cli.runs import record as runs
@@ -25,6 +24,7 @@ from shared.errors import ConfigError, DecodeError, VolleyError, WeightsError
 from shared.queue.progress import TicketProgress
 from shared.queue.records import StreamEntry
 from shared.run import archive, ledger, state, weights
+from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.fuzz.test_msgpack import GROUP
 from tests.fuzz.values import EXAMPLES, JSON, WIRE, as_json, changed

@@ -40,13 +40,13 @@ import orjson
 import yaml
 import zstandard
 
-from services.cli.layout import RunFolder
 from services.cli.verify import command
 from shared import codec
 from shared.config import load
 from shared.errors import VolleyError
 from shared.run import archive, pinned, weights
 from shared.run.archive import Archive
+from shared.run.folder import RunFolder
 from shared.types import Group, WeightVersion
 
 _TRACEBACKS = (

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.cli.layout import PROJECT, RunFolder
+from services.cli.layout import PROJECT
+from shared.run.folder import RunFolder
 
 SMALL = "tests/system/small.yaml"
 _NAME = "system"

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.layout import PROJECT, RunFolder
+from services.cli.layout import PROJECT
 from services.cli.reporting import jsonl, report
 from services.cli.runs.record import RunRecord, read_record
 from services.cli.verify.command import verify
 from shared.run import pinned
+from shared.run.folder import RunFolder
 from shared.run.state import TrainerState, newest_state
 
 PROGRAM = """

@@ -11,12 +11,12 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.cli.layout import RunFolder
 from services.cli.verify import command
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.loop.ledger import LedgerFile
 from shared.errors import WeightsError
 from shared.run import weights
+from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.support.small_run import RUN, STEPS, Incarnation, write_config
 from tools.simulated.trainer import NumpyArrays

@@ -12,7 +12,6 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.layout import RunFolder
 from services.cli.runs.record import claimed
 from services.cli.verify import command
 from services.trainer.loop.refusals import Refusals
@@ -21,6 +20,7 @@ from shared.config import load
 from shared.errors import NonFinite
 from shared.files import storage
 from shared.run import archive, ledger
+from shared.run.folder import RunFolder
 from shared.types import Group, WeightVersion
 from tests.support import small_run
 from tests.support.small_run import Incarnation

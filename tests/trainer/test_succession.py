@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from services.cli.layout import RunFolder
 from services.cli.verify import command
 from services.trainer.loop.ledger import LedgerFile
 from shared.errors import Fenced
@@ -21,6 +20,7 @@ from shared.queue.queue import TicketQueue
 from shared.queue.records import Reservation
 from shared.run import archive, weights
 from shared.run import state as states
+from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.support.small_run import BATCH, ETA, RUN, STEPS, Incarnation, group, write_config
 

@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from services.cli.layout import RunFolder
 from services.cli.local import stack
 from services.cli.local.processes import Child, ProcessSpec, Reaper
 from services.cli.local.stack import LocalStack, StackSeams
@@ -21,6 +20,7 @@ from shared.config import LoadedConfig
 from shared.errors import QueueUnavailable, VolleyError
 from shared.queue.client import command, connect
 from shared.run import weights
+from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tools.chaos.plan import LINKS
 from tools.chaos.proxy import Proxy

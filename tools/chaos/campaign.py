@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.commands import replay
-from services.cli.layout import PROJECT, RunFolder
+from services.cli.layout import PROJECT
 from services.cli.runs.record import claimed
 from services.cli.verify.command import verify
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError, DecodeError, VolleyError, WeightsError, first_error
 from shared.run import weights
+from shared.run.folder import RunFolder
 from tools.chaos import lineage, logs
 from tools.chaos import plan as plans
 from tools.chaos.arena import Arena, RecoveryTimeout, open_arena

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from services.cli.layout import RunFolder
 from shared.errors import WeightsError
 from shared.run import archive, weights
 from shared.run import state as states
+from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.types import Group
 

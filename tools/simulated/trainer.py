@@ -16,15 +16,16 @@ from typing import Any
 import blake3
 import numpy as np
 
+from services.trainer.app import BackendInputs, OpenedBackend, open_trainer
 from services.trainer.checkpoints.store import Arrays, CheckpointContents, CheckpointFolders, RestoredCheckpoint
 from services.trainer.learner.metrics import StepMetrics, of_groups, of_sums
 from services.trainer.loop.group_buffer import ReadyGroup
 from services.trainer.settings import TokenLimits
-from services.trainer.wiring import Given, Learns, open_trainer
 from shared.errors import ConfigError, WeightsError
 from shared.models.config import ModelConfig
 from shared.models.origin import Origin
 from shared.process.boot import RunningService, main
+from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from shared.types import Group, WeightVersion
@@ -139,15 +140,15 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
         yield service
 
 
-def _simulated(given: Given) -> Learns:
+def _simulated(given: BackendInputs) -> OpenedBackend:
     if given.config.sft.max_steps:
         raise ConfigError("the simulated trainer has no warm start", "set sft.max_steps=0")
     settings, model = given.settings, ModelConfig.read(given.folder)
     checkpoints = CheckpointFolders(
-        settings.run_folder / "checkpoints", settings.run, settings.max_to_keep, NumpyArrays()
+        RunFolder(settings.run_folder).checkpoints, settings.run, settings.max_to_keep, NumpyArrays()
     )
     backend = SimulatedBackend(checkpoints, model.to_hf(), given.config.run.seed, given.origin)
-    return Learns(backend, checkpoints, TokenLimits(model.vocab_size, given.tokenizer.pad_id), _no_warm_start)
+    return OpenedBackend(backend, checkpoints, TokenLimits(model.vocab_size, given.tokenizer.pad_id), _no_warm_start)
 
 
 async def _no_warm_start(*_: object) -> None: ...

@@ -16,7 +16,7 @@ import orjson
 from redis.asyncio import Redis
 
 from services.cli.commands import train
-from services.cli.layout import PROJECT, RunFolder
+from services.cli.layout import PROJECT
 from services.cli.local.stack import LocalStack
 from services.cli.reporting.progress import ProgressDisplay
 from services.cli.runs.record import claimed, write_json
@@ -25,6 +25,7 @@ from shared.config import LoadedConfig
 from shared.errors import ConfigError, VolleyError
 from shared.queue.client import command, connect
 from shared.queue.scripts import Keys
+from shared.run.folder import RunFolder
 from tools.soak.judgement import SoakSample, judged
 from tools.soak.samples import queue_usage, usage, usage_alone
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import orjson
 
-from services.cli.layout import RunFolder
 from services.cli.runs import addresses, identity
 from services.cli.runs.addresses import Addresses
 from shared.errors import ServiceUnreachable
+from shared.run.folder import RunFolder
 from shared.schema import TokenFiles
 
 

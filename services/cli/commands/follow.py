@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Sequence
 
 from services.cli.commands import train
-from services.cli.layout import RunFolder
 from services.cli.local import stack
 from services.cli.reporting import report
 from services.cli.reporting.progress import ProgressDisplay
@@ -19,6 +18,7 @@ from services.cli.runs.elapsed import counting
 from services.cli.runs.record import claimed, read_record
 from shared import config
 from shared.config import LoadedConfig
+from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
 from shared.web.access import Role, token_for
 

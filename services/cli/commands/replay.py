@@ -11,9 +11,10 @@ from typing import Any
 
 import orjson
 
-from services.cli.layout import RunFolder, python_of, variables_of
+from services.cli.layout import python_of, variables_of
 from shared import config
 from shared.errors import ConfigError, VolleyError, from_problem
+from shared.run.folder import RunFolder
 
 
 def main(run_dir: Path, first: int | None, last: int | None, refused: str | None, as_json: bool) -> int:

@@ -12,13 +12,13 @@ from typing import Any
 
 import orjson
 
-from services.cli.layout import RunFolder
 from services.cli.runs import addresses, identity
 from services.cli.runs.addresses import Addresses
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, ServiceUnreachable, VolleyError
 from shared.process import wedge
 from shared.process.wedge import ServiceReport, Verdict
+from shared.run.folder import RunFolder
 from shared.web.access import Role, read_token, token_for
 
 _TIMEOUT_S = 5.0

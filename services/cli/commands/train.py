@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from services.cli.layout import RunFolder
 from services.cli.local import external, stack
 from services.cli.local.processes import Reaper
 from services.cli.local.supervisor import RestartPolicy, Say, ServiceFailed
@@ -27,6 +26,7 @@ from shared.config import LoadedConfig
 from shared.errors import ConfigError, VolleyError, first_error
 from shared.files.reading import open_file
 from shared.models.hub import model_folder
+from shared.run.folder import RunFolder
 
 _POLL_S = 0.3
 _GOING = ("running", "evaluating")

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from services.cli.layout import RunFolder, python_of, variables_of
+from services.cli.layout import python_of, variables_of
 from services.cli.local import external, ports
 from services.cli.local.processes import ProcessSpec, Reaper
 from services.cli.local.supervisor import RestartPolicy, Say, SupervisedProcess, Supervision, keeping
@@ -29,6 +29,7 @@ from shared.files.storage import replace
 from shared.process import boot
 from shared.queue import client as redis_client
 from shared.queue import server as redis_server
+from shared.run.folder import RunFolder
 from shared.schema import ServicesSection, TokenFiles
 from shared.web.access import Role, token_for
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from services.cli.layout import RunFolder
 from services.cli.reporting.jsonl import JsonlTail
+from shared.run.folder import RunFolder
 
 
 class ProgressDisplay:

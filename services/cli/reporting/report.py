@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.cli.layout import RunFolder
 from services.cli.reporting import jsonl
 from services.cli.runs.record import RunRecord, read_record, write_json
 from shared.errors import ConfigError
 from shared.run import ledger
+from shared.run.folder import RunFolder
 from shared.run.pinned import Change
 from shared.run.state import in_lineage, newest_lineage
 from shared.types import WeightVersion

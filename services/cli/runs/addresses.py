@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from services.cli.layout import RunFolder
 from services.cli.runs.record import read_record, write_json
 from shared import config
 from shared.errors import ConfigError
 from shared.files.reading import read_file
+from shared.run.folder import RunFolder
 from shared.schema import ServicesSection, TokenFiles
 
 _MAX_RECORD = 2**20

@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
-from services.cli.layout import RunFolder
 from services.cli.runs.record import RunRecord, write_record
 from shared.errors import VolleyError
+from shared.run.folder import RunFolder
 
 _BEAT_S = 2.0
 

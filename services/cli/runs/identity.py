@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from services.cli.layout import RunFolder
 from services.cli.runs.addresses import Addresses
 from shared import config
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, ServiceUnreachable, Unauthorized, VolleyError
+from shared.run.folder import RunFolder
 from shared.web.access import Role, token_for
 
 STRANGER = "another run's service answers there"

@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from services.cli.layout import PROJECT, RunFolder
+from services.cli.layout import PROJECT
 from services.cli.local import reaper
 from shared import config
 from shared.config import LoadedConfig
@@ -31,6 +31,7 @@ from shared.files.storage import replace
 from shared.models.hub import keep
 from shared.run import pinned
 from shared.run import state as states
+from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.run.weights import MANIFEST
 

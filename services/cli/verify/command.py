@@ -9,12 +9,12 @@ from typing import Any
 
 import orjson
 
-from services.cli.layout import RunFolder
 from services.cli.verify import checkpoints, configuration, groups, queue, records, refusals, tickets
 from services.cli.verify.groups import StalenessBounds
 from services.cli.verify.violation import Findings, Violation, ViolationKind
 from shared import config
 from shared.errors import ConfigError
+from shared.run.folder import RunFolder
 
 _MOST_TOLD = 1000
 type Result = dict[str, Any]

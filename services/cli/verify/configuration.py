@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
 
-from services.cli.layout import RunFolder
 from services.cli.runs.record import RunRecord, read_record
 from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import DecodeError
 from shared.run import archive, pinned
+from shared.run.folder import RunFolder
 from shared.run.state import TrainerState, in_lineage
 from shared.schema import RunConfig
 from shared.types import WeightVersion

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from redis.exceptions import RedisError
 
-from services.cli.layout import RunFolder
 from services.cli.verify.tickets import lost
 from services.cli.verify.violation import Violation, ViolationKind
 from shared import config
@@ -16,6 +15,7 @@ from shared.errors import VolleyError
 from shared.queue.client import command, connect
 from shared.queue.queue import TicketQueue
 from shared.queue.records import QueueState
+from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.schema import ServicesSection
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import orjson
 
-from services.cli.layout import RunFolder
 from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import DecodeError
 from shared.files.reading import whole_lines
 from shared.run import archive
+from shared.run.folder import RunFolder
 from shared.run.ledger import NONFINITE, Line
 from shared.types import Group, WeightVersion
 

@@ -41,6 +41,7 @@ from shared.errors import StorageUnavailable, Unavailable, VolleyError
 from shared.files import storage
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
+from shared.run.folder import RunFolder
 from shared.types import Trajectory
 
 SPLIT = "eval"
@@ -83,7 +84,7 @@ class Evaluator:
         self, dispatcher: Dispatcher, board: RunStatus, tokenizer: ChatTokenizer, plan: EvalPlan, folder: Path
     ) -> None:
         self._dispatcher, self._board, self._tokenizer, self.plan = dispatcher, board, tokenizer, plan
-        self._evals, self._samples = folder / "evals.jsonl", folder / "samples.jsonl"
+        self._evals, self._samples = RunFolder(folder).evals, RunFolder(folder).samples
         self._read = read_records(self._evals)
         self._lineage: Lineage = ()
 

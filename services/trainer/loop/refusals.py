@@ -19,6 +19,7 @@ from services.trainer.loop.group_buffer import ReadyGroup
 from shared.errors import NonFinite
 from shared.files import storage
 from shared.run import archive
+from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 
 _NAMED = 3
@@ -71,7 +72,7 @@ class Refusals:
     def keep(self, refusal: RefusedStep) -> None:
         """Durable when it returns; may be repeated after an error. Raises StorageUnavailable."""
         version = WeightVersion.parse(refusal.version)
-        source, root = archive.path_of(self.folder / "archive", version), self.folder / archive.REFUSED
+        source, root = archive.path_of(RunFolder(self.folder).archive, version), self.folder / archive.REFUSED
         folder = archive.refused_path(root, version, 1).parent
         with storage.storage(self.folder):
             root.mkdir(exist_ok=True)

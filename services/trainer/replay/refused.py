@@ -13,6 +13,7 @@ from shared.config import LoadedConfig
 from shared.errors import ConfigError, DecodeError, NonFinite
 from shared.files import storage
 from shared.run import archive
+from shared.run.folder import RunFolder
 from shared.types import Group, WeightVersion
 
 _NEVER_REFUSED = "`refused.jsonl` in the run's folder names those there are"
@@ -77,7 +78,7 @@ def _again(folder: Path, stored: LoadedConfig, version: WeightVersion, file: Pat
     )
     for step in range(start + 1, version.step + 1):
         at = version if step == version.step else recorded.version(step)
-        path = file if step == version.step else archive.path_of(folder / "archive", at)
+        path = file if step == version.step else archive.path_of(RunFolder(folder).archive, at)
         payloads = archive.read_file(path, run, at)
         held = [ready_group(Group.decode(payload), payload, "") for payload in payloads]
         try:

@@ -25,6 +25,7 @@ from shared.errors import ConfigError, DecodeError, Forbidden, VolleyError, Weig
 from shared.files import storage
 from shared.run import archive, pinned, weights
 from shared.run import state as states
+from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from shared.types import Group, WeightVersion
@@ -58,10 +59,10 @@ class RecordedStep:
     @classmethod
     def read(cls, folder: Path, run: str) -> RecordedStep:
         """Raises WeightsError if no checkpoint is whole."""
-        root = folder / "checkpoints"
+        root = RunFolder(folder).checkpoints
         head = _head(root)
         mine = [v for v in weights.versions(root) if states.in_lineage(v, head.lineage)]
-        return cls(folder, run, head, {v.step: root / str(v) for v in mine}, _metrics(folder / "metrics.jsonl"))
+        return cls(folder, run, head, {v.step: root / str(v) for v in mine}, _metrics(RunFolder(folder).metrics))
 
     def version(self, step: int) -> WeightVersion:
         epoch = states.epoch_of(step, self.head.lineage)
@@ -78,7 +79,7 @@ class RecordedStep:
 
     def groups(self, step: int) -> list[tuple[Group, bytes]]:
         """The groups that made `step`, with their wire bytes. Raises DecodeError."""
-        payloads = archive.read(self.folder / "archive", self.run, self.version(step))
+        payloads = archive.read(RunFolder(self.folder).archive, self.run, self.version(step))
         return [(Group.decode(payload), payload) for payload in payloads]
 
     def bounds(self, first: int, last: int | None) -> range:

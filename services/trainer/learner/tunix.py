@@ -1,0 +1,40 @@
+"""The backend with Tunix in it, and its warm start, from the run's configuration."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from dataclasses import replace
+
+from services.trainer import options as from_run
+from services.trainer.app import BackendInputs, OpenedBackend
+from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.learner.backend import TunixBackend, check_vocabulary
+from services.trainer.loop.ledger import StepLog
+from services.trainer.loop.warm_start import WarmStart
+from services.trainer.settings import TokenLimits
+from services.trainer.status import TrainerStatus
+from shared.clients.env import EnvClient
+from shared.models.config import ModelConfig
+from shared.run.folder import RunFolder
+
+
+def open_backend(given: BackendInputs) -> OpenedBackend:
+    """Raises ConfigError."""
+    config, settings = given.config, given.settings
+    folder = RunFolder(settings.run_folder)
+    model = replace(from_run.model_options(config, given.folder), origin=given.origin)
+    described = ModelConfig.read(model.folder)
+    check_vocabulary(given.tokenizer, described)
+    tokens = TokenLimits(described.vocab_size, given.tokenizer.pad_id)
+    checkpoints = CheckpointFolders(folder.checkpoints, settings.run, settings.max_to_keep, OrbaxArrays())
+    backend = TunixBackend(model, described, from_run.policy_options(config, tokens), checkpoints)
+    sft = from_run.sft_options(config, tokens)
+
+    async def warm_start(environments: EnvClient, board: TrainerStatus, executor: Executor) -> None:
+        log = StepLog(folder.sft)
+        await WarmStart(settings.env, settings.n_demonstrations, sft, environments, given.tokenizer, log)(
+            backend, board, executor
+        )
+
+    return OpenedBackend(backend, checkpoints, tokens, warm_start)

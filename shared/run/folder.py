@@ -1,0 +1,90 @@
+"""The one place that knows the names of the files in a run's folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The files of one run, by what they hold.
+
+    `metrics` and `handovers` have a line a step, `ledger` one a ticket, `refused` one a refused step, `sft` one a
+    report of the warm start (all written by the trainer); `evals` a line an evaluation, `samples` some of its episodes
+    (by the orchestrator). The rest is the supervisor's.
+    """
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def services(self) -> Path:
+        return self.path / "services.yaml"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def processes(self) -> Path:
+        return self.path / "processes.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def sft(self) -> Path:
+        return self.path / "sft.jsonl"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
+
+    @property
+    def archive(self) -> Path:
+        return self.path / "archive"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def evals(self) -> Path:
+        return self.path / "evals.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def plot(self) -> Path:
+        return self.path / "plot.png"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def secrets(self) -> Path:
+        return self.path / ".secrets"
+
+    @property
+    def redis(self) -> Path:
+        return self.path / "redis"
+
+    @property
+    def handovers(self) -> Path:
+        return self.path / "handovers.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
