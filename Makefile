@@ -6,21 +6,24 @@ unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check format fuzz bench chaos clean
+.PHONY: help install quickstart test test-long check audit format fuzz bench chaos soak clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'
 
 install:  ## find a Python, get uv, make the three environments
 	@for python in python3 python3.13 python3.12 python /usr/bin/python3 "$$HOME"/.pyenv/versions/3.*/bin/python3; do \
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then exec "$$python" tools/bootstrap.py; fi; \
 	done; echo "bootstrap: no Python 3.8 or newer on PATH; install Python 3.12" >&2; exit 1
 
-quickstart: install  ## train a tiny model through all the services, about three minutes on two CPU cores
+quickstart: install  ## train a tiny model through all the services, some minutes on two CPU cores
 	@$(BIN)/volley quickstart $(ARGS)
 
-test: install  ## every test, in all three virtual environments
+test: install  ## units, components and systems in all three virtual environments
 	@$(BIN)/python -m tools.testing $(ARGS)
+
+test-long: install  ## 300 kills, three minutes of real chaos, ten of soak, more fuzz
+	@$(BIN)/python -m tools.testing --long $(ARGS)
 
 check: install  ## formatting, lint, types, import contracts
 	@$(BIN)/ruff format --check --output-format concise . || { echo "run: make format" >&2; exit 1; }
@@ -40,6 +43,9 @@ format: install  ## format, and mend what ruff can mend
 
 chaos: install  ## kill, pause, wipe, cut everything of a run, and prove that nothing came of it
 	@$(BIN)/volley chaos $(ARGS)
+
+soak: install  ## run the whole stack for half an hour and see that nothing grows
+	@$(BIN)/volley soak $(ARGS)
 
 bench: install  ## measure; writes bench.json
 	@$(BIN)/volley bench --json bench.json $(ARGS)

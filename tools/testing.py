@@ -1,8 +1,8 @@
-"""`make test`: pytest in each virtual environment; the last line sums up all of them.
+"""`make test` and `make test-long`: pytest in each virtual environment; the last line sums up all of them.
 
-A failure in one suite does not keep the others from running. Arguments go to pytest. The faults of tests/chaos wait
-more than they compute, so there are two lanes of suites beside each other; those of the second are shown when they are
-over.
+A failure in one suite does not keep the others from running. Arguments go to pytest. Faults wait more than they
+compute, and the real engine and trainer compute more than they wait, so there are lanes of suites beside each other;
+those of all but the first are shown when they are over.
 """
 
 from __future__ import annotations
@@ -13,23 +13,54 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from services.cli.layout import CACHE, PROJECT, python_of
 
-OWN_ENVIRONMENT = ("rollout", "trainer")
-"""Folders of tests that need an environment of their own; every other folder runs in base."""
-_LANES = (("base", "trainer"), ("chaos", "rollout"))
-"""Suites, one after the other: `chaos` is the folder of that name, in base like all other folders."""
+LONG = "--long"
 _NO_TESTS_COLLECTED = 5
+_FUZZ_CASES = "2000"
+"""Generated requests to a service in the long tests; `make fuzz` sends 5,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """One pytest: folders beneath tests/, what else it is told, and in which environment it runs."""
+
+    name: str
+    folders: tuple[str, ...]
+    environment: str = "base"
+    options: tuple[str, ...] = ("-m", "not long")
+    variables: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+_FAULTS = ("chaos", "docs", "system")
+_APART = {*_FAULTS, "rollout", "trainer"}
+_LONG = ("-m", "long")
+
+
+def lanes(*, long: bool) -> tuple[tuple[Suite, ...], ...]:
+    """Suites, one after the other in each lane. A folder that is named nowhere else belongs to `base`."""
+    folders = {path.name for path in (PROJECT / "tests").iterdir() if any(path.glob("test_*.py"))}
+    rest = tuple(sorted(folders - _APART))
+    if long:
+        fuzz = Suite("fuzz", ("fuzz/test_services.py",), options=(), variables={"VOLLEY_FUZZ_CASES": _FUZZ_CASES})
+        return (Suite("chaos", ("chaos",), options=_LONG),), (Suite("long", (*rest, "system"), options=_LONG), fuzz)
+    engines = Suite("trainer", ("trainer",), "trainer"), Suite("rollout", ("rollout",), "rollout")
+    return (Suite("base", rest),), engines, (Suite("faults", _FAULTS),)
 
 
 def main(arguments: Sequence[str]) -> int:
     started, counts = time.monotonic(), Counter[str]()
-    with ThreadPoolExecutor(1) as beside:
-        second = beside.submit(_lane, _LANES[1], arguments, shown=False)
-        results = _lane(_LANES[0], arguments, shown=True) | second.result()
+    first, *others = lanes(long=LONG in arguments)
+    given = [argument for argument in arguments if argument != LONG]
+    with ThreadPoolExecutor(len(others)) as beside:
+        later = [beside.submit(_lane, lane, given, shown=False) for lane in others]
+        results = _lane(first, given, shown=True)
+        for lane in later:
+            results |= lane.result()
     for _, last in results.values():
         counts.update(_counts(last))
     print("\n" + "\n".join(f"{suite:<8} {last}" for suite, (_, last) in results.items()))
@@ -39,22 +70,16 @@ def main(arguments: Sequence[str]) -> int:
     return max(0 if code == _NO_TESTS_COLLECTED else code for code, _ in results.values())
 
 
-def _lane(suites: Sequence[str], arguments: Sequence[str], *, shown: bool) -> dict[str, tuple[int, str]]:
-    return {suite: _pytest(suite, arguments, shown=shown) for suite in suites}
+def _lane(suites: Sequence[Suite], arguments: Sequence[str], *, shown: bool) -> dict[str, tuple[int, str]]:
+    return {suite.name: _pytest(suite, arguments, shown=shown) for suite in suites}
 
 
-def _pytest(suite: str, arguments: Sequence[str], *, shown: bool) -> tuple[int, str]:
+def _pytest(suite: Suite, arguments: Sequence[str], *, shown: bool) -> tuple[int, str]:
     """Exit code and last line of one pytest. Args: shown: its output as it comes, not at its end."""
-    environment = suite if suite in OWN_ENVIRONMENT else "base"
-    command = [str(python_of(environment)), "-m", "pytest", *_paths(suite), *arguments]
-    jax = (
-        {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{environment}")}
-        if environment in OWN_ENVIRONMENT
-        else {}
-    )
-    variables = {**jax, **os.environ, "PYTHONUNBUFFERED": "1"}
-    lines, last = [f"\n### tests of {suite} in .venvs/{environment}\n"], ""
-    with subprocess.Popen(command, cwd=PROJECT, env=variables, stdout=subprocess.PIPE, text=True) as process:
+    paths = [f"tests/{folder}" for folder in suite.folders]
+    command = [str(python_of(suite.environment)), "-m", "pytest", *suite.options, *paths, *arguments]
+    lines, last = [f"\n### tests of {suite.name} in .venvs/{suite.environment}\n"], ""
+    with subprocess.Popen(command, cwd=PROJECT, env=_variables(suite), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
@@ -65,21 +90,16 @@ def _pytest(suite: str, arguments: Sequence[str], *, shown: bool) -> tuple[int, 
     return process.returncode, last
 
 
+def _variables(suite: Suite) -> dict[str, str]:
+    jax = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{suite.environment}")}
+    return {**({} if suite.environment == "base" else jax), **os.environ, **suite.variables, "PYTHONUNBUFFERED": "1"}
+
+
 def _show(lines: list[str]) -> None:
     """In one piece, and emptied."""
     sys.stdout.write("".join(lines))
     sys.stdout.flush()
     lines.clear()
-
-
-def _paths(suite: str) -> list[str]:
-    folders = sorted(path for path in (PROJECT / "tests").iterdir() if any(path.glob("test_*.py")))
-    apart = {one for lane in _LANES for one in lane} - {"base"}
-    return [
-        str(path.relative_to(PROJECT))
-        for path in folders
-        if (path.name == suite if suite in apart else path.name not in apart)
-    ]
 
 
 def _counts(summary: str) -> dict[str, int]:

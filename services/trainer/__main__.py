@@ -2,4 +2,4 @@
 
 from shared.process.boot import main
 
-main("trainer")
+main("trainer", requires="tunix")

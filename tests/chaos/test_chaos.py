@@ -30,6 +30,16 @@ def proven(result: dict[str, Any]) -> None:
     assert result["recovery_sec"]["run"]["median"] <= result["recovery_sec"]["run"]["max"]
 
 
+@pytest.mark.timeout(900)
+def test_some_sixty_faults_leave_the_weights_as_they_would_be(tmp_path: Path):
+    result = chaos(tmp_path, "--seed", "1", "--kills", "30", "--wipes", "2", "--zombies", "4")
+    proven(result)
+    assert sum(result["kills"].values()) >= 30
+    assert sum(result["faults"].values()) >= 50
+    assert (result["faults"]["wipe"], result["faults"]["zombie"]) == (2, 4)
+
+
+@pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_three_hundred_kills_leave_the_weights_as_they_would_be(tmp_path: Path):
     result = chaos(tmp_path, "--seed", "1", "--kills", "300", "--wipes", "10", "--zombies", "20")
@@ -41,6 +51,7 @@ def test_three_hundred_kills_leave_the_weights_as_they_would_be(tmp_path: Path):
     assert result["faults"].keys() == KINDS
 
 
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_real_stack_for_three_minutes(tmp_path: Path):
     result = chaos(tmp_path, "--seed", "1", "--real", "--minutes", "3")

@@ -1,4 +1,4 @@
-"""A short soak of the real stack: too short to judge growth, long enough to see that everything is measured."""
+"""Ten minutes of soak of the real stack: nothing grows, and everything is measured."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import pytest
 
 from services.cli.layout import PROJECT
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
-def test_a_minute_of_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "services.cli", "soak", "--minutes", "1", "--json", f"run.dir={tmp_path}"]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=580, check=False)
-    assert done.returncode in (0, 1), done.stderr
+def test_ten_minutes_of_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.cli", "soak", "--minutes", "10", "--json", f"run.dir={tmp_path}"]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=1150, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     result = orjson.loads(done.stdout)
-    assert result["ok"] == (done.returncode == 0)
+    assert result["ok"] is True
+    assert result["problems"] == []
     assert result["steps_measured"] > 0
     assert result["services"].keys() == {"redis", "env", "trainer", "rollout-0", "orchestrator", "supervisor"}
     assert all(service["mb_max"] > 1 and service["fds_max"] > 5 for service in result["services"].values())
     assert 0 < result["redis"]["entries_max"] <= result["redis"]["entries_bound"] == 12
-    assert not any("restarted" in problem for problem in result["problems"])
     assert orjson.loads((tmp_path / "soak" / "soak.json").read_bytes()) == result

@@ -51,7 +51,7 @@ class FakeBackend:
     def head(self) -> WeightVersion | None:
         return self.checkpoint.version if self.checkpoint else None
 
-    def mend(self, epoch: int) -> None: ...
+    def repair(self, epoch: int) -> None: ...
 
     def metrics(self) -> list[Mapping[str, Any]]:
         return []

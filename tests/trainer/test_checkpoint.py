@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(checkpoints: Checkpoi
     assert checkpoints.head() == WeightVersion(1, 1)
     assert list(checkpoints.bad) == [folder.name]
     assert folder.exists()
-    checkpoints.mend(2)
+    checkpoints.repair(2)
     assert names(checkpoints) == ["bad", "e000001-s000001"]
     assert (checkpoints.root / "bad" / folder.name / weights.MANIFEST).exists()
 
@@ -192,7 +192,7 @@ def test_a_save_whose_folder_a_successor_removes_ends_fenced_and_without_noise(
     def succeed() -> None:
         while not list(checkpoints.root.glob(f".tmp-*/{begun}")):
             pass
-        checkpoints.mend(2)
+        checkpoints.repair(2)
 
     arrays = {f"layers.{i}.w": np.random.default_rng(i).standard_normal((64, 64)) for i in range(64)}
     with ThreadPoolExecutor() as pool:
@@ -229,7 +229,7 @@ def test_leftovers_of_a_crash_are_removed(checkpoints: CheckpointFolders):
     for name in (".tmp-e000001-s000009-1", ".tmp-e000003-s000001-1", ".tmp-removed-e000001-s000001-1"):
         (checkpoints.root / name).mkdir()
     (checkpoints.root / ".tmp-stays").touch()
-    checkpoints.mend(2)
+    checkpoints.repair(2)
     assert names(checkpoints) == [".tmp-e000003-s000001-1", ".tmp-stays"]
 
 

@@ -44,7 +44,7 @@ def test_lines_lost_after_a_durable_checkpoint_are_added_once(ledger: LedgerFile
     ledger.append([line(1)])
     checkpoint = state(2, 2, recent=(line(1), line(2, step=2)))
     for _ in range(2):
-        ledger.mend(checkpoint, 2)
+        ledger.repair(checkpoint, 2)
     assert [x["ticket"] for x in ledger.read()] == [1, 2]
 
 
@@ -56,7 +56,7 @@ def test_tickets_that_ended_after_the_checkpoint_stay_ended(ledger: LedgerFile):
 
 def test_a_fallback_to_an_older_checkpoint_rolls_the_ledger_back(ledger: LedgerFile):
     ledger.append([line(1), line(2, step=2)])
-    ledger.mend(state(1, 1), 2)
+    ledger.repair(state(1, 1), 2)
     assert ledger.settled().keys() == {1}
     ledger.append([line(2, step=2, epoch=2)])
     assert ledger.settled()[2]["epoch"] == 2
@@ -64,17 +64,17 @@ def test_a_fallback_to_an_older_checkpoint_rolls_the_ledger_back(ledger: LedgerF
 
 def test_a_replaced_trainer_that_mends_late_undoes_nothing_of_its_successor(ledger: LedgerFile):
     ledger.append([line(1), line(2, step=2, epoch=3)])
-    ledger.mend(state(1, 1), 2)
+    ledger.repair(state(1, 1), 2)
     assert ledger.settled().keys() == {1, 2}
     ledger.append([orjson.loads(orjson.dumps({"rollback": 1, "epoch": 2}))])
     assert ledger.settled().keys() == {1, 2}
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(ledger: LedgerFile):
-    ledger.mend(initial_state(0), 1)
+    ledger.repair(initial_state(0), 1)
     ledger.append([line(1), line(2, "stale")])
     with pytest.raises(WeightsError, match="how 2 tickets ended, but there is no checkpoint"):
-        ledger.mend(initial_state(0), 1)
+        ledger.repair(initial_state(0), 1)
 
 
 def test_a_fenced_trainer_that_writes_late_does_not_count(ledger: LedgerFile):
@@ -89,7 +89,7 @@ def test_a_torn_line_is_not_read_and_blanked_before_the_next(tmp_path: Path):
     ledger = LedgerFile(path)
     assert [x["ticket"] for x in ledger.read()] == [1]
     assert path.read_bytes() == torn
-    ledger.mend(state(1, 1), 2)
+    ledger.repair(state(1, 1), 2)
     ledger.append([line(2)])
     assert [x["ticket"] for x in ledger.read()] == [1, 2]
 
@@ -99,7 +99,7 @@ def test_metrics_of_undone_steps_and_of_replaced_trainers_are_removed(tmp_path: 
     versions = [str(WeightVersion(*v)) for v in ((1, 1), (1, 2), (2, 2), (1, 3), (2, 3))]
     for version in versions:
         log.append({"step": int(version[-1]), "version": version})
-    log.mend(replace(state(2, 2), lineage=((1, 0), (2, 1))), 3)
+    log.repair(replace(state(2, 2), lineage=((1, 0), (2, 1))), 3)
     log.append({"step": 3, "version": "e000003-s000003"})
     lines = [orjson.loads(x)["version"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [versions[0], versions[2], "e000003-s000003"]
@@ -124,7 +124,7 @@ def test_lines_of_a_successor_stay_and_what_is_no_line_goes(tmp_path: Path):
             ]
         )
     )
-    StepLog(path).mend(state(1, 1), 2)
+    StepLog(path).repair(state(1, 1), 2)
     assert path.read_bytes().splitlines() == good
 
 
@@ -143,10 +143,10 @@ def test_lines_of_metrics_that_the_checkpoint_carries_fill_holes_in_their_place(
     log.append(lines[2])
     assert log.flush()
     for _ in range(2):
-        log.mend(state(3, 3), 2, lines)
+        log.repair(state(3, 3), 2, lines)
         assert [orjson.loads(line) for line in path.read_bytes().splitlines()] == lines
     path.unlink()
-    log.mend(state(3, 3), 2, lines)
+    log.repair(state(3, 3), 2, lines)
     assert [orjson.loads(line) for line in path.read_bytes().splitlines()] == lines
 
 
@@ -186,17 +186,17 @@ def test_a_trainer_that_is_replaced_while_it_mends_takes_nothing_of_its_successo
 
     def replaced() -> None:
         if archive.claim(3):
-            LedgerFile(path).mend(state(1, 1), 3)
+            LedgerFile(path).repair(state(1, 1), 3)
         LedgerFile(path).append([line(2, step=2, epoch=3)])
         archive.check_newest(2)
 
     with pytest.raises(Fenced):
-        ledger.mend(state(1, 1), 2, replaced)
+        ledger.repair(state(1, 1), 2, replaced)
     assert ledger.settled().keys() == {1, 2}
     log.append({"step": 2, "version": "e000003-s000002"})
     before = metrics.read_bytes()
     with pytest.raises(Fenced):
-        log.mend(state(1, 1), 2, check=replaced)
+        log.repair(state(1, 1), 2, check=replaced)
     assert metrics.read_bytes() == before
 
 
@@ -204,7 +204,7 @@ def test_a_line_of_metrics_that_was_written_twice_is_there_once(tmp_path: Path):
     log, first = StepLog(tmp_path / "metrics.jsonl"), {"step": 1, "version": "e000001-s000001"}
     for _ in range(2):
         log.append(first)
-    log.mend(state(1, 1), 2, [first])
+    log.repair(state(1, 1), 2, [first])
     assert [orjson.loads(line) for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines()] == [first]
 
 
@@ -219,6 +219,6 @@ def test_what_a_mend_finds_in_order_is_durable(ledger: LedgerFile, tmp_path: Pat
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", recorded)
-    ledger.mend(state(1, 1), 2)
-    log.mend(state(1, 1), 2)
+    ledger.repair(state(1, 1), 2)
+    log.repair(state(1, 1), 2)
     assert {path.stat().st_ino for path in (tmp_path / "r" / "ledger.jsonl", tmp_path / "metrics.jsonl")} <= synced

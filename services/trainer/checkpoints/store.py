@@ -131,7 +131,7 @@ class CheckpointFolders:
                 lines += states.read(self.root / str(version))[0].metrics
         return lines
 
-    def mend(self, epoch: int) -> None:
+    def repair(self, epoch: int) -> None:
         """Sets damaged checkpoints aside and removes what crashes of trainers before `epoch` left; these are fenced by
         now.
 

@@ -65,7 +65,7 @@ class LedgerFile:
         done = state.phase == "done"
         return state.at(state.step, progress, issued=state.issued, done=done, chain=chain, metrics=state.metrics)
 
-    def mend(self, state: TrainerState, epoch: int, check: Check = lambda: None) -> None:
+    def repair(self, state: TrainerState, epoch: int, check: Check = lambda: None) -> None:
         """Brings the file in line with the checkpoint: steps of trainers before `epoch` that it does not contain are
         rolled back, and lines of its own that a crash kept from the file are added. Durable when it returns, what was
         found there included.
@@ -130,7 +130,7 @@ class StepLog:
             return False
         return not self._unwritten
 
-    def mend(
+    def repair(
         self, state: TrainerState, epoch: int, lost: Sequence[Mapping[str, Any]] = (), *, check: Check = lambda: None
     ) -> None:
         """Removes lines of trainers before `epoch` that tell of steps which the checkpoint does not contain, all but

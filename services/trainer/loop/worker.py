@@ -90,7 +90,7 @@ class TrainerWorker:
         if board.stopping:
             return
         found, state = await self._take_over(found)
-        await self._waiter.patiently(lambda: asyncio.to_thread(self._mend, found, state.epoch))
+        await self._waiter.patiently(lambda: asyncio.to_thread(self._repair, found, state.epoch))
         folder = await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.start, state))
         board.step, board.epoch, board.version = state.step, state.epoch, str(state.version)
         board.durable(state.step)
@@ -159,7 +159,7 @@ class TrainerWorker:
     def _known(self, found: TrainerState | None) -> TrainerState:
         return self._parts.ledger.known(found or initial_state(self._plan.seed))
 
-    def _mend(self, found: TrainerState | None, epoch: int) -> None:
+    def _repair(self, found: TrainerState | None, epoch: int) -> None:
         """Files in line with the checkpoint that we go on from. Not before: until they are fenced, older trainers write
         to them.
 
@@ -167,7 +167,7 @@ class TrainerWorker:
         """
         parts, state = self._parts, found or initial_state(self._plan.seed)
         check = partial(parts.archive.check_newest, epoch)
-        parts.checkpoints.mend(epoch)
-        parts.ledger.mend(state, epoch, check)
-        parts.metrics.mend(state, epoch, [*state.metrics, *parts.checkpoints.metrics()], check=check)
-        parts.handovers.mend(state, epoch, check=check)
+        parts.checkpoints.repair(epoch)
+        parts.ledger.repair(state, epoch, check)
+        parts.metrics.repair(state, epoch, [*state.metrics, *parts.checkpoints.metrics()], check=check)
+        parts.handovers.repair(state, epoch, check=check)
