@@ -1,9 +1,8 @@
 """Calls into environment code: each in a thread, with a deadline, behind one failure boundary.
 
 Invariants: the event loop never runs environment code; environments of one kind share a few threads that no other kind
-    uses,
-so one that hangs starves only itself. A thread cannot be ended: one whose call was given up stays counted until the
-call returns. When all of a kind hang, its calls are refused at once; when they still hang a deadline later, `watch`
+uses, so one that hangs starves only itself. A thread cannot be ended: one whose call was given up stays counted until
+the call returns. When all of a kind hang, its calls are refused at once; when they still hang a deadline later, `watch`
 ends the service, because only a new process has new threads.
 """
 

@@ -1,10 +1,9 @@
 """What a model computes, read from a Hugging Face folder once and the same for trainer and engine.
 
 Invariants: a configuration that is accepted means exactly what Hugging Face's `Qwen3Config` means by it, whichever
-    version of
-transformers wrote it (θ at the top or in `rope_parameters`), defaults included; one that asks for something that
-trainer or engine do not compute is refused by the name of its key. Neither side reads a config.json itself: the engine
-is started from what `to_hf` gives, so a key that is not named here has no effect on either.
+version of transformers wrote it (θ at the top or in `rope_parameters`), defaults included; one that asks for something
+that trainer or engine do not compute is refused by the name of its key. Neither side reads a config.json itself: the
+engine is started from what `to_hf` gives, so a key that is not named here has no effect on either.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The embedded server: Redis or Valkey as a child process, for a run that brings none of its own.
 
 Invariants: it listens on 127.0.0.1 only, asks for a random password that is never on a command line, writes an
-    append-only
-file in its folder, never evicts, and stops with its context. One server per folder: a lock that the process itself
-holds guards the data, even if whoever started it is gone.
+append-only file in its folder, never evicts, and stops with its context. One server per folder: a lock that the process
+itself holds guards the data, even if whoever started it is gone.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The ledger of a run, `ledger.jsonl`: what became of every ticket. Here is its meaning; the trainer alone writes it.
 
 Invariants: a line is durable before the queue is told of it; a `rollback` line of epoch n undoes the `trained` lines
-    before it
-that are of later steps and of epochs below n, so a replaced trainer that wakes up undoes nothing of its successor; of
-several lines of a ticket the highest epoch's counts, because an older trainer may still write before the queue fences
-it; the same end twice is one end, because its successor may have written what it meant to write.
+before it that are of later steps and of epochs below n, so a replaced trainer that wakes up undoes nothing of its
+successor; of several lines of a ticket the highest epoch's counts, because an older trainer may still write before the
+queue fences it; the same end twice is one end, because its successor may have written what it meant to write.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The queue as a state machine against a real server: any order of work and faults keeps the invariants.
 
 Faults: lost leases, lost replies, duplicate and stray groups, a trainer that crashes with uncommitted work, between
-    checkpoint and
-commit, or while it begins, a replaced trainer that goes on, a lost newest checkpoint, a wiped server, and a server that
-forgets its last moments (its append-only file is up to a second behind).
+checkpoint and commit, or while it begins, a replaced trainer that goes on, a lost newest checkpoint, a wiped server,
+and a server that forgets its last moments (its append-only file is up to a second behind).
 """
 
 from __future__ import annotations

@@ -41,10 +41,9 @@ class Evidence:
     """What is known at the end.
 
     unfinished: why the run did not come to its end, or None. stuck: which recovery took too long, or None. skipped:
-        planned
-    faults that were not done. injected: how many were. crashed: services that ended as none may. idle: links without
-    traffic. proof: what `verify` says; its `redis` is of the proof while the services were up. unlike: what of the
-    weights differs from what they must be bit by bit, or None if nothing does.
+    planned faults that were not done. injected: how many were. crashed: services that ended as none may. idle: links
+    without traffic. proof: what `verify` says; its `redis` is of the proof while the services were up. unlike: what of
+    the weights differs from what they must be bit by bit, or None if nothing does.
     """
 
     unfinished: str | None

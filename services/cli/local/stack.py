@@ -63,8 +63,7 @@ class StackSeams:
     """What a harness puts in the place of services, and between them.
 
     `modules`: by service, the program to run instead, in the environment `base`. `reach`: from the name and the address
-        of a
-    process to the address at which other services reach it.
+    of a process to the address at which other services reach it.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict[str, str])

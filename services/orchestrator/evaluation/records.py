@@ -1,8 +1,7 @@
 """The lines of evals.jsonl: what an evaluation found, and whether it still counts.
 
 Invariant: a record counts for its step only if the weights it measured are ancestors of the present ones. A step that
-    was undone
-and made again is measured again; of several records that count the last is the step's.
+was undone and made again is measured again; of several records that count the last is the step's.
 """
 
 from __future__ import annotations

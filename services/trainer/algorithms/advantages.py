@@ -4,8 +4,8 @@ Formulas and names as in Tunix: `grpo` (DeepSeekMath, arXiv:2402.03300), `drgrpo
 (arXiv:2402.14740).
 
 Invariants: whatever finite float64 numbers the rewards are, advantages are finite in float32, and so is the square of
-    the loss
-that they make with the largest importance ratio; rewards that are equal up to rounding have advantage exactly 0.
+the loss that they make with the largest importance ratio; rewards that are equal up to rounding have advantage exactly
+0.
 """
 
 from __future__ import annotations

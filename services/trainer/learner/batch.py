@@ -31,8 +31,7 @@ class Batch:
     ids, targets: int32 [B, T]. mask: float32 [B, T], 1 where the target was sampled by the policy.
     behaviour, advantages: float32 [B, T]. current: float32 [B, T], 1 where sampled by the weights now being trained.
     row_weight: float32 [B]. reference, old: float32 [B, T] log-probabilities of the reference model and of the policy
-        at
-    the start of the step, or None where the loss does not need them.
+    at the start of the step, or None where the loss does not need them.
     """
 
     ids: np.ndarray

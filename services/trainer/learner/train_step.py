@@ -1,9 +1,8 @@
 """Optimizer steps through `tunix.rl.trainer.Trainer`. The one module, beside the model's, that knows Tunix.
 
 Invariants: the Trainer is wrapped, never subclassed; it neither saves nor restores (no root folder); each call of
-    `update`
-is one optimizer step, however many micro-batches it has; the mesh is entered in the calling thread, because JAX's mesh
-context is thread-local and inputs are silently not sharded without it.
+`update` is one optimizer step, however many micro-batches it has; the mesh is entered in the calling thread, because
+JAX's mesh context is thread-local and inputs are silently not sharded without it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Groups between the queue and the optimizer: which are trained next, and which end without training, and why.
 
 Invariants: every entry that comes in leaves either in a step or as a `DroppedGroup` with a reason; order `ticket` makes
-    the
-sequence of steps a pure function of the groups' content. No I/O here.
+the sequence of steps a pure function of the groups' content. No I/O here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The run's append-only files: the ledger of tickets (see shared.run.ledger), and the metrics of steps.
 
 Invariants: a ticket has exactly one disposition along the surviving lineage; `metrics.jsonl` has one line a step, none
-    of a step
-that was undone. Files are mended only by a trainer that has fenced all others: until then an older one may still write
-to them.
+of a step that was undone. Files are mended only by a trainer that has fenced all others: until then an older one may
+still write to them.
 """
 
 from __future__ import annotations

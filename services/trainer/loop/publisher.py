@@ -2,8 +2,7 @@
 themselves.
 
 Invariants: only durable checkpoints are published; a failure is logged and counted, and never stops training; a newer
-    version
-that waits makes an older one superfluous; a server that does not answer delays no other.
+version that waits makes an older one superfluous; a server that does not answer delays no other.
 """
 
 from __future__ import annotations

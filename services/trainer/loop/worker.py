@@ -1,9 +1,8 @@
 """One incarnation of the trainer, from an empty process to its end.
 
 Open: restore the newest checkpoint (or warm start a new model), take over the queue under a new epoch, mend what a
-    crash left in
-the files, and make and publish the first checkpoint of that epoch. Then the course, until a stop: it lets the running
-step end and saves what is not durable.
+crash left in the files, and make and publish the first checkpoint of that epoch. Then the course, until a stop: it lets
+the running step end and saves what is not durable.
 """
 
 from __future__ import annotations

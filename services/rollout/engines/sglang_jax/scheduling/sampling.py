@@ -29,10 +29,8 @@ def sample(
         logits_BV: any float dtype; computed on as float32.
         temperature_B: float32; 0 means greedy.
         top_p_B: float32 in (0, 1]; top_k_B: int32, the vocabulary size or more means all. Both act on softmax(logits /
-            T).
-        seed_B2: uint32, the two words of each row's seed.
-        index_B: int32, how many tokens the request has produced before this one.
-        forced_B: int32; a token to take instead of drawing, or -1.
+        T). seed_B2: uint32, the two words of each row's seed. index_B: int32, how many tokens the request has produced
+        before this one. forced_B: int32; a token to take instead of drawing, or -1.
     Returns: int32[B] tokens and float32[B] log softmax(logits / T) of them (T = 1 for greedy rows), not renormalised
         for top-k or top-p.
     """
