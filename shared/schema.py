@@ -20,6 +20,8 @@ from pydantic import (
     model_validator,
 )
 
+from shared.services import SERVICES
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 _MOST_LINES = 100_000
 """Ledger lines that one checkpoint carries: some 40 MB, of the 64 that are read of its state."""
@@ -201,19 +203,19 @@ class Endpoint(Section):
 
 
 class EnvEndpoint(Endpoint):
-    port: Port = 8101
+    port: Port = SERVICES["env"].port
 
 
 class RolloutEndpoint(Endpoint):
-    port: Port = 8102
+    port: Port = SERVICES["rollout"].port
 
 
 class OrchestratorEndpoint(Endpoint):
-    port: Port = 8103
+    port: Port = SERVICES["orchestrator"].port
 
 
 class TrainerEndpoint(Endpoint):
-    port: Port = 8104
+    port: Port = SERVICES["trainer"].port
 
 
 class Limits(Section):

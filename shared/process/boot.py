@@ -34,6 +34,7 @@ from shared.errors import ConfigError, VolleyError
 from shared.process import telemetry, watchdog
 from shared.process.ports import host_problem
 from shared.schema import Endpoint, RunConfig, TokenFiles
+from shared.services import SERVICES
 from shared.web.serving import HttpServer, make_server
 from shared.web.tls import check_certificate
 
@@ -85,7 +86,7 @@ def _load(name: str, requires: str | None) -> OpenService:
     try:
         if requires is not None and importlib.util.find_spec(requires) is None:
             raise ModuleNotFoundError(name=requires)
-        return importlib.import_module(f"services.{name}.app").open_service
+        return importlib.import_module(f"{SERVICES[name].module}.app").open_service
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"services.{name} needs {error.name}, which this Python does not have",

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 
 from shared import config
+from shared.services import SERVICES
 from tests.support.net import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-LONG_RUNNING = {"redis", "env", "rollout", "orchestrator", "trainer"}
+LONG_RUNNING = {"redis", *SERVICES}
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
+from shared.services import SERVICES
+
 ROOT = Path(__file__).resolve().parents[2]
 OVERRIDES = (
     "run.name=compose-test sft.max_steps=10 sft.n_demonstrations=64 trainer.max_steps=5 trainer.groups_per_step=4"
     " data.n_eval_tasks=20"
 )
-PUBLISHING = ("env", "rollout", "orchestrator", "trainer")
 ASK_WEIGHTS = """
 import pathlib, urllib.request
 token = pathlib.Path("/run/secrets/token_viewer").read_text()
@@ -41,7 +42,7 @@ class ComposeStack:
 
     def __init__(self, folder: Path) -> None:
         override = folder / "override.yaml"
-        override.write_text("services:\n" + "".join(f"  {name}: {{ports: !reset []}}\n" for name in PUBLISHING))
+        override.write_text("services:\n" + "".join(f"  {name}: {{ports: !reset []}}\n" for name in SERVICES))
         self._command = [
             "docker",
             "compose",

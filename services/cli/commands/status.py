@@ -19,12 +19,12 @@ from shared.errors import ConfigError, ServiceUnreachable, VolleyError
 from shared.process import wedge
 from shared.process.wedge import ServiceReport, Verdict
 from shared.run.folder import RunFolder
+from shared.services import SERVICES
 from shared.web.access import Role, read_token, token_for
 
 _TIMEOUT_S = 5.0
 _BETWEEN_S = 1.0  # two looks at the tokens a server has made
 _LOOKS = 10  # a long prefill, a compilation or the loading of weights makes none for a while
-_DETAILS = {"rollout": ("/weights", "/get_server_info"), "trainer": ("/status",), "orchestrator": ("/runs",)}
 _KEYS = ("current", "staged", "state", "step", "version", "epoch", "phase")
 
 
@@ -146,7 +146,7 @@ async def _details(client: HttpClient, kind: str) -> dict[str, Any]:
     refuses us.
     """
     said: dict[str, Any] = {}
-    for path in _DETAILS.get(kind, ()):
+    for path in SERVICES[kind].describes if kind in SERVICES else ():
         with suppress(ServiceUnreachable):
             try:
                 answer: Any = await client.get(path, attempts=1)

@@ -31,11 +31,11 @@ from shared.queue import client as redis_client
 from shared.queue import server as redis_server
 from shared.run.folder import RunFolder
 from shared.schema import ServicesSection, TokenFiles
+from shared.services import SERVICES
 from shared.web.access import Role, token_for
 
-_ENVIRONMENT_OF = {"env": "base", "orchestrator": "base", "rollout": "rollout", "trainer": "trainer"}
-_START_S = {"redis": 30.0, "env": 120.0, "orchestrator": 120.0, "rollout": 900.0, "trainer": 900.0}
-"""How long a process may take to answer for the first time, in seconds: model loading and compiling included."""
+_REDIS_START_S = 30.0
+"""How long Redis may take to answer for the first time, in seconds."""
 _STOP_MARGIN_S = 5.0
 """How much longer we wait than a service needs that ends by itself when its grace and its cleanup are over, in seconds.
 """
@@ -83,10 +83,12 @@ async def running(
         builder = _Builder(loaded, folder, seams, say)
         redis = [] if builder.redis is None else [builder.redis_member(builder.redis, locks)]
         await builder.check_redis()
+        first_kinds = [name for name, service in SERVICES.items() if not service.needs]
+        later_kinds = [name for name, service in SERVICES.items() if service.needs]
         async with (
             keeping(redis, reaper, say, patience) as first,
-            keeping(builder.members("env"), reaper, say, patience) as second,
-            keeping(builder.members("trainer", "rollout", "orchestrator"), reaper, say, patience) as third,
+            keeping(builder.members(*first_kinds), reaper, say, patience) as second,
+            keeping(builder.members(*later_kinds), reaper, say, patience) as third,
         ):
             yield LocalStack(
                 {**builder.urls, **builder.external}, builder.token, builder.ca_file, [*first, *second, *third]
@@ -151,7 +153,7 @@ class _Builder:
 
         log = self._folder.logs / "redis.log"
         return SupervisedProcess(
-            ProcessSpec("redis", tuple(spec.argv), dict(os.environ), log, inherits=locks), answers, _START_S["redis"]
+            ProcessSpec("redis", tuple(spec.argv), dict(os.environ), log, inherits=locks), answers, _REDIS_START_S
         )
 
     def members(self, *kinds: str) -> list[SupervisedProcess]:
@@ -159,17 +161,17 @@ class _Builder:
 
     def _member(self, kind: str, i: int) -> SupervisedProcess:
         name = ports.name_of(kind, i)
-        module, url = self._seams.modules.get(kind, f"services.{kind}"), self.urls[name]
+        module, url = self._seams.modules.get(kind, SERVICES[kind].module), self.urls[name]
         command = [str(python_of(self._environment_of(kind))), "-P", "-m", module]
         command += ["--config", str(self._folder.config), "--config", str(self._folder.services)]
         command += [f"services.{kind}.port={self._ports[kind][i]}"]
         reached = self._seams.reach(name, url)
         command += [f"services.{kind}.url={reached}"] if reached != url else []
         spec = ProcessSpec(name, tuple(command), self._variables(kind), self._folder.logs / f"{name}.log", self._stop_s)
-        return SupervisedProcess(spec, lambda: _is_healthy(url, self.ca_file), _START_S[kind])
+        return SupervisedProcess(spec, lambda: _is_healthy(url, self.ca_file), SERVICES[kind].start_s)
 
     def _environment_of(self, kind: str) -> str:
-        return "base" if kind in self._seams.modules else _ENVIRONMENT_OF[kind]
+        return "base" if kind in self._seams.modules else SERVICES[kind].environment
 
     def _variables(self, kind: str) -> dict[str, str]:
         return variables_of(self._environment_of(kind), cpu=self._cpu)

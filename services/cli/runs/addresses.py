@@ -19,9 +19,10 @@ from shared.errors import ConfigError
 from shared.files.reading import read_file
 from shared.run.folder import RunFolder
 from shared.schema import ServicesSection, TokenFiles
+from shared.services import SERVICES
 
 _MAX_RECORD = 2**20
-FOLLOWED = ("env", "orchestrator", "trainer")
+FOLLOWED = tuple(sorted(name for name, service in SERVICES.items() if not service.replicated))
 """Services of a run that others started; its rollout servers are known to the orchestrator."""
 
 
