@@ -26,8 +26,8 @@ def executable(path: Path, text: str) -> Path:
 def checkout(tmp_path: Path) -> Path:
     """A project folder without environments, whose uv.lock and pyproject.toml are stand-ins."""
     root = tmp_path / "checkout"
-    (root / "services" / "cli").mkdir(parents=True)
-    (root / "services" / "cli" / "bootstrap.py").write_text(Path(bootstrap.__file__).read_text())
+    (root / "tools").mkdir(parents=True)
+    (root / "tools" / "bootstrap.py").write_text(Path(bootstrap.__file__).read_text())
     for name in ("uv.lock", "pyproject.toml"):
         (root / name).write_text(name)
     return root
@@ -37,7 +37,7 @@ def run(checkout: Path, path: str, **variables: str) -> subprocess.CompletedProc
     home = checkout.parent / "home"
     home.mkdir(exist_ok=True)
     environment = {"PATH": path, "HOME": str(home), "PIP_INDEX_URL": "http://127.0.0.1:1/simple", **variables}
-    command = [sys.executable, str(checkout / "services" / "cli" / "bootstrap.py")]
+    command = [sys.executable, str(checkout / "tools" / "bootstrap.py")]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
