@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 from redis.asyncio import Redis
 
 from services.trainer import settings as from_run
-from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.loop.interfaces import Backend, Collaborators
+from services.trainer.learner.opening import BackendInputs, OpenedBackend
+from services.trainer.loop.interfaces import Collaborators
 from services.trainer.loop.ledger import LedgerFile, StepLog
 from services.trainer.loop.publisher import Publisher
 from services.trainer.loop.refusals import Refusals
 from services.trainer.loop.worker import TrainerWorker
 from services.trainer.routes import ROLES, router
-from services.trainer.settings import TokenLimits, TrainerSettings
+from services.trainer.settings import TrainerSettings
 from services.trainer.status import TrainerStatus
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.models.chat import ChatTokenizer
 from shared.models.hub import keep, model_folder
-from shared.models.origin import Origin
 from shared.process.boot import RunningService
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
@@ -35,31 +32,6 @@ from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from shared.web.access import Role, read_tokens
 from shared.web.http import create_app
-
-
-@dataclass(frozen=True, slots=True)
-class BackendInputs:
-    """What a backend is made from; `folder` holds the model's config.json and tokenizer, `origin` the first weights if
-    it is set.
-    """
-
-    config: RunConfig
-    settings: TrainerSettings
-    folder: Path
-    tokenizer: ChatTokenizer
-    origin: Origin | None
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedBackend:
-    """`backend` trains on groups whose ids obey `tokens`, and keeps its `checkpoints`; `warm_start` readies a new model
-    before step 0.
-    """
-
-    backend: Backend
-    checkpoints: CheckpointFolders
-    tokens: TokenLimits
-    warm_start: Callable[[EnvClient, TrainerStatus, Executor], Awaitable[None]]
 
 
 @asynccontextmanager

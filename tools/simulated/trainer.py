@@ -16,9 +16,10 @@ from typing import Any
 import blake3
 import numpy as np
 
-from services.trainer.app import BackendInputs, OpenedBackend, open_trainer
+from services.trainer.app import open_trainer
 from services.trainer.checkpoints.store import Arrays, CheckpointContents, CheckpointFolders, RestoredCheckpoint
 from services.trainer.learner.metrics import StepMetrics, of_groups, of_sums
+from services.trainer.learner.opening import BackendInputs, OpenedBackend
 from services.trainer.loop.group_buffer import ReadyGroup
 from services.trainer.settings import TokenLimits
 from shared.errors import ConfigError, WeightsError

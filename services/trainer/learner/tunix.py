@@ -6,10 +6,10 @@ from concurrent.futures import Executor
 from dataclasses import replace
 
 from services.trainer import options as from_run
-from services.trainer.app import BackendInputs, OpenedBackend
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.learner.backend import TunixBackend, check_vocabulary
+from services.trainer.learner.opening import BackendInputs, OpenedBackend
 from services.trainer.loop.ledger import StepLog
 from services.trainer.loop.warm_start import WarmStart
 from services.trainer.settings import TokenLimits

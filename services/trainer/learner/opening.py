@@ -1,0 +1,42 @@
+"""What a backend is opened with, and what comes of it: between the trainer's wiring and whatever trains."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.loop.interfaces import Backend
+from services.trainer.settings import TokenLimits, TrainerSettings
+from services.trainer.status import TrainerStatus
+from shared.clients.env import EnvClient
+from shared.models.chat import ChatTokenizer
+from shared.models.origin import Origin
+from shared.schema import RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInputs:
+    """What a backend is made from; `folder` holds the model's config.json and tokenizer, `origin` the first weights if
+    it is set.
+    """
+
+    config: RunConfig
+    settings: TrainerSettings
+    folder: Path
+    tokenizer: ChatTokenizer
+    origin: Origin | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedBackend:
+    """`backend` trains on groups whose ids obey `tokens`, and keeps its `checkpoints`; `warm_start` readies a new model
+    before step 0.
+    """
+
+    backend: Backend
+    checkpoints: CheckpointFolders
+    tokens: TokenLimits
+    warm_start: Callable[[EnvClient, TrainerStatus, Executor], Awaitable[None]]
