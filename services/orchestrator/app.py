@@ -53,22 +53,22 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         fleet = await stack.enter_async_context(
             Fleet(balancer, discover, lambda url: RolloutClient(url, token=token, ca_file=settings.ca_file))
         )
-        board = RunStatus()
+        status = RunStatus()
         dispatcher = Dispatcher(
-            EpisodeRunner(tokenizer, environments, balancer, board, settings.bounds),
+            EpisodeRunner(tokenizer, environments, balancer, status, settings.bounds),
             balancer,
-            board,
+            status,
             max_concurrent=settings.max_concurrent,
             max_attempts=settings.bounds.max_attempts,
         )
         queue = TicketQueue(redis, settings.run)
-        conductor = Orchestrator(
-            settings, queue, environments, tokenizer, balancer, board, ReservationGate(), dispatcher
+        orchestrator = Orchestrator(
+            settings, queue, environments, tokenizer, balancer, status, ReservationGate(), dispatcher
         )
         app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=ROLES)
-        app.state.conductor = conductor
+        app.state.orchestrator = orchestrator
         app.include_router(router)
-        yield RunningService(app, [fleet.watch, conductor.work])
+        yield RunningService(app, [fleet.watch, orchestrator.work])
 
 
 def _discover(registry: Registry, fixed_urls: Sequence[str]) -> Discover:

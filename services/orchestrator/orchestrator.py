@@ -31,17 +31,17 @@ _log = telemetry.Log("run")
 
 @dataclass
 class Orchestrator:
-    """`course` is None until the environment service has answered."""
+    """`schedule` is None until the environment service has answered."""
 
     settings: OrchestratorSettings
     queue: TicketQueue
     environments: EnvClient
     tokenizer: ChatTokenizer
     balancer: Balancer
-    board: RunStatus
+    status: RunStatus
     gate: ReservationGate
     dispatcher: Dispatcher
-    course: RunSchedule | None = None
+    schedule: RunSchedule | None = None
     evaluator: Evaluator | None = None
 
     async def work(self) -> None:
@@ -54,19 +54,19 @@ class Orchestrator:
         except* VolleyError as errors:
             failure = first_error(errors)
         if failure is None:
-            self.board.end("finished")
+            self.status.end("finished")
             _log.info("run finished", run=self.settings.run)
         else:
-            self.board.end("failed", str(failure))
+            self.status.end("failed", str(failure))
             _log.error("run failed", run=self.settings.run, error=type(failure).__name__, detail=str(failure))
 
     def pause(self) -> None:
         """No new groups; those in progress end and are published."""
-        self.board.paused = True
+        self.status.paused = True
         self.gate.close(_PAUSED)
 
     def resume(self) -> None:
-        self.board.paused = False
+        self.status.paused = False
         self.gate.release(_PAUSED)
 
     def describe(self) -> dict[str, Any]:
@@ -78,9 +78,9 @@ class Orchestrator:
         return {**known, "chain": verdict.chain}
 
     def _known(self) -> dict[str, Any]:
-        board, no_server = self.board, self.balancer.why_none()
-        state, reason = board.state(no_server)
-        queue = self.course.state if self.course else None
+        status, no_server = self.status, self.balancer.why_none()
+        state, reason = status.state(no_server)
+        queue = self.schedule.state if self.schedule else None
         return {
             "name": self.settings.run,
             "state": state,
@@ -90,41 +90,41 @@ class Orchestrator:
             "max_steps": self.settings.max_steps,
             "groups_per_step": self.settings.terms.batch,
             "queue": dataclasses.asdict(queue) if queue else None,
-            "held": self.course.n_held if self.course else 0,
-            "episodes_running": board.running,
-            "evaluating_step": board.evaluating_step,
-            "waiting": dataclasses.asdict(board.waiting)
-            if board.waiting and board.running == 0 and board.evaluating_step is None
+            "held": self.schedule.n_held if self.schedule else 0,
+            "episodes_running": status.running,
+            "evaluating_step": status.evaluating_step,
+            "waiting": dataclasses.asdict(status.waiting)
+            if status.waiting and status.running == 0 and status.evaluating_step is None
             else None,
-            "refused": board.refused,
-            "waits": {**board.waits, **({"server": n} if (n := self.balancer.n_waiting) else {})},
-            "disk": board.disk,
-            "quiet_s": round(board.quiet_s(), 1),
-            "groups_published": board.published,
-            "groups_failed": board.failed_groups,
-            "last_failure": board.last_failure,
-            "tokens_per_s": round(board.tokens_per_s(), 1),
-            "staleness": board.staleness,
-            "mean_episode_s": board.mean_episode_s(),
+            "refused": status.refused,
+            "waits": {**status.waits, **({"server": n} if (n := self.balancer.n_waiting) else {})},
+            "disk": status.disk,
+            "quiet_s": round(status.quiet_s(), 1),
+            "groups_published": status.published,
+            "groups_failed": status.failed_groups,
+            "last_failure": status.last_failure,
+            "tokens_per_s": round(status.tokens_per_s(), 1),
+            "staleness": status.staleness,
+            "mean_episode_s": status.mean_episode_s(),
             "no_server": no_server,
             "servers": self.balancer.describe(),
             "evaluations": as_rows(self.evaluator.records) if self.evaluator else [],
         }
 
     async def _follow(self) -> None:
-        sizes = await wait_for_tasks(self.environments, self.settings.env, self.board)
+        sizes = await wait_for_tasks(self.environments, self.settings.env, self.status)
         self.evaluator = self._evaluator(sizes)
-        self.course = RunSchedule(
+        self.schedule = RunSchedule(
             self.queue,
             self.balancer,
-            self.board,
+            self.status,
             self.gate,
             self._ticket_loop(sizes),
             self.evaluator,
             max_steps=self.settings.max_steps,
             checkpoints=RunFolder(self.settings.folder).checkpoints,
         )
-        await self.course.follow()
+        await self.schedule.follow()
 
     def _ticket_loop(self, sizes: RunSizes) -> TicketLoop:
         settings = self.settings
@@ -139,7 +139,7 @@ class Orchestrator:
         return TicketLoop(
             self.queue,
             self.gate,
-            self.board,
+            self.status,
             settings.terms,
             n_groups=settings.n_groups,
             run_group=lambda ticket, need: run_group(self.dispatcher, plan, ticket, need),
@@ -154,4 +154,4 @@ class Orchestrator:
             settings.eval_every,
             settings.max_steps,
         )
-        return Evaluator(self.dispatcher, self.board, self.tokenizer, plan, settings.folder)
+        return Evaluator(self.dispatcher, self.status, self.tokenizer, plan, settings.folder)

@@ -1,4 +1,4 @@
-"""HTTP to the conductor: runs, and pausing them. One process serves one run."""
+"""HTTP to the orchestrator: runs, and pausing them. One process serves one run."""
 
 from __future__ import annotations
 
@@ -20,50 +20,50 @@ ROLES = {
 
 
 async def _conductor(request: Request) -> Orchestrator:
-    return request.app.state.conductor
+    return request.app.state.orchestrator
 
 
 Served = Annotated[Orchestrator, Depends(_conductor)]
 
 
-async def _named(conductor: Served, name: str) -> Orchestrator:
-    if name != conductor.settings.run:
-        raise NotFound(f"there is no run {name!r} here", f"this orchestrator serves {conductor.settings.run!r}")
-    return conductor
+async def _named(orchestrator: Served, name: str) -> Orchestrator:
+    if name != orchestrator.settings.run:
+        raise NotFound(f"there is no run {name!r} here", f"this orchestrator serves {orchestrator.settings.run!r}")
+    return orchestrator
 
 
 Named = Annotated[Orchestrator, Depends(_named)]
 
 
 @router.get("")
-async def list_runs(conductor: Served) -> list[dict[str, Any]]:
-    return [conductor.describe()]
+async def list_runs(orchestrator: Served) -> list[dict[str, Any]]:
+    return [orchestrator.describe()]
 
 
 @router.get("/{name}")
-async def show_run(conductor: Named) -> dict[str, Any]:
+async def show_run(orchestrator: Named) -> dict[str, Any]:
     """State (waiting, running, evaluating, paused, finished, failed) with its reason, progress, rates, servers,
     evaluations.
     """
-    return conductor.describe()
+    return orchestrator.describe()
 
 
 @router.post("/{name}/pause")
-async def pause_run(conductor: Named) -> dict[str, Any]:
+async def pause_run(orchestrator: Named) -> dict[str, Any]:
     """No new groups are begun; those in progress are finished. Repeating it changes nothing."""
-    _require_going(conductor)
-    conductor.pause()
-    return conductor.describe()
+    _require_going(orchestrator)
+    orchestrator.pause()
+    return orchestrator.describe()
 
 
 @router.post("/{name}/resume")
-async def resume_run(conductor: Named) -> dict[str, Any]:
-    _require_going(conductor)
-    conductor.resume()
-    return conductor.describe()
+async def resume_run(orchestrator: Named) -> dict[str, Any]:
+    _require_going(orchestrator)
+    orchestrator.resume()
+    return orchestrator.describe()
 
 
-def _require_going(conductor: Orchestrator) -> None:
-    if conductor.board.is_over:
-        state, _ = conductor.board.state(None)
-        raise Conflict(f"run {conductor.settings.run!r} has {state}")
+def _require_going(orchestrator: Orchestrator) -> None:
+    if orchestrator.status.is_over:
+        state, _ = orchestrator.status.state(None)
+        raise Conflict(f"run {orchestrator.settings.run!r} has {state}")

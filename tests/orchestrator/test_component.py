@@ -188,7 +188,7 @@ async def test_an_unknown_environment_fails_the_run_with_its_name(tmp_path, redi
         settings = run_config(tmp_path, data={"env": "chess"}, services=services)
         service = await stack.enter_async_context(open_orchestrator(from_config(settings)))
         await service.workers[1]()
-        run = service.app.state.conductor.describe()
+        run = service.app.state.orchestrator.describe()
     assert rollouts
     assert run["state"] == "failed"
     assert "chess" in run["reason"]

@@ -115,10 +115,10 @@ async def test_who_waits_for_another_orchestrators_evaluation_says_so(tmp_path):
         fcntl.flock(other, fcntl.LOCK_EX)
         task = asyncio.ensure_future(found.run(0))
         async with asyncio.timeout(5):
-            while found._board.waits != {"peer": 1}:
+            while found._status.waits != {"peer": 1}:
                 await asyncio.sleep(0.01)
     await task
-    assert found._board.waits == {}
+    assert found._status.waits == {}
 
 
 @pytest.mark.parametrize(
@@ -150,15 +150,15 @@ async def test_a_step_whose_weights_were_undone_is_measured_again_and_its_last_r
 
 
 async def test_a_full_disk_delays_the_record_and_loses_nothing(tmp_path):
-    found, board = evaluator(tmp_path), RunStatus()
-    found._board = board
+    found, status = evaluator(tmp_path), RunStatus()
+    found._status = status
     with full_disk():
         task = asyncio.ensure_future(found.run(0))
         async with asyncio.timeout(5):
-            while board.disk is None:
+            while status.disk is None:
                 await asyncio.sleep(0.01)
     await task
-    assert board.disk is None
+    assert status.disk is None
     assert [r.step for r in read_records(tmp_path / "evals.jsonl")] == [0]
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4
 

@@ -99,12 +99,12 @@ async def test_groups_that_cannot_be_published_keep_their_place():
 
 def test_the_window_of_rates_is_bounded_though_nobody_reads_it():
     now = 0.0
-    board = RunStatus(lambda: now)
+    status = RunStatus(lambda: now)
     for i in range(100_000):
         now = i * 0.01
-        board.ended(TRAJECTORY)
-    assert len(board._tokens) <= 31
-    assert board.tokens_per_s() == pytest.approx(3 * 100, rel=0.05)
+        status.ended(TRAJECTORY)
+    assert len(status._tokens) <= 31
+    assert status.tokens_per_s() == pytest.approx(3 * 100, rel=0.05)
 
 
 TRAJECTORY = Trajectory(
@@ -158,15 +158,15 @@ async def test_a_service_that_fails_is_asked_as_often_as_there_are_attempts(fail
 
 
 async def test_a_rollout_server_that_fails_is_asked_as_often_as_there_are_attempts():
-    fake, board = FakeRollout(), RunStatus()
+    fake, status = FakeRollout(), RunStatus()
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(served(fake.app()))
         client = await stack.enter_async_context(RolloutClient(url))
         balancer = Balancer(1)
         balancer.add(server := ServerLoad(url, client, version=WeightVersion(1, 0)))
         fake.answer = [-5]  # no token: the client makes it an error
-        runner = EpisodeRunner(tiny_tokenizer(), ScriptedEnv(), balancer, board, BOUNDS)
-        dispatcher = Dispatcher(runner, balancer, board, max_concurrent=4, max_attempts=3)
+        runner = EpisodeRunner(tiny_tokenizer(), ScriptedEnv(), balancer, status, BOUNDS)
+        dispatcher = Dispatcher(runner, balancer, status, max_concurrent=4, max_attempts=3)
         probing = asyncio.ensure_future(keep_well(balancer, server))
         with pytest.raises(Unavailable, match="negative"):
             await dispatcher.episode(spec(), "train")

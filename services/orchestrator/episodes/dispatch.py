@@ -29,9 +29,9 @@ class Dispatcher:
     """Args: max_concurrent: episodes at once."""
 
     def __init__(
-        self, runner: EpisodeRunner, balancer: Balancer, board: RunStatus, *, max_concurrent: int, max_attempts: int
+        self, runner: EpisodeRunner, balancer: Balancer, status: RunStatus, *, max_concurrent: int, max_attempts: int
     ) -> None:
-        self._runner, self._balancer, self._board = runner, balancer, board
+        self._runner, self._balancer, self._status = runner, balancer, status
         self._slots = asyncio.Semaphore(max_concurrent)
         self._max_attempts = max_attempts
 
@@ -43,7 +43,7 @@ class Dispatcher:
                 try:
                     return await self._attempt(spec, budget, purpose)
                 except VolleyError as error:
-                    self._board.last_failure = f"{type(error).__name__}: {error}"
+                    self._status.last_failure = f"{type(error).__name__}: {error}"
                     _log.warning(
                         "episode failed",
                         ticket=spec.ticket,
@@ -59,8 +59,8 @@ class Dispatcher:
         if budget.used:
             await self._runner.environment_ready()
         await self._balancer.wait_routable(spec.need)
-        with self._board.episode(), metrics.EPISODES_RUNNING.track_inprogress():
+        with self._status.episode(), metrics.EPISODES_RUNNING.track_inprogress():
             trajectory = await self._runner.run(spec, budget)
-        self._board.ended(trajectory)
+        self._status.ended(trajectory)
         metrics.count(purpose, trajectory)
         return trajectory

@@ -61,11 +61,11 @@ class EpisodeRunner:
         tokenizer: ChatTokenizer,
         environments: Environments,
         balancer: Balancer,
-        board: RunStatus,
+        status: RunStatus,
         bounds: TokenBounds,
     ) -> None:
         self._tokenizer, self._environments, self._balancer, self._bounds = tokenizer, environments, balancer, bounds
-        self._board, self._sampler = board, TurnSampler(balancer, board, tokenizer.eos_id, bounds)
+        self._status, self._sampler = status, TurnSampler(balancer, status, tokenizer.eos_id, bounds)
 
     async def run(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory:
         """One whole episode; its environment's episode is deleted however it ends.
@@ -87,12 +87,12 @@ class EpisodeRunner:
         opening = await self._open(spec, request_id, budget)
         env_s = time.monotonic() - started
         try:
-            course = EpisodeState(spec, budget, Recorder(await self._prompt(opening)))
-            ended, step_s = await self._play(course, opening.episode_id, request_id)
+            episode = EpisodeState(spec, budget, Recorder(await self._prompt(opening)))
+            ended, step_s = await self._play(episode, opening.episode_id, request_id)
         finally:
             await self._delete(opening.episode_id)
-        timings = {"env_s": env_s + step_s, "generate_s": course.generate_s, "total_s": time.monotonic() - started}
-        trajectory = course.recorder.trajectory(
+        timings = {"env_s": env_s + step_s, "generate_s": episode.generate_s, "total_s": time.monotonic() - started}
+        trajectory = episode.recorder.trajectory(
             ticket=spec.ticket,
             sample_index=spec.sample_index,
             attempt=budget.used,
@@ -109,7 +109,7 @@ class EpisodeRunner:
 
     async def environment_ready(self) -> None:
         """Returns when the environment service takes requests; ends only so, or by cancellation."""
-        with self._board.waits_on("env"):
+        with self._status.waits_on("env"):
             while True:
                 with suppress(Unavailable):
                     return await self._environments.ready()
@@ -130,16 +130,16 @@ class EpisodeRunner:
         seed = seeding.env_seed(spec.seed, spec.ticket, spec.sample_index)
         return await self._environments.create(request_id, spec.env, spec.split, spec.index, seed=seed)
 
-    async def _play(self, course: EpisodeState, episode_id: str, request_id: str) -> tuple[_Ended, float]:
+    async def _play(self, episode: EpisodeState, episode_id: str, request_id: str) -> tuple[_Ended, float]:
         """Takes turns until the end; returns how it ended, and the seconds spent in the environment."""
-        recorder, env_s, n_turns = course.recorder, 0.0, 0
+        recorder, env_s, n_turns = episode.recorder, 0.0, 0
         while True:
             start = len(recorder)
-            sampled = await self._sampler.turn(course)
+            sampled = await self._sampler.turn(episode)
             n_turns += 1
             stepped = time.monotonic()
             result = await self._step(
-                course, episode_id, f"{request_id}-{n_turns}", self._tokenizer.message_text(sampled)
+                episode, episode_id, f"{request_id}-{n_turns}", self._tokenizer.message_text(sampled)
             )
             env_s += time.monotonic() - stepped
             cut = self._cut(sampled, len(recorder))
@@ -175,9 +175,9 @@ class EpisodeRunner:
     async def _continuation(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
         return await _tokenized(messages, lambda: self._tokenizer.render_continuation(messages, ended=ended))
 
-    async def _step(self, course: EpisodeState, episode_id: str, request_id: str, text: str) -> StepReply:
+    async def _step(self, episode: EpisodeState, episode_id: str, request_id: str, text: str) -> StepReply:
         """Raises EpisodeLost. Text beyond what the service takes is cut: it is the model's, so it is no failure."""
-        budget, used = course.budget, course.budget.used
+        budget, used = episode.budget, episode.budget.used
         try:
             return await self._asked(
                 lambda: self._environments.step(episode_id, request_id, text[:MAX_MESSAGE]), budget
@@ -196,7 +196,7 @@ class EpisodeRunner:
         """
         while True:
             try:
-                with self._board.waits_on("env"):
+                with self._status.waits_on("env"):
                     return await call()
             except RateLimited as error:
                 await asyncio.sleep(error.retry_after_s)

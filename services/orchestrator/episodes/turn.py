@@ -118,51 +118,51 @@ class EpisodeState:
 class TurnSampler:
     """Asks rollout servers for turns; one object serves all episodes."""
 
-    def __init__(self, balancer: Balancer, board: RunStatus, eos_id: int, bounds: TokenBounds) -> None:
-        self._balancer, self._board, self._eos_id, self._bounds = balancer, board, eos_id, bounds
+    def __init__(self, balancer: Balancer, status: RunStatus, eos_id: int, bounds: TokenBounds) -> None:
+        self._balancer, self._status, self._eos_id, self._bounds = balancer, status, eos_id, bounds
 
-    async def turn(self, course: EpisodeState) -> list[int]:
+    async def turn(self, episode: EpisodeState) -> list[int]:
         """Records one assistant turn; returns its ids, which end with `eos_id` unless a bound cut it.
 
         Raises:
             VolleyError: the attempts are used up.
         """
-        recorder, start = course.recorder, len(course.recorder)
+        recorder, start = episode.recorder, len(episode.recorder)
         for _ in range(_MAX_PARTS):
             left = min(self._bounds.max_response_length - (len(recorder) - start), self._bounds.room(len(recorder)))
             if left <= 0:
                 return recorder.ids_since(start)
-            generation = await self._part(course, left)
+            generation = await self._part(episode, left)
             recorder.add_sampled(generation)
-            course.budget.n_sampled += len(generation.output_ids)
-            self._board.moved()
+            episode.budget.n_sampled += len(generation.output_ids)
+            self._status.moved()
             ids = recorder.ids_since(start)
             if generation.finish_reason != "abort" or ids[-1:] == [self._eos_id]:
                 return ids
         raise Unavailable(f"one turn was cut short {_MAX_PARTS} times")
 
-    async def _part(self, course: EpisodeState, max_new_tokens: int) -> Generation:
+    async def _part(self, episode: EpisodeState, max_new_tokens: int) -> Generation:
         while True:
             started = time.perf_counter()
             try:
-                with course.budget.outage():
-                    await self._balancer.wait_routable(course.spec.need)
-                async with self._balancer.server(course.spec.need, course.server_url) as server:
-                    course.server_url = server.url
-                    with self._board.waits_on("rollout"):
-                        return await self._ask(server, course, max_new_tokens)
+                with episode.budget.outage():
+                    await self._balancer.wait_routable(episode.spec.need)
+                async with self._balancer.server(episode.spec.need, episode.server_url) as server:
+                    episode.server_url = server.url
+                    with self._status.waits_on("rollout"):
+                        return await self._ask(server, episode, max_new_tokens)
             except RateLimited as error:
                 await asyncio.sleep(error.retry_after_s)
             except VolleyError as error:
-                course.budget.spend(error)
+                episode.budget.spend(error)
             finally:
                 elapsed = time.perf_counter() - started
-                course.generate_s += elapsed
+                episode.generate_s += elapsed
                 metrics.GENERATE_SECONDS.observe(elapsed)
 
-    async def _ask(self, server: ServerLoad, course: EpisodeState, max_new_tokens: int) -> Generation:
-        ids, rid = course.recorder.prompt(), uuid.uuid4().hex
-        params = self._params(course.spec, len(ids), max_new_tokens)
+    async def _ask(self, server: ServerLoad, episode: EpisodeState, max_new_tokens: int) -> Generation:
+        ids, rid = episode.recorder.prompt(), uuid.uuid4().hex
+        params = self._params(episode.spec, len(ids), max_new_tokens)
         try:
             generation = await server.engine.generate(ids, params, rid, timeout_s=self._bounds.timeout_s)
         except asyncio.CancelledError:
@@ -175,8 +175,8 @@ class TurnSampler:
                 self._balancer.fail(server, str(error), error.waits_on)
             raise
         self._balancer.succeeded(server, generation.versions[-1].version if generation.versions else None)
-        if course.spec.need.strict:
-            self._check_versions(generation, course.spec.need)
+        if episode.spec.need.strict:
+            self._check_versions(generation, episode.spec.need)
         return generation
 
     def _check_versions(self, generation: Generation, need: VersionBounds) -> None:

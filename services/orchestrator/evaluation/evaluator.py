@@ -81,9 +81,9 @@ class Evaluator:
     """Args: folder: of the run; evals.jsonl and samples.jsonl are appended there."""
 
     def __init__(
-        self, dispatcher: Dispatcher, board: RunStatus, tokenizer: ChatTokenizer, plan: EvalPlan, folder: Path
+        self, dispatcher: Dispatcher, status: RunStatus, tokenizer: ChatTokenizer, plan: EvalPlan, folder: Path
     ) -> None:
-        self._dispatcher, self._board, self._tokenizer, self.plan = dispatcher, board, tokenizer, plan
+        self._dispatcher, self._status, self._tokenizer, self.plan = dispatcher, status, tokenizer, plan
         self._evals, self._samples = RunFolder(folder).evals, RunFolder(folder).samples
         self._read = read_records(self._evals)
         self._lineage: Lineage = ()
@@ -124,7 +124,7 @@ class Evaluator:
     async def _alone(self, lock: int) -> AsyncIterator[None]:
         """Waits for as long as another process evaluates; ends only so, or by cancellation. Closes the descriptor."""
         try:
-            with self._board.waits_on("peer"):
+            with self._status.waits_on("peer"):
                 while not _locked(lock):  # noqa: ASYNC110 - another process holds it; there is no event to wait for
                     await asyncio.sleep(_LOCK_POLL_S)
             yield
@@ -132,7 +132,7 @@ class Evaluator:
             os.close(lock)
 
     def _waiting(self, error: StorageUnavailable | None) -> None:
-        self._board.disk = str(error) if error else None
+        self._status.disk = str(error) if error else None
 
     async def _trajectories(self, need: VersionBounds) -> tuple[list[Trajectory], int]:
         """The trajectories in the order of the tasks, and how many tasks failed. Raises Unavailable if all did."""

@@ -1,4 +1,4 @@
-"""The course of a run, seen from the orchestrator: wait for the services, evaluate, generate while the trainer trains,
+"""A run as the orchestrator sees it: wait for the services, evaluate, generate while the trainer trains,
 evaluate, finish.
 
 Reservations pause while an evaluation runs. So the one at step 0 ends before the first group is generated, and the one
@@ -39,13 +39,13 @@ class RunSizes:
     n_eval: int
 
 
-async def wait_for_tasks(environments: EnvClient, env: str, board: RunStatus) -> RunSizes:
+async def wait_for_tasks(environments: EnvClient, env: str, status: RunStatus) -> RunSizes:
     """Waits until the environment service answers. Raises NotFound for an environment or split it does not have."""
     while True:
         try:
             return RunSizes(await environments.num_tasks(env, "train"), await environments.num_tasks(env, "eval"))
         except Unavailable as error:
-            board.waiting = Wait("env", f"the environment service: {error}")
+            status.waiting = Wait("env", f"the environment service: {error}")
         await asyncio.sleep(1.0)
 
 
@@ -60,7 +60,7 @@ class RunSchedule:
         self,
         queue: TicketSource,
         balancer: Balancer,
-        board: RunStatus,
+        status: RunStatus,
         gate: ReservationGate,
         loop: TicketLoop,
         evaluator: Evaluator,
@@ -68,7 +68,7 @@ class RunSchedule:
         max_steps: int,
         checkpoints: Path,
     ) -> None:
-        self._queue, self._balancer, self._board, self._gate = queue, balancer, board, gate
+        self._queue, self._balancer, self._status, self._gate = queue, balancer, status, gate
         self._loop, self._evaluator, self._max_steps, self._checkpoints = loop, evaluator, max_steps, checkpoints
         self.state: QueueState | None = None
         self._lineage: Lineage = ()
@@ -113,7 +113,7 @@ class RunSchedule:
             try:
                 state = await self._queue.state()
             except QueueUnavailable as error:
-                self._board.waiting = Wait("redis", str(error))
+                self._status.waiting = Wait("redis", str(error))
             else:
                 await self._saw(state, held)
                 self._fresh.set()
@@ -122,8 +122,8 @@ class RunSchedule:
     async def _saw(self, state: QueueState, held: tuple[int, ...]) -> None:
         """Args: held: tickets that were in hand before the snapshot was taken."""
         if self.state is None or _position(state) != _position(self.state):
-            self._board.moved()
-        self._board.refused = state.refused
+            self._status.moved()
+        self._status.refused = state.refused
         if state.ready:
             version = WeightVersion(state.epoch, state.version)
             if state.epoch != self._epoch:
@@ -138,7 +138,7 @@ class RunSchedule:
 
     async def _evaluate(self, at: WeightVersion) -> None:
         """Ends with a record, or without one when the weights are undone meanwhile."""
-        self._board.evaluating_step = at.step
+        self._status.evaluating_step = at.step
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {group.create_task(self._evaluator.run(at.step)), group.create_task(self._undone(at))}
@@ -146,7 +146,7 @@ class RunSchedule:
                 for task in tasks:
                     task.cancel()
         finally:
-            self._board.evaluating_step = None
+            self._status.evaluating_step = None
 
     async def _undone(self, version: WeightVersion) -> None:
         while in_lineage(version, self._lineage):

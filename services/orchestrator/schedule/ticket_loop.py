@@ -87,13 +87,13 @@ class TicketLoop:
         self,
         queue: TicketSource,
         gate: ReservationGate,
-        board: RunStatus,
+        status: RunStatus,
         terms: Admission,
         *,
         n_groups: int,
         run_group: RunGroup,
     ) -> None:
-        self._queue, self._gate, self._board = queue, gate, board
+        self._queue, self._gate, self._status = queue, gate, status
         self._terms, self._run_group = terms, run_group
         self._slots = asyncio.Semaphore(n_groups)
         self._held: dict[int, VersionBounds] = {}
@@ -132,14 +132,14 @@ class TicketLoop:
             try:
                 answer = await self._ask()
             except QueueUnavailable as error:
-                self._board.waiting, failures = Wait("redis", str(error)), failures + 1
+                self._status.waiting, failures = Wait("redis", str(error)), failures + 1
                 await _pause(failures)
                 continue
             failures = 0
             if isinstance(answer, PublishRefusal):
-                self._board.waiting = _WAITING[answer]
+                self._status.waiting = _WAITING[answer]
             elif self._gate.is_open:
-                self._board.waiting = None
+                self._status.waiting = None
                 return answer
             else:
                 await self._give_back(answer.ticket)
@@ -196,7 +196,7 @@ class TicketLoop:
     def _published(self, group: Group, outcome: Published, version: int) -> None:
         metrics.GROUPS.labels("failed" if group.failure is not None else outcome.value).inc()
         if outcome is Published.QUEUED:
-            self._board.group_published(group, version)
+            self._status.group_published(group, version)
         _log.debug("published", ticket=group.ticket, outcome=outcome.value, failure=group.failure)
 
     def _judge(self, group: Group, began: float) -> None:
@@ -211,7 +211,7 @@ class TicketLoop:
         if self._failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
             raise VolleyError(
                 f"{self._failed_in_a_row} groups in a row failed, the last with "
-                f"{self._board.last_failure or group.failure}",
+                f"{self._status.last_failure or group.failure}",
                 "the service's log tells the cause of each",
             )
 

@@ -1,4 +1,4 @@
-"""The course of a run when the trainer goes back to an older checkpoint: nothing waits for weights that were undone."""
+"""A run whose trainer goes back to an older checkpoint: nothing waits for weights that were undone."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -26,23 +26,23 @@ PLAN = EvalPlan("demo", 3, 7, every=5, last_step=20)
 
 
 class RunUnderTest:
-    """A course over fakes; `serve` is a rollout server that has just been probed, with these weights."""
+    """A schedule over fakes; `serve` is a rollout server that has just been probed, with these weights."""
 
     def __init__(self, folder, queue, max_steps=20):
-        self.queue, self.board, gate = queue, RunStatus(), ReservationGate()
+        self.queue, self.status, gate = queue, RunStatus(), ReservationGate()
         self.balancer = balancer_of(ScriptedEngine(version=None), max_staleness=0)
         dispatcher = dispatcher_of(ScriptedEnv(n_turns=1), self.balancer, HOURS)
-        self.evaluator = Evaluator(dispatcher, self.board, tiny_tokenizer(), PLAN, folder)
+        self.evaluator = Evaluator(dispatcher, self.status, tiny_tokenizer(), PLAN, folder)
         loop = TicketLoop(
             queue,
             gate,
-            self.board,
+            self.status,
             TERMS,
             n_groups=2,
             run_group=lambda ticket, need: run_group(dispatcher, plan(2), ticket, need),
         )
-        parts = (queue, self.balancer, self.board, gate, loop, self.evaluator)
-        self.course = RunSchedule(*parts, max_steps=max_steps, checkpoints=folder / "checkpoints")
+        parts = (queue, self.balancer, self.status, gate, loop, self.evaluator)
+        self.schedule = RunSchedule(*parts, max_steps=max_steps, checkpoints=folder / "checkpoints")
 
     def serve(self, epoch, step):
         (server,) = self.balancer.servers
@@ -57,7 +57,7 @@ class RunUnderTest:
 @asynccontextmanager
 async def following(run):
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
-        task = group.create_task(run.course.follow())
+        task = group.create_task(run.schedule.follow())
         yield run
         task.cancel()
 
@@ -83,9 +83,9 @@ async def test_an_evaluation_of_undone_weights_ends_and_its_step_is_measured_whe
     run = RunUnderTest(tmp_path, MemoryQueue(version=5, limit=0))
     run.serve(1, 4)
     async with following(run):
-        await until(lambda: run.board.evaluating_step == 5)
+        await until(lambda: run.status.evaluating_step == 5)
         run.go_back(2, 3)
-        await until(lambda: run.board.evaluating_step is None)
+        await until(lambda: run.status.evaluating_step is None)
         assert run.evaluator.records == []
         run.go_back(2, 5)
         await until(lambda: run.evaluator.records)
@@ -97,9 +97,9 @@ async def test_the_run_ends_only_when_the_last_step_of_the_present_lineage_is_me
     run = RunUnderTest(tmp_path, MemoryQueue(version=20, limit=0))
     run.serve(1, 19)
     async with following(run):
-        await until(lambda: run.board.evaluating_step == 20)
+        await until(lambda: run.status.evaluating_step == 20)
         run.go_back(2, 18)
-        await until(lambda: run.board.evaluating_step != 20)
+        await until(lambda: run.status.evaluating_step != 20)
         run.go_back(2, 20)
         await until(lambda: run.evaluator.records)
     assert run.evaluator.records[-1].version_min == "e000002-s000020"
@@ -113,7 +113,7 @@ async def test_an_evaluation_without_a_single_episode_fails_the_run(tmp_path):
     keep = asyncio.ensure_future(keep_well(run))
     with pytest.raises(ExceptionGroup) as caught:
         async with asyncio.timeout(10):
-            await run.course.follow()
+            await run.schedule.follow()
     keep.cancel()
     assert caught.group_contains(VolleyError, match="all 3 held-out tasks failed", depth=2)
 

@@ -30,11 +30,11 @@ TERMS = Admission(batch=2, max_staleness=1, total=100, lease_s=0.09, patience_s=
 
 
 def loop_of(queue, run=None, env=None, engine=None, n_groups=2):
-    gate, board = ReservationGate(), RunStatus()
+    gate, status = ReservationGate(), RunStatus()
     gate.release(ReservationGate.START)
     dispatcher = dispatcher_of(env or ScriptedEnv(n_turns=1), balancer_of(engine or ScriptedEngine()))
     run = run or (lambda ticket, need: run_group(dispatcher, plan(2), ticket, need))
-    return TicketLoop(queue, gate, board, TERMS, n_groups=n_groups, run_group=run), gate, board
+    return TicketLoop(queue, gate, status, TERMS, n_groups=n_groups, run_group=run), gate, status
 
 
 async def run_until(loop, condition, timeout_s=5.0):
@@ -50,27 +50,27 @@ async def run_until(loop, condition, timeout_s=5.0):
 
 async def test_every_ticket_is_published_once_with_its_own_task():
     queue = MemoryQueue(limit=12)
-    loop, _, board = loop_of(queue)
+    loop, _, status = loop_of(queue)
     await run_until(loop, lambda: len(queue.published) == 12)
     groups = [Group.decode(queue.published[t]) for t in range(1, 13)]
     assert [g.ticket for g in groups] == list(range(1, 13))
     assert len({g.task for g in groups[:10]}) == 10
-    assert board.published == 12
+    assert status.published == 12
 
 
 async def test_a_full_queue_is_the_only_brake_and_is_named():
     queue = MemoryQueue(limit=3)
-    loop, _, board = loop_of(queue)
-    await run_until(loop, lambda: len(queue.published) == 3 and board.running == 0 and board.waiting)
-    assert board.state(None) == ("waiting", "the trainer has enough groups and has not finished a step yet")
+    loop, _, status = loop_of(queue)
+    await run_until(loop, lambda: len(queue.published) == 3 and status.running == 0 and status.waiting)
+    assert status.state(None) == ("waiting", "the trainer has enough groups and has not finished a step yet")
 
 
 async def test_a_trainer_that_is_not_up_yet_is_waited_for():
     queue = MemoryQueue(limit=2, ready=False)
-    loop, _, board = loop_of(queue)
+    loop, _, status = loop_of(queue)
     task = asyncio.ensure_future(run_until(loop, lambda: len(queue.published) == 2))
     await asyncio.sleep(0.05)
-    assert "trainer" in board.state(None)[1]
+    assert "trainer" in status.state(None)[1]
     queue.ready = True
     await task
 
@@ -86,17 +86,17 @@ async def test_redis_away_loses_nothing():
 
 async def test_a_group_waits_for_a_trainer_that_restarts():
     queue = MemoryQueue(limit=1, answers=[Published.NOT_READY, Published.NOT_READY])
-    loop, _, board = loop_of(queue)
+    loop, _, status = loop_of(queue)
     await run_until(loop, lambda: 1 in queue.published)
-    assert board.published == 1
+    assert status.published == 1
 
 
 @pytest.mark.parametrize("outcome", [Published.DUPLICATE, Published.DONE, Published.UNKNOWN])
 async def test_a_group_that_is_not_wanted_is_dropped(outcome):
     queue = MemoryQueue(limit=1, answers=[outcome])
-    loop, _, board = loop_of(queue)
+    loop, _, status = loop_of(queue)
     await run_until(loop, lambda: not queue.answers)
-    assert board.published == 0
+    assert status.published == 0
 
 
 async def test_leases_are_renewed_while_a_group_is_worked_on():
@@ -147,10 +147,10 @@ async def test_nothing_is_reserved_while_the_gate_is_closed():
 
 async def test_a_failed_group_is_published_as_failed():
     queue = MemoryQueue(limit=1)
-    loop, _, board = loop_of(queue, env=ScriptedEnv(prompt="x " * 500))
+    loop, _, status = loop_of(queue, env=ScriptedEnv(prompt="x " * 500))
     await run_until(loop, lambda: 1 in queue.published)
     assert Group.decode(queue.published[1]).failure == "PromptTooLong"
-    assert board.failed_groups == 1
+    assert status.failed_groups == 1
 
 
 async def test_nothing_but_failures_stops_the_run():
