@@ -216,7 +216,7 @@ def _quickstart(arguments: argparse.Namespace) -> int:
     from services.cli.layout import PROJECT
 
     os.chdir(PROJECT)
-    return train.main([QUICKSTART], train.fresh_name([QUICKSTART], arguments.overrides))
+    return train.main([QUICKSTART], train.fresh_name([QUICKSTART], arguments.overrides), prove=True)
 
 
 def _follow(arguments: argparse.Namespace) -> int:

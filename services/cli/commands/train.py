@@ -16,10 +16,11 @@ from pathlib import Path
 from services.cli.local import external, stack
 from services.cli.local.processes import Reaper
 from services.cli.local.supervisor import RestartPolicy, Say, ServiceFailed
-from services.cli.reporting import report
+from services.cli.reporting import closing, report
 from services.cli.reporting.progress import ProgressDisplay
 from services.cli.runs.elapsed import counting
 from services.cli.runs.record import RunClaim, RunRecord, claimed, finished, read_record, stored
+from services.cli.verify import command
 from shared import config
 from shared.clients.base import HttpClient
 from shared.config import LoadedConfig
@@ -45,12 +46,15 @@ class Stopped(Exception):
         self.exit_code = 128 + number
 
 
-def main(paths: Sequence[str], overrides: Sequence[str], seams: stack.StackSeams = stack.REAL) -> int:
+def main(
+    paths: Sequence[str], overrides: Sequence[str], seams: stack.StackSeams = stack.REAL, *, prove: bool = False
+) -> int:
     """A new run, or one with this configuration that goes on. Raises VolleyError; otherwise returns the exit code.
 
-    Relative paths count from the present directory, and are stored absolute.
+    Relative paths count from the present directory, and are stored absolute. With `prove` a finished run is verified,
+    which reads all its checkpoints.
     """
-    return _train(config.rooted(config.load(paths, overrides), Path.cwd()), seams)
+    return _train(config.rooted(config.load(paths, overrides), Path.cwd()), seams, prove=prove)
 
 
 def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = stack.REAL) -> int:
@@ -62,7 +66,7 @@ def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = st
     return _train(loaded, seams)
 
 
-def _train(loaded: LoadedConfig, seams: stack.StackSeams) -> int:
+def _train(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False) -> int:
     check_inputs(loaded)
     with claimed(loaded) as claim:
         folder = claim.folder
@@ -75,7 +79,7 @@ def _train(loaded: LoadedConfig, seams: stack.StackSeams) -> int:
                 f"{folder.path}` continues run {folder.name}."
             )
             return stopped.exit_code
-        return finish(folder, record)
+        return finish(folder, record, prove=prove)
 
 
 def supervise(
@@ -130,10 +134,12 @@ def _is_finished(folder: RunFolder) -> bool:
     return record is not None and record.finished
 
 
-def finish(folder: RunFolder, record: RunRecord) -> int:
+def finish(folder: RunFolder, record: RunRecord, *, prove: bool = False) -> int:
     finished(folder, record)
     summary = report.make(folder)
-    say(report.table(summary, folder))
+    proof = command.verify(folder) if prove else None
+    say(report.told(summary, folder))
+    say(closing.sentence(folder.name, summary, proof))
     say(f"DONE: steps={summary['steps']} elapsed_sec={summary['elapsed_sec']:.1f}")
     return 0
 

@@ -1,5 +1,5 @@
-"""The picture of a run: held-out success and training reward over optimizer steps. Imports matplotlib, without a
-display.
+"""The picture of a run: held-out success with its 95 % interval, and training reward, over optimizer steps. Imports
+matplotlib, without a display.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ mpl.use("Agg")
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from services.cli.reporting.intervals import SuccessRate, success_rates
+
 _HELD_OUT, _TRAIN, _CHANGED = "#1b6ca8", "#c65d21", "#777777"
+_MOST_LABELS = 20
 
 type Rows = Sequence[Mapping[str, Any]]
 
@@ -37,15 +40,24 @@ def draw(path: Path, run: str, steps: Rows, evals: Rows, changed: Sequence[int] 
 
 
 def _draw_success(axes: Any, steps: Rows, evals: Rows) -> None:
-    n_tasks = next((row.get("n_tasks") for row in reversed(evals)), None)
     axes.plot(*_series(steps, "success"), color=_TRAIN, alpha=0.6, linewidth=1.2, label="training episodes (sampled)")
-    x, y = _series(evals, "success")
-    axes.plot(x, y, color=_HELD_OUT, marker="o", linewidth=2, label=f"{n_tasks or ''} held-out tasks (greedy)".strip())
-    for step, value in zip(x, y, strict=True):
-        axes.annotate(f"{value:.0%}", (step, value), textcoords="offset points", xytext=(0, 7), ha="center", fontsize=9)
+    _draw_held_out(axes, success_rates(evals))
     axes.set(ylabel="success (% of episodes)", ylim=(0, 1.09), title="Success")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     _finish(axes)
+
+
+def _draw_held_out(axes: Any, rates: Sequence[SuccessRate]) -> None:
+    x, y = [rate.step for rate in rates], [rate.success for rate in rates]
+    low, high = [rate.low for rate in rates], [rate.high for rate in rates]
+    label = f"{rates[-1].tasks if rates else ''} held-out tasks (greedy)".strip()
+    axes.fill_between(x, low, high, color=_HELD_OUT, alpha=0.18, linewidth=0, label="95% interval (Wilson)")
+    axes.plot(x, y, color=_HELD_OUT, marker="o", linewidth=2, label=label)
+    if len(rates) == 1:  # a band needs two
+        axes.vlines(x, low, high, color=_HELD_OUT, alpha=0.4, linewidth=4)
+    for rate in rates[:: max(1, -(-len(rates) // _MOST_LABELS))]:
+        place = (rate.step, rate.high)
+        axes.annotate(f"{rate.success:.0%}", place, textcoords="offset points", xytext=(0, 3), ha="center", fontsize=9)
 
 
 def _draw_reward(axes: Any, steps: Rows) -> None:

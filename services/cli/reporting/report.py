@@ -7,17 +7,21 @@ become so.
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from services.cli.reporting import jsonl
+from services.cli.reporting import closing, jsonl
+from services.cli.reporting.curve import curve
+from services.cli.reporting.intervals import SuccessRate, success_rates
 from services.cli.runs.record import RunRecord, read_record, write_json
 from shared.errors import ConfigError
 from shared.run import ledger
 from shared.run.folder import RunFolder
-from shared.run.pinned import Change
+from shared.run.pinned import MAX_STEPS, Change
 from shared.run.state import in_lineage, newest_lineage
 from shared.types import WeightVersion
 
@@ -33,8 +37,17 @@ def main(run_dir: Path) -> int:
         raise ConfigError(
             f"{run_dir} has neither metrics.jsonl nor evals.jsonl", "is it a run's folder, and has a step ended?"
         )
-    print(table(make(folder), folder))
+    summary = make(folder)
+    print(told(summary, folder))
+    print(closing.sentence(folder.name, summary))
     return 0
+
+
+def told(summary: Mapping[str, Any], folder: RunFolder) -> str:
+    """The curve and the table, as wide as the terminal."""
+    width = shutil.get_terminal_size().columns
+    rates = [SuccessRate(**rate) for rate in summary["evaluations"]]
+    return "\n".join([*curve(rates, width), table(summary, folder, width)])
 
 
 def make(folder: RunFolder) -> dict[str, Any]:
@@ -67,10 +80,13 @@ def summarize(steps: Rows, evals: Rows, record: RunRecord | None) -> dict[str, A
     after: Mapping[str, Any] = evals[-1] if evals and evals[-1]["step"] > 0 else {}
     return {
         "steps": int(final.get("step", 0)),
+        "max_steps": record.config.get(MAX_STEPS) if record else None,
+        "finished": record.finished if record else None,
         "elapsed_sec": round(record.elapsed_s if record else _span(steps), 1),
         "held_out_success_before_rl": before.get("success"),
         "held_out_success_after_rl": after.get("success"),
         "held_out_tasks": (after or before).get("n_tasks"),
+        "evaluations": [asdict(rate) for rate in success_rates(evals)],
         "final_weight_version": final.get("version"),
         "tokens_per_sec": _tokens_per_sec(steps),
         "reward_first_step": steps[0].get("reward_mean") if steps else None,
@@ -118,7 +134,7 @@ def outcomes(steps: Rows, lines: Iterable[ledger.Line]) -> dict[str, Any]:
     }
 
 
-def table(summary: Mapping[str, Any], folder: RunFolder) -> str:
+def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str:
     before, after = summary["held_out_success_before_rl"], summary["held_out_success_after_rl"]
     gain = f"  ({(after - before) * 100:+.1f} points)" if before is not None and after is not None else ""
     rows = [
@@ -141,9 +157,11 @@ def table(summary: Mapping[str, Any], folder: RunFolder) -> str:
         ("plot", str(folder.plot)),
         ("summary", str(folder.summary)),
     ]
-    width = max(len(label) for label, _ in rows)
-    rule = "─" * (width + 40)
-    return "\n".join([rule, f"run {folder.name}", rule, *(f"{label:<{width}}  {value}" for label, value in rows), rule])
+    labels = max(len(label) for label, _ in rows)
+    rule = "─" * min(labels + 40, width)
+    return "\n".join(
+        [rule, f"run {folder.name}", rule, *(f"{label:<{labels}}  {value}" for label, value in rows), rule]
+    )
 
 
 def _provenance_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
