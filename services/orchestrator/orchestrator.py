@@ -131,7 +131,7 @@ class Orchestrator:
         plan = GroupPlan(
             settings.env,
             "train",
-            settings.n_siblings,
+            settings.group_size,
             settings.seed,
             settings.sampling,
             TaskOrder(settings.seed, sizes.n_train),

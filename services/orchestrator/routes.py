@@ -19,11 +19,11 @@ ROLES = {
 }
 
 
-async def _conductor(request: Request) -> Orchestrator:
+async def _orchestrator(request: Request) -> Orchestrator:
     return request.app.state.orchestrator
 
 
-Served = Annotated[Orchestrator, Depends(_conductor)]
+Served = Annotated[Orchestrator, Depends(_orchestrator)]
 
 
 async def _named(orchestrator: Served, name: str) -> Orchestrator:

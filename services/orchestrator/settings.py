@@ -32,7 +32,7 @@ class OrchestratorSettings:
     bounds: TokenBounds
     terms: Admission
     sampling: Mapping[str, Any]
-    n_siblings: int
+    group_size: int
     max_concurrent: int
     max_steps: int
     n_eval_tasks: int
@@ -41,7 +41,7 @@ class OrchestratorSettings:
     @property
     def n_groups(self) -> int:
         """Groups worked on at once: as many as fill the concurrency, at least one."""
-        return max(1, self.max_concurrent // self.n_siblings)
+        return max(1, self.max_concurrent // self.group_size)
 
 
 def from_config(config: RunConfig) -> OrchestratorSettings:
@@ -74,7 +74,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
             patience_s=orchestrator.episode_timeout_s,
         ),
         sampling=config.rollout.sampling.model_dump(),
-        n_siblings=config.grpo_config.num_generations,
+        group_size=config.grpo_config.num_generations,
         max_concurrent=orchestrator.max_concurrent_episodes,
         max_steps=trainer.max_steps,
         n_eval_tasks=config.data.n_eval_tasks,

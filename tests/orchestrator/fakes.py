@@ -235,8 +235,8 @@ def spec(ticket: int = 1, sample_index: int = 0, need: VersionBounds | None = No
     return SamplingSpec("demo", "train", 3, ticket, sample_index, seed, SAMPLING, need or VersionBounds())
 
 
-def plan(n_siblings: int = 4, n_tasks: int = 10) -> GroupPlan:
-    return GroupPlan("demo", "train", n_siblings, 7, SAMPLING, TaskOrder(7, n_tasks))
+def plan(group_size: int = 4, n_tasks: int = 10) -> GroupPlan:
+    return GroupPlan("demo", "train", group_size, 7, SAMPLING, TaskOrder(7, n_tasks))
 
 
 def unreachable(n: int = 1) -> list[VolleyError]:

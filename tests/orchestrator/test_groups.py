@@ -113,12 +113,12 @@ async def test_an_outage_may_last_longer_than_an_episode():
 
 
 async def test_an_environment_that_is_broken_when_asked_whether_it_is_ready_costs_an_attempt():
-    class Broken(ScriptedEnv):
+    class BrokenEngine(ScriptedEnv):
         async def ready(self):
             if self.not_ready:
                 self.not_ready -= 1
                 raise VolleyError("a defect")
 
-    env = Broken(step_failures=[NotFound("restarted")], not_ready=1)
+    env = BrokenEngine(step_failures=[NotFound("restarted")], not_ready=1)
     trajectory = await dispatcher_of(env, balancer_of(ScriptedEngine())).episode(spec(), "train")
     assert trajectory.failures == {"EpisodeLost": 1, "VolleyError": 1}

@@ -1,4 +1,4 @@
-"""One ticket's group: G siblings of one task, at once. Complete, or failed with the class of the error; nothing in
+"""One ticket's group: G episodes of one task, at once. Complete, or failed with the class of the error; nothing in
 between.
 """
 
@@ -22,11 +22,11 @@ _log = telemetry.Log("groups")
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What all groups of a run share. `sampling` holds temperature, top_p and top_k; G is `n_siblings`."""
+    """What all groups of a run share. `sampling` holds temperature, top_p and top_k; G is `group_size`."""
 
     env: str
     split: str
-    n_siblings: int
+    group_size: int
     seed: int
     sampling: Mapping[str, Any]
     order: TaskOrder
@@ -35,7 +35,7 @@ class GroupPlan:
         index = self.order.index(ticket)
         return [
             SamplingSpec(self.env, self.split, index, ticket, sample_index, self.seed, self.sampling, need)
-            for sample_index in range(self.n_siblings)
+            for sample_index in range(self.group_size)
         ]
 
 
@@ -44,8 +44,8 @@ async def run_group(dispatcher: Dispatcher, plan: GroupPlan, ticket: int, need: 
     failure: VolleyError | None = None
     tasks: list[asyncio.Task[Trajectory]] = []
     try:
-        async with asyncio.TaskGroup() as siblings:
-            tasks += [siblings.create_task(dispatcher.episode(spec, "train")) for spec in plan.specs(ticket, need)]
+        async with asyncio.TaskGroup() as episodes:
+            tasks += [episodes.create_task(dispatcher.episode(spec, "train")) for spec in plan.specs(ticket, need)]
     except* VolleyError as errors:
         failure = first_error(errors)
     if failure is not None:

@@ -1,4 +1,4 @@
-"""Group advantages in float64: how much better an episode was than its siblings.
+"""Group advantages in float64: how much better an episode was than the others of its group.
 
 Formulas and names as in Tunix: `grpo` (DeepSeekMath, arXiv:2402.03300), `drgrpo` (arXiv:2503.20783), `rloo`
 (arXiv:2402.14740).
