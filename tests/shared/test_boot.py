@@ -22,6 +22,7 @@ PROGRAM = """
     from shared import errors
     from shared.process import boot, telemetry
     from shared.web.http import create_app
+    from tests.support.routes import route
     from shared.schema import DataSection, EnvEndpoint, Limits, ModelSection, RunConfig, ServicesSection
     from shared.errors import ServiceUnreachable
 
@@ -38,11 +39,11 @@ PROGRAM = """
                 (folder / "opening").touch()
                 await asyncio.sleep(60)
             app = create_app("env", limits=config.services.limits, tokens=None, ready=lambda: None)
-            @app.get("/slow")
-            async def slow():
+            @route(app, "GET /slow")
+            async def slow(_):
                 await asyncio.sleep(60)
-            @app.get("/blocking")
-            async def a_handler_that_blocks():
+            @route(app, "GET /blocking")
+            async def a_handler_that_blocks(_):
                 time.sleep(1.7)
             async def worker():
                 if mode == "crash":

@@ -23,9 +23,10 @@ from tests.support.tls import make_tls
 PROGRAM = """
     import asyncio, sys
     from contextlib import asynccontextmanager
-    from fastapi.responses import Response
+    from starlette.responses import Response
     from shared.process import boot
     from shared.web.http import create_app
+    from tests.support.routes import route
     from shared.schema import DataSection, EnvEndpoint, Limits, ModelSection, RunConfig, ServicesSection, Tls
 
     port, tls = int(sys.argv[1]), Tls.model_validate_json(sys.argv[2])
@@ -35,11 +36,11 @@ PROGRAM = """
     @asynccontextmanager
     async def open_service(config):
         app = create_app("env", limits=config.services.limits, tokens=None, ready=lambda: None)
-        @app.get("/slow")
-        async def slow():
+        @route(app, "GET /slow")
+        async def slow(_):
             await asyncio.sleep(600)
-        @app.get("/large")
-        async def large():
+        @route(app, "GET /large")
+        async def large(_):
             return Response(b"x" * 2**26)
         yield boot.RunningService(app)
         print("cleaned", flush=True)

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from starlette.requests import Request
+from starlette.responses import Response
 
 from shared.errors import Unavailable
 from shared.schema import Limits
 from shared.web.http import create_app, read_body, respond
+from shared.web.routing import ServiceApp
+from tests.support.routes import route
 
 
 @dataclass
@@ -30,20 +32,20 @@ class FakeRollout:
     aborted: list[str] = field(default_factory=list)
     greedy: list[bool] = field(default_factory=list)
 
-    def app(self) -> FastAPI:
+    def app(self) -> ServiceApp:
         app = create_app("fake-rollout", limits=Limits(), tokens=None, ready=lambda: None if self.well else "not well")
 
-        @app.post("/generate")
+        @route(app, "POST /generate")
         async def generate(request: Request) -> Response:
             return respond(request, await self._generate(await read_body(request)))
 
-        @app.post("/abort_request")
+        @route(app, "POST /abort_request")
         async def abort(request: Request) -> dict[str, str]:
             self.aborted.append((await read_body(request))["rid"])
             return {}
 
-        @app.get("/weights")
-        async def weights() -> dict[str, Any]:
+        @route(app, "GET /weights")
+        async def weights(_: Request) -> dict[str, Any]:
             return {"current": self.version, "staged": None, "digest": None}
 
         return app
