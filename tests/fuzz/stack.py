@@ -66,7 +66,7 @@ async def open_stack(run: RunConfig) -> AsyncIterator[dict[str, str]]:
             urls[name] = await stack.enter_async_context(served(service.app, port=getattr(run.services, name).port))
             workers += service.workers
             if name == "orchestrator":
-                service.app.state.conductor.pause()
+                service.app.state.orchestrator.pause()
         group = await stack.enter_async_context(asyncio.TaskGroup())
         tasks = [group.create_task(work()) for work in workers]
         stack.callback(lambda: [task.cancel() for task in tasks])
