@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Path, Request
+from fastapi.responses import Response
 
 from services.env.catalogue import Catalogue
 from services.env.environments.base import Demonstration, Environment
@@ -35,10 +35,9 @@ from services.env.schemas import (
 )
 from shared.web.access import Role
 from shared.web.http import respond
-from shared.web.openapi import Declared
-from shared.web.routing import Router
+from shared.web.openapi import declares
 
-router = Router(examples={"env": "frozen_lake"})
+router = APIRouter()
 ROLES = {
     "GET /environments": Role.VIEWER,
     "POST /environments": Role.ADMIN,
@@ -63,11 +62,14 @@ class EnvState:
     runner: Runner
 
 
+EnvName = Annotated[str, Path(openapi_examples={"built in": {"value": "frozen_lake"}})]
+
+
 def _state(request: Request) -> EnvState:
     return request.app.state.env
 
 
-@router.get("/environments", Declared(tag="environments", answer=Listed))
+@router.get("/environments", tags=["environments"], openapi_extra=declares(answer=Listed))
 async def list_environments(request: Request) -> Response:
     """All environments with their settings."""
     return respond(request, {"environments": [entry.describe() for entry in _state(request).catalogue.entries()]})
@@ -75,7 +77,9 @@ async def list_environments(request: Request) -> Response:
 
 @router.post(
     "/environments",
-    Declared(tag="environments", body=RegisterBody, answer=Described, statuses=(200, 201)),
+    status_code=201,
+    tags=["environments"],
+    openapi_extra=declares(body=RegisterBody, answer=Described, statuses=(200, 201)),
 )
 async def register_environment(request: Request) -> Response:
     """Adds a configured variant of an environment: 201, or 200 when it exists already with these settings."""
@@ -89,7 +93,9 @@ async def register_environment(request: Request) -> Response:
 
 @router.post(
     "/episodes",
-    Declared(tag="episodes", body=CreateBody, answer=Created, statuses=(201,)),
+    status_code=201,
+    tags=["episodes"],
+    openapi_extra=declares(body=CreateBody, answer=Created, statuses=(201,)),
 )
 async def create_episode(request: Request) -> Response:
     """Starts an episode of one task. Idempotent by `request_id` for as long as the episode lives."""
@@ -100,7 +106,7 @@ async def create_episode(request: Request) -> Response:
     return respond(request, created(slot, state.episodes.ttl_s), 201)
 
 
-@router.post("/episodes/{episode_id}/step", Declared(tag="episodes", body=StepBody, answer=Stepped))
+@router.post("/episodes/{episode_id}/step", tags=["episodes"], openapi_extra=declares(body=StepBody, answer=Stepped))
 async def step_episode(request: Request, episode_id: str) -> Response:
     """Answers an assistant message with observation messages, reward, terminated, truncated, info. Idempotent by
     `request_id`.
@@ -110,43 +116,55 @@ async def step_episode(request: Request, episode_id: str) -> Response:
     return respond(request, stepped(result))
 
 
-@router.delete("/episodes/{episode_id}", Declared(tag="episodes", statuses=(204,)))
+@router.delete("/episodes/{episode_id}", status_code=204, tags=["episodes"])
 async def delete_episode(request: Request, episode_id: str) -> Response:
     """Forgets an episode, also one that is forgotten already."""
     _state(request).episodes.delete(episode_id)
     return Response(status_code=204)
 
 
-@router.get("/{env}/splits", Declared(tag="tasks", answer={"type": "array", "items": {"type": "string"}}))
-async def list_splits(request: Request, env: str) -> Response:
+@router.get(
+    "/{env}/splits", tags=["tasks"], openapi_extra=declares(answer={"type": "array", "items": {"type": "string"}})
+)
+async def list_splits(request: Request, env: EnvName) -> Response:
     """The names of the task sets."""
     return respond(request, list(await _run(request, env, "list", lambda e: e.splits)))
 
 
-@router.get("/{env}/num_tasks", Declared(tag="tasks", query=SplitBody, answer=Counted))
-@router.post("/{env}/num_tasks", Declared(tag="tasks", body=SplitBody, answer=Counted))
-async def count_tasks(request: Request, env: str) -> Response:
+async def count_tasks(request: Request, env: EnvName) -> Response:
     """How many tasks a split has."""
     body = await read(request, SplitBody)
     return respond(request, {"num_tasks": await _run(request, env, "list", lambda e: e.num_tasks(body.split))})
 
 
-@router.get("/{env}/task", Declared(tag="tasks", query=TaskBody, answer=Named))
-@router.post("/{env}/task", Declared(tag="tasks", body=TaskBody, answer=Named))
-async def show_task(request: Request, env: str) -> Response:
+async def show_task(request: Request, env: EnvName) -> Response:
     """The id of a task: split, index, and a digest of what the task is."""
     body = await read(request, TaskBody)
     return respond(request, {"task": await _run(request, env, "reset", lambda e: e.task(body.split, body.index))})
 
 
-@router.post("/{env}/demonstration", Declared(tag="tasks", body=TaskBody, answer=Shown))
-async def demonstrate(request: Request, env: str) -> Response:
+@router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=declares(body=TaskBody, answer=Shown))
+async def demonstrate(request: Request, env: EnvName) -> Response:
     """A conversation of one task to learn from, ending with the assistant's last message, and whether it solves the
     task.
     """
     body = await read(request, TaskBody)
     shown: Demonstration = await _run(request, env, "demonstrate", lambda e: e.demonstration(body.split, body.index))
     return respond(request, {"messages": list(shown.messages), "success": shown.success})
+
+
+for _path, _handler, _body, _answer in (
+    ("num_tasks", count_tasks, SplitBody, Counted),
+    ("task", show_task, TaskBody, Named),
+):
+    for _method, _extra in (
+        ("GET", declares(query=_body, answer=_answer)),
+        ("POST", declares(body=_body, answer=_answer)),
+    ):
+        _id = f"{_method.lower()}_{_path}"
+        router.add_api_route(
+            f"/{{env}}/{_path}", _handler, methods=[_method], tags=["tasks"], operation_id=_id, openapi_extra=_extra
+        )
 
 
 async def _run(request: Request, env: str, what: Call, call: Callable[[Environment], Any]) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic.config import JsonDict
-from starlette.requests import Request
 
 from services.env.environments.base import Fault, Message, StepResult
 from services.env.episodes import EpisodeSlot

@@ -2,62 +2,65 @@
 
 from __future__ import annotations
 
-from starlette.requests import Request
-from starlette.responses import Response
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
 
 from services.orchestrator.orchestrator import Orchestrator
 from shared.errors import Conflict, NotFound
 from shared.web.access import Role
-from shared.web.http import respond
-from shared.web.openapi import Declared
-from shared.web.routing import Router
 
-router = Router(prefix="/runs", tag="runs")
+router = APIRouter(prefix="/runs", tags=["runs"])
 ROLES = {
     "GET /runs": Role.VIEWER,
     "GET /runs/{name}": Role.VIEWER,
     "POST /runs/{name}/pause": Role.ADMIN,
     "POST /runs/{name}/resume": Role.ADMIN,
 }
-_RUN = {"type": "object"}
 
 
-def _named(request: Request, name: str) -> Orchestrator:
-    """Raises NotFound for a run that another process serves."""
-    orchestrator: Orchestrator = request.app.state.orchestrator
+async def _orchestrator(request: Request) -> Orchestrator:
+    return request.app.state.orchestrator
+
+
+Served = Annotated[Orchestrator, Depends(_orchestrator)]
+
+
+async def _named(orchestrator: Served, name: str) -> Orchestrator:
     if name != orchestrator.settings.run:
         raise NotFound(f"there is no run {name!r} here", f"this orchestrator serves {orchestrator.settings.run!r}")
     return orchestrator
 
 
-@router.get("", Declared(answer={"type": "array", "items": _RUN}))
-async def list_runs(request: Request) -> Response:
-    return respond(request, [request.app.state.orchestrator.describe()])
+Named = Annotated[Orchestrator, Depends(_named)]
 
 
-@router.get("/{name}", Declared(answer=_RUN))
-async def show_run(request: Request, name: str) -> Response:
+@router.get("")
+async def list_runs(orchestrator: Served) -> list[dict[str, Any]]:
+    return [orchestrator.describe()]
+
+
+@router.get("/{name}")
+async def show_run(orchestrator: Named) -> dict[str, Any]:
     """State (waiting, running, evaluating, paused, finished, failed) with its reason, progress, rates, servers,
     evaluations.
     """
-    return respond(request, _named(request, name).describe())
+    return orchestrator.describe()
 
 
-@router.post("/{name}/pause", Declared(answer=_RUN))
-async def pause_run(request: Request, name: str) -> Response:
+@router.post("/{name}/pause")
+async def pause_run(orchestrator: Named) -> dict[str, Any]:
     """No new groups are begun; those in progress are finished. Repeating it changes nothing."""
-    orchestrator = _named(request, name)
     _require_going(orchestrator)
     orchestrator.pause()
-    return respond(request, orchestrator.describe())
+    return orchestrator.describe()
 
 
-@router.post("/{name}/resume", Declared(answer=_RUN))
-async def resume_run(request: Request, name: str) -> Response:
-    orchestrator = _named(request, name)
+@router.post("/{name}/resume")
+async def resume_run(orchestrator: Named) -> dict[str, Any]:
     _require_going(orchestrator)
     orchestrator.resume()
-    return respond(request, orchestrator.describe())
+    return orchestrator.describe()
 
 
 def _require_going(orchestrator: Orchestrator) -> None:

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
+from fastapi import FastAPI
+
 from services.rollout import metrics
 from services.rollout.api import openai, routes
 from services.rollout.api.generation import GenerationRunner
@@ -24,7 +26,6 @@ from shared.schema import RunConfig
 from shared.types import WeightVersion
 from shared.web.access import AccessTokens, read_tokens
 from shared.web.http import create_app
-from shared.web.routing import ServiceApp
 
 type OpenEngine = Callable[[EngineSpec], AbstractAsyncContextManager[Engine]]
 
@@ -76,7 +77,7 @@ def build_app(
     updates: WeightUpdater,
     generation: GenerationRunner,
     tokens: AccessTokens | None,
-) -> ServiceApp:
+) -> FastAPI:
     """The HTTP face of any engine."""
     limits = settings.limits.model_copy(update={"max_body_bytes": _longest_body(settings)})
     app = create_app(

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Annotated, get_args
 
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
 
 from services.trainer.status import Phase, TrainerStatus
 from shared.web.access import Role
 from shared.web.http import respond
-from shared.web.openapi import Declared
-from shared.web.routing import Router
+from shared.web.openapi import declares
 
-router = Router(tag="trainer")
+router = APIRouter(tags=["trainer"])
 _STATUS = {
     "type": "object",
     "properties": {"run": {"type": "string"}, "phase": {"enum": list(get_args(Phase))}, "tickets": {"type": "object"}}
@@ -29,34 +28,34 @@ ROLES = {
 }
 
 
-def _board(request: Request) -> TrainerStatus:
+async def _board(request: Request) -> TrainerStatus:
     return request.app.state.board
 
 
-@router.get("/status", Declared(answer=_STATUS))
-async def status(request: Request) -> Response:
+Here = Annotated[TrainerStatus, Depends(_board)]
+
+
+@router.get("/status", openapi_extra=declares(answer=_STATUS))
+async def status(request: Request, board: Here) -> Response:
     """Phase, step, versions, the last step's metrics, tickets by how they ended, and what is waited for."""
-    return respond(request, _board(request).status())
+    return respond(request, board.status())
 
 
-@router.post("/checkpoint", Declared(answer=_ASKED, statuses=(202,)))
-async def checkpoint(request: Request) -> Response:
+@router.post("/checkpoint", status_code=202, openapi_extra=declares(answer=_ASKED, statuses=(202,)))
+async def checkpoint(request: Request, board: Here) -> Response:
     """Asks for a checkpoint after the running step; `durable_step` in /status tells when it is there."""
-    board = _board(request)
     board.ask(checkpoint=True)
     return respond(request, {"step": board.step, "durable_step": board.durable_step}, 202)
 
 
-@router.post("/pause", Declared(answer=_ASKED))
-async def pause(request: Request) -> Response:
+@router.post("/pause", openapi_extra=declares(answer=_ASKED))
+async def pause(request: Request, board: Here) -> Response:
     """No new step starts until /resume; the running one ends."""
-    board = _board(request)
     board.ask(pause=True)
     return respond(request, {"paused": True, "step": board.step})
 
 
-@router.post("/resume", Declared(answer=_ASKED))
-async def resume(request: Request) -> Response:
-    board = _board(request)
+@router.post("/resume", openapi_extra=declares(answer=_ASKED))
+async def resume(request: Request, board: Here) -> Response:
     board.ask(pause=False)
     return respond(request, {"paused": False, "step": board.step})

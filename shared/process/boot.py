@@ -27,6 +27,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 import uvloop
+from fastapi import FastAPI
 
 from shared import config
 from shared.errors import ConfigError, VolleyError
@@ -34,7 +35,6 @@ from shared.process import telemetry, watchdog
 from shared.process.ports import host_problem
 from shared.schema import Endpoint, RunConfig, TokenFiles
 from shared.services import SERVICES
-from shared.web.routing import ServiceApp
 from shared.web.serving import HttpServer, make_server
 from shared.web.tls import check_certificate
 
@@ -49,7 +49,7 @@ _log = telemetry.Log("boot")
 class RunningService:
     """What `open_service` yields: the HTTP application and the workers that live as long as it does."""
 
-    app: ServiceApp
+    app: FastAPI
     workers: Sequence[Callable[[], Awaitable[None]]] = field(default=())
 
 

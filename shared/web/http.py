@@ -15,10 +15,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import orjson
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -42,8 +43,7 @@ from shared.schema import Limits
 from shared.web import docs_page
 from shared.web.access import AccessTokens, Role, RoleTable
 from shared.web.limits import RateLimiter
-from shared.web.openapi import Declared
-from shared.web.routing import Router, ServiceApp
+from shared.web.openapi import PROBLEMS
 
 COMMON_ROLES = {
     "GET /health": Role.ANYONE,
@@ -71,7 +71,7 @@ def create_app(
     ready: Callable[[], str | Unavailable | None],
     roles: Mapping[str, Role] | None = None,
     max_objects: int = MAX_OBJECTS,
-) -> ServiceApp:
+) -> FastAPI:
     """An application with the common routes and middleware.
 
     Args:
@@ -81,39 +81,33 @@ def create_app(
         ready: returns None when requests may be routed here, else the reason why not, as text or as an error.
         max_objects: values that one body may hold.
     """
-    declared = {**COMMON_ROLES, **(roles or {})}
-    app = ServiceApp(title, declared, secured=tokens is not None)
+    app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, responses=PROBLEMS)
     app.state.max_objects, app.state.max_body_bytes = max_objects, limits.max_body_bytes
     app.add_exception_handler(VolleyError, _on_volley_error)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
+    declared = {**COMMON_ROLES, **(roles or {})}
     app.add_middleware(_Edge, limits=limits, tokens=tokens, roles=RoleTable(declared))
-    docs_page.add(app)
-    app.include_router(_common(title, ready))
-    return app
+    docs_page.add(app, declared, secured=tokens is not None)
 
+    @app.get("/health", tags=["common"])
+    async def health() -> dict[str, str]:
+        return {"status": "ok", "service": title}
 
-def _common(title: str, ready: Callable[[], str | Unavailable | None]) -> Router:
-    router = Router(tag="common")
-    plain = Declared(answer={"type": "object", "additionalProperties": {"type": "string"}})
-
-    @router.get("/health", plain)
-    async def health(request: Request) -> Response:
-        return respond(request, {"status": "ok", "service": title})
-
-    @router.get("/ready", plain)
-    async def readiness(request: Request) -> Response:
+    @app.get("/ready", tags=["common"])
+    async def readiness() -> dict[str, str]:
         reason = ready()
         if reason is not None:
             raise reason if isinstance(reason, Unavailable) else Unavailable(reason)
-        return respond(request, {"status": "ready"})
+        return {"status": "ready"}
 
-    @router.get("/metrics", Declared(content={"text/plain": {"schema": {"type": "string"}}}))
+    @app.get("/metrics", tags=["common"], response_class=PlainTextResponse)
     async def metrics(request: Request) -> Response:
         content, media_type = telemetry.exposition(request.headers.get("accept", ""))
         return Response(content, media_type=media_type)
 
-    return router
+    return app
 
 
 async def read_body(request: Request) -> dict[str, Any]:
@@ -197,6 +191,11 @@ def _problem(body: dict[str, Any], headers: Mapping[str, str], path: str) -> Res
 async def _on_volley_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, VolleyError)
     return problem_response(error, request.url.path)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return problem_response(InputError(_told(error.errors())), request.url.path)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:

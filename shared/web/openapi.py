@@ -1,25 +1,19 @@
-"""The OpenAPI document, from what routes declare beside their handlers: nothing here runs before somebody asks for it.
+"""What the OpenAPI page says of bodies that routes read and write by hand: declarations only, nothing here runs on a
+request.
 
 Bodies are JSON or msgpack, with one schema. Schemas are plain JSON schemas, or pydantic models that stand for theirs.
 """
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import BaseModel
 
 from shared import codec
-from shared.web.access import Role
 
 type Schema = Mapping[str, Any] | type[BaseModel]
-
-_SCHEME = "bearer"
-_PARAMETER = re.compile(r"{(\w+)}")
 
 PROBLEM: Mapping[str, Any] = {
     "type": "object",
@@ -45,7 +39,7 @@ PROBLEM: Mapping[str, Any] = {
     "required": ["type", "title", "status", "detail"],
 }
 
-PROBLEMS: dict[str, dict[str, Any]] = {
+PROBLEMS: dict[int | str, dict[str, Any]] = {
     code: {"description": text, "content": {"application/problem+json": {"schema": PROBLEM}}}
     for code, text in (
         ("4XX", "The request is wrong, or not now"),
@@ -55,110 +49,28 @@ PROBLEMS: dict[str, dict[str, Any]] = {
 """The answers every route may give beside its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Declared:
-    """What the document says of a route.
-
-    `statuses` are those of the answers that went well; `content` is what they hold by media type, where it is no
-    object; `query` is a model of the query's parameters; `examples` are of the parts of the path, by name.
-    """
-
-    body: Schema | None = None
-    answer: Schema | None = None
-    statuses: tuple[int, ...] = (200,)
-    query: type[BaseModel] | None = None
-    content: Mapping[str, Any] | None = None
-    tag: str = ""
-    examples: Mapping[str, str] = field(default_factory=dict[str, str])
-
-    def within(self, tag: str, examples: Mapping[str, str]) -> Self:
-        """The declaration in a group of routes that share a tag and examples; its own ones win."""
-        return replace(self, tag=self.tag or tag, examples={**examples, **self.examples})
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One route of the document. The handler lends its name and its docstring."""
-
-    method: str
-    path: str
-    handler: Callable[..., Any]
-    declared: Declared
-
-
-def document(
-    title: str, operations: Iterable[Operation], roles: Mapping[str, Role], *, secured: bool
+def declares(
+    *,
+    body: Schema | None = None,
+    answer: Schema | None = None,
+    statuses: tuple[int, ...] = (200,),
+    query: type[BaseModel] | None = None,
 ) -> dict[str, Any]:
-    """The document, OpenAPI 3.1. Where the service is `secured`, with a security scheme and with the role of every
-    operation: a bearer token of that role, or of one that includes it. One that `roles` lacks asks for admin.
-    """
-    paths: dict[str, dict[str, Any]] = {}
-    for operation in operations:
-        described = _described(operation)
-        if secured:
-            _add_role(described, roles.get(f"{operation.method} {operation.path}", Role.ADMIN))
-        paths.setdefault(operation.path, {})[operation.method.lower()] = described
-    whole = {"openapi": "3.1.0", "info": {"title": title, "version": "1"}, "paths": paths}
-    return {**whole, "components": {"securitySchemes": {_SCHEME: _BEARER}}} if secured else whole
-
-
-_BEARER = {
-    "type": "http",
-    "scheme": "bearer",
-    "description": "A token of one of the roles viewer, service and admin, each of which includes those before it. "
-    "`volley access RUN` tells in which files a run's tokens are.",
-}
-
-
-def _described(operation: Operation) -> dict[str, Any]:
-    declared, path = operation.declared, operation.path
-    described: dict[str, Any] = {
-        "operationId": "_".join([operation.method.lower(), *re.findall(r"\w+", path)]),
-        "summary": operation.handler.__name__.replace("_", " ").strip().capitalize(),
-        "responses": _answers(declared) | PROBLEMS,
-    }
-    if declared.tag:
-        described["tags"] = [declared.tag]
-    if operation.handler.__doc__:
-        described["description"] = inspect.cleandoc(operation.handler.__doc__)
-    if parameters := _path_parameters(path, declared.examples) + _query_parameters(declared.query):
-        described["parameters"] = parameters
-    if declared.body is not None:
-        described["requestBody"] = {"required": True, "content": _content(declared.body)}
-    return described
-
-
-def _add_role(described: dict[str, Any], role: Role) -> None:
-    if role is not Role.ANYONE:
-        described["security"] = [{_SCHEME: []}]
-    described["x-role"] = str(role)
-    described["description"] = f"{described.get('description', '')}\n\nRole: **{role}**".strip()
-
-
-def _answers(declared: Declared) -> dict[str, Any]:
-    content = declared.content or (_content(declared.answer) if declared.answer is not None else None)
-    answer = {"description": "Done"} | ({"content": content} if content else {})
-    return {str(status): answer for status in declared.statuses}
-
-
-def _path_parameters(path: str, examples: Mapping[str, str]) -> list[dict[str, Any]]:
-    return [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        | ({"example": examples[name]} if name in examples else {})
-        for name in _PARAMETER.findall(path)
-    ]
-
-
-def _query_parameters(query: type[BaseModel] | None) -> list[dict[str, Any]]:
-    if query is None:
-        return []
-    schema = _plain(query)
-    required, examples = schema.get("required", ()), schema.get("examples", ({},))[0]
-    return [
-        {"name": name, "in": "query", "required": name in required, "schema": described}
-        | ({"example": examples[name]} if name in examples else {})
-        for name, described in schema["properties"].items()
-    ]
+    """`openapi_extra` of a route: its request body, its answer with any of `statuses`, and its query parameters."""
+    extra: dict[str, Any] = {}
+    if body is not None:
+        extra["requestBody"] = {"required": True, "content": _content(body)}
+    if answer is not None:
+        extra["responses"] = {str(status): {"description": "Done", "content": _content(answer)} for status in statuses}
+    if query is not None:
+        schema = _plain(query)
+        required, examples = schema.get("required", ()), schema.get("examples", ({},))[0]
+        extra["parameters"] = [
+            {"name": name, "in": "query", "required": name in required, "schema": field}
+            | ({"example": examples[name]} if name in examples else {})
+            for name, field in schema["properties"].items()
+        ]
+    return extra
 
 
 def _content(schema: Schema) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from shared.schema import Limits, ServicesSection
 from shared.web.connection import Connection
-from shared.web.routing import ServiceApp
 
 _KEEP_ALIVE_S = 30
 _TLS_S = 5.0
@@ -54,7 +54,7 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
 
-def make_server(app: ServiceApp, services: ServicesSection) -> HttpServer:
+def make_server(app: FastAPI, services: ServicesSection) -> HttpServer:
     """For a certificate that `shared.web.tls.check_certificate` has found usable."""
     config = uvicorn.Config(
         app,

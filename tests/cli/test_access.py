@@ -22,7 +22,6 @@ from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.net import free_port
-from tests.support.routes import route
 from tests.support.tokens import write_tokens
 
 
@@ -123,7 +122,7 @@ async def run_of(name, tokens):
             app = create_app(
                 kind, limits=Limits(), tokens=tokens, ready=lambda: None, roles={f"GET {path}": Role.VIEWER}
             )
-            route(app, f"GET {path}")(lambda _, answer=answer: answer)
+            app.get(path)(lambda answer=answer: answer)
             urls[kind] = await entered.enter_async_context(served(app))
         yield urls
 

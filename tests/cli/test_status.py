@@ -15,7 +15,6 @@ from shared.schema import Limits, TokenFiles
 from shared.web.access import Role, read_tokens
 from shared.web.http import create_app
 from tests.support.asgi import served
-from tests.support.routes import route
 
 TRAINER = {
     "phase": "waiting",
@@ -42,7 +41,7 @@ def app_of(name, answers, tokens=None, ready=None):
         roles=dict.fromkeys((f"GET {path}" for path in answers), Role.VIEWER),
     )
     for path, answer in answers.items():
-        route(app, f"GET {path}")(lambda _, answer=answer: answer() if callable(answer) else answer)
+        app.get(path)(lambda answer=answer: answer() if callable(answer) else answer)
     return app
 
 

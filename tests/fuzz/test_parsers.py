@@ -11,9 +11,9 @@ import numpy as np
 import orjson
 import pytest
 import yaml
+from fastapi import Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from starlette.requests import Request
 
 from services.env import schemas
 from services.env.catalogue import KINDS, Catalogue

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 import httpx
 import numpy as np
 import pytest
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
 
 from shared import codec
 from shared.clients.env import EnvClient
@@ -15,11 +15,9 @@ from shared.clients.rollout import RolloutClient
 from shared.errors import Conflict, DecodeError, NotFound, ServiceUnreachable, Unavailable, problem
 from shared.schema import Limits
 from shared.web.http import create_app
-from shared.web.routing import ServiceApp
 from tests.support.asgi import served
 from tests.support.fake_rollout import FakeRollout
 from tests.support.net import free_port
-from tests.support.routes import route
 
 IDS = np.arange(5, dtype=np.int32)
 PARAMS = {"max_new_tokens": 4, "temperature": 1.0, "sampling_seed": 1}
@@ -39,10 +37,10 @@ def changed(**meta):
 
 
 def answering(body, status=200):
-    app = ServiceApp("foreign", {}, secured=False)
+    app = FastAPI()
 
-    @route(app, "GET /{path:path}", "POST /{path:path}", "DELETE /{path:path}")
-    async def answer(_: Request, path: str) -> Response:
+    @app.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
+    async def answer(request: Request) -> Response:
         return Response(codec.pack(body), status, media_type=codec.MEDIA_TYPE)
 
     return app
@@ -93,8 +91,8 @@ async def test_a_broken_generation_makes_the_server_unavailable_and_is_never_dat
 async def failing(error):
     app = create_app("failing", limits=Limits(), tokens=None, ready=lambda: None)
 
-    @route(app, "POST /episodes/{episode_id}/step")
-    async def step(_: Request, episode_id: str) -> None:
+    @app.post("/episodes/{episode_id}/step")
+    async def step(episode_id: str) -> None:
         raise error
 
     async with served(app) as url, EnvClient(url) as client:

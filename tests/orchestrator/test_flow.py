@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 import pytest
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Request
+from fastapi.responses import Response
 
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import run_group
@@ -37,7 +37,6 @@ from tests.orchestrator.fakes import (
 )
 from tests.support.asgi import served
 from tests.support.fake_rollout import FakeRollout
-from tests.support.routes import route
 from tests.support.tokenizer import tiny_tokenizer
 
 TERMS = Admission(batch=2, max_staleness=1, total=10_000, lease_s=60, patience_s=60)
@@ -135,7 +134,7 @@ async def counted(failing):
     requests = Counter()
     app = create_app("env", limits=Limits(), tokens=None, ready=lambda: None)
 
-    @route(app, "POST /{path:path}", "DELETE /{path:path}")
+    @app.api_route("/{path:path}", methods=["POST", "DELETE"])
     async def answer(request: Request, path: str) -> Response:
         name = "step" if path.endswith("step") else request.method
         requests[name] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from services.env import routes as env
 from services.orchestrator import routes as orchestrator
@@ -15,8 +16,6 @@ from shared.errors import ConfigError
 from shared.schema import Limits, TokenFiles
 from shared.web.access import AccessTokens, Role, RoleTable, read_secret, read_tokens, token_for
 from shared.web.http import COMMON_ROLES, create_app
-from shared.web.routing import ServiceApp
-from tests.support.routes import route
 from tests.support.tokens import write_private, write_tokens
 
 SERVICES = {
@@ -78,7 +77,7 @@ TABLE = [
 TOKENS = AccessTokens({Role.VIEWER: "viewer", Role.SERVICE: "service", Role.ADMIN: "admin"})
 
 
-def make_app(service: str) -> ServiceApp:
+def make_app(service: str) -> FastAPI:
     routers, roles = SERVICES[service]
     app = create_app(service, limits=Limits(), tokens=TOKENS, ready=lambda: None, roles=roles)
     for router in routers:
@@ -86,7 +85,7 @@ def make_app(service: str) -> ServiceApp:
     return app
 
 
-def routes_of(app: ServiceApp) -> set[str]:
+def routes_of(app: FastAPI) -> set[str]:
     """Documented routes as "METHOD /path", and those that are in no documentation."""
     documented = {f"{method.upper()} {path}" for path, methods in app.openapi()["paths"].items() for method in methods}
     others = {(method, route.path) for route in app.routes if hasattr(route, "path") for method in route.methods}  # pyright: ignore
@@ -115,7 +114,7 @@ async def test_a_route_is_closed_to_all_below_its_role(service: str, role: Role,
 
 async def test_a_route_without_a_role_is_the_admins() -> None:
     app = create_app("demo", limits=Limits(), tokens=TOKENS, ready=lambda: None)
-    route(app, "GET /forgotten")(lambda _: 1)
+    app.get("/forgotten")(lambda: 1)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
         statuses = [
             (await client.get("/forgotten", headers={"Authorization": f"Bearer {role}"})).status_code

@@ -22,7 +22,6 @@ PROGRAM = """
     from shared import errors
     from shared.process import boot, telemetry
     from shared.web.http import create_app
-    from tests.support.routes import route
     from shared.schema import DataSection, EnvEndpoint, Limits, ModelSection, RunConfig, ServicesSection
     from shared.errors import ServiceUnreachable
 
@@ -39,11 +38,11 @@ PROGRAM = """
                 (folder / "opening").touch()
                 await asyncio.sleep(60)
             app = create_app("env", limits=config.services.limits, tokens=None, ready=lambda: None)
-            @route(app, "GET /slow")
-            async def slow(_):
+            @app.get("/slow")
+            async def slow():
                 await asyncio.sleep(60)
-            @route(app, "GET /blocking")
-            async def a_handler_that_blocks(_):
+            @app.get("/blocking")
+            async def a_handler_that_blocks():
                 time.sleep(1.7)
             async def worker():
                 if mode == "crash":

@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 import httpx
 import orjson
 import pytest
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
 
 from shared.process import telemetry
 from shared.schema import Limits, ServicesSection
@@ -24,33 +24,31 @@ from shared.web.access import AccessTokens, Role
 from shared.web.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection
 from shared.web.http import create_app
 from shared.web.limits import RateLimiter
-from shared.web.routing import ServiceApp
 from tests.support.asgi import served
-from tests.support.routes import route
 
 LIMITS = Limits(header_timeout_s=0.3, body_timeout_s=0.6, max_connections=8, max_body_bytes=2**20, grace_s=1)
 ROLES = {"POST /size": Role.ANYONE, "GET /large": Role.ANYONE, "GET /long": Role.ANYONE}
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
-def make_app(limits: Limits = LIMITS) -> ServiceApp:
+def make_app(limits: Limits = LIMITS) -> FastAPI:
     app = create_app(
         "demo", limits=limits, tokens=AccessTokens({Role.ADMIN: "secret"}), ready=lambda: None, roles=ROLES
     )
 
-    @route(app, "POST /size")
+    @app.post("/size")
     async def size(request: Request) -> int:
         return len(await request.body())
 
-    @route(app, "POST /forbidden")
-    async def forbidden(_: Request) -> None: ...
+    @app.post("/forbidden")
+    async def forbidden() -> None: ...
 
-    @route(app, "GET /large")
-    async def large(_: Request) -> Response:
+    @app.get("/large")
+    async def large() -> Response:
         return Response(b"x" * 2**24)
 
-    @route(app, "GET /long")
-    async def long(_: Request) -> str:
+    @app.get("/long")
+    async def long() -> str:
         await asyncio.sleep(0.5)
         return "done"
 

@@ -8,8 +8,7 @@ import numpy as np
 import orjson
 import pytest
 import uvicorn
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from fastapi import HTTPException, Request
 
 from shared import codec, errors
 from shared.clients import base
@@ -19,7 +18,6 @@ from shared.web import http, serving
 from shared.web.access import AccessTokens, Role
 from shared.web.http import create_app, read_body, respond
 from tests.support.net import free_port
-from tests.support.routes import route
 
 TOKEN = "s3cret-s3cret-s3"
 TOKENS = AccessTokens({Role.VIEWER: TOKEN})
@@ -30,21 +28,21 @@ def make_app(tokens=None, reason=None, limits=LIMITS, roles=None):
     declared = {"GET /number/{n}": Role.VIEWER, **(roles or {})}
     app = create_app("demo", limits=limits, tokens=tokens, ready=lambda: reason, roles=declared)
 
-    @route(app, "POST /echo")
+    @app.post("/echo")
     async def echo(request: Request):
         return respond(request, await read_body(request))
 
-    @route(app, "GET /fail/{name}")
-    async def fail(_, name):
+    @app.get("/fail/{name}")
+    async def fail(name: str):
         raise getattr(errors, name)("the detail", "the hint")
 
-    @route(app, "GET /bug")
-    async def bug(_):
+    @app.get("/bug")
+    async def bug():
         raise KeyError("secret of the inside")
 
-    @route(app, "GET /number/{n}")
-    async def number(_, n):
-        return int(n)
+    @app.get("/number/{n}")
+    async def number(n: int):
+        return n
 
     return app
 
@@ -87,6 +85,7 @@ async def test_an_error_crosses_the_wire_as_itself(name):
         ("/v1/fail", TOKEN, 409, "the detail (the hint)"),
         ("/v1/bug", TOKEN, 500, "internal error (the service's log says more)"),
         ("/v1/foreign", TOKEN, 418, "short and stout"),
+        ("/v1/number/x", TOKEN, 422, "path.n: "),
         ("/v1/large", TOKEN, 413, "the body exceeds 1000 bytes (services.limits.max_body_bytes sets the limit)"),
         ("/v1/fail", "wrong", 401, "missing or wrong bearer token (send Authorization: Bearer <token>)"),
         ("/v1/nothing", TOKEN, 404, "there is no '/v1/nothing' here (GET /openapi.json lists what there is)"),
@@ -97,17 +96,20 @@ async def test_openais_clients_are_told_what_is_wrong(path, token, status, messa
         TOKENS, roles={f"{method} {path}": Role.VIEWER for method in ("GET", "POST")} if path != "/v1/nothing" else {}
     )
 
-    @route(app, "GET /v1/fail")
-    async def fail(_):
+    @app.get("/v1/fail")
+    async def fail():
         raise errors.Conflict("the detail", "the hint")
 
-    @route(app, "GET /v1/bug")
-    async def bug(_):
+    @app.get("/v1/bug")
+    async def bug():
         raise KeyError("secret of the inside")
 
-    @route(app, "GET /v1/foreign")
-    async def foreign(_):
+    @app.get("/v1/foreign")
+    async def foreign():
         raise HTTPException(418, "short and stout")
+
+    @app.get("/v1/number/{n}")
+    async def number(n: int): ...
 
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://demo"
@@ -125,8 +127,8 @@ async def test_openais_clients_are_told_what_is_wrong(path, token, status, messa
 async def test_when_to_ask_again_crosses_the_wire():
     app = make_app()
 
-    @route(app, "GET /full")
-    async def full(_):
+    @app.get("/full")
+    async def full():
         raise errors.RateLimited("full", retry_after_s=9.5)
 
     async with client(app) as c:
@@ -162,6 +164,7 @@ async def test_a_bug_says_nothing_of_the_inside():
         (lambda c: c.post("/echo", content=b"\xc1", headers={"content-type": codec.MEDIA_TYPE}), 400),
         (lambda c: c.post("/echo", content=b"[1]", headers={"content-type": "application/json"}), 400),
         (lambda c: c.post("/echo", content=b"x" * 1001), 413),
+        (lambda c: c.get("/number/many"), 422),
         (lambda c: c.get("/nowhere"), 404),
         (lambda c: c.get("/echo"), 405),
     ],
@@ -208,7 +211,8 @@ async def test_admin_requests_have_a_pace_for_each_address():
     app = create_app(
         "demo", limits=Limits(admin_per_s=0.2), tokens=None, ready=lambda: None, roles={"GET /free": Role.SERVICE}
     )
-    route(app, "POST /admin", "GET /free")(lambda _: 1)
+    app.post("/admin")(lambda: 1)
+    app.get("/free")(lambda: 1)
     answers = {}
     for address in ("10.0.0.1", "10.0.0.2"):
         transport = httpx.ASGITransport(app, client=(address, 1))

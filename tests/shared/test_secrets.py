@@ -24,7 +24,6 @@ from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.net import free_port, wait_http
-from tests.support.routes import route
 from tests.support.tokens import write_private, write_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -113,8 +112,8 @@ async def test_a_bug_tells_no_token(caplog: pytest.LogCaptureFixture):
         ready=lambda: None,
     )
 
-    @route(app, "GET /bug")
-    async def bug(_: object) -> None:
+    @app.get("/bug")
+    async def bug() -> None:
         raise RuntimeError("the defect")
 
     with caplog.at_level(logging.DEBUG):

@@ -23,10 +23,9 @@ from tests.support.tls import make_tls
 PROGRAM = """
     import asyncio, sys
     from contextlib import asynccontextmanager
-    from starlette.responses import Response
+    from fastapi.responses import Response
     from shared.process import boot
     from shared.web.http import create_app
-    from tests.support.routes import route
     from shared.schema import DataSection, EnvEndpoint, Limits, ModelSection, RunConfig, ServicesSection, Tls
 
     port, tls = int(sys.argv[1]), Tls.model_validate_json(sys.argv[2])
@@ -36,11 +35,11 @@ PROGRAM = """
     @asynccontextmanager
     async def open_service(config):
         app = create_app("env", limits=config.services.limits, tokens=None, ready=lambda: None)
-        @route(app, "GET /slow")
-        async def slow(_):
+        @app.get("/slow")
+        async def slow():
             await asyncio.sleep(600)
-        @route(app, "GET /large")
-        async def large(_):
+        @app.get("/large")
+        async def large():
             return Response(b"x" * 2**26)
         yield boot.RunningService(app)
         print("cleaned", flush=True)

@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
 
 from shared.errors import Unavailable
 from shared.schema import Limits
 from shared.web.http import create_app, read_body, respond
-from shared.web.routing import ServiceApp
-from tests.support.routes import route
 
 
 @dataclass
@@ -32,20 +30,20 @@ class FakeRollout:
     aborted: list[str] = field(default_factory=list)
     greedy: list[bool] = field(default_factory=list)
 
-    def app(self) -> ServiceApp:
+    def app(self) -> FastAPI:
         app = create_app("fake-rollout", limits=Limits(), tokens=None, ready=lambda: None if self.well else "not well")
 
-        @route(app, "POST /generate")
+        @app.post("/generate")
         async def generate(request: Request) -> Response:
             return respond(request, await self._generate(await read_body(request)))
 
-        @route(app, "POST /abort_request")
+        @app.post("/abort_request")
         async def abort(request: Request) -> dict[str, str]:
             self.aborted.append((await read_body(request))["rid"])
             return {}
 
-        @route(app, "GET /weights")
-        async def weights(_: Request) -> dict[str, Any]:
+        @app.get("/weights")
+        async def weights() -> dict[str, Any]:
             return {"current": self.version, "staged": None, "digest": None}
 
         return app

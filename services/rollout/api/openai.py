@@ -11,23 +11,22 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.config import JsonDict
-from starlette.requests import Request
-from starlette.responses import Response
 
 from services.rollout.api import schemas, validation
 from services.rollout.api.generation import ClientGone
-from services.rollout.api.routes import RolloutState, rollout_state
+from services.rollout.api.routes import Rollout, RolloutState
 from services.rollout.engines.base import GenerateResult, SamplingParams
 from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
 from shared.web.access import Role
 from shared.web.http import read_model, respond
-from shared.web.openapi import Declared
-from shared.web.routing import Router
+from shared.web.openapi import declares
 
-router = Router(prefix="/v1", tag="openai")
+router = APIRouter(prefix="/v1", tags=["openai"])
 ROLES = {
     "GET /v1/models": Role.VIEWER,
     "POST /v1/completions": Role.SERVICE,
@@ -103,9 +102,8 @@ class ChatCompletion(OpenAISampling, json_schema_extra={"examples": [_CHAT]}):
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = []
 
 
-@router.get("/models", Declared(answer=schemas.MODELS))
-async def models(request: Request) -> Response:
-    state = rollout_state(request)
+@router.get("/models", openapi_extra=declares(answer=schemas.MODELS))
+async def models(request: Request, state: Rollout) -> Response:
     model = {
         "id": _model_name(state),
         "object": "model",
@@ -115,9 +113,8 @@ async def models(request: Request) -> Response:
     return respond(request, {"object": "list", "data": [model]})
 
 
-@router.post("/completions", Declared(body=Completion, answer=schemas.ANSWER))
-async def completions(request: Request) -> Response:
-    state = rollout_state(request)
+@router.post("/completions", openapi_extra=declares(body=Completion, answer=schemas.ANSWER))
+async def completions(request: Request, state: Rollout) -> Response:
     tokenizer, body = _tokenizer(state), await read_model(request, Completion)
     prompt = tokenizer.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt
     results = await _sample(request, state, body, prompt, default_new=16)
@@ -127,9 +124,8 @@ async def completions(request: Request) -> Response:
     return respond(request, _envelope("text_completion", "cmpl", state, choices, prompt, results))
 
 
-@router.post("/chat/completions", Declared(body=ChatCompletion, answer=schemas.ANSWER))
-async def chat_completions(request: Request) -> Response:
-    state = rollout_state(request)
+@router.post("/chat/completions", openapi_extra=declares(body=ChatCompletion, answer=schemas.ANSWER))
+async def chat_completions(request: Request, state: Rollout) -> Response:
     tokenizer, body = _tokenizer(state), await read_model(request, ChatCompletion)
     messages = [{**m.model_dump(exclude_none=True), "content": m.content or ""} for m in body.messages]
     prompt = tokenizer.render_prompt(messages, body.tools)

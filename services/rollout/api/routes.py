@@ -7,10 +7,10 @@ from __future__ import annotations
 import dataclasses
 import reprlib
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
 
 from services.rollout.api import schemas, validation
 from services.rollout.api.generation import ClientGone, GenerationRunner, answer
@@ -21,10 +21,9 @@ from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
 from shared.web.access import Role
 from shared.web.http import read_body, respond
-from shared.web.openapi import Declared
-from shared.web.routing import Router
+from shared.web.openapi import declares
 
-router = Router()
+router = APIRouter()
 ROLES = {
     "POST /generate": Role.SERVICE,
     "POST /abort_request": Role.SERVICE,
@@ -57,16 +56,20 @@ class RolloutState:
         return self.engine.info
 
 
-def rollout_state(request: Request) -> RolloutState:
+async def rollout_state(
+    request: Request,
+) -> RolloutState:  # async: a plain function would take a detour through a thread
     return request.app.state.rollout
 
 
-@router.post("/generate", Declared(tag="generate", body=schemas.GENERATE, answer=schemas.GENERATED))
-async def generate(request: Request) -> Response:
+Rollout = Annotated[RolloutState, Depends(rollout_state)]
+
+
+@router.post("/generate", tags=["generate"], openapi_extra=declares(body=schemas.GENERATE, answer=schemas.GENERATED))
+async def generate(request: Request, state: Rollout) -> Response:
     """Token ids in, sampled ids with log-probabilities and weight versions out; without the former if `return_logprob`
     is false.
     """
-    state = rollout_state(request)
     body = await read_body(request)
     if "text" in body:
         body = _with_ids(body, state)
@@ -78,47 +81,43 @@ async def generate(request: Request) -> Response:
     return respond(request, answer(result, arrays=_wants_arrays(request), with_logprobs=with_logprobs))
 
 
-@router.post("/weights/stage", Declared(tag="weights", body=schemas.STAGE, answer=schemas.STAGED))
-async def stage(request: Request) -> Response:
+@router.post("/weights/stage", tags=["weights"], openapi_extra=declares(body=schemas.STAGE, answer=schemas.STAGED))
+async def stage(request: Request, state: Rollout) -> Response:
     """Loads `manifest` (path of a checkpoint) beside the serving weights, while decoding goes on."""
-    state = rollout_state(request)
     body = await read_body(request)
     return respond(request, _staged(await state.updates.stage(_text(body, "manifest"))))
 
 
-@router.post("/weights/commit", Declared(tag="weights", body=schemas.COMMIT, answer=schemas.COMMITTED))
-async def commit(request: Request) -> Response:
+@router.post("/weights/commit", tags=["weights"], openapi_extra=declares(body=schemas.COMMIT, answer=schemas.COMMITTED))
+async def commit(request: Request, state: Rollout) -> Response:
     """Makes the staged `version` serve, between two steps; `base_version` guards against a wrong current one."""
-    state = rollout_state(request)
     body = await read_body(request)
     base = _text(body, "base_version") if body.get("base_version") is not None else None
     return respond(request, _committed(await state.updates.commit(_text(body, "version"), base, _mode(body))))
 
 
-@router.get("/weights", Declared(tag="weights", answer=schemas.WEIGHTS))
-async def weights(request: Request) -> Response:
+@router.get("/weights", tags=["weights"], openapi_extra=declares(answer=schemas.WEIGHTS))
+async def weights(request: Request, state: Rollout) -> Response:
     """What serves, what waits."""
-    state = rollout_state(request)
     updates = state.updates
     staged = updates.staged.version if updates.staged else None
     return respond(request, {"current": updates.current, "staged": staged, "digest": updates.digest})
 
 
-@router.post("/update_weights", Declared(tag="weights", body=schemas.UPDATE, answer=schemas.COMMITTED))
-async def update_weights(request: Request) -> Response:
+@router.post("/update_weights", tags=["weights"], openapi_extra=declares(body=schemas.UPDATE, answer=schemas.COMMITTED))
+async def update_weights(request: Request, state: Rollout) -> Response:
     """Stage and commit in one."""
-    state = rollout_state(request)
     body = await read_body(request)
     return respond(request, await _update(state, _text(body, "manifest"), _mode(body)))
 
 
 @router.post(
     "/update_weights_from_disk",
-    Declared(tag="weights", body=schemas.UPDATE_FROM_DISK, answer=schemas.UPDATED_FROM_DISK),
+    tags=["weights"],
+    openapi_extra=declares(body=schemas.UPDATE_FROM_DISK, answer=schemas.UPDATED_FROM_DISK),
 )
-async def update_weights_from_disk(request: Request) -> Response:
+async def update_weights_from_disk(request: Request, state: Rollout) -> Response:
     """SGLang's name: `model_path` is a checkpoint or a Hugging Face folder below the run's weights root."""
-    state = rollout_state(request)
     body = await read_body(request)
     done = await _update(state, _text(body, "model_path"), _mode(body))
     return respond(
@@ -126,10 +125,9 @@ async def update_weights_from_disk(request: Request) -> Response:
     )
 
 
-@router.post("/abort_request", Declared(tag="control", body=schemas.ABORT, answer=schemas.ABORTED))
-async def abort_request(request: Request) -> Response:
+@router.post("/abort_request", tags=["control"], openapi_extra=declares(body=schemas.ABORT, answer=schemas.ABORTED))
+async def abort_request(request: Request, state: Rollout) -> Response:
     """Ends the request `rid`, or all with `abort_all`; each answers with what it has produced."""
-    state = rollout_state(request)
     body = await read_body(request)
     everything = body.get("abort_all")
     if everything is not None and not isinstance(everything, bool):
@@ -137,10 +135,9 @@ async def abort_request(request: Request) -> Response:
     return respond(request, {"aborted": await state.engine.abort(None if everything else _text(body, "rid"))})
 
 
-@router.post("/pause_generation", Declared(tag="control", body=schemas.PAUSE, answer=schemas.STATE))
-async def pause_generation(request: Request) -> Response:
+@router.post("/pause_generation", tags=["control"], openapi_extra=declares(body=schemas.PAUSE, answer=schemas.STATE))
+async def pause_generation(request: Request, state: Rollout) -> Response:
     """Stops decoding. `mode`: in_place keeps state, retract frees the cache, abort ends what runs."""
-    state = rollout_state(request)
     body = await read_body(request)
     mode = _mode(body) or "in_place"
     await state.engine.pause()
@@ -151,24 +148,21 @@ async def pause_generation(request: Request) -> Response:
     return respond(request, {"status": "paused"})
 
 
-@router.post("/continue_generation", Declared(tag="control", answer=schemas.STATE))
-async def continue_generation(request: Request) -> Response:
-    state = rollout_state(request)
+@router.post("/continue_generation", tags=["control"], openapi_extra=declares(answer=schemas.STATE))
+async def continue_generation(request: Request, state: Rollout) -> Response:
     await state.engine.resume()
     return respond(request, {"status": "running"})
 
 
-@router.post("/flush_cache", Declared(tag="control", answer=schemas.STATE))
-async def flush_cache(request: Request) -> Response:
+@router.post("/flush_cache", tags=["control"], openapi_extra=declares(answer=schemas.STATE))
+async def flush_cache(request: Request, state: Rollout) -> Response:
     """Forgets cached prefixes; what runs goes on with its tokens and recomputes."""
-    state = rollout_state(request)
     await state.engine.flush_cache()
     return respond(request, {"status": "flushed"})
 
 
-@router.get("/get_model_info", Declared(tag="info", answer=schemas.MODEL))
-async def get_model_info(request: Request) -> Response:
-    state = rollout_state(request)
+@router.get("/get_model_info", tags=["info"], openapi_extra=declares(answer=schemas.MODEL))
+async def get_model_info(request: Request, state: Rollout) -> Response:
     info = state.info
     return respond(
         request,
@@ -183,10 +177,9 @@ async def get_model_info(request: Request) -> Response:
     )
 
 
-@router.get("/get_server_info", Declared(tag="info", answer=schemas.SERVER))
-async def get_server_info(request: Request) -> Response:
+@router.get("/get_server_info", tags=["info"], openapi_extra=declares(answer=schemas.SERVER))
+async def get_server_info(request: Request, state: Rollout) -> Response:
     """How the engine was started and what it is doing."""
-    state = rollout_state(request)
     status = dataclasses.asdict(await state.engine.status())
     return respond(
         request, {**dataclasses.asdict(state.spec), **dataclasses.asdict(state.info), "internal_state": status}

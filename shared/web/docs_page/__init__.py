@@ -10,14 +10,15 @@ the two it names.
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from fastapi import FastAPI
+from fastapi.responses import FileResponse, HTMLResponse, Response
 
 from shared.web.access import Role
-from shared.web.routing import DeclaredRoute, Handler, ServiceApp
 
 _OWN = Path(__file__).parent
 _POLICY = "; ".join(
@@ -40,25 +41,32 @@ _ASSETS = {
     "start.js": "text/javascript; charset=utf-8",
 }
 ROLES = {f"GET {path}": Role.ANYONE for path in ("/docs", "/openapi.json", *(f"/docs/{name}" for name in _ASSETS))}
+_SCHEME = "bearer"
 
 
-def add(app: ServiceApp) -> None:
-    """Adds the page, its assets, and the document; none of them is in the document."""
+def add(app: FastAPI, roles: Mapping[str, Role], *, secured: bool) -> None:
+    """Adds the page and its assets; the document then says which role each route asks for.
+
+    Args:
+        roles: of all routes, {"POST /episodes/{id}/step": Role.SERVICE}; a route that is missing asks for admin.
+        secured: whether the service asks for tokens.
+    """
     page = (_OWN / "page.html").read_text().replace("TITLE", html.escape(app.title))
+    app.add_api_route("/docs", lambda: HTMLResponse(page, headers=_HEADERS), methods=["GET"], include_in_schema=False)
+    for name, media_type in _ASSETS.items():
+        app.add_api_route(f"/docs/{name}", _asset(name, media_type), methods=["GET"], include_in_schema=False)
+    plain = app.openapi
 
-    async def show(_: Request) -> Response:
-        return HTMLResponse(page, headers=_HEADERS)
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _with_roles(plain(), roles) if secured else plain()
+        return app.openapi_schema
 
-    async def document(_: Request) -> Response:
-        return JSONResponse(app.openapi())
-
-    assets = {f"/docs/{name}": _asset(name, media_type) for name, media_type in _ASSETS.items()}
-    for path, handler in {"/docs": show, "/openapi.json": document, **assets}.items():
-        app.routes.append(DeclaredRoute(path, handler, "GET", None))
+    app.openapi = openapi
 
 
-def _asset(name: str, media_type: str) -> Handler:
-    async def send(_: Request) -> Response:
+def _asset(name: str, media_type: str) -> Any:
+    async def send() -> Response:
         path = _OWN / name if name == "start.js" else _package() / name
         return FileResponse(path, media_type=media_type, headers={**_HEADERS, "Cache-Control": "public, max-age=3600"})
 
@@ -71,3 +79,24 @@ def _package() -> Path:
     assert found is not None, "fastapi-offline is a dependency"
     assert found.submodule_search_locations
     return Path(found.submodule_search_locations[0]) / "static"
+
+
+def _with_roles(document: dict[str, Any], roles: Mapping[str, Role]) -> dict[str, Any]:
+    """The document with a security scheme, and with every operation's role: a bearer token of that role, or of one that
+    includes it.
+    """
+    schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
+    schemes[_SCHEME] = {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "A token of one of the roles viewer, service and admin, each of which includes those before it. "
+        "`volley access RUN` tells in which files a run's tokens are.",
+    }
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            role = roles.get(f"{method.upper()} {path}", Role.ADMIN)
+            if role is not Role.ANYONE:
+                operation["security"] = [{_SCHEME: []}]
+            operation["x-role"] = str(role)
+            operation["description"] = f"{operation.get('description', '')}\n\nRole: **{role}**".strip()
+    return document
