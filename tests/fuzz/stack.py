@@ -78,7 +78,7 @@ async def _ready(urls: dict[str, str]) -> None:
     """Returns once every service is ready. Raises TimeoutError."""
     async with (
         asyncio.timeout(60),
-        httpx.AsyncClient(trust_env=False, headers={"Authorization": f"Bearer {TOKEN}"}) as client,
+        httpx.AsyncClient(trust_env=False, timeout=60, headers={"Authorization": f"Bearer {TOKEN}"}) as client,
     ):
         for url in urls.values():
             while (await client.get(f"{url}/ready")).status_code != 200:

@@ -300,7 +300,7 @@ async def test_a_client_learns_that_its_connection_ends_with_an_early_answer(pat
     limits = Limits(max_body_bytes=2**20, grace_s=1)
     async with (
         served(make_app(limits), ServicesSection(limits=limits)) as url,
-        httpx.AsyncClient(base_url=url, trust_env=False) as client,
+        httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client,
     ):
         refused = await client.post(path, content=pieces() if chunked else large)
         assert refused.status_code in (413, 401)

@@ -77,7 +77,10 @@ async def test_every_body_has_an_example_that_its_route_takes(tmp_path, redis_se
     """Sent as it stands; a route may find that there is no such checkpoint or episode, not that the
     request is wrong.
     """
-    async with open_stack(run_config(tmp_path, redis_server.url)) as urls, httpx.AsyncClient(trust_env=False) as client:
+    async with (
+        open_stack(run_config(tmp_path, redis_server.url)) as urls,
+        httpx.AsyncClient(trust_env=False, timeout=60) as client,
+    ):
         client.headers["Authorization"] = f"Bearer {TOKEN}"
         for service in OPENERS:
             document = (await client.get(f"{urls[service]}/openapi.json")).json()

@@ -96,7 +96,7 @@ async def test_a_run_that_goes_on_adds_no_series_with_its_versions(tmp_path, red
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with (
         open_stack(run_config(tmp_path, redis_server.url)) as urls,
-        httpx.AsyncClient(trust_env=False, headers=headers) as client,
+        httpx.AsyncClient(trust_env=False, timeout=60, headers=headers) as client,
     ):
         await client.post(f"{urls['orchestrator']}/runs/{RUN}/resume")
 

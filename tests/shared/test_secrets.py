@@ -63,7 +63,7 @@ def test_a_service_tells_no_token_whatever_it_is_asked(tmp_path: Path):
     with started("env", tmp_path, env={"port": port}) as process:
         wait_http(f"http://127.0.0.1:{port}/ready")
         answers = []
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
             for token in (*TOKENS.values(), WRONG):
                 headers = {"Authorization": f"Bearer {token}"}
                 for method, path in (
