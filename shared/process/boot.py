@@ -41,6 +41,8 @@ from shared.web.tls import check_certificate
 CLEANUP_S = 10.0
 """How long a process may live on after its grace, in seconds: for its resources, and for threads that Python waits for.
 """
+CRASHED, FORCED = "worker crashed", "did not end in time: ended by force"
+"""Events of ends that nobody intends: a worker that raises what is no error of Volley's own, a thread that hangs."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _log = telemetry.Log("boot")
 
@@ -197,7 +199,7 @@ def _end_within(seconds: float) -> None:
 
 def _end_by_force(after_s: float) -> None:
     threads = [thread.name for thread in threading.enumerate() if not thread.daemon]
-    _log.error("did not end in time: ended by force", after_s=after_s, threads=threads)
+    _log.error(FORCED, after_s=after_s, threads=threads)
     os._exit(1)
 
 
@@ -205,7 +207,7 @@ def _report_crash(error: Exception) -> None:
     if isinstance(error, VolleyError):
         _log.error("worker failed", error=type(error).__name__, detail=str(error))
     else:
-        _log.exception("worker crashed", error=type(error).__name__)
+        _log.exception(CRASHED, error=type(error).__name__)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import orjson
 
-from tools.chaos.logs import crashes, deaths
+from services.cli.local.supervisor import ProcessEnd
+from shared.errors import Fenced
+from tools.chaos.logs import crashes, deaths, failed_with
 
 
 def test_crashes_are_found_and_expected_ends_are_not(tmp_path: Path):
@@ -30,12 +32,17 @@ def test_crashes_are_found_and_expected_ends_are_not(tmp_path: Path):
 
 
 def test_ends_that_are_neither_kills_nor_explained():
-    killed, failed = (
-        "env ended with signal 9; restarting it in 0.1 s",
-        "trainer ended with exit code 1; restarting it in 0.1 s",
-    )
-    hung, faulted = (
-        "env has not answered for 120 s; killing it",
-        "rollout-0 ended with signal 11; restarting it in 0.1 s",
-    )
-    assert deaths([killed, hung, failed, faulted]) == [hung, faulted]
+    killed, failed = ProcessEnd("env", -9), ProcessEnd("trainer", 1)
+    hung, faulted = ProcessEnd("env", -9, hung_s=120.0), ProcessEnd("rollout-0", -11)
+    assert deaths([killed, hung, failed, faulted]) == [
+        "env ended with signal 9 after 120 s without an answer",
+        "rollout-0 ended with signal 11",
+    ]
+
+
+def test_why_a_worker_ended_is_read_from_its_events_after_the_start_of_the_process(tmp_path: Path):
+    log, earlier = tmp_path / "trainer.log", orjson.dumps({"event": "worker failed", "error": "Fenced"}) + b"\n"
+    quoting = orjson.dumps({"event": "waiting", "reason": '"error":"Fenced"'}) + b"\n"
+    log.write_bytes(earlier + quoting)
+    assert failed_with(log, 0, Fenced)
+    assert not failed_with(log, len(earlier), Fenced)

@@ -209,7 +209,9 @@ async def test_a_process_that_no_longer_answers_is_killed_and_started_again(reap
             while not await answers():
                 await asyncio.sleep(0.05)
         assert not is_alive(first)
-    assert said == ["web has not answered for 1.5 s; killing it", "web ended with signal 9; restarting it in 0.01 s"]
+    end = "web ended with signal 9 after 1.5 s without an answer"
+    assert said == ["web has not answered for 1.5 s; killing it", f"{end}; restarting it in 0.01 s"]
+    assert [str(one) for one in kept.ends] == [end]
 
 
 async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(

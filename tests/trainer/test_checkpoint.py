@@ -10,7 +10,7 @@ import pytest
 
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders
-from services.trainer.replay.steps import RecordedStep
+from services.trainer.replay.recorded import RecordedStep
 from shared.errors import ConfigError, Fenced, StorageFull, Unavailable, WeightsError
 from shared.run import ledger, weights
 from shared.run.state import TrainerState, initial_state

@@ -105,6 +105,20 @@ def test_the_probe_is_the_published_models_log_probabilities():
     assert len(set(probe.input_ids)) == len(probe.input_ids) == len(probe.logprobs) + 1
 
 
+def test_a_step_measures_the_probe_anew():
+    """What was kept of the weights before the step would prove the wrong weights to the servers."""
+    one = policy()
+    before = one.contents().probe
+    one.step(held(1, 2, 3, 4), START)
+    stepped = one.contents()
+    assert stepped.probe is not None
+    assert stepped.probe != before
+    loaded = policy()
+    loaded.contents()
+    loaded.load(*({k: np.asarray(v) for k, v in x.items()} for x in (stepped.params, stepped.optimizer)))
+    assert loaded.contents().probe == stepped.probe
+
+
 def test_iterations_move_further_on_the_same_data():
     groups = held(1, 2, 3, 4)
     one, three = policy(), policy(replace(OPTIONS, n_iterations=3))

@@ -73,6 +73,10 @@ class Arena:
     def services(self) -> Sequence[str]:
         return [kept.name for kept in self._running.kept]
 
+    @property
+    def supervised(self) -> Sequence[Supervision]:
+        return self._running.kept
+
     def kept(self, name: str) -> Supervision:
         return next(kept for kept in self._running.kept if kept.name == name)
 
@@ -108,11 +112,11 @@ class Arena:
         return True
 
     async def until_ready(self, name: str) -> None:
-        """Raises TooLong."""
+        """Raises RecoveryTimeout."""
         await self.until(lambda: self.ready(name), f"{name} did not become ready")
 
     async def until(self, what: Callable[[], object], failure: str) -> None:
-        """Polls a plain or an async condition. Raises TooLong."""
+        """Polls a plain or an async condition. Raises RecoveryTimeout."""
         end = time.monotonic() + self.deadline_s
         while True:
             holds = what()
@@ -128,7 +132,7 @@ class Arena:
         return self.durable[-1].version if self.durable else WeightVersion(0, 0)
 
     async def until_step(self, step: int, failure: str) -> None:
-        """Raises TooLong."""
+        """Raises RecoveryTimeout."""
         await self.until(lambda: self.newest.step >= step, failure)
 
     async def watch(self) -> None:
@@ -139,13 +143,13 @@ class Arena:
                 self.durable.append(Sighting(time.monotonic(), found[-1]))
             await asyncio.sleep(_POLL_S)
 
-    async def trainer_waits_for(self) -> str:
-        """What the trainer's /status says that it waits for; empty if it waits for nothing, or does not answer."""
+    async def trainer_waits_on(self) -> set[str]:
+        """Whom the trainer's /status says that it waits for (see `Wait`); empty also if it does not answer."""
         try:
             answer = await self._client("trainer").get("/status", attempts=1)
         except VolleyError:
-            return ""
-        return str(answer.get("waiting_for") or "")
+            return set()
+        return {wait["on"] for wait in answer["waits"]}
 
     async def run_state(self) -> tuple[str, str]:
         """What the orchestrator says of the run, and why; `unknown` while it does not answer."""

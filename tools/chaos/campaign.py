@@ -11,13 +11,14 @@ import itertools
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from services.cli.commands import replay
 from services.cli.layout import PROJECT
+from services.cli.local.supervisor import Supervision
 from services.cli.runs.record import claimed
 from services.cli.verify.command import verify
 from shared import config
@@ -58,7 +59,7 @@ class CampaignResult:
     log: SiegeLog = field(default_factory=SiegeLog)
     proof: dict[str, Any] = field(default_factory=dict[str, Any])
     links: dict[str, Proxy] = field(default_factory=dict[str, Proxy])
-    said: list[str] = field(default_factory=list[str])
+    supervised: Sequence[Supervision] = ()
     stuck: str | None = None
     unfinished: str | None = None
 
@@ -130,9 +131,10 @@ async def _besiege(
     deadline_s = _DEADLINE_S if simulated else _REAL_DEADLINE_S
     linked = rounds is not None
     async with open_arena(
-        loaded, outcome.folder, simulated=simulated, linked=linked, deadline_s=deadline_s, say=outcome.said.append
+        loaded, outcome.folder, simulated=simulated, linked=linked, deadline_s=deadline_s, say=_unheard
     ) as arena:
         outcome.log.durable, outcome.log.zombies, outcome.links = arena.durable, arena.zombies, arena.links
+        outcome.supervised = arena.supervised
         try:
             if rounds is None:
                 outcome.unfinished = await _finished(arena)
@@ -145,6 +147,10 @@ async def _besiege(
     outcome.unfinished = outcome.unfinished or (
         f"stopped in order, some ended with another code than 0: {disorder}" if disorder else None
     )
+
+
+def _unheard(line: str) -> None:
+    """What the supervisor says; its record of ends is looked at when the run is over."""
 
 
 async def _finished(arena: Arena) -> str | None:
@@ -197,7 +203,7 @@ def _name(wanted: CampaignSpec) -> str:
 def _result(wanted: CampaignSpec, run: CampaignResult, unlike: str | None, planned: int, elapsed_s: float) -> Result:
     log = run.log
     skipped = 0 if run.stuck or run.unfinished else planned - log.recovered
-    crashed = [*logs.crashes(run.folder.logs), *logs.deaths(run.said)]
+    crashed = [*logs.crashes(run.folder.logs), *logs.deaths(end for one in run.supervised for end in one.ends)]
     idle = [name for name, link in run.links.items() if not link.n_bytes]
     broken = judge(
         Evidence(run.unfinished, run.stuck, skipped, len(log.injected), crashed, idle, run.proof, log.zombies, unlike)

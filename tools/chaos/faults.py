@@ -18,23 +18,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 
 from services.cli.local.processes import Child, last_error
-from shared.errors import QueueUnavailable
+from shared.errors import Fenced, QueueUnavailable
 from shared.process.ports import free_port
 from shared.types import WeightVersion
 from tools.chaos.arena import Arena, RecoveryTimeout, Zombie
+from tools.chaos.logs import failed_with
 from tools.chaos.plan import Fault, Kind
 
 _AHEAD = 2
 """Steps that the successor of a zombie makes before the zombie wakes up: as many as the zombie may hold groups for."""
 _DELAY_S = 0.05
-_FENCED = b'"error":"Fenced"'
-"""What a worker that ends for this reason leaves in its log (see shared.process.boot); threads that it leaves behind
-may have the last word.
-"""
-
-_NO_ROOM = "disk space"
-"""What the trainer's /status says while there is none."""
-
 type Inject = Callable[[Arena, Fault], Awaitable[float]]
 
 
@@ -75,7 +68,7 @@ async def lose(arena: Arena, fault: Fault) -> float:
 
 async def disk_full(arena: Arena, fault: Fault) -> float:
     """No file of the trainer may grow, as on a full disk; what it has written stays. The length counts from when the
-    trainer says that it waits for disk space. Raises TooLong if it never does, or ends.
+    trainer says that it waits for the disk. Raises RecoveryTimeout if it never does, or ends.
     """
     child = await _victim(arena, fault.at)
     _, hard = resource.prlimit(child.pid, resource.RLIMIT_FSIZE)
@@ -183,7 +176,7 @@ async def _flushed(arena: Arena) -> bool:
 
 
 async def _feels_full(arena: Arena, child: Child) -> bool:
-    return child.exit_code is not None or _NO_ROOM in await arena.trainer_waits_for()
+    return child.exit_code is not None or "disk" in await arena.trainer_waits_on()
 
 
 def _wake(child: Child) -> None:
@@ -204,7 +197,5 @@ async def _fenced(arena: Arena, child: Child, at: WeightVersion) -> Zombie:
     """Waits until the trainer has ended by itself; one that does not is a zombie that was not fenced."""
     with contextlib.suppress(RecoveryTimeout):
         await arena.until(lambda: child.exit_code is not None, "a replaced trainer did not end")
-    with child.spec.log.open("rb") as log:
-        log.seek(child.log_start)
-        fenced = child.exit_code == 1 and _FENCED in log.read()
+    fenced = child.exit_code == 1 and failed_with(child.spec.log, child.log_start, Fenced)
     return Zombie(at, fenced, last_error(child.spec.log, child.log_start))

@@ -1,18 +1,21 @@
-"""What services wrote when they ended by themselves, and must not have: a supervisor that restarts
-everything hides it.
-"""
+"""How services ended by themselves, and must not have: a supervisor that restarts everything hides it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import orjson
 
-_CRASHES = ("worker crashed", "did not end in time: ended by force")
+from services.cli.local.supervisor import ProcessEnd
+from shared.errors import VolleyError
+from shared.process import boot
+
 _TRACEBACK = "Traceback (most recent call last):"
-_EXPECTED = ("ended with signal 9", "ended with exit code 1")
-"""Our own kills, and ends that the logs explain: `worker failed` is an error of Volley's own, such as Fenced."""
+_EXPECTED = (-signal.SIGKILL, 1)
+"""Exit codes of our own kills, and of ends that the logs explain: 1 is also that of an error of Volley's own."""
 
 
 def crashes(folder: Path) -> list[str]:
@@ -20,9 +23,18 @@ def crashes(folder: Path) -> list[str]:
     return [f"{path.stem}: {what}" for path in sorted(folder.glob("*.log")) for what in _of(path)]
 
 
-def deaths(said: Sequence[str]) -> list[str]:
-    """Lines of the supervisor about processes that hung, or ended in a way that nobody intended."""
-    return [line for line in said if not any(end in line for end in _EXPECTED)]
+def deaths(ends: Iterable[ProcessEnd]) -> list[str]:
+    """One sentence for every process that hung, or ended in a way that nobody intended."""
+    return [str(end) for end in ends if end.hung_s is not None or end.code not in _EXPECTED]
+
+
+def failed_with(log: Path, start: int, kind: type[VolleyError]) -> bool:
+    """Whether a worker ended with this error, by the events of the log from byte `start` on. (Threads that it leaves
+    behind may have the last word.)
+    """
+    with log.open("rb") as lines:
+        lines.seek(start)
+        return any(_event(line).get("error") == kind.__name__ for line in lines)
 
 
 def _of(path: Path) -> Iterator[str]:
@@ -30,16 +42,15 @@ def _of(path: Path) -> Iterator[str]:
     for line in lines:
         if line.startswith(_TRACEBACK):
             yield next((text for text in lines if text and not text.startswith(" ")), _TRACEBACK)
-        elif any(crash in line for crash in _CRASHES):
-            yield from _event(line)
+        elif (event := _event(line)).get("event") in (boot.CRASHED, boot.FORCED):
+            traceback = str(event.get("traceback") or "").strip().splitlines()
+            yield ": ".join([event["event"], *traceback[-1:]])
 
 
-def _event(line: str) -> Iterator[str]:
-    """The last line of the event's traceback, or the event; nothing if the line only quotes one."""
+def _event(line: str | bytes) -> Mapping[str, Any]:
+    """The structured event that a line of a log is; empty if it is none."""
     try:
         event = orjson.loads(line)
     except orjson.JSONDecodeError:
-        return
-    if isinstance(event, dict) and event.get("event") in _CRASHES:
-        traceback = str(event.get("traceback") or "").strip().splitlines()
-        yield ": ".join([event["event"], *traceback[-1:]])
+        return {}
+    return event if isinstance(event, dict) else {}

@@ -59,7 +59,7 @@ class SiegeLog:
 
 
 async def lay(arena: Arena, rounds: Iterable[Round], log: SiegeLog, say: Callable[[str], None]) -> None:
-    """Returns after the last round's recovery. Raises TooLong if there is one that the run does not recover from."""
+    """Returns after the last round's recovery. Raises RecoveryTimeout if the run does not recover from one."""
     await arena.until_step(1, "the run made no step")
     for number, faults in enumerate(rounds, start=1):
         say(f"step {arena.newest.step:>4}, round {number}: {', '.join(f'{fault.kind} {fault.at}' for fault in faults)}")

@@ -59,13 +59,29 @@ class SupervisedProcess:
     start_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """How a process ended that was up and nobody stopped. `code` is its exit code, negative for a signal; `hung_s` is
+    set if it was killed after so many seconds without an answer.
+    """
+
+    name: str
+    code: int
+    hung_s: float | None = None
+
+    def __str__(self) -> str:
+        silence = "" if self.hung_s is None else f" after {self.hung_s:g} s without an answer"
+        return f"{self.name} ended with {_describe(self.code)}{silence}"
+
+
 class Supervision:
-    """A process under supervision. `up` is set once it has answered for the first time."""
+    """A process under supervision. `up` is set once it has answered for the first time; `ends` grows with each end."""
 
     def __init__(self, member: SupervisedProcess, reaper: Reaper, say: Say, patience: RestartPolicy) -> None:
         self.member, self._reaper, self._say, self._patience = member, reaper, say, patience
         self.up = asyncio.Event()
         self.child: Child | None = None
+        self.ends: list[ProcessEnd] = []
         self._restarts: deque[float] = deque()  # when, in seconds of service
         self._served_s = 0.0
 
@@ -81,12 +97,12 @@ class Supervision:
             self.child = child = await Child.start(self.member.spec, self._reaper)
             try:
                 await self._until_up(child)
-                code = await self._until_end(child)
+                end = await self._until_end(child)
             finally:
                 await child.stop()
             if self._reaper.closed:
                 return
-            await self._before_restart(child, code)
+            await self._before_restart(child, end)
 
     async def _until_up(self, child: Child) -> None:
         deadline = time.monotonic() + self.member.start_s
@@ -97,15 +113,16 @@ class Supervision:
         if child.exit_code is None:
             self.up.set()
 
-    async def _until_end(self, child: Child) -> int:
-        """The exit code, in the end; kills it if it hangs. Counts the service time."""
+    async def _until_end(self, child: Child) -> ProcessEnd:
+        """How it ends, in the end; kills it if it hangs. Counts the service time."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
             watch = group.create_task(self._watch(child))
             code = await child.wait()
+            hung_s = self._patience.hung_s if watch.done() else None
             watch.cancel()
         self._served_s += time.monotonic() - began
-        return code
+        return ProcessEnd(self.name, code, hung_s)
 
     async def _watch(self, child: Child) -> None:
         """Silence is counted in probes that failed, not on the clock: it is not the service's if we were paused
@@ -126,17 +143,17 @@ class Supervision:
         except TimeoutError:
             return False
 
-    async def _before_restart(self, child: Child, code: int) -> None:
-        if code == _CONFIG_EXIT:
+    async def _before_restart(self, child: Child, end: ProcessEnd) -> None:
+        if end.code == _CONFIG_EXIT:
             raise ConfigError(last_error(child.spec.log, child.log_start) or f"{self.name} refuses its configuration")
-        ended = f"{self.name} ended with {_describe(code)}"
         if not self.up.is_set():
-            raise ServiceFailed(f"{ended} before it was ready{_log_end(child)}")
+            raise ServiceFailed(f"{end} before it was ready{_log_end(child)}")
+        self.ends.append(end)
         pause_s = self._next_pause_s()
         if pause_s is None:
             bound = f"{self._patience.restarts} restarts in {self._patience.window_s:g} s of service"
-            raise ServiceFailed(f"{ended} again after {bound}{_log_end(child)}")
-        self._say(f"{ended}; restarting it in {pause_s:g} s")
+            raise ServiceFailed(f"{end} again after {bound}{_log_end(child)}")
+        self._say(f"{end}; restarting it in {pause_s:g} s")
         await asyncio.sleep(pause_s)
 
     def _next_pause_s(self) -> float | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from services.trainer.replay.steps import RecordedStep
+from services.trainer.replay.recorded import RecordedStep
 from shared import codec, config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError, DecodeError, NonFinite

@@ -2,8 +2,8 @@
 recorded.
 
 `python -m services.trainer.replay.steps RUN_DIR --from-step K [--to-step M]`, or `RUN_DIR --refused VERSION` (see
-replay_refused), writes a JSON line a step to stdout, then the result, or an error as a problem body. It reads only. The
-same backend (devices, libraries, compiler flags) is needed for equal bits.
+`refused`), writes a JSON line a step to stdout, then the result, or an error as a problem body. It reads only. The same
+backend (devices, libraries, compiler flags) is needed for equal bits.
 """
 
 from __future__ import annotations
@@ -18,19 +18,12 @@ from typing import Any
 import numpy as np
 import orjson
 
-from shared import codec, config
-from shared.bounds import MAX_LINE_VALUES
-from shared.config import LoadedConfig
-from shared.errors import ConfigError, DecodeError, Forbidden, VolleyError, WeightsError, problem
-from shared.files import storage
-from shared.run import archive, pinned, weights
-from shared.run import state as states
-from shared.run.folder import RunFolder
-from shared.run.state import TrainerState
-from shared.schema import RunConfig
-from shared.types import Group, WeightVersion
+from services.trainer.replay import refused
+from services.trainer.replay.recorded import COMPARED_METRICS, RecordedStep
+from shared import config
+from shared.errors import ConfigError, VolleyError, WeightsError, problem
+from shared.types import WeightVersion
 
-_COMPARED = ("loss", "grad_norm")
 _MAX_DETAIL = 300
 
 
@@ -42,58 +35,6 @@ class Divergence:
     what: str
     name: str
     max_abs_diff: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedStep:
-    """What a run's folder says: the newest whole checkpoint's state, checkpoints of its lineage by step, metrics by
-    version.
-    """
-
-    folder: Path
-    run: str
-    head: TrainerState
-    checkpoints: Mapping[int, Path]
-    metrics: Mapping[str, Mapping[str, Any]]
-
-    @classmethod
-    def read(cls, folder: Path, run: str) -> RecordedStep:
-        """Raises WeightsError if no checkpoint is whole."""
-        root = RunFolder(folder).checkpoints
-        head = _head(root)
-        mine = [v for v in weights.versions(root) if states.in_lineage(v, head.lineage)]
-        return cls(folder, run, head, {v.step: root / str(v) for v in mine}, _metrics(RunFolder(folder).metrics))
-
-    def version(self, step: int) -> WeightVersion:
-        epoch = states.epoch_of(step, self.head.lineage)
-        return WeightVersion(self.head.lineage[0][0] if epoch is None else epoch, step)
-
-    def config_at(self, step: int, stored: LoadedConfig) -> RunConfig:
-        """The stored configuration with the settings that were in force when `step` was trained."""
-        return self.config_of(self.version(step).epoch, stored)
-
-    def config_of(self, epoch: int, stored: LoadedConfig) -> RunConfig:
-        """The stored configuration with the settings that were in force in `epoch`."""
-        found = pinned.in_force(self.head.settings, epoch)
-        return config.changed(stored, {key: value for key, value in found.items() if pinned.rule_of(key).may}).config
-
-    def groups(self, step: int) -> list[tuple[Group, bytes]]:
-        """The groups that made `step`, with their wire bytes. Raises DecodeError."""
-        payloads = archive.read(RunFolder(self.folder).archive, self.run, self.version(step))
-        return [(Group.decode(payload), payload) for payload in payloads]
-
-    def bounds(self, first: int, last: int | None) -> range:
-        """The steps to train. Raises ConfigError naming the checkpoints there are."""
-        end = self.head.step if last is None else last
-        if first not in self.checkpoints:
-            there = ", ".join(map(str, sorted(self.checkpoints)))
-            raise ConfigError(f"there is no checkpoint of step {first}", f"retained are steps {there}")
-        if not first < end <= self.head.step:
-            raise ConfigError(
-                f"there is nothing to replay from step {first} to {end}",
-                f"the newest checkpoint is of step {self.head.step}",
-            )
-        return range(first + 1, end + 1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,11 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _replayed(arguments: argparse.Namespace) -> dict[str, Any]:
-    from services.trainer.replay import refused as replay_refused
-
     folder: Path = arguments.run_dir.absolute()
     if arguments.refused:
-        return replay_refused.replay(folder, arguments.refused)
+        return refused.replay(folder, arguments.refused)
     return replay(folder, arguments.from_step, arguments.to_step)
 
 
@@ -174,24 +113,6 @@ def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
     return {"ok": divergence is None, "steps": n, "first_divergence": found, **numbers}
 
 
-def _metrics(path: Path) -> dict[str, dict[str, Any]]:
-    """The lines by version. Raises DecodeError naming one that is none."""
-    found: dict[str, dict[str, Any]] = {}
-    for number, text in enumerate(storage.whole_lines(path), start=1):
-        try:
-            line = codec.from_json(text, "it", MAX_LINE_VALUES)
-            WeightVersion.parse(line["version"])
-            if not all(isinstance(line[name], int | float | None) for name in _COMPARED):
-                raise TypeError("a number is none")
-        except (KeyError, TypeError, DecodeError) as error:
-            raise DecodeError(
-                f"line {number} of {path} is not a line of metrics: {error}"[:_MAX_DETAIL],
-                "`volley verify` names what else",
-            ) from error
-        found[line["version"]] = line
-    return found
-
-
 def _verdict(compared: Sequence[str], divergence: Divergence | None) -> str:
     if divergence is not None:
         return f"{divergence.what} {divergence.name} differs"
@@ -199,7 +120,7 @@ def _verdict(compared: Sequence[str], divergence: Divergence | None) -> str:
 
 
 def of_metrics(step: int, ours: Mapping[str, Any], line: Mapping[str, Any]) -> Divergence | None:
-    for name in _COMPARED:
+    for name in COMPARED_METRICS:
         if ours[name] != line[name]:
             return Divergence(
                 step,
@@ -236,15 +157,6 @@ def _difference(a: Any, b: Any) -> float | None:
         return None
     largest = float(np.max(np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)), initial=0.0))
     return largest if np.isfinite(largest) else None
-
-
-def _head(root: Path) -> TrainerState:
-    for version in reversed(states.surviving(weights.versions(root))):
-        try:
-            return states.verify(root / str(version))[1]
-        except (WeightsError, Forbidden):
-            continue
-    raise WeightsError(f"no checkpoint in {root} is whole")
 
 
 def _tell(line: Mapping[str, Any]) -> None:

@@ -1,0 +1,102 @@
+"""What a run's folder says of its steps, for training them again. Reads only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shared import codec, config
+from shared.bounds import MAX_LINE_VALUES
+from shared.config import LoadedConfig
+from shared.errors import ConfigError, DecodeError, Forbidden, WeightsError
+from shared.files import storage
+from shared.run import archive, pinned, weights
+from shared.run import state as states
+from shared.run.folder import RunFolder
+from shared.run.state import TrainerState
+from shared.schema import RunConfig
+from shared.types import Group, WeightVersion
+
+COMPARED_METRICS = ("loss", "grad_norm")
+_MAX_DETAIL = 300
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """What a run's folder says: the newest whole checkpoint's state, checkpoints of its lineage by step, metrics by
+    version.
+    """
+
+    folder: Path
+    run: str
+    head: TrainerState
+    checkpoints: Mapping[int, Path]
+    metrics: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path, run: str) -> RecordedStep:
+        """Raises WeightsError if no checkpoint is whole."""
+        root = RunFolder(folder).checkpoints
+        head = _head(root)
+        mine = [v for v in weights.versions(root) if states.in_lineage(v, head.lineage)]
+        return cls(folder, run, head, {v.step: root / str(v) for v in mine}, _metrics(RunFolder(folder).metrics))
+
+    def version(self, step: int) -> WeightVersion:
+        epoch = states.epoch_of(step, self.head.lineage)
+        return WeightVersion(self.head.lineage[0][0] if epoch is None else epoch, step)
+
+    def config_at(self, step: int, stored: LoadedConfig) -> RunConfig:
+        """The stored configuration with the settings that were in force when `step` was trained."""
+        return self.config_of(self.version(step).epoch, stored)
+
+    def config_of(self, epoch: int, stored: LoadedConfig) -> RunConfig:
+        """The stored configuration with the settings that were in force in `epoch`."""
+        found = pinned.in_force(self.head.settings, epoch)
+        return config.changed(stored, {key: value for key, value in found.items() if pinned.rule_of(key).may}).config
+
+    def groups(self, step: int) -> list[tuple[Group, bytes]]:
+        """The groups that made `step`, with their wire bytes. Raises DecodeError."""
+        payloads = archive.read(RunFolder(self.folder).archive, self.run, self.version(step))
+        return [(Group.decode(payload), payload) for payload in payloads]
+
+    def bounds(self, first: int, last: int | None) -> range:
+        """The steps to train. Raises ConfigError naming the checkpoints there are."""
+        end = self.head.step if last is None else last
+        if first not in self.checkpoints:
+            there = ", ".join(map(str, sorted(self.checkpoints)))
+            raise ConfigError(f"there is no checkpoint of step {first}", f"retained are steps {there}")
+        if not first < end <= self.head.step:
+            raise ConfigError(
+                f"there is nothing to replay from step {first} to {end}",
+                f"the newest checkpoint is of step {self.head.step}",
+            )
+        return range(first + 1, end + 1)
+
+
+def _head(root: Path) -> TrainerState:
+    for version in reversed(states.surviving(weights.versions(root))):
+        try:
+            return states.verify(root / str(version))[1]
+        except (WeightsError, Forbidden):
+            continue
+    raise WeightsError(f"no checkpoint in {root} is whole")
+
+
+def _metrics(path: Path) -> dict[str, dict[str, Any]]:
+    """The lines by version. Raises DecodeError naming one that is none."""
+    found: dict[str, dict[str, Any]] = {}
+    for number, text in enumerate(storage.whole_lines(path), start=1):
+        try:
+            line = codec.from_json(text, "it", MAX_LINE_VALUES)
+            WeightVersion.parse(line["version"])
+            if not all(isinstance(line[name], int | float | None) for name in COMPARED_METRICS):
+                raise TypeError("a number is none")
+        except (KeyError, TypeError, DecodeError) as error:
+            raise DecodeError(
+                f"line {number} of {path} is not a line of metrics: {error}"[:_MAX_DETAIL],
+                "`volley verify` names what else",
+            ) from error
+        found[line["version"]] = line
+    return found
