@@ -12,12 +12,12 @@ from redis.asyncio import Redis
 from services.trainer import settings as from_run
 from services.trainer.learner.opening import BackendInputs, OpenedBackend
 from services.trainer.loop.interfaces import Collaborators
-from services.trainer.loop.ledger import LedgerFile, StepLog
 from services.trainer.loop.publisher import Publisher
-from services.trainer.loop.refusals import Refusals
 from services.trainer.loop.worker import TrainerWorker
 from services.trainer.routes import ROLES, router
 from services.trainer.settings import TrainerSettings
+from services.trainer.settlement.ledger import LedgerFile, StepLog
+from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
@@ -55,7 +55,7 @@ async def open_trainer(
     callers = read_tokens(settings.token_files)
     token, admin = (callers.of(Role.SERVICE), callers.of(Role.ADMIN)) if callers else (None, None)
     model = await asyncio.to_thread(model_folder, config.model.path, config.run.folder, weights=True)
-    board = TrainerStatus(settings.run, config.trainer.max_steps)
+    status = TrainerStatus(settings.run, config.trainer.max_steps)
     async with AsyncExitStack() as stack:
         redis = connect(settings.redis_url, settings.redis_password_file, settings.ca_file)
         stack.push_async_callback(redis.aclose)
@@ -81,13 +81,13 @@ async def open_trainer(
             handovers=StepLog(folder.handovers),
             refusals=Refusals(folder.path),
             executor=thread,
-            warm_start=lambda: opened.warm_start(environments, board, thread),
+            warm_start=lambda: opened.warm_start(environments, status, thread),
             publish=publisher.publish,
         )
-        app = create_app("trainer", limits=settings.limits, tokens=callers, ready=board.not_ready, roles=ROLES)
-        app.state.board = board
+        app = create_app("trainer", limits=settings.limits, tokens=callers, ready=status.not_ready, roles=ROLES)
+        app.state.status = status
         app.include_router(router)
-        yield RunningService(app, [TrainerWorker(from_run.plan(config, opened.tokens, origin), parts, board).run])
+        yield RunningService(app, [TrainerWorker(from_run.plan(config, opened.tokens, origin), parts, status).run])
 
 
 def _servers(redis: Redis, settings: TrainerSettings) -> Callable[[], Awaitable[Sequence[str]]]:

@@ -1,4 +1,4 @@
-"""HTTP to the board: what the trainer does, and wishes that are met at the next boundary between steps."""
+"""HTTP to the trainer's status: what it does, and wishes that are met at the next boundary between steps."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ ROLES = {
 }
 
 
-async def _board(request: Request) -> TrainerStatus:
-    return request.app.state.board
+async def _trainer_status(request: Request) -> TrainerStatus:
+    return request.app.state.status
 
 
-Here = Annotated[TrainerStatus, Depends(_board)]
+Here = Annotated[TrainerStatus, Depends(_trainer_status)]
 
 
 @router.get("/status", openapi_extra=declares(answer=_STATUS))
-async def status(request: Request, board: Here) -> Response:
+async def status(request: Request, trainer: Here) -> Response:
     """Phase, step, versions, the last step's metrics, tickets by how they ended, and what is waited for."""
-    return respond(request, board.status())
+    return respond(request, trainer.to_json())
 
 
 @router.post("/checkpoint", status_code=202, openapi_extra=declares(answer=_ASKED, statuses=(202,)))
-async def checkpoint(request: Request, board: Here) -> Response:
+async def checkpoint(request: Request, trainer: Here) -> Response:
     """Asks for a checkpoint after the running step; `durable_step` in /status tells when it is there."""
-    board.ask(checkpoint=True)
-    return respond(request, {"step": board.step, "durable_step": board.durable_step}, 202)
+    trainer.ask(checkpoint=True)
+    return respond(request, {"step": trainer.step, "durable_step": trainer.durable_step}, 202)
 
 
 @router.post("/pause", openapi_extra=declares(answer=_ASKED))
-async def pause(request: Request, board: Here) -> Response:
+async def pause(request: Request, trainer: Here) -> Response:
     """No new step starts until /resume; the running one ends."""
-    board.ask(pause=True)
-    return respond(request, {"paused": True, "step": board.step})
+    trainer.ask(pause=True)
+    return respond(request, {"paused": True, "step": trainer.step})
 
 
 @router.post("/resume", openapi_extra=declares(answer=_ASKED))
-async def resume(request: Request, board: Here) -> Response:
-    board.ask(pause=False)
-    return respond(request, {"paused": False, "step": board.step})
+async def resume(request: Request, trainer: Here) -> Response:
+    trainer.ask(pause=False)
+    return respond(request, {"paused": False, "step": trainer.step})

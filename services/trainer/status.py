@@ -83,7 +83,7 @@ class TrainerStatus:
             return f"{self.phase}: {self.waiting_for}" if self.waiting_for else self.phase
         return None
 
-    def status(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The body of GET /status."""
         hidden = {"changed", "last", "limits", "waits"}
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in hidden}

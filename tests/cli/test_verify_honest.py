@@ -55,18 +55,18 @@ def flip(file: Path) -> None:
 
 
 async def done(trainer: Incarnation) -> None:
-    await trainer.until(lambda board: board.phase == "done")
+    await trainer.until(lambda status: status.phase == "done")
 
 
 async def begun(trainer: Incarnation) -> None:
-    await trainer.until(lambda board: board.phase == "waiting")
+    await trainer.until(lambda status: status.phase == "waiting")
 
 
 async def three_steps(trainer: Incarnation) -> None:
     trainer.feed(1, 2, 3, 4, version=WeightVersion(1, 0))
-    await trainer.until(lambda board: board.durable_step == 2 and board.phase == "waiting")
+    await trainer.until(lambda status: status.durable_step == 2 and status.phase == "waiting")
     trainer.feed(5, 6, version=WeightVersion(1, 2))
-    await trainer.until(lambda board: board.durable_step == 3 and board.phase == "waiting")
+    await trainer.until(lambda status: status.durable_step == 3 and status.phase == "waiting")
 
 
 def test_a_trainer_that_starts_again_after_the_end(tmp_path: Path):
@@ -101,7 +101,7 @@ def test_made_shorter_while_tickets_are_under_way(tmp_path: Path):
 
     async def one_step(trainer: Incarnation) -> None:
         trainer.feed(1, 2, version=WeightVersion(1, 0))
-        await trainer.until(lambda board: board.durable_step == 1 and board.phase == "waiting")
+        await trainer.until(lambda status: status.durable_step == 1 and status.phase == "waiting")
 
     async def the_last(trainer: Incarnation) -> None:
         may_save, save = threading.Event(), trainer.backend.save
@@ -112,9 +112,9 @@ def test_made_shorter_while_tickets_are_under_way(tmp_path: Path):
 
         trainer.backend.save = late
         trainer.feed(3, 4, version=WeightVersion(1, 1))
-        await trainer.until(lambda board: board.phase == "saving")
+        await trainer.until(lambda status: status.phase == "saving")
         trainer.queue.entries.append(failed(6))
-        await trainer.until(lambda board: board.tickets.get("failed"))
+        await trainer.until(lambda status: status.tickets.get("failed"))
         may_save.set()
         await done(trainer)
 
@@ -130,7 +130,7 @@ def test_tickets_that_a_trainer_ended_whose_only_checkpoint_is_damaged(tmp_path:
 
     async def fails(trainer: Incarnation) -> None:
         trainer.queue.entries += [failed(8), failed(7)]
-        await trainer.until(lambda board: board.tickets.get("failed") == 2)
+        await trainer.until(lambda status: status.tickets.get("failed") == 2)
 
     lived(folder, three_steps)
     lived(folder, fails)
@@ -144,7 +144,7 @@ def test_tickets_that_ended_at_steps_whose_checkpoints_are_damaged(tmp_path: Pat
     async def fails(trainer: Incarnation) -> None:
         await three_steps(trainer)
         trainer.queue.entries += [failed(8), failed(11)]
-        await trainer.until(lambda board: board.tickets.get("failed") == 2)
+        await trainer.until(lambda status: status.tickets.get("failed") == 2)
 
     lived(folder, fails)
     set_aside(folder, "e000001-s000002", "e000001-s000003")

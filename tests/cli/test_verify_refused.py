@@ -29,12 +29,12 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     async def skips(trainer: Incarnation) -> None:
         trainer.queue.entries += [group(1, WeightVersion(1, 0)), group(2, WeightVersion(1, 0), reward=HUGE * 10)]
         trainer.feed(3, 4, version=WeightVersion(1, 0))
-        await trainer.until(lambda board: board.durable_step == 1 and board.phase == "waiting")
+        await trainer.until(lambda status: status.durable_step == 1 and status.phase == "waiting")
 
     async def stops(trainer: Incarnation) -> None:
-        await trainer.until(lambda board: board.phase == "waiting")
+        await trainer.until(lambda status: status.phase == "waiting")
         trainer.queue.entries += [group(5, WeightVersion(2, 1)), group(6, WeightVersion(2, 1), reward=HUGE * 10)]
-        await trainer.until(lambda board: board.phase == "refused")
+        await trainer.until(lambda status: status.phase == "refused")
 
     with ThreadPoolExecutor(1) as executor:
         asyncio.run(Incarnation(folder, executor, on_nonfinite="skip").run(skips))

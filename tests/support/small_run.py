@@ -23,9 +23,9 @@ from services.trainer.checkpoints.store import CheckpointContents, CheckpointFol
 from services.trainer.learner.metrics import StepMetrics, of_groups
 from services.trainer.loop.group_buffer import AdmissionRules, ReadyGroup
 from services.trainer.loop.interfaces import Collaborators, OnNonFinite, TrainPlan, TrainQueue
-from services.trainer.loop.ledger import LedgerFile, StepLog
-from services.trainer.loop.refusals import Refusals
 from services.trainer.loop.worker import TrainerWorker
+from services.trainer.settlement.ledger import LedgerFile, StepLog
+from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
 from shared.config import load
 from shared.errors import NonFinite
@@ -167,7 +167,7 @@ class Incarnation:
     ) -> None:
         run = config or load([folder / "config.yaml"]).config
         steps = run.trainer.max_steps
-        self.queue, self.board = SmallRun(), TrainerStatus(RUN, steps)
+        self.queue, self.status = SmallRun(), TrainerStatus(RUN, steps)
         logs = StepLog(folder / "metrics.jsonl"), StepLog(folder / "handovers.jsonl"), Refusals(folder)
         checkpoints = CheckpointFolders(folder / "checkpoints", RUN, max_to_keep, NumpyArrays())
         ledger, archive = LedgerFile(folder / "ledger.jsonl"), Archive(folder / "archive", RUN)
@@ -177,10 +177,10 @@ class Incarnation:
         )
         rules = AdmissionRules("arrival", ETA, 32, 96, SIZE)
         settings, original = pinned.relevant(run), pinned.original(folder / "run.json")
-        self.loop = TrainerWorker(
+        self.worker = TrainerWorker(
             TrainPlan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original, on_nonfinite=on_nonfinite),
             parts,
-            self.board,
+            self.status,
         )
 
     def feed(self, *tickets: int, version: WeightVersion) -> None:
@@ -188,7 +188,7 @@ class Incarnation:
 
     async def run(self, script: Callable[[Incarnation], Awaitable[None]]) -> None:
         """Runs `script` beside the loop, then stops it; a loop that fails first ends both."""
-        running, scripted = asyncio.ensure_future(self.loop.run()), asyncio.ensure_future(script(self))
+        running, scripted = asyncio.ensure_future(self.worker.run()), asyncio.ensure_future(script(self))
         await asyncio.wait({running, scripted}, return_when=asyncio.FIRST_COMPLETED)
         if running.done():
             scripted.cancel()
@@ -203,7 +203,7 @@ class Incarnation:
 
     async def until(self, what: Callable[[TrainerStatus], object]) -> None:
         async with asyncio.timeout(10):
-            while not what(self.board):
+            while not what(self.status):
                 await asyncio.sleep(0.002)
 
 
@@ -236,17 +236,17 @@ async def _first(trainer: Incarnation) -> None:
     trainer.feed(2, 1, 4, version=WeightVersion(1, 0))
     trainer.queue.entries.append(Group(3, "toy", "train/3", (), failure="Timeout"))
     trainer.feed(6, version=WeightVersion(1, 0))
-    await trainer.until(lambda board: board.durable_step == 2 and board.phase == "waiting")
+    await trainer.until(lambda status: status.durable_step == 2 and status.phase == "waiting")
 
 
 async def _second(trainer: Incarnation) -> None:
     trainer.feed(5, version=WeightVersion(1, 0))
     trainer.feed(7, 8, version=WeightVersion(2, 2))
-    await trainer.until(lambda board: board.durable_step == 3)
+    await trainer.until(lambda status: status.durable_step == 3)
     trainer.feed(9, 10, version=WeightVersion(2, 3))
-    await trainer.until(lambda board: board.durable_step == 4)
+    await trainer.until(lambda status: status.durable_step == 4)
     trainer.feed(11, 12, version=WeightVersion(2, 3))
-    await trainer.until(lambda board: board.phase == "done")
+    await trainer.until(lambda status: status.phase == "done")
 
 
 async def _nothing() -> None: ...

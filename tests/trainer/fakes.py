@@ -1,4 +1,4 @@
-"""The loop on a model and a queue that only keep books."""
+"""The loop on a model and a queue that only note what they are told."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from services.trainer.learner.metrics import StepMetrics
 from services.trainer.loop.group_buffer import AdmissionRules, Order
 from services.trainer.loop.interfaces import Collaborators, OnNonFinite, TrainPlan
-from services.trainer.loop.ledger import LedgerFile, StepLog
-from services.trainer.loop.refusals import Refusals
 from services.trainer.loop.worker import TrainerWorker
+from services.trainer.settlement.ledger import LedgerFile, StepLog
+from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
 from shared.errors import Fenced, NonFinite, QueueUnavailable, StorageFull, WeightsError
 from shared.queue.records import StreamEntry
@@ -191,15 +191,15 @@ class Bench:
         self.events: list[str] = []
         self.backend = FakeBackend(self.folder, self.events)
         self.queue = FakeQueue(self.events, self.folder / "ledger.jsonl")
-        self.board = TrainerStatus("r", self.max_steps)
+        self.status = TrainerStatus("r", self.max_steps)
         self.published: list[str] = []
         self.ledger, self.archive = FullLedger(self.folder / "ledger.jsonl"), FullArchive(self.folder / "archive", "r")
 
-    def loop(self) -> TrainerWorker:
+    def worker(self) -> TrainerWorker:
         async def warm_start() -> None:
             self.events.append("warm start")
             if not self.warm:
-                self.board.stop()
+                self.status.stop()
 
         async def publish(folder: Path) -> list:
             self.events.append(f"publish {folder.name}")
@@ -222,12 +222,12 @@ class Bench:
         plan = TrainPlan(
             self.max_steps, 2, self.interval, self.grace_s, 0, False, rules, on_nonfinite=self.on_nonfinite
         )
-        return TrainerWorker(plan, parts, self.board)
+        return TrainerWorker(plan, parts, self.status)
 
     async def run_to_the_end(self) -> None:
         """Until the last step is durable; then it is stopped."""
-        running = asyncio.ensure_future(self.loop().run())
-        await self.until(lambda: self.board.phase == "done" or running.done())
+        running = asyncio.ensure_future(self.worker().run())
+        await self.until(lambda: self.status.phase == "done" or running.done())
         await stopped(running)
 
     def feed(self, *tickets: int, version: str = "e000001-s000000") -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from services.cli.verify import command
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.loop.ledger import LedgerFile
+from services.trainer.settlement.ledger import LedgerFile
 from shared.errors import WeightsError
 from shared.run import weights
 from shared.run.folder import RunFolder
@@ -41,7 +41,7 @@ async def steps(trainer: Incarnation, before: range, epoch: int) -> None:
     """One step on fresh tokens after another."""
     for step in before:
         trainer.feed(2 * step + 1, 2 * step + 2, version=WeightVersion(epoch, step))
-        await trainer.until(lambda board, step=step: board.durable_step == step + 1)
+        await trainer.until(lambda status, step=step: status.durable_step == step + 1)
 
 
 def flip(file: Path) -> None:
@@ -74,7 +74,7 @@ def test_the_run_goes_on_from_the_checkpoint_before(
     trainer = Incarnation(stopped_at_3, executor)
     asyncio.run(trainer.run(lambda one: steps(one, range(2, STEPS), epoch=2)))
     assert trainer.backend.weight == STEPS
-    assert list(trainer.board.status()["set_aside"]) == ["e000001-s000003"]
+    assert list(trainer.status.to_json()["set_aside"]) == ["e000001-s000003"]
     result = command.verify(RunFolder(stopped_at_3))
     assert result["ok"], result["violations"]
     assert list(result["set_aside"]) == ["e000001-s000003"]
@@ -92,7 +92,7 @@ def test_without_a_whole_checkpoint_the_trainer_ends_and_nothing_begins_anew(
         flip(root / str(version) / "state.json")
     before = sorted(path.name for path in root.iterdir())
     with pytest.raises(WeightsError, match=r"none of the 3 checkpoints .* is whole"):
-        asyncio.run(Incarnation(stopped_at_3, executor).loop.run())
+        asyncio.run(Incarnation(stopped_at_3, executor).worker.run())
     assert sorted(path.name for path in root.iterdir()) == before
     assert len(LedgerFile(stopped_at_3 / "ledger.jsonl").settled()) == 6
 
@@ -102,7 +102,7 @@ def test_checkpoints_that_are_gone_end_the_trainer(stopped_at_3: Path, executor:
     for version in weights.versions(root):
         (root / str(version) / weights.MANIFEST).unlink()
     with pytest.raises(WeightsError, match="but there is no checkpoint"):
-        asyncio.run(Incarnation(stopped_at_3, executor).loop.run())
+        asyncio.run(Incarnation(stopped_at_3, executor).worker.run())
     assert CheckpointFolders(root, RUN, 3, NumpyArrays()).newest() is None
 
 
@@ -116,7 +116,7 @@ def test_lines_of_metrics_that_a_retained_checkpoint_carries_are_put_back(
     path = stopped_at_3 / "metrics.jsonl"
 
     def restart() -> None:
-        asyncio.run(Incarnation(stopped_at_3, executor).run_until(lambda board: board.phase == "waiting"))
+        asyncio.run(Incarnation(stopped_at_3, executor).run_until(lambda status: status.phase == "waiting"))
 
     for _ in range(restarts):
         restart()
@@ -132,7 +132,7 @@ def test_a_torn_line_of_the_ledger_leaves_a_proven_run(stopped_at_3: Path, execu
     path = stopped_at_3 / "ledger.jsonl"
     lines = path.read_bytes()
     path.write_bytes(lines + b'{"ticket":7,"dispo')
-    asyncio.run(Incarnation(stopped_at_3, executor).run_until(lambda board: board.phase == "waiting"))
+    asyncio.run(Incarnation(stopped_at_3, executor).run_until(lambda status: status.phase == "waiting"))
     assert path.read_bytes() == lines + b" " * 17 + b"\n"
     result = command.verify(RunFolder(stopped_at_3))
     assert result["ok"], result["violations"]

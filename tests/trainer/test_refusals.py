@@ -14,7 +14,7 @@ import pytest
 
 from services.cli.runs.record import claimed
 from services.cli.verify import command
-from services.trainer.loop.refusals import Refusals
+from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
 from shared.config import load
 from shared.errors import NonFinite
@@ -49,11 +49,11 @@ def ends(folder: Path) -> dict[int, str]:
 async def test_a_step_that_is_not_finite_stops_the_run_and_is_no_version(bench: Bench):
     bench.backend.spoiling = {4}
     bench.feed(1, 2, 3, 4, 5, 6)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.phase == "refused")
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.phase == "refused")
     await bench.until(lambda: bench.queue.attended > 3)  # the queue is attended to all the same
-    assert (bench.board.step, bench.board.durable_step) == (1, 1)
-    reason = bench.board.not_ready()
+    assert (bench.status.step, bench.status.durable_step) == (1, 1)
+    reason = bench.status.not_ready()
     assert reason is not None
     assert all(
         part in reason
@@ -86,8 +86,8 @@ async def test_a_step_that_is_not_finite_stops_the_run_and_is_no_version(bench: 
 async def test_the_good_steps_before_a_refused_one_are_made_again_and_saved(bench: Bench):
     bench.interval, bench.max_staleness, bench.max_steps, bench.backend.spoiling = 4, 9, 9, {5}
     bench.feed(1, 2, 3, 4, 5, 6)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.phase == "refused")
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.phase == "refused")
     await stopped(running)
     assert [event for event in bench.events[4:] if not event.startswith("publish")] == [
         *(f"step {tickets}" for tickets in ([1, 2], [3, 4], [5, 6])),
@@ -106,10 +106,10 @@ async def test_the_good_steps_before_a_refused_one_are_made_again_and_saved(benc
 async def test_the_next_trainer_goes_on_from_the_last_good_version(bench: Bench):
     bench.backend.spoiling = {3}
     bench.feed(1, 2, 3, 4)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.phase == "refused")
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.phase == "refused")
     await stopped(running)
-    bench.board, bench.backend.spoiling = TrainerStatus("r", 2), set()
+    bench.status, bench.backend.spoiling = TrainerStatus("r", 2), set()
     bench.feed(3, 4)  # Redis gives what is not committed again
     bench.events.clear()
     await bench.run_to_the_end()
@@ -123,7 +123,7 @@ async def test_a_skipped_step_ends_its_tickets_and_the_next_groups_make_the_step
     bench.backend.spoiling = {3, 5}
     bench.feed(*range(1, 9))
     await bench.run_to_the_end()
-    assert bench.board.step == 2
+    assert bench.status.step == 2
     assert bench.backend.kept[WeightVersion(1, 2)] == [1, 2, 7, 8]
     assert ends(bench.folder) == {t: "nonfinite" if t in (3, 4, 5, 6) else "trained" for t in range(1, 9)}
     assert bench.backend.checkpoint is not None
@@ -139,8 +139,8 @@ async def test_several_skipped_steps_in_a_row_stop_the_run(bench: Bench):
     bench.on_nonfinite, bench.max_staleness, bench.max_steps = "skip", 9, 9
     bench.backend.spoiling = set(range(3, 99))
     bench.feed(*range(1, 21))
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.phase == "refused")
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.phase == "refused")
     await stopped(running)
     assert [r["action"] for r in refusals(bench.folder)] == ["skip", "skip", "stop"]
     assert set(ends(bench.folder)) == set(range(1, 7))
@@ -160,17 +160,17 @@ async def test_a_warm_start_that_is_not_finite_stops_visibly(bench: Bench):
         raise NonFinite("the warm start was refused at its step 3: loss not finite", "lower its learning rate")
 
     bench.backend.build = fail  # type: ignore[method-assign]
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.phase == "refused")
-    assert "warm start was refused at its step 3" in str(bench.board.not_ready())
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.phase == "refused")
+    assert "warm start was refused at its step 3" in str(bench.status.not_ready())
     await stopped(running)
-    assert bench.board.phase == "stopped"
+    assert bench.status.phase == "stopped"
 
 
 def test_a_refusal_may_be_kept_again_after_an_error_in_the_middle(tmp_path: Path):
     folder = small_run.make(tmp_path / "r")
     made = WeightVersion(2, 3)
-    from services.trainer.loop.refusals import RefusedStep
+    from services.trainer.settlement.refusals import RefusedStep
 
     refusal = RefusedStep(str(made), "e000002-s000002", 3, ("loss",), (7, 8), ("", ""), "stop")
     Refusals(folder).keep(refusal)
@@ -184,7 +184,7 @@ async def _skipping(trainer: Incarnation) -> None:
     trainer.feed(1, 2, version=at)
     trainer.queue.entries += [small_run.group(ticket, at, reward=2 * small_run.HUGE) for ticket in (3, 4)]
     trainer.feed(5, 6, version=at)
-    await trainer.until(lambda board: board.durable_step == 2)
+    await trainer.until(lambda status: status.durable_step == 2)
 
 
 def test_a_run_with_a_skipped_step_is_proven_and_one_whose_refused_groups_are_gone_is_not(tmp_path: Path):

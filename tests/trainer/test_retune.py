@@ -39,9 +39,9 @@ def go_on(folder: Path, *overrides: str) -> None:
     """Until the trainer has nothing to do; two more steps at most."""
 
     async def script(trainer: Incarnation) -> None:
-        await trainer.until(lambda board: board.epoch)
-        trainer.feed(13, 14, version=WeightVersion(trainer.board.epoch, STEPS))
-        await trainer.until(lambda board: board.phase == "done" or board.durable_step == STEPS + 1)
+        await trainer.until(lambda status: status.epoch)
+        trainer.feed(13, 14, version=WeightVersion(trainer.status.epoch, STEPS))
+        await trainer.until(lambda status: status.phase == "done" or status.durable_step == STEPS + 1)
 
     with ThreadPoolExecutor(1) as executor:
         asyncio.run(Incarnation(folder, executor, config=configured(folder, *overrides)).run(script))

@@ -16,28 +16,28 @@ from tests.trainer.fakes import Bench, stopped
 async def test_a_stop_ends_the_step_and_saves_what_is_not_durable(bench: Bench):
     bench.interval = 2
     bench.feed(1, 2)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.step == 1)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.step == 1)
     await stopped(running)
     last = [event for event in bench.events if not event.startswith("publish")][-3:]
     assert last == ["save e000001-s000001", "commit version=1 tickets=[1, 2] void=0 ledger=2", "leave"]
-    assert bench.board.phase == "stopped"
+    assert bench.status.phase == "stopped"
 
 
 async def test_the_grace_ends_a_stop(bench: Bench):
     bench.interval, bench.backend.save_s, bench.grace_s = 2, 0.3, 0.05
     bench.feed(1, 2)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.step == 1)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.step == 1)
     await stopped(running)
-    assert bench.board.durable_step == 0
+    assert bench.status.durable_step == 0
 
 
 async def test_a_stop_while_the_queue_is_away_keeps_the_checkpoint(bench: Bench):
     bench.interval = 2
     bench.feed(1, 2)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.step == 1)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.step == 1)
     bench.queue.away = 10**6
     await stopped(running)
     assert bench.backend.checkpoint is not None
@@ -46,20 +46,20 @@ async def test_a_stop_while_the_queue_is_away_keeps_the_checkpoint(bench: Bench)
 
 async def test_a_stop_while_the_queue_is_away_from_the_start_is_no_failure(bench: Bench):
     bench.queue.away = 10**6
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.waiting_for)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.waiting_for)
     await stopped(running)
 
 
 async def test_a_full_disk_is_waited_out(bench: Bench):
     bench.backend.full = 2
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.waiting_for == "waiting for disk space under /r: 0 MB free")
-    await bench.until(lambda: bench.board.phase == "waiting")
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.waiting_for == "waiting for disk space under /r: 0 MB free")
+    await bench.until(lambda: bench.status.phase == "waiting")
     bench.backend.full = 2
     bench.feed(1, 2, 3, 4)
-    await bench.until(lambda: bench.board.phase == "saving" and bench.board.waiting_for)
-    await bench.until(lambda: bench.board.phase == "done" and bench.board.waiting_for is None)
+    await bench.until(lambda: bench.status.phase == "saving" and bench.status.waiting_for)
+    await bench.until(lambda: bench.status.phase == "done" and bench.status.waiting_for is None)
     await stopped(running)
     assert [event for event in bench.events if event.startswith("save")] == [
         f"save e000001-s00000{n}" for n in range(3)
@@ -71,8 +71,8 @@ async def test_an_archive_that_cannot_be_written_lets_no_step_count(bench: Bench
     bench.interval, bench.max_steps = 2, 9
     bench.archive.full = 10**6
     bench.feed(1, 2)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: "step [1, 2]" in bench.events and bench.board.waiting_for)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: "step [1, 2]" in bench.events and bench.status.waiting_for)
     await stopped(running)
     assert [event for event in bench.events if event.startswith(("save", "commit"))] == ["save e000001-s000000"]
     assert not (bench.folder / "ledger.jsonl").exists()
@@ -81,28 +81,28 @@ async def test_an_archive_that_cannot_be_written_lets_no_step_count(bench: Bench
 async def test_a_ticket_whose_end_cannot_be_written_is_in_no_checkpoint(bench: Bench):
     bench.interval, bench.max_steps = 9, 9
     bench.feed(1, 2)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.step == 1)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.step == 1)
     bench.ledger.full = 10**6
     bench.queue.publish(Group(3, "toy", "t", (), failure="Timeout"))
-    await bench.until(lambda: bench.board.waiting_for and "disk" in bench.board.waiting_for)
+    await bench.until(lambda: bench.status.waiting_for and "disk" in bench.status.waiting_for)
     await stopped(running)
     assert [event for event in bench.events if event.startswith("save")] == ["save e000001-s000000"]
 
 
 async def test_a_stopped_warm_start_takes_nothing_over(bench: Bench):
     bench.warm = False
-    await bench.loop().run()
+    await bench.worker().run()
     assert bench.events == ["build", "warm start"]
 
 
 async def paused(bench: Bench) -> None:
-    bench.board.ask(pause=True)
-    await bench.until(lambda: bench.board.phase == "paused")
+    bench.status.ask(pause=True)
+    await bench.until(lambda: bench.status.phase == "paused")
 
 
 async def waiting(bench: Bench) -> None:
-    await bench.until(lambda: bench.board.phase == "waiting")
+    await bench.until(lambda: bench.status.phase == "waiting")
 
 
 async def without_a_queue_that_answers(bench: Bench) -> None:
@@ -112,19 +112,19 @@ async def without_a_queue_that_answers(bench: Bench) -> None:
 
 async def without_a_queue(bench: Bench) -> None:
     bench.queue.away = 10**6
-    await bench.until(lambda: bench.board.waiting_for and "Redis" in bench.board.waiting_for)
+    await bench.until(lambda: bench.status.waiting_for and "Redis" in bench.status.waiting_for)
 
 
 async def saving(bench: Bench) -> None:
     bench.backend.save_s = 0.3
-    bench.board.ask(checkpoint=True)
-    await bench.until(lambda: bench.board.phase == "saving")
+    bench.status.ask(checkpoint=True)
+    await bench.until(lambda: bench.status.phase == "saving")
 
 
 async def ending_a_ticket_without_a_queue_that_answers(bench: Bench) -> None:
     bench.queue.hangs_at_commit = True
     bench.queue.publish(Group(3, "toy", "t", (), failure="Timeout"))
-    await bench.until(lambda: bench.board.tickets.get("failed"))
+    await bench.until(lambda: bench.status.tickets.get("failed"))
 
 
 PHASES = [
@@ -143,11 +143,11 @@ async def test_a_stop_in_any_phase_leaves_a_checkpoint_of_every_step(
 ):
     bench.interval, bench.max_staleness, bench.max_steps = 9, 9, 9
     bench.feed(1, 2)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.step == 1)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.step == 1)
     await phase(bench)
     await stopped(running)
-    assert bench.board.phase == "stopped"
+    assert bench.status.phase == "stopped"
     assert bench.backend.checkpoint is not None
     assert bench.backend.checkpoint.step == 1
 
@@ -155,8 +155,8 @@ async def test_a_stop_in_any_phase_leaves_a_checkpoint_of_every_step(
 async def test_a_stop_while_training_waits_for_the_step_and_its_checkpoint(bench: Bench):
     bench.interval, bench.max_staleness, bench.max_steps, bench.backend.step_s = 9, 9, 9, 0.2
     bench.feed(1, 2)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.phase == "training")
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.phase == "training")
     await stopped(running)
     assert bench.backend.checkpoint is not None
     assert bench.backend.checkpoint.step == 1

@@ -14,7 +14,7 @@ import pytest
 from redis.asyncio import Redis
 
 from services.cli.verify import command
-from services.trainer.loop.ledger import LedgerFile
+from services.trainer.settlement.ledger import LedgerFile
 from shared.errors import Fenced
 from shared.queue.queue import TicketQueue
 from shared.queue.records import Reservation
@@ -54,10 +54,10 @@ class TrainerRun:
         return states.read(newest)[0]
 
     async def finish(self, trainer: Incarnation) -> None:
-        while trainer.board.durable_step < STEPS:
-            step = trainer.board.durable_step
+        while trainer.status.durable_step < STEPS:
+            step = trainer.status.durable_step
             await self.feed(1)
-            await trainer.until(lambda board, step=step: board.durable_step > step)
+            await trainer.until(lambda status, step=step: status.durable_step > step)
 
 
 @pytest.fixture
@@ -76,20 +76,20 @@ async def ended(running: asyncio.Future[None]) -> None:
 
 async def test_steps_made_while_a_successor_loads_are_kept(run: TrainerRun):
     old, new = run.trainer(), run.trainer()
-    first = asyncio.ensure_future(old.loop.run())
-    await old.until(lambda board: board.phase == "waiting")
+    first = asyncio.ensure_future(old.worker.run())
+    await old.until(lambda status: status.phase == "waiting")
     await run.feed(1)
-    await old.until(lambda board: board.durable_step == 1)
+    await old.until(lambda status: status.durable_step == 1)
     new.backend.may_build.clear()
-    second = asyncio.ensure_future(new.loop.run())
+    second = asyncio.ensure_future(new.worker.run())
     await asyncio.to_thread(new.backend.restored.wait, 10)
     await run.feed(1)
-    await old.until(lambda board: board.durable_step == 2)
+    await old.until(lambda status: status.durable_step == 2)
     new.backend.may_build.set()
-    await new.until(lambda board: board.phase == "waiting")
+    await new.until(lambda status: status.phase == "waiting")
     with pytest.raises(Fenced):
         await first
-    assert (new.board.step, new.backend.weight) == (2, 2.0)
+    assert (new.status.step, new.backend.weight) == (2, 2.0)
     await run.finish(new)
     await ended(second)
     result = await asyncio.to_thread(command.verify, RunFolder(run.folder))
@@ -100,14 +100,14 @@ async def test_steps_made_while_a_successor_loads_are_kept(run: TrainerRun):
 async def test_a_successor_of_a_first_trainer_that_it_did_not_see_goes_on_from_it(run: TrainerRun):
     new, old = run.trainer(), run.trainer()
     new.backend.may_build.clear()
-    second = asyncio.ensure_future(new.loop.run())
+    second = asyncio.ensure_future(new.worker.run())
     await asyncio.to_thread(new.backend.restored.wait, 10)
-    first = asyncio.ensure_future(old.loop.run())
-    await old.until(lambda board: board.phase == "waiting")
+    first = asyncio.ensure_future(old.worker.run())
+    await old.until(lambda status: status.phase == "waiting")
     await run.feed(1)
-    await old.until(lambda board: board.durable_step == 1)
+    await old.until(lambda status: status.durable_step == 1)
     new.backend.may_build.set()
-    await new.until(lambda board: board.phase == "waiting")
+    await new.until(lambda status: status.phase == "waiting")
     with pytest.raises(Fenced):
         await first
     assert run.head().lineage[0] == (1, 0)
@@ -117,16 +117,16 @@ async def test_a_successor_of_a_first_trainer_that_it_did_not_see_goes_on_from_i
 
 async def test_a_queue_wiped_after_the_last_step_hears_of_it_again(run: TrainerRun):
     trainer = run.trainer()
-    running = asyncio.ensure_future(trainer.loop.run())
-    await trainer.until(lambda board: board.phase == "waiting")
+    running = asyncio.ensure_future(trainer.worker.run())
+    await trainer.until(lambda status: status.phase == "waiting")
     await run.finish(trainer)
-    await trainer.until(lambda board: board.phase == "done")
+    await trainer.until(lambda status: status.phase == "done")
     await run.redis.flushall()
     with pytest.raises(Fenced):
         await asyncio.wait_for(running, 20)
     again = run.trainer()
-    running = asyncio.ensure_future(again.loop.run())
-    await again.until(lambda board: board.phase == "done")
+    running = asyncio.ensure_future(again.worker.run())
+    await again.until(lambda status: status.phase == "done")
     state = await run.queue.state()
     assert (state.ready, state.version) == (True, STEPS)
     await ended(running)
@@ -135,13 +135,13 @@ async def test_a_queue_wiped_after_the_last_step_hears_of_it_again(run: TrainerR
 async def test_a_queue_wiped_after_begin_does_not_give_an_epoch_twice(run: TrainerRun):
     early, late = run.trainer(), run.trainer()
     early.backend.may_start.clear()
-    first = asyncio.ensure_future(early.loop.run())
+    first = asyncio.ensure_future(early.worker.run())
     while archive.Archive(run.folder / "archive", RUN).last_epoch() == 0:
         await asyncio.sleep(0.01)
     await run.redis.flushall()
-    second = asyncio.ensure_future(late.loop.run())
-    await late.until(lambda board: board.phase == "waiting")
-    assert late.board.epoch == 2
+    second = asyncio.ensure_future(late.worker.run())
+    await late.until(lambda status: status.phase == "waiting")
+    assert late.status.epoch == 2
     early.backend.may_start.set()
     with pytest.raises(Fenced):
         await first

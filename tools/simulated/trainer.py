@@ -1,8 +1,8 @@
 """`python -m tools.simulated.trainer`: the trainer with a learner of a few kB, for faults without a model.
 
-Everything around the learner is the trainer's own: loop, intake, ledger, archive, checkpoints, publishing. The weights
-are noise drawn from a digest of everything trained so far, in order: a token, a log-probability or a reward that
-differs, a group that is lost, doubled or swapped, and every bit after it differs. Needs neither JAX nor a model's
+Everything around the learner is the trainer's own: loop, group buffer, ledger, archive, checkpoints, publishing. The
+weights are noise drawn from a digest of everything trained so far, in order: a token, a log-probability or a reward
+that differs, a group that is lost, doubled or swapped, and every bit after it differs. Needs neither JAX nor a model's
 weights.
 """
 
@@ -53,7 +53,7 @@ class NumpyArrays:
 
 
 class SimulatedBackend:
-    """`Trains` without a model. `params` are float32 by leaf name; the optimizer's state is its count of groups."""
+    """A `Backend` without a model. `params` are float32 by leaf name; the optimizer's state is its count of groups."""
 
     def __init__(
         self, checkpoints: CheckpointFolders, model: Mapping[str, Any], seed: int, origin: Origin | None = None

@@ -1,8 +1,8 @@
 """refused.jsonl and the files of refused/: each refused step is on record with the groups that made it.
 
 The trainer moves the groups before it writes the line, and the line before a ticket ends for it
-(services.trainer.loop.refusals). A crash between file and line ends the epoch: the last file of an epoch may lack its
-line, if nothing of this epoch came after it.
+(services.trainer.settlement.refusals). A crash between file and line ends the epoch: the last file of an epoch may lack
+its line, if nothing of this epoch came after it.
 """
 
 from __future__ import annotations

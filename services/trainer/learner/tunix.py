@@ -10,9 +10,9 @@ from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.learner.backend import TunixBackend, check_vocabulary
 from services.trainer.learner.opening import BackendInputs, OpenedBackend
-from services.trainer.loop.ledger import StepLog
 from services.trainer.loop.warm_start import WarmStart
 from services.trainer.settings import TokenLimits
+from services.trainer.settlement.ledger import StepLog
 from services.trainer.status import TrainerStatus
 from shared.clients.env import EnvClient
 from shared.models.config import ModelConfig
@@ -31,10 +31,10 @@ def open_backend(given: BackendInputs) -> OpenedBackend:
     backend = TunixBackend(model, described, from_run.policy_options(config, tokens), checkpoints)
     sft = from_run.sft_options(config, tokens)
 
-    async def warm_start(environments: EnvClient, board: TrainerStatus, executor: Executor) -> None:
+    async def warm_start(environments: EnvClient, status: TrainerStatus, executor: Executor) -> None:
         log = StepLog(folder.sft)
         await WarmStart(settings.env, settings.n_demonstrations, sft, environments, given.tokenizer, log)(
-            backend, board, executor
+            backend, status, executor
         )
 
     return OpenedBackend(backend, checkpoints, tokens, warm_start)

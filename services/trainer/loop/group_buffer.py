@@ -86,9 +86,9 @@ class GroupBuffer:
         return len(self._waiting)
 
     async def receive(self, entries: Sequence[StreamEntry]) -> list[DroppedGroup]:
-        """`offer` for each, in their order, with large groups decoded beside the event loop; the Voids there were."""
+        """`offer` for each, in their order; large groups are decoded beside the event loop. Those that were dropped."""
         groups = [await by_size(len(e.payload), lambda e=e: read(e)) if self._is_read(e) else None for e in entries]
-        return [void for void in map(self.offer, entries, groups) if void is not None]
+        return [dropped for dropped in map(self.offer, entries, groups) if dropped is not None]
 
     def _is_read(self, entry: StreamEntry) -> bool:
         """Whether what it holds counts. What may have killed its readers is not looked at."""
@@ -98,27 +98,27 @@ class GroupBuffer:
         return self.progress.is_finished(entry.ticket) or entry.ticket in self._waiting
 
     def offer(self, entry: StreamEntry, group: Group | DecodeError | None = None) -> DroppedGroup | None:
-        """Takes an entry in; a Void if its ticket ends here and now. `group`: what `read` made of it, if it
+        """Takes an entry in; a `DroppedGroup` if its ticket ends here and now. `group`: what `read` made of it, if it
         was read.
         """
         self.highest = max(self.highest, entry.ticket)
         if self._is_known(entry):
             return None
         if not self._is_read(entry):
-            return self._void(entry, "poison", f"{entry.deliveries - 1} trainers ended while they held it")
+            return self._drop(entry, "poison", f"{entry.deliveries - 1} trainers ended while they held it")
         try:
             group = read(entry) if group is None else group
             if isinstance(group, DecodeError):
                 raise group
             self._check(group, entry)
         except DecodeError as error:
-            return self._void(entry, "poison", error.detail)
+            return self._drop(entry, "poison", error.detail)
         if group.failure is not None:
-            return self._void(entry, "failed", group.failure)
+            return self._drop(entry, "failed", group.failure)
         held = ready_group(group, entry.payload, entry.entry_id)
         undone = next((v for v in sampled_by(group) if not in_lineage(v, self._lineage)), None)
         if undone is not None:
-            return self._void(
+            return self._drop(
                 entry, "superseded", f"{undone} was undone by a later trainer", (held.oldest, held.newest)
             )
         self._waiting[entry.ticket] = held, StreamEntry(entry.entry_id, entry.ticket, b"", entry.deliveries)
@@ -138,10 +138,10 @@ class GroupBuffer:
         for held, _ in (*foreign, *old):
             del self._waiting[held.group.ticket]
         superseded = [
-            self._void(e, "superseded", f"{h.newest} is not made yet", (h.oldest, h.newest)) for h, e in foreign
+            self._drop(e, "superseded", f"{h.newest} is not made yet", (h.oldest, h.newest)) for h, e in foreign
         ]
         return superseded + [
-            self._void(e, "stale", f"{step - h.oldest.step} steps old", (h.oldest, h.newest)) for h, e in old
+            self._drop(e, "stale", f"{step - h.oldest.step} steps old", (h.oldest, h.newest)) for h, e in old
         ]
 
     def has(self, n: int) -> bool:
@@ -190,7 +190,7 @@ class GroupBuffer:
             if int(trajectory.token_ids.max()) >= self._rules.vocab_size:
                 raise DecodeError(f"token id {int(trajectory.token_ids.max())} is outside the vocabulary")
 
-    def _void(
+    def _drop(
         self,
         entry: StreamEntry,
         reason: Reason,

@@ -1,4 +1,4 @@
-"""What the trainer's course is made of: the seams to queue, model, files and servers, and how it waits for them."""
+"""What the train loop is made of: the seams to queue, model, files and servers, and how it waits for them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any, Literal, Protocol
 
 from services.trainer.learner.metrics import StepMetrics
 from services.trainer.loop.group_buffer import AdmissionRules, ReadyGroup
-from services.trainer.loop.ledger import LedgerFile, StepLog
 from services.trainer.loop.publisher import Delivery
-from services.trainer.loop.refusals import Refusals
+from services.trainer.settlement.ledger import LedgerFile, StepLog
+from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
 from shared.errors import QueueUnavailable, Unavailable
 from shared.process import telemetry
@@ -26,7 +26,7 @@ from shared.types import WeightVersion
 
 OnNonFinite = Literal["stop", "skip"]
 _PAUSE_S, _PAUSE_CAP_S = 0.1, 3.0
-_log = telemetry.Log("parts")
+_log = telemetry.Log("waiter")
 
 
 class TrainQueue(Protocol):
@@ -121,10 +121,10 @@ class Collaborators:
 
 
 class Waiter:
-    """Waits for what blocks and for what is away, on behalf of the course."""
+    """Waits for what blocks and for what is away, on behalf of the train loop."""
 
-    def __init__(self, executor: Executor, board: TrainerStatus) -> None:
-        self._executor, self._board = executor, board
+    def __init__(self, executor: Executor, status: TrainerStatus) -> None:
+        self._executor, self._status = executor, status
 
     async def blocking[*A, R](self, call: Callable[[*A], R], *args: *A) -> R:
         """Runs a blocking call in the one training thread."""
@@ -132,26 +132,26 @@ class Waiter:
 
     async def patiently[T](self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeats what is safe to repeat while the other side is away or a disk is full; /status says so, and a stop
-        ends the patience.
+        ends it.
 
         Raises Unavailable after a stop, and any other error at once.
         """
-        pause, board, wait = _PAUSE_S, self._board, object()
+        pause, status, wait = _PAUSE_S, self._status, object()
         try:
             while True:
                 try:
                     return await call()
                 except Unavailable as error:
-                    if board.stopping:
+                    if status.stopping:
                         raise
-                    board.waits[wait] = board.wait_after(error)
-                _log.warning("waiting", reason=board.waits[wait].why, retry_s=pause)
+                    status.waits[wait] = status.wait_after(error)
+                _log.warning("waiting", reason=status.waits[wait].why, retry_s=pause)
                 with suppress(TimeoutError):
-                    async with board.until_stop():
+                    async with status.until_stop():
                         await asyncio.sleep(pause)
                 pause = min(_PAUSE_CAP_S, 2 * pause)
         finally:
-            board.waits.pop(wait, None)
+            status.waits.pop(wait, None)
 
     async def answer[T](self, call: Callable[[], Awaitable[T]]) -> T:
         """`patiently` for the queue: one that does not answer delays a stop by no more than a second."""
@@ -160,7 +160,7 @@ class Waiter:
     async def hurriedly[T](self, call: Callable[[], Awaitable[T]]) -> T:
         """The queue's answer. Raises QueueUnavailable if a stop does not leave it the time."""
         try:
-            async with self._board.until_stop():
+            async with self._status.until_stop():
                 return await call()
         except TimeoutError as error:
             raise QueueUnavailable("Redis did not answer before the stop") from error

@@ -1,5 +1,5 @@
-"""Tells every rollout server of new weights, all at once. Best effort: servers also watch the checkpoint folder
-themselves.
+"""Tells every rollout server of new weights, all at once and beside training, and records how long that took. Best
+effort: servers also watch the checkpoint folder themselves.
 
 Invariants: only durable checkpoints are published; a failure is logged and counted, and never stops training; a newer
 version that waits makes an older one superfluous; a server that does not answer delays no other.
@@ -12,10 +12,12 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from services.trainer.settlement.ledger import FencedLog
+from services.trainer.status import TrainerStatus
 from shared.errors import VolleyError
 from shared.process import telemetry
 from shared.run.weights import MANIFEST
@@ -91,3 +93,36 @@ class Publisher:
             reason=reason,
         )
         return Delivery(url, seconds, (answer or {}).get("timings") or {}, reason)
+
+
+class HandoverPublisher:
+    """Publishes the checkpoints of one incarnation and puts each hand-over on record.
+
+    Args: publish: see `Publisher.publish`; log: handovers.jsonl; group: where publishing goes on beside training.
+    """
+
+    def __init__(
+        self,
+        publish: Callable[[Path], Awaitable[Sequence[Delivery]]],
+        log: FencedLog,
+        status: TrainerStatus,
+        group: asyncio.TaskGroup,
+    ) -> None:
+        self._publish, self._log, self._status, self._group = publish, log, status, group
+
+    def start(self, folder: Path, timings: Mapping[str, float]) -> None:
+        """Begins to send the durable checkpoint in `folder`; `timings` are the seconds of the hand-over until now. The
+        group fails with Fenced if another trainer has begun.
+        """
+        self._group.create_task(self._hand_over(folder, timings))
+
+    async def _hand_over(self, folder: Path, timings: Mapping[str, float]) -> None:
+        started = time.perf_counter()
+        deliveries = await self._publish(folder)
+        seconds = time.perf_counter() - started
+        self._status.timed("publish", seconds)
+        version = {"step": WeightVersion.parse(folder.name).step, "version": folder.name}
+        servers = [asdict(delivery) for delivery in deliveries]
+        handover = {**version, **timings, "publish_s": seconds, "servers": servers}
+        self._status.last_handover = handover
+        await self._log.append(handover)

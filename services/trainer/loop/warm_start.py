@@ -11,7 +11,7 @@ from services.trainer.algorithms import sft
 from services.trainer.algorithms.sft import Demonstrator, SftOptions
 from services.trainer.learner.backend import TunixBackend
 from services.trainer.loop.interfaces import Waiter
-from services.trainer.loop.ledger import StepLog
+from services.trainer.settlement.ledger import StepLog
 from services.trainer.status import TrainerStatus
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
@@ -31,11 +31,11 @@ class WarmStart:
     tokenizer: ChatTokenizer
     log: StepLog
 
-    async def __call__(self, backend: TunixBackend, board: TrainerStatus, executor: Executor) -> None:
-        """Ends early when the board asks to stop. Raises ConfigError, NotFound."""
+    async def __call__(self, backend: TunixBackend, status: TrainerStatus, executor: Executor) -> None:
+        """Ends early when the status asks to stop. Raises ConfigError, NotFound."""
         if not self.options.max_steps:
             return
-        waiter = Waiter(executor, board)
+        waiter = Waiter(executor, status)
         await waiter.patiently(lambda: asyncio.to_thread(self.log.clear))
         patient = PatientDemonstrator(self.client, waiter)
         demonstrations = await sft.fetch(patient, self.env, self.n_demonstrations, self.options.seed)
@@ -44,7 +44,7 @@ class WarmStart:
             self.log.append(asdict(metrics) | {"time": time()})
             if metrics.step % 20 == 0 or metrics.step == metrics.max_steps:
                 _log.info("supervised step", step=metrics.step, loss=round(metrics.loss, 4))
-            if board.stopping:
+            if status.stopping:
                 return
 
 

@@ -1,8 +1,8 @@
 """One incarnation of the trainer, from an empty process to its end.
 
-Open: restore the newest checkpoint (or warm start a new model), take over the queue under a new epoch, mend what a
-crash left in the files, and make and publish the first checkpoint of that epoch. Then the course, until a stop: it lets
-the running step end and saves what is not durable.
+Open: restore the newest checkpoint (or warm start a new model), take over the queue under a new epoch, repair what a
+crash left in the files, and make and publish the first checkpoint of that epoch. Then the train loop, until a stop: it
+lets the running step end and saves what is not durable.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from dataclasses import replace
 from functools import partial
 
 from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
+from services.trainer.loop.publisher import HandoverPublisher
 from services.trainer.loop.train_loop import TrainLoop
+from services.trainer.settlement.ledger import FencedLog
 from services.trainer.status import TrainerStatus
 from shared.errors import NonFinite, Unavailable, first_error
 from shared.process import telemetry
@@ -20,15 +22,15 @@ from shared.run import pinned
 from shared.run.state import TrainerState, initial_state
 
 _BEGINNINGS = 5
-_log = telemetry.Log("loop")
+_log = telemetry.Log("worker")
 
 
 class TrainerWorker:
     """The service's worker."""
 
-    def __init__(self, plan: TrainPlan, parts: Collaborators, board: TrainerStatus) -> None:
-        self._plan, self._parts, self._board = plan, parts, board
-        self._waiter = Waiter(parts.executor, board)
+    def __init__(self, plan: TrainPlan, parts: Collaborators, status: TrainerStatus) -> None:
+        self._plan, self._parts, self._status = plan, parts, status
+        self._waiter = Waiter(parts.executor, status)
 
     async def run(self) -> None:
         """Works until it is cancelled.
@@ -50,61 +52,63 @@ class TrainerWorker:
 
     async def _wind_down(self, work: asyncio.Task[None]) -> None:
         """Waits for the running step and its checkpoint, but not beyond the grace."""
-        self._board.stop()
+        self._status.stop()
         await asyncio.wait({work}, timeout=self._plan.grace_s)
         if not work.done():
             _log.warning(
                 "the grace is over",
-                phase=self._board.phase,
-                step=self._board.step,
-                durable_step=self._board.durable_step,
+                phase=self._status.phase,
+                step=self._status.step,
+                durable_step=self._status.durable_step,
             )
 
     async def _work(self, group: asyncio.TaskGroup) -> None:
         try:
             await self._life(group)
         except* Unavailable as errors:
-            if not self._board.stopping:
+            if not self._status.stopping:
                 raise
-            _log.warning("stopped while waiting", phase=self._board.phase, reason=str(first_error(errors)))
+            _log.warning("stopped while waiting", phase=self._status.phase, reason=str(first_error(errors)))
         except* NonFinite as errors:
             await self._stand_by(str(first_error(errors)))
 
     async def _stand_by(self, reason: str) -> None:
         """Trains no more and says why, until a stop: to end and be started again would change nothing."""
-        board = self._board
-        _log.error("refused", run=board.run, phase=board.phase, reason=reason)
-        board.refused, board.phase = reason, "refused"
-        while not board.stopping:
-            board.changed.clear()
-            await board.changed.wait()
-        board.phase = "stopped"
+        status = self._status
+        _log.error("refused", run=status.run, phase=status.phase, reason=reason)
+        status.refused, status.phase = reason, "refused"
+        while not status.stopping:
+            status.changed.clear()
+            await status.changed.wait()
+        status.phase = "stopped"
 
     async def _life(self, group: asyncio.TaskGroup) -> None:
-        board, parts = self._board, self._parts
+        status, parts = self._status, self._parts
         found = await self._restore()
         if found is None:
-            board.phase = "warm start"
+            status.phase = "warm start"
             await parts.warm_start()
-        if board.stopping:
+        if status.stopping:
             return
         found, state = await self._take_over(found)
         await self._waiter.patiently(lambda: asyncio.to_thread(self._repair, found, state.epoch))
         folder = await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.start, state))
-        board.step, board.epoch, board.version = state.step, state.epoch, str(state.version)
-        board.durable(state.step)
-        _log.info("started", run=board.run, version=board.version, resumed=found is not None)
-        course = TrainLoop(self._plan, parts, board, state, group)
-        group.create_task(course.publish(folder, {}))
-        await course.follow()
-        board.phase = "stopped"
+        status.step, status.epoch, status.version = state.step, state.epoch, str(state.version)
+        status.durable(state.step)
+        _log.info("started", run=status.run, version=status.version, resumed=found is not None)
+        publisher = HandoverPublisher(
+            parts.publish, FencedLog(parts.handovers, parts.archive, state.epoch), status, group
+        )
+        publisher.start(folder, {})
+        await TrainLoop(self._plan, parts, status, self._waiter, state, publisher).run()
+        status.phase = "stopped"
 
     async def _restore(self) -> TrainerState | None:
         """The model of the newest checkpoint, or a new one. Raises ConfigError if the run is not that of this
         configuration.
         """
         found = await self._waiter.patiently(lambda: self._waiter.blocking(self._parts.backend.restore))
-        self._board.set_aside = dict(self._parts.checkpoints.bad)
+        self._status.set_aside = dict(self._parts.checkpoints.bad)
         found = self._pinned(found) if found else None
         await self._waiter.blocking(self._parts.backend.build)
         return found
@@ -116,7 +120,7 @@ class TrainerWorker:
         Until it is fenced, an older trainer may have made steps durable that we don't know of. Then we begin again,
         from these.
         """
-        self._board.phase = "starting"
+        self._status.phase = "starting"
         for _ in range(_BEGINNINGS):
             known = await asyncio.to_thread(self._known, found)
             epoch = await self._begin(known)

@@ -5,7 +5,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.trainer.loop.ledger import LedgerFile, StepLog
+from services.trainer.settlement.ledger import LedgerFile, StepLog
 from shared.errors import Fenced, WeightsError
 from shared.queue.progress import TicketProgress
 from shared.run.archive import Archive

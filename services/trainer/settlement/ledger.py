@@ -1,12 +1,13 @@
 """The run's append-only files: the ledger of tickets (see shared.run.ledger), and the metrics of steps.
 
 Invariants: a ticket has exactly one disposition along the surviving lineage; `metrics.jsonl` has one line a step, none
-of a step that was undone. Files are mended only by a trainer that has fenced all others: until then an older one may
+of a step that was undone. Files are repaired only by a trainer that has fenced all others: until then an older one may
 still write to them.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from shared.errors import DecodeError, StorageUnavailable, WeightsError
 from shared.files import storage
 from shared.process import telemetry
 from shared.run import ledger
+from shared.run.archive import Archive
 from shared.run.chain import Chain
 from shared.run.ledger import TRAINED
 from shared.run.state import TrainerState, in_lineage
 from shared.types import WeightVersion
 
 _MOST_UNWRITTEN = 10_000
-_log = telemetry.Log("records")
+_log = telemetry.Log("ledger")
 
 type Check = Callable[[], object]
 """Raises Fenced if a later trainer has begun."""
@@ -155,6 +157,24 @@ class StepLog:
             return
         storage.replace(self._path, text, check)
         _log.info("file brought in line with the checkpoint", file=self._path.name, lines=len(lines))
+
+
+class FencedLog:
+    """A `StepLog` as one incarnation writes it: another trainer that has begun has put the file in order. The queue
+    would say so, too, but later. Every call raises Fenced then, and writes nothing.
+    """
+
+    def __init__(self, log: StepLog, archive: Archive, epoch: int) -> None:
+        self._log, self._archive, self._epoch = log, archive, epoch
+
+    async def append(self, line: Mapping[str, Any]) -> None:
+        await asyncio.to_thread(self._archive.check_newest, self._epoch)
+        self._log.append(line)
+
+    async def flush(self) -> bool:
+        """Makes every line durable; False if some cannot be now."""
+        await asyncio.to_thread(self._archive.check_newest, self._epoch)
+        return await asyncio.to_thread(self._log.flush)
 
 
 def _sync(path: Path) -> None:

@@ -12,7 +12,7 @@ def entry(made: Group, deliveries: int = 1, ticket: int | None = None) -> Stream
     return StreamEntry(f"{made.ticket}-0", ticket or made.ticket, made.encode(), deliveries)
 
 
-def intake(low: int = 0, **rules) -> GroupBuffer:
+def buffer(low: int = 0, **rules) -> GroupBuffer:
     return GroupBuffer(
         TicketProgress(low),
         LINEAGE,
@@ -30,7 +30,7 @@ def tickets(held) -> list[int] | None:
 
 
 def test_ticket_order_waits_for_the_next_ticket():
-    one = intake()
+    one = buffer()
     offered(one, 3, 2)
     assert one.take(2) is None
     offered(one, 1)
@@ -39,56 +39,56 @@ def test_ticket_order_waits_for_the_next_ticket():
 
 
 def test_arrival_order_takes_what_is_there():
-    one = intake(order="arrival")
+    one = buffer(order="arrival")
     offered(one, 3, 2)
     assert tickets(one.take(2)) == [3, 2]
     assert one.progress.done == {2, 3}
 
 
 def test_void_tickets_do_not_hold_up_ticket_order():
-    one = intake()
+    one = buffer()
     offered(one, 2, 3)
-    void = one.offer(entry(Group(1, "toy", "t", (), failure="Timeout")))
-    assert void is not None
-    assert (void.reason, void.detail) == ("failed", "Timeout")
+    dropped = one.offer(entry(Group(1, "toy", "t", (), failure="Timeout")))
+    assert dropped is not None
+    assert (dropped.reason, dropped.detail) == ("failed", "Timeout")
     assert tickets(one.take(2)) == [2, 3]
     assert (one.progress.low, one.progress.void, one.progress.n_trained) == (3, 1, 2)
 
 
 def test_duplicates_and_finished_tickets_are_ignored():
-    one = intake(low=5)
+    one = buffer(low=5)
     offered(one, 5, 6, 6)
     assert one.n_waiting == 1
 
 
 def test_staleness_is_judged_when_a_step_would_take_the_group():
-    one = intake()
+    one = buffer()
     offered(one, 1, version="e000002-s000004")
     assert one.expire(5) == []
-    (void,) = one.expire(6)
-    assert (void.reason, void.entry.ticket, str(void.versions[0])) == ("stale", 1, "e000002-s000004")
+    (dropped,) = one.expire(6)
+    assert (dropped.reason, dropped.entry.ticket, str(dropped.versions[0])) == ("stale", 1, "e000002-s000004")
     assert one.progress.is_finished(1)
 
 
 def test_tokens_of_weights_that_are_not_made_yet_are_superseded():
-    one = intake()
+    one = buffer()
     offered(one, 1, version="e000002-s000005")
     offered(one, 2, version="e000002-s000006")
-    (void,) = one.expire(5)
-    assert (void.reason, void.entry.ticket) == ("superseded", 2)
+    (dropped,) = one.expire(5)
+    assert (dropped.reason, dropped.entry.ticket) == ("superseded", 2)
     assert tickets(one.take(1)) == [1]
-    void = intake().offer(entry(group(3, "e000003-s000004")))
-    assert void is not None
-    assert void.reason == "superseded"
+    dropped = buffer().offer(entry(group(3, "e000003-s000004")))
+    assert dropped is not None
+    assert dropped.reason == "superseded"
 
 
 def test_tokens_of_an_undone_lineage_are_superseded():
-    assert intake().offer(entry(group(1, "e000001-s000004"))) is None
-    void = intake().offer(entry(group(1, "e000001-s000005")))
-    assert void is not None
-    assert void.reason == "superseded"
-    void = intake().offer(entry(group(1, "e000002-s000003")))
-    assert void is not None
+    assert buffer().offer(entry(group(1, "e000001-s000004"))) is None
+    dropped = buffer().offer(entry(group(1, "e000001-s000005")))
+    assert dropped is not None
+    assert dropped.reason == "superseded"
+    dropped = buffer().offer(entry(group(1, "e000002-s000003")))
+    assert dropped is not None
 
 
 def test_poison():
@@ -102,7 +102,7 @@ def test_poison():
         "outside the vocabulary": entry(group(1, "e000002-s000004", vocab=5000)),
     }
     for detail, poisoned in cases.items():
-        void = intake().offer(poisoned)
-        assert void is not None
-        assert void.reason == "poison"
-        assert detail in void.detail
+        dropped = buffer().offer(poisoned)
+        assert dropped is not None
+        assert dropped.reason == "poison"
+        assert detail in dropped.detail

@@ -1,4 +1,4 @@
-"""The order of a hand-over, and how the loop waits and fails; with a model and a queue that only keep books."""
+"""The order of a hand-over, and how the loop waits and fails; with a model and a queue that note what they are told."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.trainer.support import group
 
 async def test_durable_then_ledger_then_commit_then_publish(bench: Bench):
     bench.max_steps = 1
-    bench.board = TrainerStatus("r", 1)
+    bench.status = TrainerStatus("r", 1)
     bench.feed(1, 2)
     await bench.run_to_the_end()
     assert bench.events == [
@@ -33,7 +33,7 @@ async def test_durable_then_ledger_then_commit_then_publish(bench: Bench):
         "publish e000001-s000001",
         "leave",
     ]
-    assert bench.board.phase == "stopped"
+    assert bench.status.phase == "stopped"
     assert bench.backend.checkpoint is not None
     assert bench.backend.checkpoint.phase == "done"
 
@@ -50,7 +50,7 @@ async def test_trained_groups_are_archived_in_the_order_of_the_step_and_named_by
 
 async def test_a_longer_interval_saves_at_its_end_and_at_the_last_step(bench: Bench):
     bench.max_steps, bench.interval, bench.max_staleness = 3, 2, 9
-    bench.board = TrainerStatus("r", 3)
+    bench.status = TrainerStatus("r", 3)
     bench.feed(1, 2, 3, 4, 5, 6)
     await bench.run_to_the_end()
     assert [e for e in bench.events if e.startswith(("save", "commit"))] == [
@@ -65,10 +65,10 @@ async def test_a_longer_interval_saves_at_its_end_and_at_the_last_step(bench: Be
 async def test_stale_groups_are_void_and_make_room_at_once(bench: Bench):
     bench.max_staleness = 0
     bench.feed(1, 2, 3, 4)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.tickets.get("stale") == 2)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.tickets.get("stale") == 2)
     bench.feed(5, 6, version="e000001-s000001")
-    await bench.until(lambda: bench.board.phase == "done")
+    await bench.until(lambda: bench.status.phase == "done")
     await stopped(running)
     assert "commit version=1 tickets=[3, 4] void=2 ledger=4" in bench.events
     assert bench.events[-3:-1] == ["commit version=2 tickets=[5, 6] void=2 ledger=6", "publish e000001-s000002"]
@@ -78,7 +78,7 @@ async def test_the_queue_may_be_away_for_a_while(bench: Bench):
     bench.queue.away = 2
     bench.feed(1, 2, 3, 4)
     await bench.run_to_the_end()
-    assert bench.board.step == 2
+    assert bench.status.step == 2
 
 
 async def test_a_fenced_trainer_ends_with_that_one_error(bench: Bench):
@@ -96,13 +96,13 @@ async def test_checkpoints_that_are_all_damaged_end_the_run(bench: Bench):
 
 async def test_a_new_incarnation_continues_and_remembers_void_tickets(bench: Bench):
     bench.feed(1, 2)
-    first = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.durable_step == 1)
+    first = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.durable_step == 1)
     bench.queue.publish(Group(4, "toy", "t", (), failure="Timeout"))
-    await bench.until(lambda: bench.board.tickets.get("failed") == 1)
+    await bench.until(lambda: bench.status.tickets.get("failed") == 1)
     await stopped(first)
     bench.events.clear()
-    bench.board = TrainerStatus("r", 2)
+    bench.status = TrainerStatus("r", 2)
     bench.feed(3, 5, version="e000002-s000001")
     await bench.run_to_the_end()
     assert bench.events[1] == "begin low=2 version=1 issued=4 void=1 done=[4]"
@@ -110,37 +110,37 @@ async def test_a_new_incarnation_continues_and_remembers_void_tickets(bench: Ben
 
 
 async def test_pause_holds_the_next_step_and_resume_lets_it_go(bench: Bench):
-    bench.board.ask(pause=True)
+    bench.status.ask(pause=True)
     bench.feed(1, 2, 3, 4)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.phase == "paused" and bench.board.waiting_groups == 4)
-    assert bench.board.step == 0
-    bench.board.ask(pause=False)
-    await bench.until(lambda: bench.board.step == 2)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.phase == "paused" and bench.status.waiting_groups == 4)
+    assert bench.status.step == 0
+    bench.status.ask(pause=False)
+    await bench.until(lambda: bench.status.step == 2)
     await stopped(running)
 
 
 async def test_a_wanted_checkpoint_comes_while_groups_are_missing(bench: Bench):
     bench.interval, bench.max_staleness = 9, 9
     bench.feed(1, 2)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.phase == "waiting" and bench.board.step == 1)
-    bench.board.ask(checkpoint=True)
-    await bench.until(lambda: bench.board.durable_step == 1)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.phase == "waiting" and bench.status.step == 1)
+    bench.status.ask(checkpoint=True)
+    await bench.until(lambda: bench.status.durable_step == 1)
     await stopped(running)
 
 
 async def test_what_is_held_is_bounded_and_the_rest_stays_in_the_queue(bench: Bench):
     bench.max_steps = 10
-    bench.board = TrainerStatus("r", 10)
+    bench.status = TrainerStatus("r", 10)
     bench.max_staleness = 9
     bench.feed(*range(1, 101))
-    bench.board.ask(pause=True)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.waiting_groups == 20 and bench.queue.attended)
+    bench.status.ask(pause=True)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.waiting_groups == 20 and bench.queue.attended)
     assert len(bench.queue.entries) == 80
-    bench.board.ask(pause=False)
-    await bench.until(lambda: bench.board.phase == "done")
+    bench.status.ask(pause=False)
+    await bench.until(lambda: bench.status.phase == "done")
     await stopped(running)
 
 
@@ -153,8 +153,8 @@ async def test_a_missing_ticket_is_read_beyond_the_bound(bench: Bench):
 
 async def test_after_the_last_step_the_queue_is_attended_to(bench: Bench):
     bench.feed(1, 2, 3, 4)
-    running = asyncio.ensure_future(bench.loop().run())
-    await bench.until(lambda: bench.board.phase == "done")
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.phase == "done")
     bench.queue.fenced_after = 0
     with pytest.raises(Fenced):
         await asyncio.wait_for(running, 20)
@@ -165,7 +165,7 @@ async def test_a_trainer_that_wakes_up_after_a_step_and_was_replaced_adds_nothin
     looks, too.
     """
     bench.backend.during_step = lambda: Archive(bench.folder / "archive", "r").claim(2)
-    running = asyncio.ensure_future(bench.loop().run())
+    running = asyncio.ensure_future(bench.worker().run())
     await bench.until((bench.folder / "handovers.jsonl").exists)
     bench.feed(1, 2)
     with pytest.raises(Fenced, match="another trainer of the run"):
@@ -194,7 +194,7 @@ async def test_lines_that_were_kept_back_are_not_written_once_another_trainer_ha
     bench.queue.commit = replaced
     bench.feed(1, 2)
     with pytest.raises(Fenced, match="another trainer of the run"):
-        await asyncio.wait_for(bench.loop().run(), 20)
+        await asyncio.wait_for(bench.worker().run(), 20)
     assert not metrics.exists()
 
 

@@ -1,0 +1,164 @@
+"""Ends tickets, in the ledger first and then in the queue, and says what a checkpoint may know.
+
+Invariants: the ledger durably names how a ticket ended before the queue forgets it. A checkpoint never knows of an end
+that the ledger does not, unless it carries that line itself: what is decided in memory and what is written about it
+happen under one lock, under which also the snapshot for a checkpoint is taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from services.trainer.loop.group_buffer import DroppedGroup, GroupBuffer, ReadyGroup
+from services.trainer.loop.interfaces import Collaborators, Waiter
+from services.trainer.settlement.ledger import FencedLog
+from services.trainer.settlement.pending import Line, PendingStep, PendingWork
+from services.trainer.status import TrainerStatus
+from shared.errors import Unavailable
+from shared.process import telemetry
+from shared.queue.records import Finished
+from shared.run import ledger
+from shared.run.chain import Chain
+from shared.run.ledger import NONFINITE, TRAINED
+from shared.run.state import TrainerState
+from shared.types import WeightVersion
+
+_log = telemetry.Log("settlement")
+
+
+class Settlement:
+    """Of one incarnation. `exclusive` is to be held where groups are dropped: from the decision on.
+
+    Args:
+        buffer: whose decisions are settled here; it marks tickets finished.
+        state: at the start of this incarnation; its checkpoint is durable.
+    """
+
+    def __init__(
+        self, parts: Collaborators, buffer: GroupBuffer, status: TrainerStatus, waiter: Waiter, state: TrainerState
+    ) -> None:
+        self._parts, self._buffer, self._status, self._waiter, self._start = parts, buffer, status, waiter, state
+        self._metrics = FencedLog(parts.metrics, parts.archive, state.epoch)
+        self._pending = PendingWork(state.version)
+        self._chain = state.chain or Chain(state.step)
+        self.exclusive = asyncio.Lock()
+
+    @property
+    def pending(self) -> PendingWork:
+        return self._pending
+
+    @contextmanager
+    def unrecorded(self, tickets: Iterable[int]) -> Iterator[None]:
+        """Inside, what these tickets have done to memory is written down. If that fails, they stay unrecorded: there is
+        no checkpoint of this memory any more.
+        """
+        these = tuple(tickets)
+        self._pending = self._pending.changed(these)
+        yield
+        self._pending = self._pending.recorded(these)
+
+    async def trained(
+        self, groups: Sequence[ReadyGroup], digests: Sequence[str], version: WeightVersion, metrics: Line
+    ) -> None:
+        """A step made `version` of these groups, which are in the archive under these digests. Raises Fenced."""
+        lines = tuple(_line(g, TRAINED, version, digest) for g, digest in zip(groups, digests, strict=True))
+        self._pending = self._pending.trained(PendingStep(version, tuple(g.finished for g in groups), lines, metrics))
+        self._chain = self._chain.trained(lines, metrics)
+        await self._metrics.append(metrics)
+
+    async def drop(self, dropped: Sequence[DroppedGroup]) -> None:
+        """Ends tickets without training, as the buffer has decided since `exclusive` is held. Raises Fenced, and
+        Unavailable after a stop.
+        """
+        assert self.exclusive.locked()
+        if not dropped:
+            return
+        at = self._pending.version
+        lines = [ledger.line(d.entry.ticket, d.reason, at, versions=d.versions, reason=d.detail) for d in dropped]
+        with self.unrecorded(d.entry.ticket for d in dropped):
+            await self._write(lines)
+            self._chain = self._chain.ended(lines)
+        for one in dropped:
+            await self._tell_of(one)
+        await self._commit([one.finished for one in dropped])
+
+    async def refuse(
+        self, groups: Sequence[ReadyGroup], digests: Sequence[str], at: WeightVersion, reason: str
+    ) -> None:
+        """Ends the tickets of a step that was refused and undone. Raises as `drop`."""
+        async with self.exclusive:
+            lines = [_line(g, NONFINITE, at, digest, reason) for g, digest in zip(groups, digests, strict=True)]
+            await self._write(lines)
+            self._chain = self._chain.ended(lines)
+            self._buffer.progress.void += len(groups)
+            await self._commit([g.finished for g in groups])
+        for _ in groups:
+            self._status.ended(NONFINITE)
+
+    async def attend(self) -> None:
+        """Ends nothing, but learns whether the queue is still ours; one that was wiped learns the durable step again.
+        Raises as `drop`.
+        """
+        async with self.exclusive:
+            await self._commit([])
+
+    async def snapshot(self, last_step: int) -> TrainerState:
+        """What a checkpoint of the present weights has to know. Raises Unavailable if there can be none."""
+        async with self.exclusive:
+            pending, buffer = self._pending, self._buffer
+            if pending.unrecorded:
+                tickets = ", ".join(str(ticket) for change in pending.unrecorded for ticket in change)
+                raise Unavailable(
+                    f"step {pending.version.step} cannot be saved: what tickets {tickets} did is neither in the archive"
+                    " nor in the ledger",
+                    "make room on the disk of the run; the next start goes on from the newest checkpoint",
+                )
+            return self._start.at(
+                pending.version.step,
+                buffer.progress,
+                issued=max(self._start.issued, buffer.highest),
+                done=pending.version.step == last_step,
+                chain=self._chain,
+                recent=pending.ledger,
+                metrics=pending.metrics,
+            )
+
+    async def settle(self, state: TrainerState) -> None:
+        """Ends the tickets of all steps that a checkpoint of this state durably holds. Raises as `drop`."""
+        async with self.exclusive:
+            await self._write(state.recent)
+            finished = self._pending.finished
+            self._pending = self._pending.saved(state.version)
+            self._status.durable(state.step)
+            await self._commit(finished)
+            self._pending = self._pending.settled()
+        for _ in finished:
+            self._status.ended(TRAINED)
+        if await self._metrics.flush():
+            self._pending = self._pending.flushed()
+
+    async def _tell_of(self, dropped: DroppedGroup) -> None:
+        ticket, reason, detail = dropped.entry.ticket, dropped.reason, dropped.detail
+        self._status.ended(reason)
+        _log.warning("ticket ended without training", ticket=ticket, reason=reason, detail=detail)
+        if reason == "poison":
+            await self._waiter.answer(
+                lambda: self._parts.queue.dead_letter(self._start.epoch, dropped.entry, dropped.detail)
+            )
+
+    async def _commit(self, finished: Sequence[Finished]) -> None:
+        epoch, step, void = self._start.epoch, self._pending.durable.step, self._buffer.progress.void
+        await self._waiter.answer(lambda: self._parts.queue.commit(epoch, step, finished, void))
+
+    async def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        await self._waiter.patiently(lambda: asyncio.to_thread(self._parts.ledger.append, lines))
+
+
+def _line(
+    group: ReadyGroup, disposition: str, at: WeightVersion, digest: str, reason: str | None = None
+) -> dict[str, Any]:
+    versions = group.oldest, group.newest
+    return ledger.line(group.group.ticket, disposition, at, versions=versions, reason=reason, digest=digest)
