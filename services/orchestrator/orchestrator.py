@@ -93,6 +93,7 @@ class Orchestrator:
             "held": self.schedule.n_held if self.schedule else 0,
             "episodes_running": status.running,
             "evaluating_step": status.evaluating_step,
+            "evaluated": status.evaluated,
             "waiting": dataclasses.asdict(status.waiting)
             if status.waiting and status.running == 0 and status.evaluating_step is None
             else None,

@@ -31,6 +31,8 @@ class RunStatus:
         self._waits: Counter[Party] = Counter()
         self.running = 0
         self.evaluating_step: int | None = None
+        self.evaluated: tuple[int, int] | None = None
+        """Of the evaluation in progress: tasks that have ended, and how many there are."""
         self.paused = False
         self.waiting: Wait | None = Wait("trainer", "the trainer has not opened the queue")
         self.disk: str | None = None

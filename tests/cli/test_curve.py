@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.cli.reporting.closing import duration, sentence
+from services.cli.reporting.closing import sentence
 from services.cli.reporting.curve import curve
 from services.cli.reporting.intervals import SuccessRate, success_rates, wilson
+from services.cli.reporting.lines import duration
 
 # statsmodels 0.15: proportion_confint(successes, tasks, 0.05, "wilson")
 PUBLISHED = [

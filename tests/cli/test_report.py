@@ -12,7 +12,8 @@ import pytest
 
 from services.cli.reporting import report
 from services.cli.reporting.jsonl import JsonlTail
-from services.cli.reporting.progress import ProgressDisplay, eval_line, step_line
+from services.cli.reporting.lines import eval_line, step_line
+from services.cli.reporting.progress import PlainLines, RecordTails
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from shared.run.state import initial_state
@@ -92,10 +93,11 @@ def test_missing_figures_are_dashes() -> None:
 
 def test_progress_shows_only_what_is_new(folder: RunFolder) -> None:
     said: list[str] = []
-    progress = ProgressDisplay(folder, 10, said.append)
-    assert not progress.show()
+    tails, display = RecordTails(folder), PlainLines(10, said.append)
+    assert tails.new() == []
     write(folder.metrics, [step(4)])
-    assert progress.show()
+    for kind, record in tails.new():
+        display.record(kind, record)
     assert len(said) == 1
     assert said[0].startswith("step  4/10")
 

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from services.cli.commands import train
 from services.cli.layout import PROJECT
 from services.cli.local.stack import LocalStack
-from services.cli.reporting.progress import ProgressDisplay
+from services.cli.reporting.progress import PlainLines, RecordTails
 from services.cli.runs.record import claimed, write_json
 from shared import config
 from shared.config import LoadedConfig
@@ -50,7 +50,11 @@ def main(minutes: float, paths: Sequence[str], overrides: Sequence[str], *, as_j
     with claimed(loaded, _tell) as claim:
         try:
             train.supervise(
-                loaded, claim, lambda running: _soak(running, claim.folder, loaded, minutes * 60, samples), _tell
+                loaded,
+                claim,
+                lambda running: _soak(running, claim.folder, loaded, minutes * 60, samples),
+                _tell,
+                seen=PlainLines(0, _tell).service,
             )
         except train.Stopped as stopped:
             return stopped.exit_code
@@ -107,7 +111,7 @@ async def _soak(
     running: LocalStack, folder: RunFolder, loaded: LoadedConfig, length_s: float, samples: list[SoakSample]
 ) -> None:
     """Ends when time is over, or the run is; raises if it fails."""
-    quiet = ProgressDisplay(folder, loaded.config.trainer.max_steps, lambda _line: None)
+    quiet = PlainLines(loaded.config.trainer.max_steps, lambda _line: None)
     services = config.load([folder.config, folder.services]).config.services
     assert services.redis_url is not None
     async with (
@@ -115,7 +119,7 @@ async def _soak(
         asyncio.TaskGroup() as group,
     ):
         tasks = [
-            group.create_task(train.follow(running, folder, quiet)),
+            group.create_task(train.follow(running, folder, quiet, RecordTails(folder))),
             group.create_task(_sampling(running, redis, folder, length_s, samples)),
         ]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

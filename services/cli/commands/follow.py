@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from services.cli.commands import train
 from services.cli.local import stack
 from services.cli.reporting import report
-from services.cli.reporting.progress import ProgressDisplay
+from services.cli.reporting.progress import RecordTails, printed, shown
 from services.cli.runs.addresses import FOLLOWED
 from services.cli.runs.elapsed import counting
 from services.cli.runs.record import claimed, read_record
@@ -38,6 +38,7 @@ def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
 async def _watch(loaded: LoadedConfig, folder: RunFolder) -> None:
     services = loaded.config.services
     urls = {name: services.base_url(name) for name in FOLLOWED}
-    train.say(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
+    printed(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
     running = stack.LocalStack(urls, token_for(services.token_files, Role.VIEWER), services.tls.ca_file, [])
-    await train.follow(running, folder, ProgressDisplay(folder, loaded.config.trainer.max_steps, train.say))
+    with shown(loaded.config.trainer.max_steps) as display:
+        await train.follow(running, folder, display, RecordTails(folder))

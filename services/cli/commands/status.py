@@ -66,14 +66,14 @@ async def observe(services: Sequence[ServiceStatus]) -> tuple[list[ServiceReport
     """Asks all; where nothing advanced for a while, again, until every rollout server has produced tokens or enough
     looks were taken.
     """
-    seen = await _ask_all(services)
+    seen = await ask_all(services)
     verdict = wedge.judge(seen)
     first = seen
     for look in range(1, _LOOKS + 1):
         if (verdict.quiet_s or 0.0) < wedge.FRESH_S or not any(_made(s) and not s.tokens_per_s for s in seen):
             break
         await asyncio.sleep(_BETWEEN_S)
-        later = await _ask_all(services)
+        later = await ask_all(services)
         seen = [
             replace(now, tokens_per_s=(_made(now) - _made(then)) / (look * _BETWEEN_S))
             for then, now in zip(first, later, strict=True)
@@ -123,8 +123,14 @@ def _newest() -> Path:
     return found[-1].parent.absolute()
 
 
-async def _ask_all(services: Sequence[ServiceStatus]) -> list[ServiceReport]:
+async def ask_all(services: Sequence[ServiceStatus]) -> list[ServiceReport]:
+    """What each says of itself, once. Closes their clients."""
     return list(await asyncio.gather(*map(_ask, services)))
+
+
+def unready(seen: Sequence[ServiceReport]) -> list[str]:
+    """A sentence on each that is not."""
+    return [f"{s.name} is {_state(s)}" for s in seen if s.error is not None or s.not_ready is not None]
 
 
 async def _ask(service: ServiceStatus) -> ServiceReport:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+from services.cli.commands.status import ServiceStatus, ask_all, unready
 from services.cli.local import external, stack
 from services.cli.local.processes import Reaper
-from services.cli.local.supervisor import RestartPolicy, Say, ServiceFailed
+from services.cli.local.supervisor import RestartPolicy, Say, Seen, ServiceFailed, ServiceState, unseen
 from services.cli.reporting import closing, report
-from services.cli.reporting.progress import ProgressDisplay
+from services.cli.reporting.progress import Activity, ProgressDisplay, RecordTails, printed_text, shown
+from services.cli.reporting.progress import printed as say
 from services.cli.runs.elapsed import counting
 from services.cli.runs.record import RunClaim, RunRecord, claimed, finished, read_record, stored
 from services.cli.verify import command
@@ -27,12 +30,12 @@ from shared.config import LoadedConfig
 from shared.errors import ConfigError, VolleyError, first_error
 from shared.files.reading import open_file
 from shared.models.hub import model_folder
+from shared.process import wedge
 from shared.run.folder import RunFolder
+from shared.run.state import newest_state
 
 _POLL_S = 0.3
 _GOING = ("running", "evaluating")
-_QUIET_S = 30.0
-"""After so long without news the line of progress says what the run waits for, in seconds."""
 
 
 type Work = Callable[[stack.LocalStack], Awaitable[None]]
@@ -69,21 +72,43 @@ def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = st
 def _train(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False) -> int:
     check_inputs(loaded)
     with claimed(loaded) as claim:
-        folder = claim.folder
-        progress = ProgressDisplay(folder, loaded.config.trainer.max_steps, say)
+        folder, max_steps = claim.folder, loaded.config.trainer.max_steps
+        tails, started = RecordTails(folder), dict[str, ServiceState]()
         try:
-            record = supervise(loaded, claim, lambda running: follow(running, folder, progress), say, seams)
+            with shown(max_steps) as display:
+
+                def seen(name: str, state: ServiceState) -> None:
+                    started[name] = state
+                    display.service(name, state)
+
+                record = supervise(
+                    loaded, claim, lambda running: follow(running, folder, display, tails), display.say, seams, seen
+                )
         except Stopped as stopped:
-            say(
-                f"stopped by {stopped}; everything it started has ended. `volley up "
-                f"{folder.path}` continues run {folder.name}."
-            )
+            printed_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started))
             return stopped.exit_code
+        except VolleyError:
+            if "up" in started.values() or "down" in started.values():
+                printed_text(_interrupted("ended early", folder, max_steps, started))
+            raise
         return finish(folder, record, prove=prove)
 
 
+def _interrupted(how: str, folder: RunFolder, max_steps: int, started: Mapping[str, ServiceState]) -> str:
+    """What has ended, at which step, and how to go on."""
+    head = newest_state(folder.checkpoints)
+    ended = ", ".join(name for name, state in started.items() if state != "pending")
+    where = f"from step {head.step} of {max_steps}" if head else "from its start"
+    return f"{how}; {ended} have ended. `volley up {folder.path}` continues run {folder.name} {where}."
+
+
 def supervise(
-    loaded: LoadedConfig, claim: RunClaim, work: Work, say: Say, seams: stack.StackSeams = stack.REAL
+    loaded: LoadedConfig,
+    claim: RunClaim,
+    work: Work,
+    say: Say,
+    seams: stack.StackSeams = stack.REAL,
+    seen: Seen = unseen,
 ) -> RunRecord:
     """Runs all services for as long as `work` takes. Returns the record, with the time it took; it counts also if this
     is killed.
@@ -92,7 +117,7 @@ def supervise(
     """
     with counting(claim.folder, claim.record) as worked:
         try:
-            asyncio.run(_supervised(loaded, claim, work, say, seams))
+            asyncio.run(_supervised(loaded, claim, work, say, seams, seen))
         except BaseExceptionGroup as group:
             raise first_error(group) from None
     return worked.record()
@@ -125,10 +150,6 @@ def fresh_name(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
     return [*overrides, f"run.name={next(unfinished)}"]
 
 
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
 def _is_finished(folder: RunFolder) -> bool:
     record = read_record(folder)
     return record is not None and record.finished
@@ -139,60 +160,58 @@ def finish(folder: RunFolder, record: RunRecord, *, prove: bool = False) -> int:
     summary = report.make(folder)
     proof = command.verify(folder) if prove else None
     say(report.told(summary, folder))
-    say(closing.sentence(folder.name, summary, proof))
+    printed_text(closing.sentence(folder.name, summary, proof))
     say(f"DONE: steps={summary['steps']} elapsed_sec={summary['elapsed_sec']:.1f}")
     return 0
 
 
-async def _supervised(loaded: LoadedConfig, claim: RunClaim, work: Work, say: Say, seams: stack.StackSeams) -> None:
+async def _supervised(
+    loaded: LoadedConfig, claim: RunClaim, work: Work, say: Say, seams: stack.StackSeams, seen: Seen
+) -> None:
     """Raises Stopped, VolleyError, or a group of them."""
-    started, folder = time.monotonic(), claim.folder
+    folder = claim.folder
     say(f"run {folder.name} in {folder.path}: starting services (logs in {folder.logs})")
     with Reaper.running(holds=[claim.lock]) as reaper:
         async with (
             _stopping_on_signal(reaper.kill_all, say),
-            stack.running(loaded, folder, reaper, say, RestartPolicy(), seams) as running,
+            stack.running(loaded, folder, reaper, say, RestartPolicy(), seams, seen) as running,
         ):
-            say(f"all services answer after {time.monotonic() - started:.1f} s")
             await work(running)
 
 
-async def follow(running: stack.LocalStack, folder: RunFolder, progress: ProgressDisplay) -> None:
+async def follow(running: stack.LocalStack, folder: RunFolder, display: ProgressDisplay, tails: RecordTails) -> None:
     """Shows progress until the orchestrator says that the run is finished. Raises ServiceFailed if it says that it
     failed.
     """
     news = time.monotonic()
-    async with running.client("orchestrator") as orchestrator:
+    async with running.client("orchestrator") as orchestrator, running.client("trainer") as trainer:
         while True:
-            state, reason, refusal = await _run_state(orchestrator, folder.name)
-            if progress.show():
+            run = await _told(orchestrator, f"/runs/{folder.name}")
+            display.activity(Activity(run, await _told(trainer, "/status")))
+            state, reason = str(run.get("state", "unknown")), str(run.get("reason") or "")
+            for kind, record in tails.new():
+                display.record(kind, record)
                 news = time.monotonic()
             if state == "finished":
                 return
             if state not in _GOING and (refused := await _refused(running)):
                 raise ServiceFailed(f"run {folder.name} has stopped: {refused}")
-            if state == "failed" and not refusal:
+            if state == "failed" and not run.get(
+                "refused"
+            ):  # else the trainer has refused a step, or is to begin again
                 raise ServiceFailed(f"run {folder.name} failed: {reason}", f"logs: {folder.logs}")
-            if time.monotonic() - news > _QUIET_S:
-                progress.say(
-                    f"no news for {_QUIET_S:g} s; the run is "
-                    f"{': '.join(filter(None, (state, reason)))}; {await _waiting_for(running)}"
-                )
+            if time.monotonic() - news > display.quiet_s:
+                display.quiet(f"the run is {state}; {await _waiting_for(running)}")
                 news = time.monotonic()
             await asyncio.sleep(_POLL_S)
 
 
-async def _run_state(orchestrator: HttpClient, run: str) -> tuple[str, str, bool]:
-    """The state of the run, its reason, and whether that is a step that the trainer has refused, or had before it began
-    again.
-
-    While the orchestrator does not answer (it may be restarting), that.
-    """
+async def _told(client: HttpClient, path: str) -> Mapping[str, Any]:
+    """What the service says of itself; only a reason while it does not answer (it may be restarting)."""
     try:
-        answer = await orchestrator.get(f"/runs/{run}", attempts=1)
+        return await client.get(path, attempts=1)
     except VolleyError as error:
-        return "unknown", str(error), False
-    return str(answer.get("state")), str(answer.get("reason") or ""), bool(answer.get("refused"))
+        return {"reason": str(error)}
 
 
 async def _refused(running: stack.LocalStack) -> str:
@@ -205,14 +224,11 @@ async def _refused(running: stack.LocalStack) -> str:
 
 
 async def _waiting_for(running: stack.LocalStack) -> str:
-    reasons = []
-    for name in running.urls:
-        async with running.client(name) as client:
-            try:
-                await client.get("/ready", attempts=1)
-            except VolleyError as error:
-                reasons.append(f"{name} is not ready: {error.detail}")
-    return "; ".join(reasons) or "all services are ready"
+    """The chain of waits, from the service that waits to the one that keeps all waiting."""
+    services = [ServiceStatus(name, name.partition("-")[0], running.client(name)) for name in running.urls]
+    seen = await ask_all(services)
+    chain = wedge.judge(seen).chain
+    return "; ".join(chain or unready(seen)) or "all services are ready"
 
 
 @asynccontextmanager

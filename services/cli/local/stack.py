@@ -19,7 +19,15 @@ import yaml
 from services.cli.layout import python_of, variables_of
 from services.cli.local import external, ports
 from services.cli.local.processes import ProcessSpec, Reaper
-from services.cli.local.supervisor import RestartPolicy, Say, SupervisedProcess, Supervision, keeping
+from services.cli.local.supervisor import (
+    RestartPolicy,
+    Say,
+    Seen,
+    SupervisedProcess,
+    Supervision,
+    keeping,
+    unseen,
+)
 from services.cli.runs import addresses
 from services.cli.runs.record import secret
 from shared.clients.base import HttpClient
@@ -75,7 +83,13 @@ REAL = StackSeams()
 
 @asynccontextmanager
 async def running(
-    loaded: LoadedConfig, folder: RunFolder, reaper: Reaper, say: Say, patience: RestartPolicy, seams: StackSeams = REAL
+    loaded: LoadedConfig,
+    folder: RunFolder,
+    reaper: Reaper,
+    say: Say,
+    patience: RestartPolicy,
+    seams: StackSeams = REAL,
+    seen: Seen = unseen,
 ) -> AsyncIterator[LocalStack]:
     """All services of the run, answering. Raises VolleyError, also inside an ExceptionGroup."""
     with ExitStack() as held:
@@ -85,10 +99,12 @@ async def running(
         await builder.check_redis()
         first_kinds = [name for name, service in SERVICES.items() if not service.needs]
         later_kinds = [name for name, service in SERVICES.items() if service.needs]
+        for name in (*(member.spec.name for member in redis), *builder.urls):
+            seen(name, "pending")
         async with (
-            keeping(redis, reaper, say, patience) as first,
-            keeping(builder.members(*first_kinds), reaper, say, patience) as second,
-            keeping(builder.members(*later_kinds), reaper, say, patience) as third,
+            keeping(redis, reaper, say, patience, seen) as first,
+            keeping(builder.members(*first_kinds), reaper, say, patience, seen) as second,
+            keeping(builder.members(*later_kinds), reaper, say, patience, seen) as third,
         ):
             yield LocalStack(
                 {**builder.urls, **builder.external}, builder.token, builder.ca_file, [*first, *second, *third]

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 from services.cli.local.processes import Child, ProcessSpec, Reaper, last_error
 from shared.errors import ConfigError, VolleyError
@@ -23,6 +24,14 @@ _CONFIG_EXIT = 2
 
 type Probe = Callable[[], Awaitable[bool]]
 type Say = Callable[[str], None]
+
+ServiceState = Literal["pending", "starting", "up", "stopping", "down"]
+type Seen = Callable[[str, ServiceState], None]
+"""Told of each process by name: it is to be started, is started, answers, is being stopped, has ended."""
+
+
+def unseen(name: str, state: ServiceState) -> None:
+    """Nobody looks."""
 
 
 class ServiceFailed(VolleyError):
@@ -77,8 +86,10 @@ class ProcessEnd:
 class Supervision:
     """A process under supervision. `up` is set once it has answered for the first time; `ends` grows with each end."""
 
-    def __init__(self, member: SupervisedProcess, reaper: Reaper, say: Say, patience: RestartPolicy) -> None:
-        self.member, self._reaper, self._say, self._patience = member, reaper, say, patience
+    def __init__(
+        self, member: SupervisedProcess, reaper: Reaper, say: Say, patience: RestartPolicy, seen: Seen = unseen
+    ) -> None:
+        self.member, self._reaper, self._say, self._patience, self._seen = member, reaper, say, patience, seen
         self.up = asyncio.Event()
         self.child: Child | None = None
         self.ends: list[ProcessEnd] = []
@@ -94,12 +105,17 @@ class Supervision:
         configuration.
         """
         while True:
+            self._seen(self.name, "starting")
             self.child = child = await Child.start(self.member.spec, self._reaper)
             try:
                 await self._until_up(child)
                 end = await self._until_end(child)
+            except asyncio.CancelledError:
+                self._seen(self.name, "stopping")
+                raise
             finally:
                 await child.stop()
+                self._seen(self.name, "down")
             if self._reaper.closed:
                 return
             await self._before_restart(child, end)
@@ -112,6 +128,7 @@ class Supervision:
             await asyncio.sleep(_PROBE_EVERY_S)
         if child.exit_code is None:
             self.up.set()
+            self._seen(self.name, "up")
 
     async def _until_end(self, child: Child) -> ProcessEnd:
         """How it ends, in the end; kills it if it hangs. Counts the service time."""
@@ -169,14 +186,18 @@ class Supervision:
 
 @asynccontextmanager
 async def keeping(
-    members: Sequence[SupervisedProcess], reaper: Reaper, say: Say, patience: RestartPolicy = RestartPolicy()
+    members: Sequence[SupervisedProcess],
+    reaper: Reaper,
+    say: Say,
+    patience: RestartPolicy = RestartPolicy(),
+    seen: Seen = unseen,
 ) -> AsyncIterator[list[Supervision]]:
     """Keeps the processes alive for the length of the context, which begins when all of them have answered once.
 
     Raises, in an ExceptionGroup, ServiceFailed or ConfigError when one of them is gone for good.
     """
     async with asyncio.TaskGroup() as group:
-        kept = [Supervision(member, reaper, say, patience) for member in members]
+        kept = [Supervision(member, reaper, say, patience, seen) for member in members]
         tasks = [group.create_task(one.run()) for one in kept]
         try:
             for one in kept:

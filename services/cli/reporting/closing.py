@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.cli.reporting.intervals import SuccessRate
+from services.cli.reporting.lines import duration
 
 
 def sentence(run: str, summary: Mapping[str, Any], proof: Mapping[str, Any] | None = None) -> str:
@@ -15,17 +16,6 @@ def sentence(run: str, summary: Mapping[str, Any], proof: Mapping[str, Any] | No
     """
     parts = [f"{_success(summary)} {_extent(run, summary)}", *_groups(summary, proof)]
     return "; ".join(parts) + "."
-
-
-def duration(seconds: float) -> str:
-    """As `7.5 s`, `3 min 2 s`, `2 h 5 min`."""
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min"
 
 
 def _success(summary: Mapping[str, Any]) -> str:

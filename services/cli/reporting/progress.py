@@ -1,69 +1,134 @@
-"""What a run shows while it goes: one plain line an optimizer step, an SFT report, an evaluation."""
+"""What a run shows while it goes: a live display at a terminal, plain lines everywhere else.
+
+Everything shown comes from the run's files (`RecordTails`), from what trainer and orchestrator answer (`Activity`), or
+from the supervisor of the processes.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any
+import os
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
+from services.cli.local.supervisor import ServiceState
 from services.cli.reporting.jsonl import JsonlTail
+from services.cli.reporting.lines import eval_line, sft_line, step_line
 from shared.run.folder import RunFolder
 
+type RecordKind = Literal["sft", "step", "evaluation"]
+type Record = Mapping[str, Any]
 
-class ProgressDisplay:
-    """Prints what the services have added to the run's files since the last call."""
 
-    def __init__(self, folder: RunFolder, max_steps: int, say: Callable[[str], None]) -> None:
-        self._tails = (
-            (JsonlTail(folder.sft, from_end=True), sft_line),
-            (JsonlTail(folder.metrics, from_end=True), lambda record: step_line(record, max_steps)),
-            (JsonlTail(folder.evals, from_end=True), eval_line),
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What goes on: `run` is the orchestrator's GET /runs/NAME, `trainer` the trainer's GET /status; empty where it
+    does not answer.
+    """
+
+    run: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    trainer: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class ProgressDisplay(Protocol):
+    """After so many seconds without a record, `quiet_s`, it wants to know what the run waits for."""
+
+    quiet_s: float
+
+    def say(self, line: str, /) -> None:
+        """A line that stays."""
+
+    def service(self, name: str, state: ServiceState) -> None: ...
+
+    def record(self, kind: RecordKind, record: Record) -> None: ...
+
+    def activity(self, activity: Activity) -> None: ...
+
+    def quiet(self, waiting: str) -> None:
+        """Args: waiting: what the run waits for."""
+
+
+class RecordTails:
+    """What the services have added to the run's files since the last call."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        files: tuple[tuple[RecordKind, Any], ...] = (
+            ("sft", folder.sft),
+            ("step", folder.metrics),
+            ("evaluation", folder.evals),
         )
-        self.say = say
+        self._tails: list[tuple[RecordKind, JsonlTail]] = [
+            (kind, JsonlTail(path, from_end=True)) for kind, path in files
+        ]
 
-    def show(self) -> bool:
-        """Whether there was anything new."""
-        lines = [line(record) for tail, line in self._tails for record in tail.new()]
-        for line in filter(None, lines):
+    def new(self) -> list[tuple[RecordKind, Record]]:
+        return [(kind, record) for kind, tail in self._tails for record in tail.new()]
+
+
+class PlainLines:
+    """A line an event, for pipes and files: no control codes, and no line is cut."""
+
+    quiet_s = 30.0
+
+    def __init__(self, max_steps: int, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self.say, self._max_steps, self._clock = say, max_steps, clock
+        self._began = clock()
+        self._started: dict[str, float] = {}
+        self._pending: set[str] = set()
+
+    def service(self, name: str, state: ServiceState) -> None:
+        if state == "pending":
+            self._pending.add(name)
+        elif state == "starting":
+            self._started[name] = self._clock()
+        elif state == "up":
+            self.say(f"{name} answers after {self._clock() - self._started[name]:.1f} s")
+            if self._pending == {name}:
+                self.say(f"all services answer after {self._clock() - self._began:.1f} s")
+            self._pending.discard(name)
+
+    def record(self, kind: RecordKind, record: Record) -> None:
+        line = {"sft": sft_line, "step": self._step_line, "evaluation": eval_line}[kind](record)
+        if line:
             self.say(line)
-        return bool(lines)
+
+    def activity(self, activity: Activity) -> None:
+        """Not told: it changes all the time."""
+
+    def quiet(self, waiting: str) -> None:
+        self.say(f"no news for {self.quiet_s:g} s; {waiting}")
+
+    def _step_line(self, record: Record) -> str:
+        return step_line(record, self._max_steps)
 
 
-def step_line(record: Mapping[str, Any], max_steps: int) -> str:
-    """One step; the keys are those of metrics.jsonl, |Δlogp| compares rollout and trainer, staleness is in steps."""
-    width = len(str(max_steps))
-    parts = [
-        f"step {record.get('step', '?'):>{width}}/{max_steps}",
-        f"loss {_number(record, 'loss', '+.4f')}",
-        f"reward {_number(record, 'reward_mean', '.3f')}",
-        f"success {_number(record, 'success', '.3f')}",
-        f"KL {_number(record, 'kl', '.5f')}",
-        f"mean |Δlogp| {_number(record, 'logprob_abs_diff', '.1e')}",
-        f"{_number(record, 'tokens_per_sec', ',.0f')} tokens/s",
-        f"weights {record.get('version', '?')}",
-        f"staleness {_number(record, 'staleness_mean', '.1f')} (max {_number(record, 'staleness_max', '.0f')})",
-    ]
-    return "  ".join(parts)
+@contextmanager
+def shown(max_steps: int) -> Iterator[ProgressDisplay]:
+    """The display that suits standard output: live if that is a terminal which can move its cursor."""
+    if not is_terminal():
+        yield PlainLines(max_steps, printed)
+        return
+    from services.cli.reporting.live import LiveDisplay
+
+    with LiveDisplay.opened(max_steps) as display:
+        yield display
 
 
-def eval_line(record: Mapping[str, Any]) -> str:
-    parts = [
-        f"held-out after step {record.get('step', '?')}: success {_number(record, 'success', '.1%')}",
-        f"reward {_number(record, 'reward_mean', '.3f')}",
-        f"{record.get('n_tasks', '?')} tasks, greedy",
-        f"weights {record.get('version_max', '?')}",
-    ]
-    return "  ".join(parts)
+def is_terminal() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
-def sft_line(record: Mapping[str, Any]) -> str:
-    """Empty for most steps: about ten lines tell the course of the warm start."""
-    step, last = int(record.get("step", 0)), int(record.get("max_steps", 0))
-    if step != last and step % max(1, last // 10):
-        return ""
-    return f"warm start (SFT) step {step}/{last}  loss {_number(record, 'loss', '.4f')}"
+def printed(line: str) -> None:
+    print(line, flush=True)
 
 
-def _number(record: Mapping[str, Any], key: str, form: str) -> str:
-    value = record.get(key)
-    return format(value, form) if isinstance(value, int | float) and math.isfinite(value) else "–"
+def printed_text(text: str) -> None:
+    """A sentence, broken between words to the terminal's width; elsewhere in one line."""
+    if is_terminal():
+        text = textwrap.fill(text, shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)
+    printed(text)

@@ -17,6 +17,7 @@ from typing import Any
 from services.cli.reporting import closing, jsonl
 from services.cli.reporting.curve import curve
 from services.cli.reporting.intervals import SuccessRate, success_rates
+from services.cli.reporting.progress import printed_text
 from services.cli.runs.record import RunRecord, read_record, write_json
 from shared.errors import ConfigError
 from shared.run import ledger
@@ -39,7 +40,7 @@ def main(run_dir: Path) -> int:
         )
     summary = make(folder)
     print(told(summary, folder))
-    print(closing.sentence(folder.name, summary))
+    printed_text(closing.sentence(folder.name, summary))
     return 0
 
 

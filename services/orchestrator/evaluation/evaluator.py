@@ -17,8 +17,8 @@ import dataclasses
 import fcntl
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,13 +145,32 @@ class Evaluator:
             except VolleyError as error:
                 failures.append(error)
                 return None
+            finally:
+                ended()
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(index)) for index in range(self.plan.n_tasks)]
+        with self._counting() as ended:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(index)) for index in range(self.plan.n_tasks)]
         trajectories = [t for task in tasks if (t := task.result()) is not None]
         if not trajectories:
             raise Unavailable(f"all {len(failures)} held-out tasks failed, the last with {failures[-1]}")
         return trajectories, len(failures)
+
+    @contextmanager
+    def _counting(self) -> Iterator[Callable[[], None]]:
+        """Inside, the status tells how many tasks have ended; gives what counts one."""
+        status, n_ended = self._status, 0
+
+        def ended() -> None:
+            nonlocal n_ended
+            n_ended += 1
+            status.evaluated = n_ended, self.plan.n_tasks
+
+        status.evaluated = 0, self.plan.n_tasks
+        try:
+            yield ended
+        finally:
+            status.evaluated = None
 
     def _sample(self, step: int, trajectory: Trajectory) -> dict[str, Any]:
         return {

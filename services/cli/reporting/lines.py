@@ -1,0 +1,62 @@
+"""One line of text an optimizer step, a report of the warm start, an evaluation; figures as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from services.cli.reporting.intervals import SuccessRate
+
+
+def step_line(record: Mapping[str, Any], max_steps: int) -> str:
+    """One step; the keys are those of metrics.jsonl, |Δlogp| compares rollout and trainer, staleness is in steps."""
+    width = len(str(max_steps))
+    parts = [
+        f"step {record.get('step', '?'):>{width}}/{max_steps}",
+        f"loss {number(record, 'loss', '+.4f')}",
+        f"reward {number(record, 'reward_mean', '.3f')}",
+        f"success {number(record, 'success', '.3f')}",
+        f"KL {number(record, 'kl', '.5f')}",
+        f"mean |Δlogp| {number(record, 'logprob_abs_diff', '.1e')}",
+        f"{number(record, 'tokens_per_sec', ',.0f')} tokens/s",
+        f"weights {record.get('version', '?')}",
+        f"staleness {number(record, 'staleness_mean', '.1f')} (max {number(record, 'staleness_max', '.0f')})",
+    ]
+    return "  ".join(parts)
+
+
+def eval_line(record: Mapping[str, Any]) -> str:
+    rate = SuccessRate.of(record)
+    success = number(record, "success", ".1%") if rate is None else f"{rate}"
+    parts = [
+        f"held-out after step {record.get('step', '?')}: success {success}",
+        f"reward {number(record, 'reward_mean', '.3f')}",
+        f"{record.get('n_tasks', '?')} tasks, greedy",
+        f"weights {record.get('version_max', '?')}",
+    ]
+    return "  ".join(parts)
+
+
+def sft_line(record: Mapping[str, Any]) -> str:
+    """Empty for most steps: about ten lines tell the course of the warm start."""
+    step, last = int(record.get("step", 0)), int(record.get("max_steps", 0))
+    if step != last and step % max(1, last // 10):
+        return ""
+    return f"warm start (SFT) step {step}/{last}  loss {number(record, 'loss', '.4f')}"
+
+
+def number(record: Mapping[str, Any], key: str, form: str) -> str:
+    value = record.get(key)
+    return format(value, form) if isinstance(value, int | float) and math.isfinite(value) else "–"
+
+
+def duration(seconds: float) -> str:
+    """As `7.5 s`, `3 min 2 s`, `2 h 5 min`."""
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"

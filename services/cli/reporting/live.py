@@ -1,0 +1,100 @@
+"""The live display at a terminal, the only module that imports rich: lines that stay, and below them the rows of what
+goes on, drawn anew a few times a second. When it closes, however that comes, the rows are gone and the cursor is back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from services.cli.local.supervisor import ServiceState
+from services.cli.reporting.phases import PhaseRow, RunPhases
+from services.cli.reporting.progress import Activity, Record, RecordKind
+
+_A_SECOND = 4
+_WIDEST_BAR = 30
+_BESIDE_BAR = 50
+"""Columns that names and figures need; narrower terminals than this and the shortest bar have none."""
+_SHORTEST_BAR = 6
+
+
+class LiveDisplay:
+    """Made by `opened`; the calls come from one thread, another one draws."""
+
+    quiet_s = 10.0
+
+    def __init__(self, console: Console, phases: RunPhases) -> None:
+        self._console, self._phases = console, phases
+        self._spinner = Spinner("dots", style="cyan")
+        self._live = Live(
+            get_renderable=self.table,
+            console=console,
+            refresh_per_second=_A_SECOND,
+            transient=True,
+            vertical_overflow="crop",
+        )
+
+    @classmethod
+    @contextmanager
+    def opened(
+        cls, max_steps: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> Iterator[Self]:
+        console = console or Console(force_terminal=True, highlight=False, emoji=False, markup=False)
+        display = cls(console, RunPhases(max_steps, clock))
+        with display._live:
+            yield display
+
+    def say(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
+
+    def service(self, name: str, state: ServiceState) -> None:
+        self._stay(self._phases.service(name, state))
+
+    def record(self, kind: RecordKind, record: Record) -> None:
+        self._stay(self._phases.record(kind, record))
+
+    def activity(self, activity: Activity) -> None:
+        self._phases.activity(activity)
+
+    def quiet(self, waiting: str) -> None:
+        self._phases.quiet(waiting)
+
+    def refresh(self) -> None:
+        """Draws the rows now; they are drawn a few times a second anyway."""
+        self._live.refresh()
+
+    def table(self) -> Table:
+        """The rows of what goes on; none is wider than the terminal."""
+        bar = min(_WIDEST_BAR, (self._console.width - _BESIDE_BAR) // 3)
+        wide = bar >= _SHORTEST_BAR
+        table = Table.grid(padding=(0, 1))
+        for _ in range(4 if wide else 3):
+            table.add_column(no_wrap=True, overflow="ellipsis")
+        for row in self._phases.rows():
+            cells = [self._spinner, Text(row.name, style="bold"), Text(row.detail)]
+            if wide:
+                cells.insert(2, _bar(row, bar))
+            table.add_row(*cells)
+        return table
+
+    def _stay(self, lines: list[str]) -> None:
+        for line in lines:
+            text = Text(line)
+            text.stylize("green", 0, 1)
+            text.stylize("bold", 2, 12)
+            self._console.print(text, soft_wrap=True)
+        if lines:
+            self.refresh()
+
+
+def _bar(row: PhaseRow, width: int) -> ProgressBar | Text:
+    return Text("") if row.done is None or not row.total else ProgressBar(row.total, row.done, width=width)
