@@ -15,15 +15,17 @@ import html
 import io
 import os
 import re
+import select
 import shutil
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
 import zipfile
 from pathlib import Path
-from typing import Iterator  # noqa: UP035 - runs on Python 3.8
+from typing import IO, Iterator  # noqa: UP035 - runs on Python 3.8
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = {"base": [], "rollout": ["--extra", "rollout"], "trainer": ["--extra", "trainer"]}
@@ -37,6 +39,7 @@ NETWORK_SIGNS = (
     "connection refused",
     "timed out",
 )
+TICK_S = 0.5
 UNTRUSTED = "invalid peer certificate"
 
 
@@ -51,6 +54,7 @@ def main() -> int:
         print(f"bootstrap: {missing}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("bootstrap: interrupted; the same command goes on", file=sys.stderr)
         return 130
     return 0
 
@@ -69,8 +73,8 @@ def prepare(root: Path) -> None:
             return
         uv = find_uv(root) or install_uv(root)
         python = find_python(root, uv) or download_python(root, uv)
-        for name in names:
-            sync(root, uv, python, name)
+        for i, name in enumerate(names, 1):
+            sync(root, uv, python, name, f"{i} of {len(names)}" if len(names) > 1 else "")
 
 
 def outdated(root: Path) -> list[str]:
@@ -288,9 +292,10 @@ def writable(folder: Path) -> bool:
     return os.access(str(folder), os.W_OK)
 
 
-def sync(root: Path, uv: Path, python: Path, name: str) -> None:
+def sync(root: Path, uv: Path, python: Path, name: str, which: str) -> None:
     """Makes one environment equal to the lock."""
-    say(f"installing environment {name} (Python {'.'.join(map(str, python_version(python) or ()))})")
+    began = time.monotonic()
+    say(f"installing environment {name} (Python {'.'.join(map(str, python_version(python) or ()))}) {which}".rstrip())
     venv = root / ".venvs" / name
     environment = {**uv_environment(root), "UV_PROJECT_ENVIRONMENT": str(venv)}
     command = [
@@ -311,6 +316,9 @@ def sync(root: Path, uv: Path, python: Path, name: str) -> None:
     if code != 0:
         raise InstallError(f"environment {name} could not be installed: {reason(output)}")
     (venv / ".stamp").write_text(stamp(root, name))
+    found = re.search(r"Installed (\d+ packages?)", output)
+    seconds = time.monotonic() - began
+    say(f"environment {name} is ready after {seconds:.0f} s" + (f", {found.group(1)} installed" if found else ""))
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
@@ -334,18 +342,63 @@ def run_quietly(command: list[str], environment: dict[str, str]) -> str | None:
 
 
 def run_loudly(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """Exit code and output of a command whose output the user sees as it comes."""
-    output = []
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True
-    ) as process:
+    """Exit code and output of a command whose output the user sees as it comes: at a terminal as one line, drawn over
+    itself, with the seconds that have passed, and whole only if the command fails.
+    """
+    live = sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
+    began, output = time.monotonic(), []
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if not line.startswith(" + "):  # uv lists every package it installs
-                sys.stderr.write("  " + line)
-                sys.stderr.flush()
-            output.append(line)
-    return process.returncode, "".join(output)
+        try:
+            for line in lines_of(process.stdout):
+                if line is not None:
+                    output.append(line)
+                if live:
+                    draw(f"  {time.monotonic() - began:.0f} s  {happening(output)}")
+                elif line is not None:
+                    show(line)
+        finally:
+            if live:
+                draw("")
+    if live and process.returncode != 0:
+        for line in output:
+            show(line)
+    return process.returncode, "\n".join(output)
+
+
+def lines_of(stream: IO[bytes]) -> Iterator[str | None]:
+    """The lines of a pipe as they come, and None whenever none has come for a while."""
+    begun = b""
+    while True:
+        if not select.select([stream], [], [], TICK_S)[0]:
+            yield None
+            continue
+        data = os.read(stream.fileno(), 65536)
+        *whole, begun = (begun + data).split(b"\n")
+        for line in whole + ([begun] if begun and not data else []):
+            yield line.decode(errors="replace")
+        if not data:
+            return
+
+
+def happening(output: list[str]) -> str:
+    """What uv is doing, from what it has written: the large downloads that have not ended, or its last line."""
+    ended = {line.split()[1] for line in output if line.startswith(" Downloaded ")}
+    downloads = [line.split(None, 1)[1] for line in output if line.startswith("Downloading ")]
+    going = [one for one in downloads if one.split()[0] not in ended]
+    return f"downloading {', '.join(going)}" if going else last_line("\n".join(output))
+
+
+def draw(text: str) -> None:
+    """Over the present line of the terminal, and no further than its end."""
+    columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    sys.stderr.write("\r\x1b[K" + text[: columns - 1])
+    sys.stderr.flush()
+
+
+def show(line: str) -> None:
+    if not line.startswith(" + "):  # uv lists every package it installs
+        print("  " + line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

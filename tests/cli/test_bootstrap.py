@@ -5,6 +5,7 @@ that is not there.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.layout import PROJECT
+from tests.support.terminal import TerminalProgram, in_terminal
 from tools import bootstrap
 
 
@@ -70,6 +72,57 @@ def test_it_makes_three_environments_and_then_nothing(checkout: Path, tmp_path: 
     assert all("--locked" in line and "--no-python-downloads" in line for line in made)
     assert run(checkout, path, UV_CALLS=str(calls)).stderr == ""
     assert len(calls.read_text().splitlines()) == 3
+
+
+TALKING_UV = """
+case "$1" in
+  --version) echo "uv 0.99.0" ;;
+  sync)
+    echo "Resolved 3 packages in 1ms" >&2; echo "Downloading jaxlib (80.1MiB)" >&2; sleep 1
+    if [ -n "$UV_FAILS" ]; then echo "error: no space left" >&2; exit 2; fi
+    echo " Downloaded jaxlib" >&2; echo "Installed 2 packages in 90ms" >&2; echo " + jaxlib==1.0" >&2
+    mkdir -p "$UV_PROJECT_ENVIRONMENT/bin" && ln -sf /bin/sh "$UV_PROJECT_ENVIRONMENT/bin/python"
+    echo "home = /nowhere" > "$UV_PROJECT_ENVIRONMENT/pyvenv.cfg" ;;
+  *) exit 1 ;;
+esac
+"""
+
+
+def in_a_terminal(checkout: Path, **variables: str) -> tuple[int, TerminalProgram]:
+    executable(checkout.parent / "bin" / "uv", TALKING_UV)
+    path = f"{checkout.parent / 'bin'}:/usr/bin:/bin"
+    environment = {"PATH": path, "HOME": str(checkout.parent), "TERM": "xterm", **variables}
+    with in_terminal([sys.executable, str(checkout / "tools" / "bootstrap.py")], 40, environment) as program:
+        code = program.process.wait(60)
+    return code, program
+
+
+def test_at_a_terminal_one_line_tells_what_goes_on_and_goes(checkout: Path) -> None:
+    code, program = in_a_terminal(checkout)
+    text = "".join(program.screen().text().splitlines())
+    assert code == 0, program.text()
+    for i, name in enumerate(("base", "rollout", "trainer"), 1):
+        assert re.search(
+            rf"installing environment {name} \(Python 3\.1\d\) {i} of 3bootstrap: environment {name} is", text
+        )
+    assert "s  downloading jaxlib (80.1MiB)" in program.text()
+    assert "jaxlib" not in program.screen().text()
+
+
+def test_what_failed_at_a_terminal_is_shown_whole(checkout: Path) -> None:
+    code, program = in_a_terminal(checkout, UV_FAILS="1")
+    text = program.screen().text()
+    assert code == 1
+    assert "  Resolved 3 packages in 1ms\n  Downloading jaxlib (80.1MiB)\n  error: no space left\n" in text
+
+
+def test_in_a_pipe_every_line_comes_plain(checkout: Path) -> None:
+    executable(checkout.parent / "bin" / "uv", TALKING_UV)
+    done = run(checkout, f"{checkout.parent / 'bin'}:/usr/bin:/bin", TERM="xterm")
+    lines = done.stderr.splitlines()
+    assert all(line.isprintable() for line in lines)
+    assert lines[1:4] == ["  Resolved 3 packages in 1ms", "  Downloading jaxlib (80.1MiB)", "   Downloaded jaxlib"]
+    assert sum(line.endswith(", 2 packages installed") for line in lines) == 3
 
 
 def test_a_new_lock_makes_them_anew(checkout: Path, tmp_path: Path) -> None:
