@@ -30,7 +30,7 @@ from shared.process import telemetry
 from shared.run import state as states
 from shared.run import weights
 from shared.run.state import OPTIMIZER, TrainerState
-from shared.run.weights import BAD, Manifest, ManifestLeaf, Probe
+from shared.run.weights import BAD, Manifest, ManifestFile, ManifestLeaf, Probe
 from shared.types import WeightVersion
 
 PARAMS = "params"
@@ -174,11 +174,11 @@ class CheckpointFolders:
                 probe=contents.probe,
                 created=time.time(),
             )
-            return self._install(draft, manifest, state)
+            return self._install(draft, manifest, weights.digest_files(draft, OPTIMIZER), state)
 
     def relabel(self, restored: RestoredCheckpoint, state: TrainerState) -> Path:
-        """The restored checkpoint again, as the first version of a new epoch. Files are linked, not copied. Raises as
-        `save`.
+        """The restored checkpoint again, as the first version of a new epoch. Files are linked, not copied, and their
+        digests are those that were verified when it was restored. Raises as `save`.
         """
         with self._draft(state.version) as draft:
             with storage.held(draft):
@@ -186,7 +186,7 @@ class CheckpointFolders:
                     _link_tree(restored.folder / name, draft / name)
             old = weights.read_manifest(restored.folder)
             manifest = replace(old, version=str(state.version), base_version=old.version, created=time.time())
-            return self._install(draft, manifest, state)
+            return self._install(draft, manifest, states.read(restored.folder)[1], state)
 
     def restored(self, version: WeightVersion) -> RestoredCheckpoint:
         """A checkpoint with optimizer and all. Raises WeightsError, and Unavailable if it cannot be read now."""
@@ -235,10 +235,10 @@ class CheckpointFolders:
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
 
-    def _install(self, draft: Path, manifest: Manifest, state: TrainerState) -> Path:
-        (draft / states.STATE).write_bytes(
-            state.to_json(optimizer_files=weights.digest_files(draft, OPTIMIZER), seal=weights.seal(manifest))
-        )
+    def _install(
+        self, draft: Path, manifest: Manifest, optimizer_files: Sequence[ManifestFile], state: TrainerState
+    ) -> Path:
+        (draft / states.STATE).write_bytes(state.to_json(optimizer_files=optimizer_files, seal=weights.seal(manifest)))
         states.check_readable(draft)
         manifest = replace(manifest, state=weights.digest(draft / states.STATE))
         _sync_tree(draft)
