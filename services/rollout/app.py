@@ -14,6 +14,7 @@ from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import BASE_VERSION, Engine, EngineSpec
 from services.rollout.engines.sglang_jax.client import open_engine as open_sglang
 from services.rollout.settings import RolloutSettings, from_config
+from services.rollout.weights.serving import NothingServes, Serving
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import DecodeError
 from shared.models.chat import ChatTokenizer
@@ -57,8 +58,8 @@ async def open_rollout(
             model,
             settings.run,
             settings.update_mode,
-            _first_version(settings),
             settings.engine.dtype,
+            Serving(BASE_VERSION) if settings.engine.load_weights else NothingServes(),
         )
         generation = GenerationRunner(engine, settings.limits.grace_s, updates)
         app = build_app(settings, engine, updates, generation, tokens)
@@ -121,10 +122,6 @@ def _epoch(version: str) -> int:
         return WeightVersion.parse(version).epoch
     except DecodeError:
         return 0
-
-
-def _first_version(settings: RolloutSettings) -> str | None:
-    return BASE_VERSION if settings.engine.load_weights else None
 
 
 def _tokenizer(folder: Path) -> ChatTokenizer | None:

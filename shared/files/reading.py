@@ -43,8 +43,9 @@ def open_file(path: Path) -> IO[bytes]:
 def read_file(path: Path, most: int) -> bytes:
     """All of a file of at most `most` bytes. Raises OSError, EFBIG if there are more."""
     with open_file(path) as file:
+        part_bytes = min(most, os.fstat(file.fileno()).st_size) + 1  # a file that does not change is read in one part
         parts, room = list[bytes](), most + 1
-        while room and (part := file.read(min(room, _BLOCK_BYTES))):
+        while room and (part := file.read(min(room, max(part_bytes, _BLOCK_BYTES)))):
             parts.append(part)
             room -= len(part)
     if not room:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -208,6 +208,24 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
         raise unreadable(f"{manifest.version}: {error.filename}", error) from error
 
 
+def read_files(folder: Path, below: str, files: Sequence[ManifestFile], version: str) -> Iterator[tuple[str, bytes]]:
+    """The checkpoint's files by name, as `verify_files` would take them; each is read once.
+
+    The digest is that of the bytes that the caller gets, so whatever becomes of the file meanwhile or later, what was
+    verified is what is used. One file is in memory at a time, unless the caller keeps more.
+
+    Raises as `verify_files`, also after some files were handed out.
+    """
+    try:
+        for file, path in _present(folder, below, files, version):
+            data = read_file(path, file.size)
+            _agree(file, blake3.blake3(data, max_threads=blake3.blake3.AUTO).hexdigest(), version)
+            yield file.name, data
+            del data
+    except OSError as error:
+        raise unreadable(f"{version}: {error.filename}", error) from error
+
+
 def unreadable(what: str, error: OSError) -> VolleyError:
     """What it means that a checkpoint's file cannot be read: WeightsError if it is not there, or no file; else
     Unavailable.
@@ -220,22 +238,29 @@ def unreadable(what: str, error: OSError) -> VolleyError:
 
 
 def _verify_files(folder: Path, manifest: Manifest) -> None:
-    expected = {file.name: file for file in manifest.files}
-    below = confined(folder, manifest.path)
-    entries = (path / name for path, _, names in below.walk(on_error=_raise) for name in names)
+    for file, path in _present(folder, manifest.path, manifest.files, manifest.version):
+        _agree(file, digest(path), manifest.version)
+
+
+def _present(
+    folder: Path, below: str, files: Sequence[ManifestFile], version: str
+) -> Iterator[tuple[ManifestFile, Path]]:
+    """Every file and where it lies, once no other is there and none is missing; each has the size that it must have."""
+    expected = {file.name for file in files}
+    entries = (path / name for path, _, names in confined(folder, below).walk(on_error=_raise) for name in names)
     present = {str(p.relative_to(folder.resolve())) for p in entries}
-    for name in sorted(present ^ expected.keys()):
-        raise WeightsError(
-            f"{manifest.version}: file {name} is {'not in the manifest' if name in present else 'missing'}"
-        )
-    for file in manifest.files:
+    for name in sorted(present ^ expected):
+        raise WeightsError(f"{version}: file {name} is {'not in the manifest' if name in present else 'missing'}")
+    for file in files:
         path = confined(folder, file.name)
-        if path.stat().st_size != file.size:
-            raise WeightsError(
-                f"{manifest.version}: file {file.name} has {path.stat().st_size} bytes, expected {file.size}"
-            )
-        if digest(path) != file.blake3:
-            raise WeightsError(f"{manifest.version}: digest of {file.name} differs")
+        if (size := path.stat().st_size) != file.size:
+            raise WeightsError(f"{version}: file {file.name} has {size} bytes, expected {file.size}")
+        yield file, path
+
+
+def _agree(file: ManifestFile, found: str, version: str) -> None:
+    if found != file.blake3:
+        raise WeightsError(f"{version}: digest of {file.name} differs")
 
 
 def _raise(error: OSError) -> None:

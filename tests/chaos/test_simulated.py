@@ -15,7 +15,7 @@ from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.loop.group_buffer import ready_group
 from shared.errors import Unavailable, WeightsError
 from shared.run.state import initial_state
-from shared.run.weights import read_manifest
+from shared.run.weights import digest_files, read_manifest
 from shared.types import Group, WeightVersion
 from tests.support.small_run import group
 from tests.support.tokenizer import FOLDER
@@ -105,7 +105,9 @@ async def serve(engine: SimulatedEngine, root: Path, step: int) -> None:
     one.build()
     folder = one.save(replace(initial_state(0).under(1, keep_reference=False), step=step), None)
     manifest = read_manifest(folder)
-    loaded = await engine.stage(StagedWeights(str(folder / manifest.path), manifest.version, tree=manifest.tree))
+    loaded = await engine.stage(
+        StagedWeights(str(folder), manifest.version, below=manifest.path, files=manifest.files, tree=manifest.tree)
+    )
     committed = await engine.commit(manifest.version, "in_place")
     assert committed.live.checksum == loaded.checksum
 
@@ -113,4 +115,4 @@ async def serve(engine: SimulatedEngine, root: Path, step: int) -> None:
 def test_other_leaves_than_the_manifest_names_are_refused(tmp_path: Path):
     NumpyArrays().write(tmp_path / "params", {"w": np.zeros(2, np.float32)})
     with pytest.raises(WeightsError, match="other leaves"):
-        load(StagedWeights(str(tmp_path / "params"), "e000001-s000001"))
+        load(StagedWeights(str(tmp_path), "e000001-s000001", below="params", files=digest_files(tmp_path, "params")))

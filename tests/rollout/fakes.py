@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +25,7 @@ from services.rollout.engines.base import (
 )
 from services.rollout.settings import RolloutSettings
 from shared.errors import Conflict, WeightsError
+from shared.run.weights import read_files
 from shared.schema import Limits, TokenFiles
 from shared.types import VersionSpan
 from tests.support.tokenizer import FOLDER
@@ -38,7 +41,9 @@ class FakeEngine:
     hold: while set, requests wait.
     broken: versions that fail to load.
     stubborn: acknowledges commits, labels tokens as told, and keeps computing with the arrays it has.
-    on_stage: called while weights load, which waits for `stages`.
+    on_stage: called before files are read, which waits for `stages`.
+    on_read: called when all have been read.
+    n_read: bytes read of each file.
     commits: what the answer to a commit waits for, after the swap.
     """
 
@@ -47,6 +52,8 @@ class FakeEngine:
     broken: set[str] = field(default_factory=set[str])
     stubborn: bool = False
     on_stage: Callable[[], None] = lambda: None
+    on_read: Callable[[], None] = lambda: None
+    n_read: Counter[str] = field(default_factory=Counter[str])
     stages: asyncio.Event | None = None
     commits: asyncio.Event | None = None
     silent_s: float = 0.0
@@ -79,6 +86,10 @@ class FakeEngine:
         self.on_stage()
         if self.stages is not None:
             await self.stages.wait()
+        if weights.kind == "orbax":
+            for name, data in read_files(Path(weights.folder), weights.below, weights.files, weights.version):
+                self.n_read[name] += len(data)
+        self.on_read()
         if weights.version in self.broken:
             raise WeightsError(f"{weights.version} is broken")
         self.loaded.append(weights.version)

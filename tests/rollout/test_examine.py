@@ -1,7 +1,10 @@
-"""Every way in which a checkpoint can be wrong on disk is refused before or after loading, over a fake engine."""
+"""Every way in which a checkpoint can be wrong on disk is refused, over an engine that reads its files and loads
+nothing.
+"""
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -93,33 +96,59 @@ async def test_any_file_cut_gone_or_added_is_found(updates: WeightUpdater, folde
     assert "more is not in the manifest" in await refused(updates, folder)
 
 
-async def test_a_file_that_changes_while_it_is_loaded_is_found(
+async def test_a_file_that_changes_before_it_is_read_is_found(
     updates: WeightUpdater, engine: FakeEngine, folder: Path
 ) -> None:
-    """It was whole when it was verified before."""
-    engine.on_stage = lambda: flip(max(files(folder), key=lambda f: f.stat().st_size))
+    """It was whole when the manifest was read."""
+    engine.on_stage = lambda: flip(largest(folder))
     assert "differs" in await refused(updates, folder)
     with pytest.raises(Conflict, match="not staged"):
         await updates.commit(VERSION, None, None)
 
 
-async def test_a_checkpoint_replaced_while_it_is_loaded_is_refused(
+async def test_a_file_that_changes_after_it_was_read_does_no_harm(
     updates: WeightUpdater, engine: FakeEngine, folder: Path
 ) -> None:
-    """By another that is whole."""
+    """The bytes that were verified are the ones that are loaded. Others never get in."""
+    engine.on_read = lambda: flip(largest(folder))
+    await updates.update(str(folder), None)
+    assert updates.current == VERSION
+    await updates.update(str(folder), None)
+    assert engine.loaded == [VERSION]
+
+
+def largest(folder: Path) -> Path:
+    return max(files(folder), key=lambda file: file.stat().st_size)
+
+
+async def test_every_file_is_read_once(updates: WeightUpdater, engine: FakeEngine, folder: Path) -> None:
+    """Also when the same version is pushed, found, staged and committed again."""
+    await updates.stage(str(folder))
+    await updates.update(str(folder), None)
+    await updates.catch_up()
+    assert engine.n_read == {str(path.relative_to(folder)): path.stat().st_size for path in files(folder)}
+
+
+@pytest.mark.parametrize("when", ["on_stage", "on_read"])
+async def test_a_checkpoint_replaced_while_it_is_loaded_is_refused(
+    updates: WeightUpdater, engine: FakeEngine, folder: Path, when: str
+) -> None:
+    """By another that is whole: before its files are read, or after."""
 
     def swap() -> None:
         shutil.rmtree(folder)
         models.write_checkpoint(folder.parent, VERSION, CONFIG, models.random_weights(CONFIG, 1), probe=PROBE)
 
-    engine.on_stage = swap
-    assert "changed while it was loaded" in await refused(updates, folder)
+    setattr(engine, when, swap)
+    reason = await refused(updates, folder)
+    assert re.search("is missing|not in the manifest" if when == "on_stage" else "changed while it was loaded", reason)
 
 
+@pytest.mark.parametrize("when", ["on_stage", "on_read"])
 async def test_a_checkpoint_removed_while_it_is_loaded_is_refused(
-    updates: WeightUpdater, engine: FakeEngine, folder: Path
+    updates: WeightUpdater, engine: FakeEngine, folder: Path, when: str
 ) -> None:
-    engine.on_stage = lambda: shutil.rmtree(folder)
+    setattr(engine, when, lambda: shutil.rmtree(folder))
     await refused(updates, folder)
 
 

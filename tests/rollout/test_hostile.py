@@ -12,7 +12,7 @@ import pytest
 
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
-from services.rollout.engines.sglang_jax.weights.restore import restore
+from services.rollout.engines.sglang_jax.weights.restore import open_checkpoint, open_hugging_face
 from services.rollout.weights.checkpoint import examine
 from services.rollout.weights.updater import WeightUpdater
 from shared import codec
@@ -123,11 +123,22 @@ def test_weights_of_a_hugging_face_folder_that_lie_elsewhere_are_refused(root: P
         examine(root / "hf", MODEL, "test")
 
 
+def with_true_digests(root: Path) -> None:
+    files = digest_files(root / VERSION, "params")
+    write_manifest(root / VERSION, dataclasses.replace(read_manifest(root / VERSION), files=files))
+
+
+def restored(root: Path) -> models.Weights:
+    staged = examine(root / VERSION, MODEL, "test")
+    leaves = open_checkpoint(Path(staged.folder), staged.below, staged.files, staged.version)
+    return {name: leaf.read() for name, leaf in leaves.items()}
+
+
 def test_a_checkpoint_of_pickles_is_refused_by_its_digests(root: Path, tmp_path: Path) -> None:
     assert works(tmp_path)
     infect(root / VERSION, tmp_path / "canary", keep=(MANIFEST,))
-    with pytest.raises(WeightsError):
-        examine(root / VERSION, MODEL, "test")
+    with pytest.raises(WeightsError, match=r"bytes, expected|differs"):
+        restored(root)
     assert not (tmp_path / "canary").exists()
 
 
@@ -141,11 +152,9 @@ def test_a_manifest_of_pickles_is_malformed(root: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_of_pickles_with_true_digests_is_not_executed(root: Path, tmp_path: Path) -> None:
     """Whoever can write the manifest too is stopped by the decoding: Orbax' own format holds no code."""
     infect(root / VERSION / "params", tmp_path / "canary")
-    files = digest_files(root / VERSION, "params")
-    write_manifest(root / VERSION, dataclasses.replace(read_manifest(root / VERSION), files=files))
-    staged = examine(root / VERSION, MODEL, "test")
-    with pytest.raises(WeightsError):
-        restore(staged.path, "orbax")
+    with_true_digests(root)
+    with pytest.raises(WeightsError, match="Orbax"):
+        restored(root)
     assert not (tmp_path / "canary").exists()
 
 
@@ -158,11 +167,12 @@ def test_a_single_pickle_among_true_files_is_not_executed(root: Path, tmp_path: 
     infect(aside, tmp_path / "canary")
     victim = files[n % len(files)]
     shutil.copy(aside / victim.relative_to(root / VERSION), victim)
+    with_true_digests(root)
     try:
-        restored = restore(str(root / VERSION / "params"), "orbax")
+        arrays = restored(root)
     except WeightsError:
-        restored = {}
-    assert all(value.dtype != object for value in restored.values())
+        arrays = {}
+    assert all(value.dtype != object for value in arrays.values())
     assert not (tmp_path / "canary").exists()
 
 
@@ -171,5 +181,5 @@ def test_a_safetensors_file_that_is_a_pickle_is_refused(root: Path, tmp_path: Pa
     (root / "hf" / "model.safetensors").write_bytes(b"")
     infect(root / "hf", tmp_path / "canary")
     with pytest.raises(WeightsError):
-        restore(str(root / "hf"), "hf")
+        open_hugging_face(root / "hf")
     assert not (tmp_path / "canary").exists()

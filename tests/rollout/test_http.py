@@ -14,6 +14,7 @@ from services.rollout.api.generation import CROWD, ClientGone, GenerationRunner
 from services.rollout.api.validation import generate_request
 from services.rollout.app import build_app
 from services.rollout.settings import from_config
+from services.rollout.weights.serving import NothingServes, Serving
 from services.rollout.weights.updater import WeightUpdater
 from shared import codec
 from shared.clients.rollout import RolloutClient
@@ -35,7 +36,7 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 def updates(engine: FakeEngine, tmp_path: Path) -> WeightUpdater:
-    return WeightUpdater(engine, tmp_path, MODEL, "test", current=VERSION)
+    return WeightUpdater(engine, tmp_path, MODEL, "test", state=Serving(VERSION))
 
 
 @pytest.fixture
@@ -180,11 +181,11 @@ async def test_wrong_bodies_are_problems_that_name_the_field(
 
 
 async def test_not_ready_until_weights_serve(http: httpx.AsyncClient, updates: WeightUpdater) -> None:
-    updates.current = None
+    updates.state = NothingServes()
     answer = await http.get("/ready")
     assert answer.status_code == 503
     assert "no weights are published" in answer.json()["detail"]
-    updates.current = VERSION
+    updates.state = Serving(VERSION)
     assert (await http.get("/ready")).status_code == 200
 
 

@@ -3,13 +3,17 @@
 import numpy as np
 import pytest
 
-from services.rollout.engines.sglang_jax.weights.layout import to_engine
+from services.rollout.engines.sglang_jax.weights import layout
 from shared.errors import WeightsError
 from tests.support import models
 
 CONFIG = models.tiny_config(num_hidden_layers=1)
 HF = models.random_weights(CONFIG, 0)
 TUNIX = models.to_tunix(HF, CONFIG)
+
+
+def to_engine(weights: models.Weights, shapes: layout.Shapes, kind: str, head_dim: int) -> models.Weights:
+    return dict(layout.to_engine({k: lambda v=v: v for k, v in weights.items()}, shapes, kind, head_dim))
 
 
 def engine_shapes() -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,8 @@ import pytest
 
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import GenerateRequest, SamplingParams
-from services.rollout.weights.updater import MAX_WAITING, WeightUpdater
+from services.rollout.weights.turns import MAX_WAITING
+from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Conflict, Forbidden, Unavailable, WeightsError
 from shared.models.config import ModelConfig
 from shared.run.weights import BAD, MANIFEST, Probe
@@ -154,7 +155,7 @@ async def test_a_version_that_was_set_aside_as_damaged_serves_until_a_newer_one_
     (tmp_path / BAD).mkdir()
     (tmp_path / "e000001-s000002").rename(tmp_path / BAD / "e000001-s000002")
     await updates.catch_up()
-    assert (updates.current, updates.beginnings) == ("e000001-s000002", 0)
+    assert (updates.current, updates.state.beginnings) == ("e000001-s000002", 0)
     publish(tmp_path, "e000002-s000001")
     await updates.catch_up()
     assert updates.current == "e000002-s000001"
@@ -187,7 +188,7 @@ async def test_a_push_that_serves_meanwhile_is_not_undone_by_the_watcher(
         await asyncio.sleep(0.05)
         publish(tmp_path, "e000002-s000000")
         engine.stages.set()
-    assert (updates.current, updates.beginnings) == ("e000002-s000000", 0)
+    assert (updates.current, updates.state.beginnings) == ("e000002-s000000", 0)
 
 
 async def test_a_commit_without_an_answer_leaves_nothing_that_serves(
@@ -228,7 +229,7 @@ async def test_a_version_is_not_called_bad_for_what_befell_its_update(
 async def test_waiting_for_a_turn_has_its_own_bound(
     updates: WeightUpdater, engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.rollout.weights.updater.WAIT_S", 0.05)
+    monkeypatch.setattr("services.rollout.weights.turns.WAIT_S", 0.05)
     engine.stages = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(updates.update(str(publish(tmp_path, "e000001-s000001")), None))

@@ -1,7 +1,7 @@
 """Weights from the end of the optimizer step to the last server serving them, in a real run of the quickstart's stack.
 
 `save` is the trainer's (restorable checkpoint, digests, manifest, all durable), `commit_queue` its acknowledgement of
-the groups, `stage` the server's (verify digests, restore, place on devices, probe) while it goes on decoding, `pause`
+the groups, `stage` the server's (read and verify, place on devices, probe) while it goes on decoding, `pause`
 the time for which it does not decode; `total` spans all of it for the slowest server. The reference of `save` is a
 plain write of the same files with fsync, that of `stage` a plain read of the parameters, on the same disk.
 """
@@ -75,7 +75,7 @@ def summarize(rows: Sequence[Mapping[str, Any]], write_s: float, read_s: float) 
     return {
         "handover_save": BenchResult(median([row["save_s"] for row in rows]), "ms", 1000 * write_s),
         "handover_commit_queue": BenchResult(median([row["commit_s"] for row in rows]), "ms"),
-        "handover_stage": BenchResult(of_servers("verify_s", "restore_s", "place_s", "probe_s"), "ms", 1000 * read_s),
+        "handover_stage": BenchResult(of_servers("read_s", "place_s", "probe_s"), "ms", 1000 * read_s),
         "handover_pause": BenchResult(of_servers("pause_s"), "ms"),
         "handover_total": BenchResult(total, "ms", 1000 * (write_s + read_s)),
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import time
 from collections.abc import AsyncIterator
@@ -39,6 +40,7 @@ from services.rollout.settings import from_config
 from shared.errors import Conflict, Unavailable, WeightsError
 from shared.models.config import ModelConfig
 from shared.process.boot import RunningService, main
+from shared.run.weights import read_files
 from shared.schema import RunConfig
 from shared.types import spans
 
@@ -175,16 +177,18 @@ class SimulatedEngine:
 
 def load(weights: StagedWeights) -> dict[str, np.ndarray]:
     """The arrays of a folder of `.npy` files by leaf name. Raises WeightsError if they are not those of
-    the manifest.
+    the manifest, and Unavailable if they cannot be read now.
     """
-    try:
-        arrays = {path.stem: np.load(path, allow_pickle=False) for path in sorted(Path(weights.path).glob("*.npy"))}
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"{weights.path} cannot be read: {error}") from error
+    arrays: dict[str, np.ndarray] = {}
+    for name, data in read_files(Path(weights.folder), weights.below, weights.files, weights.version):
+        try:
+            arrays[Path(name).stem] = np.load(io.BytesIO(data), allow_pickle=False)
+        except ValueError as error:
+            raise WeightsError(f"{weights.version}: {name} cannot be read: {error}") from error
     if {leaf.key: (leaf.shape, leaf.dtype) for leaf in weights.tree} != {
         k: (v.shape, str(v.dtype)) for k, v in arrays.items()
     }:
-        raise WeightsError(f"{weights.path} holds other leaves than its manifest names")
+        raise WeightsError(f"{weights.version} holds other leaves than its manifest names")
     return arrays
 
 

@@ -62,7 +62,7 @@ class GenerationRunner:
         has then been told to stop), and what `Engine.generate` raises.
         """
         self._admit(len(requests))
-        beginnings = self.updates.beginnings
+        beginnings = self.updates.state.beginnings
         self.n_requests += len(requests)
         try:
             results = await (self._all(requests) if receive is None else self._watched(requests, receive))
@@ -71,7 +71,7 @@ class GenerationRunner:
             self._ended.set()
         if (wrong := self.updates.why_not_ready()) is not None:
             raise wrong
-        if self.updates.beginnings != beginnings:
+        if self.updates.state.beginnings != beginnings:
             raise Unavailable("weights that served meanwhile are not to be trusted", "send the request again")
         for result in results:
             metrics.count(result)

@@ -15,7 +15,8 @@ from fastapi.responses import Response
 from services.rollout.api import schemas, validation
 from services.rollout.api.generation import ClientGone, GenerationRunner, answer
 from services.rollout.engines.base import CommitMode, CommitResult, Engine, EngineInfo, EngineSpec
-from services.rollout.weights.updater import StagedUpdate, WeightUpdater
+from services.rollout.weights.serving import StagedUpdate
+from services.rollout.weights.updater import WeightUpdater
 from shared import codec
 from shared.errors import InputError
 from shared.models.chat import ChatTokenizer

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from shared.run.weights import ManifestLeaf
+from shared.run.weights import ManifestFile, ManifestLeaf
 from shared.types import VersionSpan
 
 CommitMode = Literal["retract", "abort", "in_place"]
@@ -111,17 +111,21 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedWeights:
-    """Weights to stage: `kind` says whether `path` is an Orbax params folder (Tunix's layout) or a Hugging Face folder.
+    """Weights to stage: `kind` says whether `folder` is a checkpoint, with an Orbax folder `below` it (Tunix's layout),
+    or a Hugging Face folder.
 
-    What is read must have exactly the leaves of `tree`, if it is given. With a probe (int32[n] ids, float32[n-1]
-    log-probabilities of all but the first, and the noise of the trainer's dtype in nats, if known) the engine must
-    agree with it.
+    A checkpoint's `files` are as its manifest names them: an engine reads each once (`shared.run.weights.read_files`)
+    and loads the very bytes whose digest it has taken. What they hold must have exactly the leaves of `tree`. With a
+    probe (int32[n] ids, float32[n-1] log-probabilities of all but the first, and the noise of the trainer's dtype in
+    nats, if known) the engine must agree with it.
     """
 
-    path: str
+    folder: str
     version: str
     digest: str = ""
     kind: Literal["orbax", "hf"] = "orbax"
+    below: str = ""
+    files: tuple[ManifestFile, ...] = ()
     tree: tuple[ManifestLeaf, ...] = ()
     probe_ids: np.ndarray | None = None
     probe_logprobs: np.ndarray | None = None
@@ -202,7 +206,8 @@ class Engine(Protocol):
     async def stage(self, weights: StagedWeights) -> LoadedWeights:
         """Loads weights beside the serving ones while decoding goes on; replaces what was staged.
 
-        Raises WeightsError (names, shapes, contents or the probe differ) or OutOfMemory; then nothing is staged.
+        Raises WeightsError (files, names, shapes, contents or the probe differ), Unavailable (files cannot be read now)
+        or OutOfMemory; then nothing is staged.
         """
         ...
 

@@ -1,5 +1,5 @@
-"""What lies in a checkpoint's folder, and whether this server may load it. Nothing here loads weights; everything
-blocks on disk.
+"""What a checkpoint's folder says of itself, and whether this server may load it. Reads manifests, no weights: their
+bytes are verified where they are loaded, by the engine. Everything blocks on disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from shared.types import WeightVersion
 
 
 def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
-    """A checkpoint (its manifest or its folder) or a Hugging Face folder, whole and of this run and model.
+    """What to stage from a checkpoint (its manifest or its folder) of this run and model, or from a Hugging Face
+    folder.
+
+    `digest` is that of the files as the manifest names them; of a Hugging Face folder that of their sizes and times.
 
     Raises WeightsError or Forbidden.
     """
@@ -31,19 +34,18 @@ def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
     manifest = weights.read_manifest(folder)
     _belongs(manifest, folder, run)
     _same_model(manifest, model)
-    weights.verify_files(folder, manifest)
-    digest = hashlib.sha256("".join(f.name + f.blake3 for f in manifest.files).encode()).hexdigest()
     ids, logprobs = _probe(manifest, model.vocab_size)
-    location = str(weights.confined(folder, manifest.path))
-    noise = manifest.probe.noise if manifest.probe else None
+    weights.confined(folder, manifest.path)
     return StagedWeights(
-        location,
+        str(folder),
         manifest.version,
-        digest,
+        hashlib.sha256("".join(f.name + f.blake3 for f in manifest.files).encode()).hexdigest(),
+        below=manifest.path,
+        files=manifest.files,
         tree=manifest.tree,
         probe_ids=ids,
         probe_logprobs=logprobs,
-        probe_noise=noise,
+        probe_noise=manifest.probe.noise if manifest.probe else None,
     )
 
 
@@ -100,4 +102,4 @@ def _hugging_face(folder: Path) -> StagedWeights:
     for file in files:
         weights.confined(folder, file.name)
     stamp = "".join(f"{f.name}{f.stat().st_size}{f.stat().st_mtime_ns}" for f in files)
-    return StagedWeights(str(folder), folder.name, hashlib.sha256(stamp.encode()).hexdigest(), "hf")
+    return StagedWeights(str(folder), folder.name, hashlib.sha256(stamp.encode()).hexdigest(), kind="hf")

@@ -20,11 +20,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from services.rollout.engines.base import BASE_VERSION, EngineSpec
+from services.rollout.engines.base import BASE_VERSION, EngineSpec, StagedWeights
 from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message
 from services.rollout.weights.probe import check_probe
 from shared.errors import Conflict, OutOfMemory, VolleyError, WeightsError, problem
 from shared.process.telemetry import Log, configure
+from shared.run.weights import ManifestFile, ManifestLeaf
 
 log = Log("rollout.engine")
 IDLE_WAIT_S = 0.2
@@ -73,7 +74,7 @@ class EngineWorker:
             self._scheduler.add(message)
         elif op == "stage":
             self._staged, self._loading = None, message["call"]
-            threading.Thread(target=self._load, args=(message,), daemon=True).start()
+            threading.Thread(target=self._load, args=(message["call"], _weights(message)), daemon=True).start()
         else:
             self._reply(message["call"], lambda: getattr(self, f"_on_{op}")(message))
 
@@ -84,32 +85,32 @@ class EngineWorker:
             answer = {"error": problem(error)}
         self._link.send({"op": "reply", "call": call, **answer})
 
-    def _load(self, message: Message) -> None:
-        """In a thread of its own: reads the weights, then has the loop's thread check and keep them."""
+    def _load(self, call: int, weights: StagedWeights) -> None:
+        """In a thread of its own: reads and verifies the weights, then has the loop's thread check and keep them."""
         from services.rollout.engines.sglang_jax.weights.staging import load_leaves
 
         try:
-            leaves, timings = load_leaves(self._scheduler.runner, message["path"], message["kind"], message["tree"])
+            leaves, timings = load_leaves(self._scheduler.runner, weights)
         except Exception as error:  # noqa: BLE001 - whatever fails here concerns these weights, not the engine
-            failure = _as_weights_error(error, message["version"])
-            self._loaded.put(lambda: self._reply(message["call"], lambda: _throw(failure)))
+            failure = _as_weights_error(error, weights.version)
+            self._loaded.put(lambda: self._reply(call, lambda: _throw(failure)))
         else:
-            self._loaded.put(lambda: self._reply(message["call"], lambda: self._keep(message, leaves, timings)))
+            self._loaded.put(lambda: self._reply(call, lambda: self._keep(call, weights, leaves, timings)))
         self._link.wake()
 
-    def _keep(self, message: Message, leaves: list[Any], timings: dict[str, float]) -> Message:
+    def _keep(self, call: int, weights: StagedWeights, leaves: list[Any], timings: dict[str, float]) -> Message:
         from services.rollout.engines.sglang_jax.weights.checksum import checksum
         from services.rollout.engines.sglang_jax.weights.scoring import score
 
-        if message["call"] != self._loading:
-            raise Conflict(f"{message['version']} was overtaken by weights that were staged later")
-        start, ids = time.perf_counter(), message["probe_ids"]
+        if call != self._loading:
+            raise Conflict(f"{weights.version} was overtaken by weights that were staged later")
+        start, ids, expected = time.perf_counter(), weights.probe_ids, weights.probe_logprobs
         logprobs = None if ids is None else score(self._scheduler, ids, leaves)
-        if logprobs is not None:
-            check_probe(logprobs, message["probe_logprobs"], message["probe_noise"], self._dtype)
+        if logprobs is not None and expected is not None:
+            check_probe(logprobs, expected, weights.probe_noise, self._dtype)
         loaded = {"checksum": checksum(leaves), "timings": timings}
         timings["probe_s"] = time.perf_counter() - start
-        self._staged = _Staged(message["version"], message["digest"], leaves, ids)
+        self._staged = _Staged(weights.version, weights.digest, leaves, ids)
         return loaded
 
     def _on_commit(self, message: Message) -> Message:
@@ -170,6 +171,14 @@ class EngineWorker:
 
     def _on_flush(self, _: Message) -> None:
         self._scheduler.flush()
+
+
+def _weights(message: Message) -> StagedWeights:
+    """What `client` made of it with `dataclasses.asdict`."""
+    fields = {field.name: message[field.name] for field in dataclasses.fields(StagedWeights)}
+    files = tuple(ManifestFile(**file) for file in fields["files"])
+    tree = tuple(ManifestLeaf(leaf["key"], tuple(leaf["shape"]), leaf["dtype"]) for leaf in fields["tree"])
+    return StagedWeights(**fields | {"files": files, "tree": tree})
 
 
 def _as_weights_error(error: Exception, version: str) -> VolleyError:

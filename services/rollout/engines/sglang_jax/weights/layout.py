@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
@@ -58,20 +58,23 @@ _HF: tuple[tuple[str, str, _Op], ...] = (
 )
 
 
-def to_engine(weights: Mapping[str, np.ndarray], shapes: Shapes, kind: str, head_dim: int) -> dict[str, np.ndarray]:
-    """Weights under the engine's names and in its shapes.
+def to_engine(
+    weights: Mapping[str, Callable[[], np.ndarray]], shapes: Shapes, kind: str, head_dim: int
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Weights under the engine's names and in its shapes, one at a time in the order of `shapes`.
 
     Args:
-        weights: flat, with names of `kind` ("orbax": Tunix's layout, "hf": Hugging Face's).
-        shapes: the engine's own leaves; the result has exactly these.
+        weights: makes each of the checkpoint's arrays, by its flat name of `kind` ("orbax": Tunix's layout, "hf":
+            Hugging Face's).
+        shapes: the engine's own leaves; exactly these are yielded.
         head_dim: size of one attention head; key and value heads are repeated in place where the engine splits its
             tensor axis over more devices than the model has such heads.
 
     Raises:
-        WeightsError: a name without a rule, a leaf missing or left over, or a different shape.
+        WeightsError: a name without a rule, a leaf missing or left over (then no array is made), or a different shape.
     """
     rules = _TUNIX if kind == "orbax" else _HF
-    found = dict(_place(name, value, rules) for name, value in weights.items())
+    found = {target: (name, change) for name in weights for target, change in (_rule(name, rules),)}
     if kind == "hf" and "lm_head.embedding" not in shapes:
         found.pop("lm_head.embedding", None)
     missing, extra = sorted(set(shapes) - set(found)), sorted(set(found) - set(shapes))
@@ -79,14 +82,16 @@ def to_engine(weights: Mapping[str, np.ndarray], shapes: Shapes, kind: str, head
         raise WeightsError(
             f"the checkpoint's tree differs from the model's: missing {missing[:3]}, not in the model {extra[:3]}"
         )
-    return {name: _fit(name, value, tuple(shapes[name]), head_dim) for name, value in found.items()}
+    for target, shape in shapes.items():
+        name, change = found[target]
+        yield target, _fit(target, change(weights[name]()), tuple(shape), head_dim)
 
 
-def _place(name: str, value: np.ndarray, rules: tuple[tuple[str, str, _Op], ...]) -> tuple[str, np.ndarray]:
+def _rule(name: str, rules: tuple[tuple[str, str, _Op], ...]) -> tuple[str, _Op]:
+    """The engine's name of a leaf, and what is done to the array."""
     for pattern, target, change in rules:
-        match = re.fullmatch(pattern, name)
-        if match:
-            return match.expand(target), change(value)
+        if match := re.fullmatch(pattern, name):
+            return match.expand(target), change
     raise WeightsError(
         f"no rule for the weight {name}", "the model family is not Qwen3, or the checkpoint is of another layout"
     )

@@ -1,79 +1,103 @@
-"""Reads a set of weights from disk as numpy arrays; the only importer of orbax here.
+"""Weights as numpy arrays, one at a time, out of files that are read once; the only importer of TensorStore.
 
-Every leaf is restored whole as numpy, whatever mesh of devices the trainer wrote it from.
+The arrays of a checkpoint are decoded from memory, from the bytes whose digests were taken: between what was verified
+and what is loaded there is no second look at the disk. In memory are then the files and one array, so the size of the
+checkpoint once and a leaf.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jax
+import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
-from safetensors import SafetensorError
-from safetensors.flax import load_file
+import safetensors
+import tensorstore as ts
 
 from shared.errors import WeightsError
+from shared.files.reading import read_file
+from shared.run.weights import ManifestFile, read_files, unreadable
 
-_KNOWN: dict[bytes, Any] = {}
-"""What `_as_numpy` found last, by the bytes of `_METADATA`."""
+_ARRAY = "/.zarray"
+_SAFETENSORS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
-def restore(path: str, kind: str) -> dict[str, np.ndarray]:
-    """Flat weights of an Orbax params folder (kind "orbax") or of a Hugging Face folder ("hf").
-
-    Raises WeightsError if the folder is not a whole checkpoint.
+@dataclass(frozen=True, slots=True)
+class CheckpointLeaf:
+    """An array of a checkpoint; `read` makes it, whole as numpy whatever mesh of devices the trainer wrote it from, and
+    raises WeightsError.
     """
-    folder = Path(path)
-    return _orbax(folder) if kind == "orbax" else _safetensors(folder)
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    read: Callable[[], np.ndarray]
 
 
-def _orbax(folder: Path) -> dict[str, np.ndarray]:
-    handler = ocp.PyTreeCheckpointHandler()
-    try:
-        with ocp.Checkpointer(handler) as checkpointer:
-            args = _as_numpy(checkpointer, folder.absolute())
-            tree = checkpointer.restore(folder.absolute(), args=ocp.args.PyTreeRestore(restore_args=args))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{folder} is not a whole Orbax checkpoint: {_first_line(error)}") from error
-    return _flatten(tree)
+def open_checkpoint(folder: Path, below: str, files: Sequence[ManifestFile], version: str) -> dict[str, CheckpointLeaf]:
+    """The leaves of the Orbax folder `below` a checkpoint's (OCDBT, Zarr 2), by flat name. The files have been read.
 
-
-def _as_numpy(checkpointer: ocp.Checkpointer, folder: Path) -> Any:
-    """How to restore each leaf. Orbax is asked once for all checkpoints of the same description: TensorStore never
-    frees what it tells (5 kB an array, up to 0.1.86 at least), and a run restores at each of its steps.
+    Raises WeightsError if they are not those of the manifest or hold no arrays, and Unavailable if they cannot be read
+    now.
     """
-    description = (folder / "_METADATA").read_bytes()
-    if description not in _KNOWN:
-        tree = checkpointer.metadata(folder).item_metadata.tree
-        _KNOWN.clear()
-        _KNOWN[description] = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    return _KNOWN[description]
-
-
-def _flatten(tree: Any, prefix: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
-    """{"a": {"b": {"value": x}}} to {"a.b": x}: nnx wraps each leaf in a `value`."""
-    if not isinstance(tree, dict):
-        names = prefix[:-1] if prefix[-1] == "value" else prefix
-        return {".".join(names): np.asarray(tree)}
-    flat: dict[str, np.ndarray] = {}
-    for key, value in tree.items():
-        flat |= _flatten(value, (*prefix, str(key)))
-    return flat
-
-
-def _safetensors(folder: Path) -> dict[str, np.ndarray]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise WeightsError(f"{folder} holds no .safetensors file")
-    weights: dict[str, np.ndarray] = {}
+    context = ts.Context()  # its memory goes with the last leaf that is forgotten
+    memory = ts.KvStore.open("memory://", context=context).result()
+    for name, data in read_files(folder, below, files, version):
+        memory.write(name, data).result()  # a copy
+        del data
+    database = {"driver": "ocdbt", "base": f"memory://{below}/"}
     try:
-        for file in files:
-            weights |= {name: np.asarray(value) for name, value in load_file(file).items()}
-    except (SafetensorError, OSError, ValueError) as error:
-        raise WeightsError(f"{folder} cannot be read: {_first_line(error)}") from error
-    return weights
+        keys = [key.decode() for key in ts.KvStore.open(database, context=context).result().list().result()]
+        leaves = {key.removesuffix(_ARRAY): _open_leaf(database, key, context) for key in keys if key.endswith(_ARRAY)}
+    except (ValueError, NotImplementedError, OverflowError) as error:
+        raise _not_whole(version, error) from error
+    if not leaves:
+        raise WeightsError(f"{version} holds no arrays", "its files are not those of an Orbax checkpoint")
+    return {name.removesuffix(".value"): leaf for name, leaf in leaves.items()}  # nnx wraps each leaf in a `value`
+
+
+def open_hugging_face(folder: Path) -> dict[str, CheckpointLeaf]:
+    """The tensors of all `.safetensors` files of a folder. Raises WeightsError, and Unavailable if they cannot be read
+    now.
+    """
+    leaves: dict[str, CheckpointLeaf] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            tensors = safetensors.deserialize(read_file(file, file.stat().st_size))
+            for name, tensor in tensors:
+                value = np.frombuffer(tensor["data"], _SAFETENSORS[tensor["dtype"]]).reshape(tensor["shape"])
+                leaves[name] = CheckpointLeaf(value.shape, value.dtype, lambda value=value: value)
+        except OSError as error:
+            raise unreadable(str(file), error) from error
+        except KeyError as error:
+            raise WeightsError(f"{file} holds numbers of type {error}, none of {', '.join(_SAFETENSORS)}") from error
+        except (safetensors.SafetensorError, ValueError) as error:
+            raise WeightsError(f"{file} cannot be read: {_first_line(error)}") from error
+    if not leaves:
+        raise WeightsError(f"{folder} holds no .safetensors file with tensors")
+    return leaves
+
+
+def _open_leaf(database: dict[str, str], key: str, context: ts.Context) -> CheckpointLeaf:
+    spec = {
+        "driver": "zarr",
+        "kvstore": {**database, "path": key.removesuffix(_ARRAY) + "/"},
+        "fill_missing_data_reads": False,
+    }
+    array = ts.open(spec, context=context, open=True, read=True).result()
+
+    def read() -> np.ndarray:
+        try:
+            return array.read().result()
+        except ValueError as error:
+            raise _not_whole(key, error) from error
+
+    return CheckpointLeaf(tuple(array.shape), array.dtype.numpy_dtype, read)
+
+
+def _not_whole(what: str, error: Exception) -> WeightsError:
+    return WeightsError(f"{what} cannot be read as an Orbax checkpoint: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:

@@ -4,54 +4,57 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from services.rollout.engines.base import StagedWeights
 from services.rollout.engines.sglang_jax.weights.layout import to_engine
-from services.rollout.engines.sglang_jax.weights.restore import restore
+from services.rollout.engines.sglang_jax.weights.restore import CheckpointLeaf, open_checkpoint, open_hugging_face
 from shared.errors import WeightsError
+from shared.run.weights import ManifestLeaf
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
-def load_leaves(
-    runner: Any, path: str, kind: str, tree: Sequence[Mapping[str, Any]]
-) -> tuple[list[jax.Array], dict[str, float]]:
-    """The leaves in the runner's order, on its devices, and durations in seconds (`restore_s`, `place_s`).
-
-    Args:
-        tree: key, shape and dtype of every leaf that must be on disk; empty where nobody has said.
+def load_leaves(runner: Any, weights: StagedWeights) -> tuple[list[jax.Array], dict[str, float]]:
+    """The leaves in the runner's order, on its devices, and durations in seconds: `read_s` for reading files and taking
+    their digests, `place_s` for making arrays of them on the devices.
 
     Equal shapes and committed equal shardings are what lets a commit be a swap of pointers that never recompiles.
 
     Raises:
-        WeightsError: the checkpoint is incomplete, or its tree or shapes differ from `tree` or the model's.
+        WeightsError: the files are not the manifest's, or their tree or shapes are not the manifest's or the model's.
+        Unavailable: the files cannot be read now.
         MemoryError: host or device memory does not hold a second copy.
     """
     start = time.perf_counter()
-    flat = restore(path, kind)
-    if tree:
-        check_tree(flat, tree)
-    restored = time.perf_counter()
-    names = leaf_names(runner)
-    current = dict(zip(names, runner.model_state_leaves, strict=True))
+    if weights.kind == "orbax":
+        found = open_checkpoint(Path(weights.folder), weights.below, weights.files, weights.version)
+        check_tree(found, weights.tree)
+    else:
+        found = open_hugging_face(Path(weights.folder))
+    read = time.perf_counter()
+    current = dict(zip(leaf_names(runner), runner.model_state_leaves, strict=True))
     shapes = {name: leaf.shape for name, leaf in current.items()}
-    placed = to_engine(flat, shapes, kind, runner.model_config.head_dim)
-    leaves = [_place(name, placed[name], current[name], exact=bool(tree)) for name in names]
-    done = time.perf_counter()
-    return leaves, {"restore_s": restored - start, "place_s": done - restored}
+    arrays = to_engine({k: v.read for k, v in found.items()}, shapes, weights.kind, runner.model_config.head_dim)
+    exact = weights.kind == "orbax"
+    leaves = [_place(name, value, current[name], exact=exact) for name, value in arrays]
+    return leaves, {"read_s": read - start, "place_s": time.perf_counter() - read}
 
 
-def check_tree(flat: Mapping[str, np.ndarray], tree: Sequence[Mapping[str, Any]]) -> None:
-    """Raises WeightsError naming the first leaf of `flat` that is not as `tree` says."""
-    expected = {leaf["key"]: (tuple(leaf["shape"]), leaf["dtype"]) for leaf in tree}
-    found = {key: (value.shape, str(value.dtype)) for key, value in flat.items()}
-    for key in sorted(expected.keys() | found.keys()):
-        if expected.get(key) != found.get(key):
-            says, holds = expected.get(key, "nothing"), found.get(key, "nothing")
-            raise WeightsError(f"leaf {key}: the manifest says {says}, the checkpoint holds {holds}")
+def check_tree(found: Mapping[str, CheckpointLeaf], tree: Sequence[ManifestLeaf]) -> None:
+    """Raises WeightsError naming the first leaf of `found` that is not as `tree` says."""
+    expected = {leaf.key: (leaf.shape, leaf.dtype) for leaf in tree}
+    holds = {key: (leaf.shape, str(leaf.dtype)) for key, leaf in found.items()}
+    for key in sorted(expected.keys() | holds.keys()):
+        if expected.get(key) != holds.get(key):
+            raise WeightsError(
+                f"leaf {key}: the manifest says {expected.get(key, 'nothing')}, the checkpoint holds"
+                f" {holds.get(key, 'nothing')}"
+            )
 
 
 def leaf_names(runner: Any) -> list[str]:

@@ -1,0 +1,50 @@
+"""A server of a run only moves forward: older versions are refused, whoever sends them, until the run is begun anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.rollout.engines.base import StagedWeights
+from services.rollout.weights.checkpoint import parse
+from services.rollout.weights.serving import StagedUpdate
+from shared.errors import Conflict
+from shared.run import weights
+from shared.types import WeightVersion
+
+
+@dataclass
+class VersionFence:
+    """`served` is the newest of the run's versions that ever served, whether or not it still does."""
+
+    served: StagedUpdate | None = None
+
+    def check(self, found: StagedWeights, newest: Path | None, serving: StagedUpdate | None) -> None:
+        """Raises Conflict for weights that the run has left behind: an older trainer may still be sending them.
+        `newest` is the run's newest on disk.
+        """
+        version = parse(found.version)
+        if version is None:
+            return
+        if newest is not None and WeightVersion.parse(newest.name).epoch > version.epoch:
+            raise Conflict(f"{found.version} is of an earlier epoch than {newest.name}, the run's newest")
+        if self.served is not None and version < WeightVersion.parse(self.served.version):
+            raise Conflict(
+                f"{found.version} is older than {self.served.version}, which has served",
+                "a server of a run only moves forward",
+            )
+        if serving is not None and serving.version == found.version and serving.digest != found.digest:
+            raise Conflict(f"{found.version} serves already, with another digest", "a version is published once")
+
+    def advance(self, update: StagedUpdate) -> None:
+        """`update` serves. Weights with a name of their own are none of the run's versions."""
+        if parse(update.version) is not None:
+            self.served = update
+
+    def begun_anew(self, newest: Path) -> bool:
+        """A run always keeps its newest version, if only set aside as damaged: where that is older than ours, and ours
+        is gone, the folder was emptied. Blocks on disk.
+        """
+        if self.served is None or WeightVersion.parse(newest.name) >= WeightVersion.parse(self.served.version):
+            return False
+        return not self.served.path.exists() and not (newest.parent / weights.BAD / self.served.version).exists()
