@@ -1,6 +1,9 @@
 """`python -m services.env --config run.yaml [key.path=value ...]`."""
 
-from shared.process.boot import main
+from shared.process.imports import uncollected
+
+with uncollected():
+    from shared.process.boot import main
 
 if __name__ == "__main__":
     main("env")

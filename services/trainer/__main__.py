@@ -1,5 +1,9 @@
 """`python -m services.trainer --config FILE.yaml [key.path=value …]`"""
 
-from shared.process.boot import main
+from shared.process.imports import uncollected
 
-main("trainer", requires="tunix")
+with uncollected():
+    from shared.process.boot import main
+
+if __name__ == "__main__":
+    main("trainer", requires="tunix")

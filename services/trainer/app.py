@@ -24,6 +24,7 @@ from shared.clients.rollout import RolloutClient
 from shared.models.chat import ChatTokenizer
 from shared.models.hub import keep, model_folder
 from shared.process.boot import RunningService
+from shared.process.imports import uncollected
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
 from shared.queue.registry import Registry
@@ -37,7 +38,8 @@ from shared.web.http import create_app
 @asynccontextmanager
 async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
-    from services.trainer.learner.tunix import open_backend  # JAX and Tunix
+    with uncollected():
+        from services.trainer.learner.tunix import open_backend  # JAX and Tunix
 
     async with open_trainer(config, open_backend) as service:
         yield service

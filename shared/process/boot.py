@@ -32,6 +32,7 @@ from fastapi import FastAPI
 from shared import config
 from shared.errors import ConfigError, VolleyError
 from shared.process import telemetry, watchdog
+from shared.process.imports import uncollected
 from shared.process.ports import host_problem
 from shared.schema import Endpoint, RunConfig, TokenFiles
 from shared.services import SERVICES
@@ -88,7 +89,8 @@ def _load(name: str, requires: str | None) -> OpenService:
     try:
         if requires is not None and importlib.util.find_spec(requires) is None:
             raise ModuleNotFoundError(name=requires)
-        return importlib.import_module(f"{SERVICES[name].module}.app").open_service
+        with uncollected():
+            return importlib.import_module(f"{SERVICES[name].module}.app").open_service
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"services.{name} needs {error.name}, which this Python does not have",

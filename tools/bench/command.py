@@ -19,8 +19,6 @@ from services.cli.layout import CACHE, PROJECT, python_of
 from services.cli.runs.record import write_json
 from shared.errors import ConfigError, VolleyError
 
-_TIMEOUT_S = 900.0
-
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
@@ -29,6 +27,7 @@ class Benchmark:
     module: str
     environment: str
     about: str
+    timeout_s: float = 900.0
 
 
 BENCHMARKS = {
@@ -38,6 +37,9 @@ BENCHMARKS = {
         "tools.bench.rollout", "rollout", "tokens/s through HTTP against the engine called in process (aim ≥ 0.95)"
     ),
     "trainer": Benchmark("tools.bench.trainer", "trainer", "a trainer step against the bare jitted step (aim ≤ 1.10)"),
+    "startup": Benchmark(
+        "tools.bench.startup", "base", "CPU seconds from a service's start to /ready, against its bare imports", 1800.0
+    ),
     "abuse": Benchmark(
         "tools.bench.abuse", "base", "latency of a route while 27 rude clients are at work, against without them"
     ),
@@ -77,10 +79,16 @@ def run(benchmark: Benchmark) -> dict[str, dict[str, Any]]:
     command = [str(python_of(benchmark.environment)), "-m", benchmark.module]
     try:
         done = subprocess.run(
-            command, cwd=PROJECT, env=variables, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command,
+            cwd=PROJECT,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=benchmark.timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        raise VolleyError(f"{benchmark.module} took longer than {_TIMEOUT_S:g} s") from None
+        raise VolleyError(f"{benchmark.module} took longer than {benchmark.timeout_s:g} s") from None
     if done.returncode != 0:
         raise VolleyError(f"exit code {done.returncode}: {_last_line(done.stderr or done.stdout)}")
     try:

@@ -1,6 +1,7 @@
 """FrozenLake: gymnasium's own environment, on random maps, rendered as text.
 
 Maps come from gymnasium's `generate_random_map` and are only used when their shortest path fits the budget of actions.
+gymnasium is imported with the first map, in the thread that draws it: a run of another environment never needs it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 from pydantic import Field, model_validator
 
 from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Demonstration
@@ -19,6 +19,9 @@ from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import DrawnLayout, Effort, Layouts, Rows
 from services.env.environments.games.text_game import GameConfig, GameEpisode, MoveOutcome, instructions, play
 from shared.errors import InputError
+
+if TYPE_CHECKING:
+    from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
 ACTIONS = ("Left", "Down", "Right", "Up")
 """In gymnasium's order: the position is the action's number."""
@@ -130,6 +133,8 @@ class FrozenLake:
         )
 
     def _game(self, drawn: DrawnLayout[Rows], seed: int) -> LakeGame:
+        from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
+
         lake = FrozenLakeEnv(desc=list(drawn.layout), is_slippery=self.config.is_slippery)
         lake.reset(seed=seed)
         return LakeGame(drawn.layout, lake, self.config)
@@ -143,6 +148,8 @@ def frozen_lake(config: FrozenLakeConfig) -> FrozenLake:
     """Builds the environment; maps are made when they are asked for."""
 
     def make(seed: int, effort: Effort) -> Rows | None:
+        from gymnasium.envs.toy_text.frozen_lake import generate_random_map
+
         effort.spend(config.size**2)
         rows = tuple(generate_random_map(config.size, config.frozen_probability, seed))
         path = shortest_path(rows, (0, 0))

@@ -24,6 +24,7 @@ from services.rollout.engines.base import BASE_VERSION, EngineSpec, StagedWeight
 from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message
 from services.rollout.weights.probe import check_probe
 from shared.errors import Conflict, OutOfMemory, VolleyError, WeightsError, problem
+from shared.process.imports import uncollected
 from shared.process.telemetry import Log, configure
 from shared.run.weights import ManifestFile, ManifestLeaf
 
@@ -234,7 +235,8 @@ def main(fd: int) -> int:
 
 
 def _boot(spec: EngineSpec, link: EngineLink) -> tuple[EngineWorker, Message]:
-    from services.rollout.engines.sglang_jax.boot import build_scheduler, describe, precompile
+    with uncollected():
+        from services.rollout.engines.sglang_jax.boot import build_scheduler, describe, precompile
 
     scheduler = build_scheduler(spec, link, BASE_VERSION if spec.load_weights else None)
     precompile(scheduler, spec)
