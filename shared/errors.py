@@ -13,6 +13,7 @@
     ├── Unavailable             try again later (also: a deadline passed)                  503
     │   ├── WeightsUnpublished  a rollout server has found no checkpoint yet
     │   ├── ServiceUnreachable  another service did not answer
+    │   │   └── TlsFailed       its certificate is not accepted, or it does not speak TLS
     │   ├── QueueUnavailable    Redis did not answer
     │   ├── RateLimited         the service has enough to do now                           429
     │   ├── OutOfMemory         weights or an episode do not fit                           507
@@ -140,6 +141,10 @@ class WeightsUnpublished(Unavailable):
 
 class ServiceUnreachable(Unavailable):
     title = "Service unreachable"
+
+
+class TlsFailed(ServiceUnreachable):
+    title = "No TLS connection"
 
 
 class QueueUnavailable(Unavailable):

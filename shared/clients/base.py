@@ -17,7 +17,7 @@ import aiohttp
 
 from shared import codec
 from shared.bounds import MAX_OBJECTS
-from shared.errors import DecodeError, ServiceUnreachable, from_problem
+from shared.errors import DecodeError, ServiceUnreachable, TlsFailed, from_problem
 from shared.process import descriptors, offload
 from shared.retry import retry
 from shared.web.tls import client_context
@@ -115,7 +115,7 @@ class HttpClient:
         except TimeoutError as error:
             raise ServiceUnreachable(f"{what} did not answer in time") from error
         except aiohttp.ClientSSLError as error:
-            raise ServiceUnreachable(
+            raise TlsFailed(
                 f"{what}: {_tls_reason(error)}", "see services.tls; its ca_file must vouch for that name"
             ) from error
         except (aiohttp.ClientError, OSError) as error:

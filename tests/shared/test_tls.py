@@ -17,7 +17,7 @@ import yaml
 
 from shared import config
 from shared.clients.base import HttpClient
-from shared.errors import ConfigError, QueueUnavailable, ServiceUnreachable
+from shared.errors import ConfigError, QueueUnavailable, ServiceUnreachable, TlsFailed
 from shared.queue.client import command, connect
 from shared.queue.server import ServerSpec
 from shared.schema import Limits, ServicesSection, Tls
@@ -47,7 +47,7 @@ async def test_it_is_refused_by_whoever_trusts_only_others(tmp_path: Path):
     async with served(make_app(), ServicesSection(limits=LIMITS, tls=make_tls(tmp_path))) as url:
         for ca_file in (None, other.ca_file):
             async with HttpClient(url, ca_file=ca_file) as client:
-                with pytest.raises(ServiceUnreachable, match=r"its certificate is not accepted.*ca_file must vouch"):
+                with pytest.raises(TlsFailed, match=r"its certificate is not accepted.*ca_file must vouch"):
                     await client.get("/health", attempts=1)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from services.trainer.status import TrainerStatus
 from shared.types import Group
 from tests.trainer.fakes import Bench, stopped
 
@@ -42,6 +43,28 @@ async def test_a_stop_while_the_queue_is_away_keeps_the_checkpoint(bench: Bench)
     await stopped(running)
     assert bench.backend.checkpoint is not None
     assert bench.backend.checkpoint.step == 1
+
+
+async def test_a_stop_between_ledger_and_queue_saves_nothing_twice(bench: Bench):
+    """What is durable and in the ledger is the next trainer's to tell the queue."""
+    bench.queue.hangs_at_commit = True
+    bench.feed(1, 2)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.durable_step == 1)
+    await stopped(running)
+    assert [event for event in bench.events if event.startswith(("save", "commit"))] == [
+        "save e000001-s000000",
+        "save e000001-s000001",
+    ]
+    assert {ticket: line["disposition"] for ticket, line in bench.ledger.settled().items()} == {
+        1: "trained",
+        2: "trained",
+    }
+    bench.queue.hangs_at_commit = False
+    bench.status = TrainerStatus("r", bench.max_steps)
+    bench.feed(3, 4, version="e000002-s000001")
+    await bench.run_to_the_end()
+    assert "begin low=2 version=1 issued=2 void=0 done=[]" in bench.events
 
 
 async def test_a_stop_while_the_queue_is_away_from_the_start_is_no_failure(bench: Bench):

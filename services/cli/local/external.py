@@ -11,7 +11,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.clients.base import HttpClient
-from shared.errors import ConfigError, Forbidden, NotFound, ServiceUnreachable, Unauthorized, Unavailable, VolleyError
+from shared.errors import (
+    ConfigError,
+    Forbidden,
+    NotFound,
+    ServiceUnreachable,
+    TlsFailed,
+    Unauthorized,
+    Unavailable,
+    VolleyError,
+)
 from shared.schema import RunConfig, ServicesSection
 from shared.web.access import Role, token_for
 
@@ -70,8 +79,10 @@ def _refused(what: str, error: Forbidden, role: Role, *, given: bool) -> ConfigE
 async def _answers(client: HttpClient, key: str) -> None:
     try:
         await client.get("/health")
+    except TlsFailed as error:
+        raise TlsFailed(f"{key}: {error.detail}", error.hint) from error
     except ServiceUnreachable as error:
-        hint = error.hint if "services.tls" in error.hint else f"start it, or leave {key} out to have one started here"
+        hint = f"start it, or leave {key} out to have one started here"
         raise ServiceUnreachable(f"{key}: {error.detail}", hint) from error
     except VolleyError as error:
         raise ConfigError(
