@@ -81,9 +81,9 @@ async def test_it_must_answer_be_ready_and_offer_the_environment_as_configured()
 
 
 async def test_a_rollout_server_must_answer_and_take_weights_from_us(tmp_path):
-    from tests.support.fake_rollout import FakeRollout
+    from tests.support.engine import RolloutDouble
 
-    async with served(FakeRollout().app()) as url:
+    async with served(RolloutDouble().app()) as url:
         await check(f"services.rollout_urls=[{url}]")
     with pytest.raises(ServiceUnreachable, match=r"services\.rollout_urls: "):
         await check(f"services.rollout_urls=[http://127.0.0.1:{free_port()}]")

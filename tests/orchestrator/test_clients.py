@@ -16,7 +16,7 @@ from shared.errors import Conflict, DecodeError, NotFound, ServiceUnreachable, U
 from shared.schema import Limits
 from shared.web.http import create_app
 from tests.support.asgi import served
-from tests.support.fake_rollout import FakeRollout
+from tests.support.engine import RolloutDouble
 from tests.support.net import free_port
 
 IDS = np.arange(5, dtype=np.int32)
@@ -51,7 +51,7 @@ def rollout(app):
 
 
 async def test_a_generation_as_msgpack_arrays_or_as_lists():
-    async with served(FakeRollout().app()) as url, RolloutClient(url) as client:
+    async with served(RolloutDouble().app()) as url, RolloutClient(url) as client:
         over_http = await client.generate(IDS, PARAMS, "a")
     assert over_http.output_ids.dtype == np.int32
     assert over_http.logprobs.dtype == np.float32
@@ -111,7 +111,7 @@ async def test_nobody_there_and_no_answer_in_time():
     async with RolloutClient(f"http://127.0.0.1:{free_port()}") as client:
         with pytest.raises(ServiceUnreachable, match="is the service running"):
             await client.generate(IDS, PARAMS, "a")
-    async with served(FakeRollout(delay_s=1).app()) as url, RolloutClient(url) as client:
+    async with served(RolloutDouble(delay_s=1).app()) as url, RolloutClient(url) as client:
         with pytest.raises(ServiceUnreachable, match="in time"):
             await client.generate(IDS, PARAMS, "a", timeout_s=0.05)
 
@@ -123,8 +123,8 @@ async def test_an_answer_that_is_no_record_is_refused():
 
 
 async def test_hundreds_of_requests_at_once_on_one_client():
-    fake = FakeRollout(delay_s=0.02)
+    fake = RolloutDouble(delay_s=0.02)
     async with served(fake.app()) as url, RolloutClient(url) as client, asyncio.TaskGroup() as group:
         for i in range(200):
             group.create_task(client.generate(IDS, PARAMS, f"r{i:03d}"))
-    assert fake.requests == 200
+    assert fake.engine.n_requests == 200

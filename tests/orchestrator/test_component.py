@@ -1,4 +1,4 @@
-"""The whole service: real Redis, the real environment service, a fake rollout server and a fake trainer, over HTTP."""
+"""The whole service over HTTP: real Redis, real environments, rollouts without a model and a fake trainer."""
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,7 +16,7 @@ from shared.errors import ConfigError
 from shared.queue.queue import Finished, TicketQueue
 from shared.types import Group
 from tests.support.asgi import served
-from tests.support.fake_rollout import FakeRollout
+from tests.support.engine import RolloutDouble
 from tests.support.redis import configured
 from tests.support.tokenizer import FOLDER
 
@@ -58,7 +58,7 @@ class TrainerClient:
             self.groups += [(self.step, Group.decode(e.payload)) for e in entries]
             self.step += 1
             for rollout in self.rollouts:
-                rollout.version = f"e{epoch:06d}-s{self.step:06d}"
+                rollout.serve(f"e{epoch:06d}-s{self.step:06d}")
             await self.queue.commit(epoch, self.step, [Finished(e.ticket, e.entry_id) for e in entries], 0)
 
 
@@ -98,7 +98,7 @@ def evals(folder):
 
 
 async def test_a_run_from_start_to_finish(tmp_path, redis, redis_url):
-    rollouts = [FakeRollout(), FakeRollout()]
+    rollouts = [RolloutDouble(), RolloutDouble()]
     trainer = TrainerClient(redis, rollouts)
     async with system(tmp_path, redis_url, rollouts) as (client, episodes):
         assert (await until(client, "waiting"))["reason"]
@@ -115,7 +115,7 @@ async def test_a_run_from_start_to_finish(tmp_path, redis, redis_url):
         ("e000001-s000000",) * 2,
         ("e000001-s000004",) * 2,
     ]
-    assert all(rollout.requests for rollout in rollouts)
+    assert all(rollout.engine.n_requests for rollout in rollouts)
     assert (run["step"], run["groups_published"], run["episodes_running"]) == (4, 8, 0)
     assert {server["version"] for server in run["servers"]} == {"e000001-s000004"}
 
@@ -137,18 +137,18 @@ async def test_a_synchronous_run_repeats_itself_through_failures(tmp_path, redis
     async def flicker(rollout):
         for _ in range(3):
             await asyncio.sleep(0.1)
-            rollout.well = False
+            rollout.silence(60)
             await asyncio.sleep(0.3)
-            rollout.well = True
+            rollout.silence(0)
 
-    calm, _ = await tokens(tmp_path / "a", [FakeRollout()], disturb=False)
-    rough, trainer = await tokens(tmp_path / "b", [FakeRollout(delay_s=0.01), FakeRollout()], disturb=True)
+    calm, _ = await tokens(tmp_path / "a", [RolloutDouble()], disturb=False)
+    rough, trainer = await tokens(tmp_path / "b", [RolloutDouble(delay_s=0.01), RolloutDouble()], disturb=True)
     assert rough == calm
     assert all(step == g.oldest().step for step, g in trainer.groups)
 
 
 async def test_pause_and_resume(tmp_path, redis, redis_url):
-    rollouts = [FakeRollout(delay_s=0.01)]
+    rollouts = [RolloutDouble(delay_s=0.01)]
     trainer = TrainerClient(redis, rollouts)
     async with system(tmp_path, redis_url, rollouts) as (client, _), asyncio.TaskGroup() as tasks:
         assert (await client.post("/runs/demo/pause")).json()["state"] in ("paused", "waiting")
@@ -180,7 +180,7 @@ async def test_what_is_missing_is_named(tmp_path, redis, redis_url):
 
 
 async def test_an_unknown_environment_fails_the_run_with_its_name(tmp_path, redis, redis_url):
-    rollouts = [FakeRollout()]
+    rollouts = [RolloutDouble()]
     async with AsyncExitStack() as stack:
         env = await stack.enter_async_context(env_app.open_env(env_settings.from_config(run_config(tmp_path))))
         env_url = await stack.enter_async_context(served(env.app))

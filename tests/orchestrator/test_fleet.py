@@ -9,7 +9,7 @@ from shared.clients.rollout import RolloutClient
 from shared.errors import QueueUnavailable
 from shared.types import WeightVersion
 from tests.support.asgi import served
-from tests.support.fake_rollout import FakeRollout
+from tests.support.engine import RolloutDouble
 
 
 def fleet_of(balancer, found):
@@ -22,7 +22,7 @@ def fleet_of(balancer, found):
 
 
 async def test_a_server_is_routable_after_its_first_probe_and_gone_when_it_leaves():
-    balancer, rollout = Balancer(1), FakeRollout()
+    balancer, rollout = Balancer(1), RolloutDouble()
     async with served(rollout.app()) as url:
         found = [url]
         async with fleet_of(balancer, found) as fleet:
@@ -38,15 +38,15 @@ async def test_a_server_is_routable_after_its_first_probe_and_gone_when_it_leave
 
 
 async def test_a_dead_server_goes_out_and_comes_back_only_when_ready():
-    balancer, rollout = Balancer(1), FakeRollout()
+    balancer, rollout = Balancer(1), RolloutDouble()
     async with served(rollout.app()) as url, fleet_of(balancer, [url]) as fleet:
         await fleet.refresh()
         (server,) = balancer.servers
         balancer.fail(server, "no answer")
-        rollout.well = False
+        rollout.silence(60)
         await fleet.refresh()
-        assert "not well" in balancer.why_none()
-        rollout.well = True
+        assert "silent for 60 s" in balancer.why_none()
+        rollout.silence(0)
         server.probe_at = 0
         await fleet.refresh()
         assert balancer.why_none() is None
@@ -60,22 +60,22 @@ async def test_a_server_that_does_not_answer_is_out():
 
 
 async def test_a_registry_that_is_away_changes_nothing():
-    balancer, rollout = Balancer(1), FakeRollout()
+    balancer, rollout = Balancer(1), RolloutDouble()
     async with served(rollout.app()) as url, fleet_of(balancer, [url]) as fleet:
         await fleet.refresh()
         fleet._discover = fleet_of(balancer, QueueUnavailable("away"))._discover
-        rollout.version = "e000001-s000003"
+        rollout.serve("e000001-s000003")
         await fleet.refresh()
         assert [str(s.version) for s in balancer.servers] == ["e000001-s000003"]
 
 
 async def test_a_waiting_episode_is_served_soon_after_the_weights_arrive():
-    balancer, rollout = Balancer(0), FakeRollout()
+    balancer, rollout = Balancer(0), RolloutDouble()
     async with served(rollout.app()) as url, fleet_of(balancer, [url]) as fleet, asyncio.TaskGroup() as group:
         watching = group.create_task(fleet.watch())
         balancer.set_target(WeightVersion(1, 1), ((1, 0),))
         await asyncio.sleep(0.2)
-        rollout.version = "e000001-s000001"
+        rollout.serve("e000001-s000001")
         started = time.monotonic()
         await balancer.wait_routable(VersionBounds())
         assert time.monotonic() - started < 0.9

@@ -36,7 +36,7 @@ from tests.orchestrator.fakes import (
     spec,
 )
 from tests.support.asgi import served
-from tests.support.fake_rollout import FakeRollout
+from tests.support.engine import RolloutDouble
 from tests.support.tokenizer import tiny_tokenizer
 
 TERMS = Admission(batch=2, max_staleness=1, total=10_000, lease_s=60, patience_s=60)
@@ -158,7 +158,7 @@ async def test_a_service_that_fails_is_asked_as_often_as_there_are_attempts(fail
 
 
 async def test_a_rollout_server_that_fails_is_asked_as_often_as_there_are_attempts():
-    fake, status = FakeRollout(), RunStatus()
+    fake, status = RolloutDouble(), RunStatus()
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(served(fake.app()))
         client = await stack.enter_async_context(RolloutClient(url))
@@ -171,7 +171,7 @@ async def test_a_rollout_server_that_fails_is_asked_as_often_as_there_are_attemp
         with pytest.raises(Unavailable, match="negative"):
             await dispatcher.episode(spec(), "train")
         probing.cancel()
-    assert fake.requests == 3
+    assert fake.engine.n_requests == 3
 
 
 async def keep_well(balancer, server):

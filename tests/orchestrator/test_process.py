@@ -13,7 +13,7 @@ from shared import config
 from shared.queue.queue import TicketQueue
 from tests.orchestrator.test_component import run_config
 from tests.support.asgi import served
-from tests.support.fake_rollout import FakeRollout
+from tests.support.engine import RolloutDouble
 from tests.support.net import free_port
 from tests.support.redis import configured
 
@@ -24,7 +24,7 @@ async def leased_by_clock(redis):
 
 
 async def test_sigterm_gives_back_tickets_and_deletes_episodes(tmp_path, redis, redis_url):
-    slow = FakeRollout()
+    slow = RolloutDouble()
     async with AsyncExitStack() as stack:
         env = await stack.enter_async_context(env_app.open_env(env_settings.from_config(run_config(tmp_path))))
         env_url = await stack.enter_async_context(served(env.app))
@@ -49,7 +49,7 @@ async def test_sigterm_gives_back_tickets_and_deletes_episodes(tmp_path, redis, 
             async with asyncio.timeout(60):
                 while not (tmp_path / "demo" / "evals.jsonl").exists():
                     await asyncio.sleep(0.02)
-                slow.delay_s = 60
+                slow.engine.delay_s = 60
                 while len(episodes) < 3 and (await queue.state()).issued < 4:
                     await asyncio.sleep(0.01)
             process.send_signal(signal.SIGTERM)

@@ -21,8 +21,8 @@ from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Conflict, Forbidden, WeightsError
 from shared.models.config import ModelConfig
 from shared.run.weights import MANIFEST, MAX_MANIFEST_BYTES, Probe
-from tests.rollout.fakes import SETTINGS, FakeEngine
 from tests.support import models
+from tests.support.engine import SETTINGS, FakeEngine
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
 MODEL = ModelConfig.parse(CONFIG)

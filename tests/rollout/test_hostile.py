@@ -19,8 +19,8 @@ from shared import codec
 from shared.errors import Forbidden, WeightsError
 from shared.models.config import ModelConfig
 from shared.run.weights import MANIFEST, digest_files, read_manifest, write_manifest
-from tests.rollout.fakes import SETTINGS, FakeEngine
 from tests.support import models
+from tests.support.engine import SETTINGS, FakeEngine
 from tests.support.hostile import infect, works
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)

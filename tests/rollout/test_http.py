@@ -21,8 +21,8 @@ from shared.clients.rollout import RolloutClient
 from shared.config import validate
 from shared.errors import Conflict, InputError, Unavailable
 from shared.models.config import ModelConfig
-from tests.rollout.fakes import SETTINGS, FakeEngine
 from tests.support import models
+from tests.support.engine import SETTINGS, FakeEngine
 
 VERSION = "e000001-s000000"
 CONFIG = models.tiny_config()

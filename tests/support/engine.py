@@ -1,15 +1,21 @@
-"""An engine without a model: every token is the last one plus one."""
+"""An engine without a model, and the rollout service around it: the wire is the service's own.
+
+Every token is the last one plus one, unless `draw` says otherwise.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from fastapi import FastAPI
 
+from services.rollout.api.generation import GenerationRunner
+from services.rollout.app import build_app
 from services.rollout.engines.base import (
     CommitMode,
     CommitResult,
@@ -24,7 +30,10 @@ from services.rollout.engines.base import (
     StagedWeights,
 )
 from services.rollout.settings import RolloutSettings
+from services.rollout.weights.serving import Serving
+from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Conflict, WeightsError
+from shared.models.config import ModelConfig
 from shared.run.weights import read_files
 from shared.schema import Limits, TokenFiles
 from shared.types import VersionSpan
@@ -38,6 +47,8 @@ SETTINGS = RolloutSettings(
 @dataclass
 class FakeEngine:
     """Args:
+    draw: the answer to a request.
+    delay_s: how long an answer takes.
     hold: while set, requests wait.
     broken: versions that fail to load.
     stubborn: acknowledges commits, labels tokens as told, and keeps computing with the arrays it has.
@@ -48,6 +59,8 @@ class FakeEngine:
     """
 
     version: str | None = None
+    draw: Callable[[GenerateRequest], np.ndarray] = lambda request: counted(request)
+    delay_s: float = 0.0
     hold: bool = False
     broken: set[str] = field(default_factory=set[str])
     stubborn: bool = False
@@ -63,23 +76,30 @@ class FakeEngine:
     staging: list[str] = field(default_factory=list[str])
     loaded: list[str] = field(default_factory=list[str])
     modes: list[str] = field(default_factory=list[str])
+    n_requests: int = 0
     waiting: dict[str, asyncio.Event] = field(default_factory=dict[str, asyncio.Event])
     info: EngineInfo = field(default_factory=lambda: EngineInfo(512, 256, 4096, 16, (2,), 0.0, 1))
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        n, finish = request.sampling.max_new_tokens, FinishReason("length", length=request.sampling.max_new_tokens)
+        self.n_requests += 1
+        ids = self.draw(request)[: request.sampling.max_new_tokens]
+        n, finish = len(ids), FinishReason("length", length=len(ids))
+        if ids[-1] in self.info.eos_token_ids:
+            finish = FinishReason("stop", matched=int(ids[-1]))
         if request.rid in self.waiting:
             raise Conflict(f"a request {request.rid!r} is running")
         event = self.waiting[request.rid] = asyncio.Event()
         try:
+            await asyncio.sleep(self.delay_s)
             if self.hold:
                 await event.wait()
                 n, finish = 1, FinishReason("abort", message="aborted")
         finally:
             del self.waiting[request.rid]
-        ids = (int(request.input_ids[-1]) + 1 + np.arange(n, dtype=np.int32)) % 512
         spans = (VersionSpan(self.version or "", 0, n),)
-        return GenerateResult(request.rid, ids, np.full(n, -0.5, np.float32), finish, spans, len(request.input_ids), 0)
+        return GenerateResult(
+            request.rid, ids[:n], np.full(n, -0.5, np.float32), finish, spans, len(request.input_ids), 0
+        )
 
     async def stage(self, weights: StagedWeights) -> LoadedWeights:
         self.staging.append(weights.version)
@@ -127,3 +147,40 @@ class FakeEngine:
         await asyncio.Event().wait()
 
     async def close(self) -> None: ...
+
+
+class RolloutDouble:
+    """The rollout service in the test's process.
+
+    Args:
+        delay_s: how long an answer takes.
+        answer: the ids of every answer, instead of some that follow from the sampling seed.
+    """
+
+    def __init__(self, *, delay_s: float = 0.0, answer: list[int] | None = None) -> None:
+        self.answer = answer
+        info = EngineInfo(512, 512, 2**20, 64, (2,), 0.0, 1)
+        self.engine = FakeEngine(draw=self._draw, delay_s=delay_s, info=info)
+        self._updates = WeightUpdater(self.engine, None, ModelConfig.read(FOLDER), "test")
+        self.serve("e000001-s000000")
+
+    def serve(self, version: str) -> None:
+        """As if these weights had been loaded."""
+        self.engine.version, self._updates.state = version, Serving(version)
+
+    def silence(self, seconds: float) -> None:
+        """The service answers, and takes no requests while its engine has been silent for so long."""
+        self.engine.silent_s = seconds
+
+    def app(self) -> FastAPI:
+        settings = replace(SETTINGS, engine=replace(SETTINGS.engine, context_length=512))
+        return build_app(settings, self.engine, self._updates, GenerationRunner(self.engine, 0.2, self._updates), None)
+
+    def _draw(self, request: GenerateRequest) -> np.ndarray:
+        rng = np.random.default_rng(request.sampling.sampling_seed)
+        drawn = [*rng.integers(10, 200, rng.integers(1, 8)).tolist(), *self.engine.info.eos_token_ids]
+        return np.array(self.answer or drawn, np.int32)
+
+
+def counted(request: GenerateRequest) -> np.ndarray:
+    return (int(request.input_ids[-1]) + 1 + np.arange(request.sampling.max_new_tokens, dtype=np.int32)) % 512
