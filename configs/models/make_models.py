@@ -59,7 +59,7 @@ class SmallModel:
 
 MODELS = {
     "tiny": SmallModel(f"{MARKS}|{WORDS}", "{% endfor -%}", 2, 1, 128, rows=False),
-    "quickstart": SmallModel(f"{MARKS}|{ROWS}|{WORDS}", "{%- endfor -%}", 8, 2, 16, rows=True),
+    "quickstart": SmallModel(f"{MARKS}|{ROWS}|{WORDS}", "{%- endfor -%}", 4, 2, 16, rows=True),
 }
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
