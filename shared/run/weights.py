@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import blake3
 import orjson
@@ -208,20 +208,20 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
         raise unreadable(f"{manifest.version}: {error.filename}", error) from error
 
 
-def read_files(folder: Path, below: str, files: Sequence[ManifestFile], version: str) -> Iterator[tuple[str, bytes]]:
-    """The checkpoint's files by name, as `verify_files` would take them; each is read once.
+def copy_files(
+    folder: Path, below: str, files: Sequence[ManifestFile], version: str, copy: Callable[[str], IO[bytes]]
+) -> None:
+    """Writes the checkpoint's files into what `copy` opens for their names, if they are as `verify_files` would have
+    them.
 
-    The digest is that of the bytes that the caller gets, so whatever becomes of the file meanwhile or later, what was
-    verified is what is used. One file is in memory at a time, unless the caller keeps more.
+    Each file is read once, and its digest is that of the bytes that are written: whatever becomes of the file meanwhile
+    or later, what was verified is what the copies hold. 16 MiB are in memory beside them.
 
-    Raises as `verify_files`, also after some files were handed out.
+    Raises as `verify_files`; then the copies are of no use. What `copy` raises is raised as it is, but OSError.
     """
     try:
         for file, path in _present(folder, below, files, version):
-            data = read_file(path, file.size)
-            _agree(file, blake3.blake3(data, max_threads=blake3.blake3.AUTO).hexdigest(), version)
-            yield file.name, data
-            del data
+            _agree(file, digest(path, copy=copy(file.name)), version)
     except OSError as error:
         raise unreadable(f"{version}: {error.filename}", error) from error
 
@@ -292,8 +292,8 @@ def newest(root: Path) -> Path | None:
     return root / str(found[-1]) if found else None
 
 
-def digest(path: Path, sync: bool = False) -> str:
-    """blake3 of a file in hex; with `sync` its bytes are durable before."""
+def digest(path: Path, sync: bool = False, copy: IO[bytes] | None = None) -> str:
+    """blake3 of a file in hex; with `sync` its bytes are durable before, with `copy` they are written there."""
     if sync:
         fsync(path)
     found = blake3.blake3(max_threads=blake3.blake3.AUTO)
@@ -302,6 +302,8 @@ def digest(path: Path, sync: bool = False) -> str:
         block = memoryview(bytearray(min(_BLOCK_BYTES, size + 1)))
         while n := os.readv(file.fileno(), [block]):
             found.update(block[:n])
+            if copy is not None:
+                copy.write(block[:n])
     return found.hexdigest()
 
 

@@ -130,8 +130,8 @@ def with_true_digests(root: Path) -> None:
 
 def restored(root: Path) -> models.Weights:
     staged = examine(root / VERSION, MODEL, "test")
-    leaves = open_checkpoint(Path(staged.folder), staged.below, staged.files, staged.version)
-    return {name: leaf.read() for name, leaf in leaves.items()}
+    with open_checkpoint(Path(staged.folder), staged.below, staged.files, staged.version) as leaves:
+        return {name: leaf.read() for name, leaf in leaves.items()}
 
 
 def test_a_checkpoint_of_pickles_is_refused_by_its_digests(root: Path, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ Every token is the last one plus one, unless `draw` says otherwise.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import io
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from services.rollout.weights.serving import Serving
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Conflict, WeightsError
 from shared.models.config import ModelConfig
-from shared.run.weights import read_files
+from shared.run.weights import copy_files
 from shared.schema import Limits, TokenFiles
 from shared.types import VersionSpan
 from tests.support.tokenizer import FOLDER
@@ -107,8 +108,9 @@ class FakeEngine:
         if self.stages is not None:
             await self.stages.wait()
         if weights.kind == "orbax":
-            for name, data in read_files(Path(weights.folder), weights.below, weights.files, weights.version):
-                self.n_read[name] += len(data)
+            copies = defaultdict[str, io.BytesIO](io.BytesIO)
+            copy_files(Path(weights.folder), weights.below, weights.files, weights.version, lambda name: copies[name])
+            self.n_read.update({name: len(copy.getvalue()) for name, copy in copies.items()})
         self.on_read()
         if weights.version in self.broken:
             raise WeightsError(f"{weights.version} is broken")

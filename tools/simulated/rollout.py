@@ -13,6 +13,7 @@ import contextlib
 import io
 import os
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ from services.rollout.settings import from_config
 from shared.errors import Conflict, Unavailable, WeightsError
 from shared.models.config import ModelConfig
 from shared.process.boot import RunningService, main
-from shared.run.weights import read_files
+from shared.run.weights import copy_files
 from shared.schema import RunConfig
 from shared.types import spans
 
@@ -179,11 +180,14 @@ def load(weights: StagedWeights) -> dict[str, np.ndarray]:
     """The arrays of a folder of `.npy` files by leaf name. Raises WeightsError if they are not those of
     the manifest, and Unavailable if they cannot be read now.
     """
+    copies = defaultdict[str, io.BytesIO](io.BytesIO)
+    copy_files(Path(weights.folder), weights.below, weights.files, weights.version, lambda name: copies[name])
     arrays: dict[str, np.ndarray] = {}
-    for name, data in read_files(Path(weights.folder), weights.below, weights.files, weights.version):
+    for name, file in copies.items():
+        file.seek(0)
         try:
-            arrays[Path(name).stem] = np.load(io.BytesIO(data), allow_pickle=False)
-        except ValueError as error:
+            arrays[Path(name).stem] = np.load(file, allow_pickle=False)
+        except (ValueError, EOFError) as error:
             raise WeightsError(f"{weights.version}: {name} cannot be read: {error}") from error
     if {leaf.key: (leaf.shape, leaf.dtype) for leaf in weights.tree} != {
         k: (v.shape, str(v.dtype)) for k, v in arrays.items()

@@ -114,7 +114,7 @@ class StagedWeights:
     """Weights to stage: `kind` says whether `folder` is a checkpoint, with an Orbax folder `below` it (Tunix's layout),
     or a Hugging Face folder.
 
-    A checkpoint's `files` are as its manifest names them: an engine reads each once (`shared.run.weights.read_files`)
+    A checkpoint's `files` are as its manifest names them: an engine reads each once (`shared.run.weights.copy_files`)
     and loads the very bytes whose digest it has taken. What they hold must have exactly the leaves of `tree`. With a
     probe (int32[n] ids, float32[n-1] log-probabilities of all but the first, and the noise of the trainer's dtype in
     nats, if known) the engine must agree with it.

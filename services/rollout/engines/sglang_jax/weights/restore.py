@@ -1,15 +1,19 @@
 """Weights as numpy arrays, one at a time, out of files that are read once; the only importer of TensorStore.
 
-The arrays of a checkpoint are decoded from memory, from the bytes whose digests were taken: between what was verified
-and what is loaded there is no second look at the disk. In memory are then the files and one array, so the size of the
-checkpoint once and a leaf.
+A checkpoint's files are copied into memory while their digests are taken, and its arrays are decoded from these copies:
+between what was verified and what is loaded there is no second look at the disk. Host memory then holds the checkpoint
+once, and one array of it again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +22,7 @@ import tensorstore as ts
 
 from shared.errors import WeightsError
 from shared.files.reading import read_file
-from shared.run.weights import ManifestFile, read_files, unreadable
+from shared.run.weights import ManifestFile, copy_files, unreadable
 
 _ARRAY = "/.zarray"
 _SAFETENSORS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -35,18 +39,39 @@ class CheckpointLeaf:
     read: Callable[[], np.ndarray]
 
 
-def open_checkpoint(folder: Path, below: str, files: Sequence[ManifestFile], version: str) -> dict[str, CheckpointLeaf]:
-    """The leaves of the Orbax folder `below` a checkpoint's (OCDBT, Zarr 2), by flat name. The files have been read.
+@contextmanager
+def open_checkpoint(
+    folder: Path, below: str, files: Sequence[ManifestFile], version: str
+) -> Iterator[dict[str, CheckpointLeaf]]:
+    """The leaves of the Orbax folder `below` a checkpoint's (OCDBT, Zarr 2), by flat name. The files have been read;
+    their copies live as long as the block.
 
     Raises WeightsError if they are not those of the manifest or hold no arrays, and Unavailable if they cannot be read
     now.
     """
-    context = ts.Context()  # its memory goes with the last leaf that is forgotten
-    memory = ts.KvStore.open("memory://", context=context).result()
-    for name, data in read_files(folder, below, files, version):
-        memory.write(name, data).result()  # a copy
-        del data
-    database = {"driver": "ocdbt", "base": f"memory://{below}/"}
+    with _copied(folder, below, files, version) as copies:
+        base = {"driver": "file", "path": f"{copies / below}/", "file_io_mode": {"mode": "memmap"}}
+        yield _leaves({"driver": "ocdbt", "base": base}, version)
+
+
+@contextmanager
+def _copied(folder: Path, below: str, files: Sequence[ManifestFile], version: str) -> Iterator[Path]:
+    """A folder of links to copies in this process's memory, which nobody else has a name for."""
+    with ExitStack() as stack:
+        links = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="volley-weights-")))
+
+        def copy(name: str) -> IO[bytes]:
+            file = stack.enter_context(os.fdopen(os.memfd_create("volley-weights"), "wb", buffering=0))
+            (links / name).parent.mkdir(parents=True, exist_ok=True)
+            (links / name).symlink_to(f"/proc/self/fd/{file.fileno()}")
+            return file
+
+        copy_files(folder, below, files, version, copy)
+        yield links
+
+
+def _leaves(database: dict[str, Any], version: str) -> dict[str, CheckpointLeaf]:
+    context = ts.Context()
     try:
         keys = [key.decode() for key in ts.KvStore.open(database, context=context).result().list().result()]
         leaves = {key.removesuffix(_ARRAY): _open_leaf(database, key, context) for key in keys if key.endswith(_ARRAY)}
@@ -79,7 +104,7 @@ def open_hugging_face(folder: Path) -> dict[str, CheckpointLeaf]:
     return leaves
 
 
-def _open_leaf(database: dict[str, str], key: str, context: ts.Context) -> CheckpointLeaf:
+def _open_leaf(database: dict[str, Any], key: str, context: ts.Context) -> CheckpointLeaf:
     spec = {
         "driver": "zarr",
         "kvstore": {**database, "path": key.removesuffix(_ARRAY) + "/"},

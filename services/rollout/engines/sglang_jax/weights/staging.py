@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,25 @@ def load_leaves(runner: Any, weights: StagedWeights) -> tuple[list[jax.Array], d
         MemoryError: host or device memory does not hold a second copy.
     """
     start = time.perf_counter()
-    if weights.kind == "orbax":
-        found = open_checkpoint(Path(weights.folder), weights.below, weights.files, weights.version)
-        check_tree(found, weights.tree)
-    else:
-        found = open_hugging_face(Path(weights.folder))
-    read = time.perf_counter()
-    current = dict(zip(leaf_names(runner), runner.model_state_leaves, strict=True))
-    shapes = {name: leaf.shape for name, leaf in current.items()}
-    arrays = to_engine({k: v.read for k, v in found.items()}, shapes, weights.kind, runner.model_config.head_dim)
-    exact = weights.kind == "orbax"
-    leaves = [_place(name, value, current[name], exact=exact) for name, value in arrays]
+    with _open(weights) as found:
+        read = time.perf_counter()
+        current = dict(zip(leaf_names(runner), runner.model_state_leaves, strict=True))
+        shapes = {name: leaf.shape for name, leaf in current.items()}
+        arrays = to_engine({k: v.read for k, v in found.items()}, shapes, weights.kind, runner.model_config.head_dim)
+        exact = weights.kind == "orbax"
+        leaves = [_place(name, value, current[name], exact=exact) for name, value in arrays]
     return leaves, {"read_s": read - start, "place_s": time.perf_counter() - read}
+
+
+@contextmanager
+def _open(weights: StagedWeights) -> Iterator[Mapping[str, CheckpointLeaf]]:
+    folder = Path(weights.folder)
+    if weights.kind == "hf":
+        yield open_hugging_face(folder)
+        return
+    with open_checkpoint(folder, weights.below, weights.files, weights.version) as found:
+        check_tree(found, weights.tree)
+        yield found
 
 
 def check_tree(found: Mapping[str, CheckpointLeaf], tree: Sequence[ManifestLeaf]) -> None:
