@@ -1,6 +1,8 @@
 """The one config loader: layered YAML, `key.path=value` overrides, merged by OmegaConf, validated by pydantic.
 
-Every error is one line that names the key, or the file and the line.
+Every error is one line that names the key, or the file and the line. OmegaConf is imported where a value refers to
+another one (`${run.name}`) or an override has to be parsed: its import is a sixth of what the start of a light service
+costs, and what a supervisor starts services with needs neither.
 """
 
 from __future__ import annotations
@@ -9,16 +11,17 @@ import argparse
 import copy
 import hashlib
 import os
+import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import orjson
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from shared.errors import ConfigError
@@ -30,6 +33,10 @@ _MAX_NAMED = 10  # mistakes in one message
 _MAX_BYTES = 2**18
 _MAX_VALUES = 20_000
 _MODEL = "model.path"
+_PLAIN_OVERRIDE = re.compile(
+    r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=(?:(0|[1-9]\d{0,17})|(https?://[\w.:/-]*[\w/]))", re.ASCII
+)
+"""A number or an address: every parser of YAML reads them alike."""
 _PATHS = (
     _MODEL,
     "data.train",
@@ -70,15 +77,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> LoadedConfig:
     """Raises ConfigError naming the file, key or value that is wrong."""
-    merged = OmegaConf.create({})
+    trees: list[dict[str, Any]] = []
     for path in paths:
         with _translated(f"config file {path}"):
-            merged = OmegaConf.merge(merged, _read(Path(path)))
-    return validate(_overridden(merged, overrides))
+            trees.append(_read(Path(path)))
+    plain = [_PLAIN_OVERRIDE.fullmatch(override) for override in overrides]
+    with _translated("the configuration"):
+        if all(map(_is_plain, trees)) and all(plain):
+            return validate(reduce(merged, [*trees, *(_tree_of(match) for match in plain if match)], {}))
+    from omegaconf import OmegaConf
+
+    whole = OmegaConf.create({})
+    for path, tree in zip(paths, trees, strict=True):
+        with _translated(f"config file {path}"):
+            whole = OmegaConf.merge(whole, OmegaConf.create(tree))
+    return validate(_overridden(whole, overrides))
+
+
+def merged(under: Any, over: Any) -> Any:
+    """Of two plain trees, as OmegaConf merges them: mappings key by key, of all else `over`. Shares nothing with
+    either. Raises TypeError for a list and a mapping.
+    """
+    if {type(under), type(over)} == {list, dict}:
+        raise TypeError("a list and a mapping of the same key cannot be merged")
+    if isinstance(over, dict):
+        base: dict[str, Any] = under if isinstance(under, dict) else {}
+        return {key: merged(base.get(key), over.get(key, base.get(key))) for key in {**base, **over}}
+    return [merged(None, value) for value in over] if isinstance(over, list) else over
+
+
+def _is_plain(tree: Any) -> bool:
+    """Whether a tree holds only what JSON has, and nothing that OmegaConf would replace."""
+    if isinstance(tree, dict):
+        return all(type(key) is str and _is_plain(value) for key, value in tree.items())
+    if isinstance(tree, list):
+        return all(map(_is_plain, tree))
+    return type(tree) in (int, float, bool, type(None)) or (type(tree) is str and "${" not in tree and tree != "???")
+
+
+def _tree_of(override: re.Match[str]) -> dict[str, Any]:
+    path, number, address = override.groups()
+    tree: Any = int(number) if number else address
+    for key in reversed(path.split(".")):
+        tree = {key: tree}
+    return tree
 
 
 def _overridden(tree: Any, overrides: Sequence[str]) -> Any:
     """Raises ConfigError naming the one that cannot be used."""
+    from omegaconf import OmegaConf
+
     for override in overrides:
         key, sign, _ = override.partition("=")
         if not sign or not key:
@@ -97,7 +145,7 @@ def stored(folder: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     was = rooted(load([RunFolder(folder).config]), _started_in(RunFolder(folder).record))
     if not overrides:
         return was
-    return rooted(validate(_overridden(OmegaConf.create(was.tree), overrides)), Path.cwd())
+    return rooted(validate(_overridden(was.tree, overrides)), Path.cwd())
 
 
 def rooted(loaded: LoadedConfig, base: Path) -> LoadedConfig:
@@ -142,11 +190,17 @@ def changed(loaded: LoadedConfig, values: Mapping[str, Any]) -> LoadedConfig:
 def validate(tree: Any) -> LoadedConfig:
     """Validates a plain or OmegaConf tree. Raises ConfigError."""
     with _translated("the configuration"):
-        plain: Any = OmegaConf.to_container(tree, resolve=True) if OmegaConf.is_config(tree) else tree
+        plain: Any = tree if isinstance(tree, dict) else _resolved(tree)
     try:
         return LoadedConfig(RunConfig.model_validate(plain), plain)
     except ValidationError as error:
         raise ConfigError("; ".join(_explain(e) for e in error.errors()[:_MAX_NAMED])) from error
+
+
+def _resolved(tree: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(tree, resolve=True) if OmegaConf.is_config(tree) else tree
 
 
 @contextmanager
@@ -156,11 +210,17 @@ def _translated(what: str) -> Iterator[None]:
         yield
     except yaml.YAMLError as error:
         raise ConfigError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from error
-    except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, RecursionError, *_errors_of_omegaconf()) as error:
         raise ConfigError(f"{what} cannot be used: {_first_line(error)}") from error
 
 
-def _read(path: Path) -> Any:
+def _errors_of_omegaconf() -> tuple[type[Exception], ...]:
+    """None where it is not imported: then it has not raised any."""
+    errors = sys.modules.get("omegaconf.errors")
+    return () if errors is None else (errors.OmegaConfBaseException,)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         text = read_file(path, _MAX_BYTES).decode()
     except OSError as error:
@@ -174,7 +234,7 @@ def _read(path: Path) -> Any:
     tree = yaml.safe_load(text)
     if not isinstance(tree, dict):
         raise ConfigError(f"config file {path} does not hold a mapping of sections")
-    return OmegaConf.create(tree)
+    return tree
 
 
 def _values(node: yaml.Node | None, known: dict[int, int]) -> int:

@@ -17,11 +17,10 @@ ROOT = Path(__file__).parents[2]
 OURS = {"services", "shared"}
 WEB = {"annotated_doc", "anyio", "click", "fastapi", "httptools", "opentelemetry", "starlette", "uvicorn", "uvloop"}
 MODELS = {"annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection"}
-CONFIGURATION = {"attr", "omegaconf", "yaml"}
 WIRE = {"blake3", "msgpack", "numpy", "orjson", "prometheus_client"}
-COMMON = OURS | WEB | MODELS | CONFIGURATION | WIRE
+COMMON = OURS | WEB | MODELS | WIRE | {"yaml"}
 GYMNASIUM = {"cloudpickle", "farama_notifications", "gymnasium"}
-CLIENTS = {"aiohappyeyeballs", "aiohttp", "aiosignal", "frozenlist", "idna", "multidict", "propcache", "yarl"}
+CLIENTS = {"aiohappyeyeballs", "aiohttp", "aiosignal", "attr", "frozenlist", "idna", "multidict", "propcache", "yarl"}
 QUEUE = {"cryptography", "hiredis", "redis", "zstandard"}
 CHAT = {"jinja2", "markupsafe", "tokenizers"}
 ALLOWED = {
@@ -40,11 +39,12 @@ def started(service: str, environment: str, folder: Path, redis_url: str) -> str
         "run": {"name": "r", "dir": str(folder)},
         "model": {"path": str(FOLDER)},
         "data": {"env": environment},
-        "services": {**configured(redis_url, folder), service: {"port": port}},
+        "services": configured(redis_url, folder),
     }
     path.write_text(yaml.safe_dump(tree))
     log = folder / "log"
     command = [sys.executable, "-X", "importtime", "-m", f"services.{service}", "--config", str(path)]
+    command += [f"services.{service}.port={port}"]
     with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, stderr=file) as process:
         try:
             wait_http(f"http://127.0.0.1:{port}/ready", 120)
