@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -199,6 +200,7 @@ def screen_of(written: io.StringIO, columns: int) -> Screen:
     return screen
 
 
+SPINNER = set("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏")
 STAYED = [
     "✓ services        10.0 s  redis, env, rollout-0, orchestrator, trainer answer",
     "✓ warm start       0.0 s  600 steps, loss 5.0000 → 0.0083",
@@ -227,6 +229,26 @@ def test_at_a_terminal_the_lines_stay_and_the_rows_go(clock: Clock) -> None:
     assert any("4/5 answer, starting again: rollout-0" in text for text in seen)
 
 
+def test_no_line_is_lost_while_another_thread_draws(clock: Clock) -> None:
+    """The rows change all the time, so that a line written with an old count of them would land on an older line."""
+    console, written = terminal(80)
+    ended = threading.Event()
+    with LiveDisplay.opened(10**6, console, clock) as display:
+
+        def draw() -> None:
+            while not ended.wait(0.001):  # the lock is not fair
+                display.refresh()
+
+        thread = threading.Thread(target=draw)
+        thread.start()
+        for n in range(300):
+            display.activity(WAITING if n % 2 else Activity())
+            display.say(f"line {n}")
+        ended.set()
+        thread.join()
+    assert screen_of(written, 80).text().splitlines() == [f"line {n}" for n in range(300)]
+
+
 @pytest.mark.parametrize("columns", [40, 60, 80, 200])
 def test_no_row_is_wider_than_the_terminal(columns: int, clock: Clock) -> None:
     """Else the lines above would be overwritten: the display goes up by as many lines as it has rows."""
@@ -234,6 +256,21 @@ def test_no_row_is_wider_than_the_terminal(columns: int, clock: Clock) -> None:
     with LiveDisplay.opened(15, console, clock) as display:
         drive(display, clock, display.refresh)
     assert "".join(screen_of(written, columns).text().split()) == "".join("".join(STAYED).split())
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_where_it_is_narrow_the_figures_are_cut_and_not_the_names(columns: int, clock: Clock) -> None:
+    console, written = terminal(columns)
+    rows: list[str] = []
+    with LiveDisplay.opened(15, console, clock) as display:
+
+        def look() -> None:
+            display.refresh()
+            rows.extend(line for line in screen_of(written, columns).text().splitlines() if line[:1] in SPINNER)
+
+        drive(display, clock, look)
+    assert {line[2:].split(maxsplit=1)[0] for line in rows} >= {"services", "RL", "step", "evaluation", "waiting"}
+    assert any(line.endswith("…") for line in rows)
 
 
 def test_the_cursor_is_back_after_an_error(clock: Clock) -> None:

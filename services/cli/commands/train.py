@@ -88,7 +88,7 @@ def _train(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False
             printed_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started))
             return stopped.exit_code
         except VolleyError:
-            if "up" in started.values() or "down" in started.values():
+            if newest_state(folder.checkpoints) is not None:  # else there is nothing to go on from
                 printed_text(_interrupted("ended early", folder, max_steps, started))
             raise
         return finish(folder, record, prove=prove)
@@ -187,7 +187,8 @@ async def follow(running: stack.LocalStack, folder: RunFolder, display: Progress
     async with running.client("orchestrator") as orchestrator, running.client("trainer") as trainer:
         while True:
             run = await _told(orchestrator, f"/runs/{folder.name}")
-            display.activity(Activity(run, await _told(trainer, "/status")))
+            if display.detailed:
+                display.activity(Activity(run, await _told(trainer, "/status")))
             state, reason = str(run.get("state", "unknown")), str(run.get("reason") or "")
             for kind, record in tails.new():
                 display.record(kind, record)

@@ -4,6 +4,7 @@ goes on, drawn anew a few times a second. When it closes, however that comes, th
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,9 +29,14 @@ _SHORTEST_BAR = 6
 
 
 class LiveDisplay:
-    """Made by `opened`; the calls come from one thread, another one draws."""
+    """Made by `opened`; the calls come from one thread, another one draws.
+
+    A lock keeps both from writing at a time (rich counts the rows on the screen before it writes, not while), and from
+    reading phases that change.
+    """
 
     quiet_s = 10.0
+    detailed = True
 
     def __init__(self, console: Console, phases: RunPhases) -> None:
         self._console, self._phases = console, phases
@@ -38,10 +44,11 @@ class LiveDisplay:
         self._live = Live(
             get_renderable=self.table,
             console=console,
-            refresh_per_second=_A_SECOND,
+            auto_refresh=False,
             transient=True,
             vertical_overflow="crop",
         )
+        self._lock = threading.RLock()
 
     @classmethod
     @contextmanager
@@ -50,40 +57,63 @@ class LiveDisplay:
     ) -> Iterator[Self]:
         console = console or Console(force_terminal=True, highlight=False, emoji=False, markup=False)
         display = cls(console, RunPhases(max_steps, clock))
-        with display._live:
+        with display._live, display._drawn():
             yield display
 
     def say(self, line: str) -> None:
-        self._console.print(Text(line), soft_wrap=True)
+        with self._lock:
+            self._console.print(Text(line), soft_wrap=True)
 
     def service(self, name: str, state: ServiceState) -> None:
-        self._stay(self._phases.service(name, state))
+        with self._lock:
+            self._stay(self._phases.service(name, state))
 
     def record(self, kind: RecordKind, record: Record) -> None:
-        self._stay(self._phases.record(kind, record))
+        with self._lock:
+            self._stay(self._phases.record(kind, record))
 
     def activity(self, activity: Activity) -> None:
-        self._phases.activity(activity)
+        with self._lock:
+            self._phases.activity(activity)
 
     def quiet(self, waiting: str) -> None:
-        self._phases.quiet(waiting)
+        with self._lock:
+            self._phases.quiet(waiting)
 
     def refresh(self) -> None:
         """Draws the rows now; they are drawn a few times a second anyway."""
-        self._live.refresh()
+        with self._lock:
+            self._live.refresh()
+
+    @contextmanager
+    def _drawn(self) -> Iterator[None]:
+        """Inside, the rows are drawn a few times a second."""
+        ended = threading.Event()
+
+        def draw() -> None:
+            while not ended.wait(1 / _A_SECOND):
+                self.refresh()
+
+        thread = threading.Thread(target=draw, name="display", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def table(self) -> Table:
         """The rows of what goes on; none is wider than the terminal."""
         bar = min(_WIDEST_BAR, (self._console.width - _BESIDE_BAR) // 3)
         wide = bar >= _SHORTEST_BAR
         table = Table.grid(padding=(0, 1))
-        for _ in range(4 if wide else 3):
-            table.add_column(no_wrap=True, overflow="ellipsis")
+        for _ in range(3 if wide else 2):
+            table.add_column(no_wrap=True)
+        table.add_column()  # the only one that is cut
         for row in self._phases.rows():
-            cells = [self._spinner, Text(row.name, style="bold"), Text(row.detail)]
-            if wide:
-                cells.insert(2, _bar(row, bar))
-            table.add_row(*cells)
+            detail = Text(row.detail, no_wrap=True, overflow="ellipsis")
+            bars = [_bar(row, bar)] if wide else []
+            table.add_row(self._spinner, Text(row.name, style="bold"), *bars, detail)
         return table
 
     def _stay(self, lines: list[str]) -> None:
@@ -92,8 +122,7 @@ class LiveDisplay:
             text.stylize("green", 0, 1)
             text.stylize("bold", 2, 12)
             self._console.print(text, soft_wrap=True)
-        if lines:
-            self.refresh()
+        self.refresh()
 
 
 def _bar(row: PhaseRow, width: int) -> ProgressBar | Text:

@@ -36,9 +36,12 @@ class Activity:
 
 
 class ProgressDisplay(Protocol):
-    """After so many seconds without a record, `quiet_s`, it wants to know what the run waits for."""
+    """After so many seconds without a record, `quiet_s`, it wants to know what the run waits for; one that is
+    `detailed` also what goes on between the records.
+    """
 
     quiet_s: float
+    detailed: bool
 
     def say(self, line: str, /) -> None:
         """A line that stays."""
@@ -74,6 +77,7 @@ class PlainLines:
     """A line an event, for pipes and files: no control codes, and no line is cut."""
 
     quiet_s = 30.0
+    detailed = False
 
     def __init__(self, max_steps: int, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.say, self._max_steps, self._clock = say, max_steps, clock
