@@ -17,14 +17,14 @@ def step(number: int, *tickets: int) -> PendingStep:
 
 def test_trained_steps_wait_for_a_checkpoint_in_their_order():
     work = START.trained(step(5, 2, 1)).trained(step(6, 3))
-    assert (work.version, work.durable, work.n_unsaved) == (WeightVersion(3, 6), WeightVersion(3, 4), 2)
+    assert (work.version, work.durable, len(work.unsaved)) == (WeightVersion(3, 6), WeightVersion(3, 4), 2)
     assert [one.ticket for one in work.finished] == [2, 1, 3]
     assert [line["ticket"] for line in work.ledger] == [2, 1, 3]
 
 
 def test_a_saved_step_waits_for_the_queue_and_is_not_saved_again():
     saved = START.trained(step(5, 1)).saved(WeightVersion(3, 5))
-    assert (saved.version, saved.durable, saved.n_unsaved) == (WeightVersion(3, 5), WeightVersion(3, 5), 0)
+    assert (saved.version, saved.durable, saved.unsaved) == (WeightVersion(3, 5), WeightVersion(3, 5), ())
     assert [one.ticket for one in saved.finished] == [1]
     settled = saved.settled()
     assert (settled.version, settled.finished) == (WeightVersion(3, 5), [])

@@ -136,7 +136,7 @@ class StepRunner:
         """
         parts, pending = self._parts, self._settlement.pending
         await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.rewind, pending.durable))
-        for step in pending.steps:
+        for step in pending.unsaved:
             payloads = await asyncio.to_thread(lambda step=step: list(parts.archive.read(step.version)))
             again = [
                 ready_group(Group.decode(payload), payload, one.entry_id or "")

@@ -70,7 +70,7 @@ class TrainLoop:
             if not self._status.stopping:
                 raise
             _log.warning("stopped while waiting", step=self._status.step, reason=str(errors.exceptions[0]))
-        if self._settlement.pending.n_unsaved:
+        if self._settlement.pending.unsaved:
             await self._last_checkpoint()
 
     async def _steps(self) -> None:
@@ -106,8 +106,8 @@ class TrainLoop:
 
     def _is_checkpoint_due(self) -> bool:
         pending, plan = self._settlement.pending, self._plan
-        return pending.n_unsaved > 0 and (
-            pending.n_unsaved >= plan.save_interval_steps
+        return bool(pending.unsaved) and (
+            len(pending.unsaved) >= plan.save_interval_steps
             or self._status.checkpoint_wanted
             or pending.version.step == plan.max_steps
         )

@@ -51,9 +51,9 @@ class PendingWork:
         return self.steps[-1].version if self.steps else self.durable
 
     @property
-    def n_unsaved(self) -> int:
-        """Steps that no checkpoint holds."""
-        return sum(step.version > self.durable for step in self.steps)
+    def unsaved(self) -> tuple[PendingStep, ...]:
+        """The steps since the newest durable checkpoint, in their order."""
+        return tuple(step for step in self.steps if step.version > self.durable)
 
     @property
     def finished(self) -> list[Finished]:
