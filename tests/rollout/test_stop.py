@@ -1,4 +1,4 @@
-"""The end of the service. Last by name: it stops the server that the other tests share."""
+"""The end of the service, of one that no other test uses."""
 
 import os
 import signal
@@ -6,24 +6,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.rollout.server import RolloutProcess, wait_until
+from tests.rollout.server import running_server, wait_until
 from tests.support import models
 
 
-def test_sigterm_returns_partial_answers_and_leaves_nothing(server: RolloutProcess, prompts: list[list[int]]) -> None:
+def test_sigterm_returns_partial_answers_and_leaves_nothing(tmp_path: Path, prompts: list[list[int]]) -> None:
     """A paused engine would never finish: its requests come back with what they have, within the grace.
 
     Supervisors signal whole groups: the engine must leave SIGTERM to the service.
     """
-    engine = server.get("/get_server_info")["pid"]
-    running = server.start(prompts[0], 200)
-    wait_until(lambda: server.status()["running"] == 1)
-    server.post("/pause_generation", {})
-    os.kill(engine, signal.SIGTERM)
-    server.process.send_signal(signal.SIGTERM)
-    assert running.result()["meta_info"]["finish_reason"]["type"] == "abort"
-    assert server.process.wait(30) == 0
-    wait_until(lambda: not _lives(engine), 10)
+    with running_server(tmp_path, models.tiny_config()) as server:
+        engine = server.get("/get_server_info")["pid"]
+        running = server.start(prompts[0], 200)
+        wait_until(lambda: server.status()["running"] == 1)
+        server.post("/pause_generation", {})
+        os.kill(engine, signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
+        assert running.result()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert server.process.wait(30) == 0
+        wait_until(lambda: not _lives(engine), 10)
 
 
 def test_a_model_that_is_not_computed_is_one_line_and_a_code(tmp_path: Path) -> None:
