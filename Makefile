@@ -16,7 +16,7 @@ install:  ## find a Python, get uv, make the three environments
 	  if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then exec "$$python" tools/bootstrap.py; fi; \
 	done; echo "bootstrap: no Python 3.8 or newer on PATH; install Python 3.12" >&2; exit 1
 
-quickstart: install  ## train a tiny model through all the services, about three minutes on two CPU cores
+quickstart: install  ## train a tiny model through all the services, under two minutes on two idle cores
 	@$(BIN)/volley quickstart $(ARGS)
 
 test: install  ## units, components and systems in all three virtual environments
