@@ -46,6 +46,11 @@ type Party = Literal["trainer", "orchestrator", "redis", "env", "rollout", "disk
 """Whom somebody waits for."""
 
 
+def _sendable(text: str) -> str:
+    """Names of files may hold bytes that are no text: they would not go into an answer, nor into a log."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class VolleyError(Exception):
     """Base of all errors of the project.
 
@@ -66,9 +71,8 @@ class VolleyError(Exception):
     title: ClassVar[str] = "Internal error"
 
     def __init__(self, detail: str, hint: str = "") -> None:
-        super().__init__(detail)
-        self.detail = detail
-        self.hint = hint
+        self.detail, self.hint = _sendable(detail), _sendable(hint)
+        super().__init__(self.detail)
 
     @property
     def transient(self) -> bool:

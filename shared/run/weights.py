@@ -221,7 +221,7 @@ def copy_files(
     """
     try:
         for file, path in _present(folder, below, files, version):
-            _agree(file, digest(path, copy=copy(file.name)), version)
+            _agree(file, digest(path, copy=copy(file.name), most=file.size), version)
     except OSError as error:
         raise unreadable(f"{version}: {error.filename}", error) from error
 
@@ -239,7 +239,7 @@ def unreadable(what: str, error: OSError) -> VolleyError:
 
 def _verify_files(folder: Path, manifest: Manifest) -> None:
     for file, path in _present(folder, manifest.path, manifest.files, manifest.version):
-        _agree(file, digest(path), manifest.version)
+        _agree(file, digest(path, most=file.size), manifest.version)
 
 
 def _present(
@@ -247,6 +247,8 @@ def _present(
 ) -> Iterator[tuple[ManifestFile, Path]]:
     """Every file and where it lies, once no other is there and none is missing; each has the size that it must have."""
     expected = {file.name for file in files}
+    if len(expected) != len(files):
+        raise WeightsError(f"{version}: its manifest names a file twice")
     entries = (path / name for path, _, names in confined(folder, below).walk(on_error=_raise) for name in names)
     present = {str(p.relative_to(folder.resolve())) for p in entries}
     for name in sorted(present ^ expected):
@@ -292,15 +294,22 @@ def newest(root: Path) -> Path | None:
     return root / str(found[-1]) if found else None
 
 
-def digest(path: Path, sync: bool = False, copy: IO[bytes] | None = None) -> str:
-    """blake3 of a file in hex; with `sync` its bytes are durable before, with `copy` they are written there."""
+def digest(path: Path, sync: bool = False, copy: IO[bytes] | None = None, most: int | None = None) -> str:
+    """blake3 of a file in hex; with `sync` its bytes are durable before, with `copy` they are written there.
+
+    Raises WeightsError for a file of more than `most` bytes: it has grown since somebody looked at its size.
+    """
     if sync:
         fsync(path)
     found = blake3.blake3(max_threads=blake3.blake3.AUTO)
     with open_file(path) as file:  # not mapped into memory: a file cut meanwhile would end the process
         size = os.fstat(file.fileno()).st_size
         block = memoryview(bytearray(min(_BLOCK_BYTES, size + 1)))
+        n_read = 0
         while n := os.readv(file.fileno(), [block]):
+            n_read += n
+            if most is not None and n_read > most:
+                raise WeightsError(f"{path.name} grew while it was read")
             found.update(block[:n])
             if copy is not None:
                 copy.write(block[:n])

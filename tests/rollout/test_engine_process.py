@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from services.rollout import metrics
-from services.rollout.engines.base import EngineSpec
+from services.rollout.engines.base import EngineSpec, StagedWeights
 from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Unavailable
@@ -169,3 +169,15 @@ async def test_an_engine_too_busy_to_answer_is_not_waited_for(tmp_path: Path, mo
         newer = models.write_checkpoint(root, "e000001-s000002", CONFIG, models.random_weights(CONFIG, 0))
         await updates.update(str(newer), None)
         assert updates.current == "e000001-s000002"
+
+
+async def test_weights_that_nobody_waits_for_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would be held beside those that are staged in their stead."""
+    model = models.write_hf(tmp_path / "model", CONFIG)
+    monkeypatch.setenv("SCRIPT", str(model))
+    for op in ("stage", "forget"):
+        (model / f"hang-{op}").touch()
+    async with open_engine(EngineSpec(str(model)), "tests.rollout.scripted_worker") as engine:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.stage(StagedWeights(str(tmp_path), VERSION)), 0.2)
+        await asyncio.to_thread(wait_until, (model / "reached-forget").exists)

@@ -8,17 +8,24 @@ import gc
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from services.rollout.engines.base import StagedWeights
 from services.rollout.engines.sglang_jax.weights.restore import CheckpointLeaf, open_checkpoint, open_hugging_face
-from shared.errors import WeightsError
-from shared.run.weights import digest_files, read_manifest
+from services.rollout.engines.sglang_jax.weights.staging import load_leaves
+from shared import codec
+from shared.errors import Conflict, WeightsError, problem
+from shared.run.weights import ManifestFile, ManifestLeaf, digest, digest_files, read_manifest
 from tests.support import models
 
 CONFIG = models.tiny_config()
@@ -165,3 +172,100 @@ def test_hugging_faces_files_are_read_as_they_are(tmp_path: Path, dtype: type) -
     weights = {k: v.astype(dtype) for k, v in models.random_weights(CONFIG, 0).items()}
     folder = models.write_hf(tmp_path, CONFIG, weights)
     assert_equal({k: leaf.read() for k, leaf in open_hugging_face(folder).items()}, weights)
+
+
+def test_what_is_decoded_is_the_copy_also_of_an_absolute_folder(tmp_path: Path) -> None:
+    weights = models.random_weights(CONFIG, 0)
+    folder = models.write_checkpoint(tmp_path, VERSION, CONFIG, weights)
+    files = read_manifest(folder).files
+    with open_checkpoint(folder, str((folder / "params").resolve()), files, VERSION) as leaves:
+        shutil.rmtree(folder)
+        assert_equal({name: leaf.read() for name, leaf in leaves.items()}, models.to_tunix(weights, CONFIG))
+
+
+def test_a_copy_that_does_not_fit_is_no_copy(tmp_path: Path) -> None:
+    """The kernel may take a part of a write, as it does at the limit of a file's size."""
+    program = f"""
+import resource, signal
+from pathlib import Path
+from services.rollout.engines.sglang_jax.weights.restore import open_checkpoint
+from shared.run.weights import digest_files
+folder = Path({str(tmp_path)!r})
+files = digest_files(folder, "params")
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20 - 5, 2**20 - 5))
+try:
+    with open_checkpoint(folder, "params", files, "{VERSION}"):
+        print("opened")
+except MemoryError as error:
+    print(error)
+"""
+    (tmp_path / "params").mkdir()
+    (tmp_path / "params" / "d").write_bytes(bytes(2**20))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "cannot be held: File too large" in done.stdout
+
+
+def test_reading_ends_when_nobody_wants_the_weights_any_more(tmp_path: Path) -> None:
+    folder = models.write_checkpoint(tmp_path, VERSION, CONFIG, models.random_weights(CONFIG, 0))
+
+    def check() -> None:
+        raise Conflict("nobody waits")
+
+    with pytest.raises(Conflict), open_checkpoint(folder, "params", read_manifest(folder).files, VERSION, check):
+        pass
+
+
+def test_a_manifest_that_names_a_file_twice(tmp_path: Path) -> None:
+    folder = models.write_checkpoint(tmp_path, VERSION, CONFIG, models.random_weights(CONFIG, 0))
+    files = read_manifest(folder).files
+    with pytest.raises(WeightsError, match="twice"), open_checkpoint(folder, "params", (*files, files[0]), VERSION):
+        pass
+
+
+def test_a_file_whose_name_is_no_text_is_named_all_the_same(tmp_path: Path) -> None:
+    folder = models.write_checkpoint(tmp_path, VERSION, CONFIG, models.random_weights(CONFIG, 0))
+    with open(os.fsencode(folder) + b"/params/\xff", "wb"):
+        pass
+    with pytest.raises(WeightsError, match="not in the manifest") as failure, opened(folder):
+        pass
+    assert "\\udcff" in str(failure.value)
+    assert codec.pack(problem(failure.value))
+
+
+def test_a_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "d"
+    file.write_bytes(bytes(100))
+    with pytest.raises(WeightsError, match="grew"):
+        digest(file, most=99)
+
+
+def test_more_than_the_model_is_not_read_into_memory() -> None:
+    """A sparse file, or a header of an array, may promise any size."""
+    runner = SimpleNamespace(**one_leaf(np.zeros((4, 4), np.float32)))
+    files = (ManifestFile("params/d", 2**40, "0" * 64),)
+    weights = StagedWeights("/nowhere", VERSION, "", below="params", files=files)
+    with pytest.raises(WeightsError, match="more than a model of 16 numbers"):
+        load_leaves(runner, weights, lambda: None)
+
+
+def test_an_array_larger_than_any_of_the_model_is_not_read(tmp_path: Path) -> None:
+    import tensorstore as ts
+
+    store = {"driver": "ocdbt", "base": f"file://{tmp_path}/params/", "path": "w/"}
+    ts.open({"driver": "zarr", "kvstore": store}, create=True, dtype=ts.float32, shape=[2**22, 2**22]).result()
+    tree = (ManifestLeaf("w", (2**22, 2**22), "float32"),)
+    weights = StagedWeights(
+        str(tmp_path), VERSION, "", below="params", files=digest_files(tmp_path, "params"), tree=tree
+    )
+    runner = SimpleNamespace(**one_leaf(np.zeros((4, 4), np.float32)))
+    with pytest.raises(WeightsError, match="larger than any array"):
+        load_leaves(runner, weights, lambda: None)
+
+
+def one_leaf(value: np.ndarray) -> dict[str, Any]:
+    """What a model runner of one array has of these."""
+    import jax
+
+    leaves, definition = jax.tree_util.tree_flatten({"w": value})
+    return {"model_state_leaves": leaves, "_model_state_def": definition}

@@ -115,7 +115,11 @@ class SglangEngine(asyncio.Protocol):
                 self._send({"op": "abort", "rid": name, "call": _NO_CALL})
 
     async def stage(self, weights: StagedWeights) -> LoadedWeights:
-        return LoadedWeights(**await self._call("stage", **dataclasses.asdict(weights)))
+        try:
+            return LoadedWeights(**await self._call("stage", **dataclasses.asdict(weights)))
+        except asyncio.CancelledError:
+            self._send({"op": "forget", "call": _NO_CALL})
+            raise
 
     async def commit(self, version: str, mode: CommitMode) -> CommitResult:
         answer = await self._call("commit", version=version, mode=mode)

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from services.rollout.engines.base import BASE_VERSION, EngineSpec, StagedWeights
@@ -91,7 +92,8 @@ class EngineWorker:
         from services.rollout.engines.sglang_jax.weights.staging import load_leaves
 
         try:
-            leaves, timings = load_leaves(self._scheduler.runner, weights)
+            still = partial(self._still, call, weights)
+            leaves, timings = load_leaves(self._scheduler.runner, weights, still)
         except Exception as error:  # noqa: BLE001 - whatever fails here concerns these weights, not the engine
             failure = _as_weights_error(error, weights.version)
             self._loaded.put(lambda: self._reply(call, lambda: _throw(failure)))
@@ -103,8 +105,7 @@ class EngineWorker:
         from services.rollout.engines.sglang_jax.weights.checksum import checksum
         from services.rollout.engines.sglang_jax.weights.scoring import score
 
-        if call != self._loading:
-            raise Conflict(f"{weights.version} was overtaken by weights that were staged later")
+        self._still(call, weights)
         start, ids, expected = time.perf_counter(), weights.probe_ids, weights.probe_logprobs
         logprobs = None if ids is None else score(self._scheduler, ids, leaves)
         if logprobs is not None and expected is not None:
@@ -113,6 +114,14 @@ class EngineWorker:
         timings["probe_s"] = time.perf_counter() - start
         self._staged = _Staged(weights.version, weights.digest, leaves, ids)
         return loaded
+
+    def _still(self, call: int, weights: StagedWeights) -> None:
+        if call != self._loading:
+            raise Conflict(f"{weights.version} is not wanted any more: others are staged, or nobody waits")
+
+    def _on_forget(self, _: Message) -> None:
+        """Nobody waits for what is loading or staged; its memory is free as soon as the loading thread looks."""
+        self._staged, self._loading = None, -1
 
     def _on_commit(self, message: Message) -> Message:
         staged, current = self._staged, self._scheduler.version

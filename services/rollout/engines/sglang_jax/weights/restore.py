@@ -7,13 +7,14 @@ once, and one array of it again.
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Never
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +23,7 @@ import tensorstore as ts
 
 from shared.errors import WeightsError
 from shared.files.reading import read_file
-from shared.run.weights import ManifestFile, copy_files, unreadable
+from shared.run.weights import ManifestFile, confined, copy_files, unreadable
 
 _ARRAY = "/.zarray"
 _SAFETENSORS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -41,29 +42,61 @@ class CheckpointLeaf:
 
 @contextmanager
 def open_checkpoint(
-    folder: Path, below: str, files: Sequence[ManifestFile], version: str
+    folder: Path,
+    below: str,
+    files: Sequence[ManifestFile],
+    version: str,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[dict[str, CheckpointLeaf]]:
     """The leaves of the Orbax folder `below` a checkpoint's (OCDBT, Zarr 2), by flat name. The files have been read;
-    their copies live as long as the block.
+    their copies live as long as the block. `check` is called while they are read, and raises what is to end that.
 
-    Raises WeightsError if they are not those of the manifest or hold no arrays, and Unavailable if they cannot be read
-    now.
+    Raises WeightsError if they are not those of the manifest or hold no arrays, Forbidden for a `below` outside the
+    folder, Unavailable if they cannot be read now, and MemoryError if their copies do not fit.
     """
-    with _copied(folder, below, files, version) as copies:
+    below = str(confined(folder, below).relative_to(folder.resolve()))
+    with _copied(folder, below, files, version, check) as copies:
         base = {"driver": "file", "path": f"{copies / below}/", "file_io_mode": {"mode": "memmap"}}
         yield _leaves({"driver": "ocdbt", "base": base}, version)
 
 
+class _MemoryFile(io.FileIO):
+    """A file without a name, in this process's memory; it takes all that is written, or raises MemoryError."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        super().__init__(os.memfd_create("volley-weights"), "wb")
+        self._check = check
+
+    def write(self, data: Any) -> int:
+        self._check()
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            _does_not_fit(error)
+        return len(data)
+
+
+def _does_not_fit(error: OSError) -> Never:
+    raise MemoryError(f"a copy of the checkpoint cannot be held: {error.strerror}") from error
+
+
 @contextmanager
-def _copied(folder: Path, below: str, files: Sequence[ManifestFile], version: str) -> Iterator[Path]:
+def _copied(
+    folder: Path, below: str, files: Sequence[ManifestFile], version: str, check: Callable[[], None]
+) -> Iterator[Path]:
     """A folder of links to copies in this process's memory, which nobody else has a name for."""
     with ExitStack() as stack:
         links = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="volley-weights-")))
 
-        def copy(name: str) -> IO[bytes]:
-            file = stack.enter_context(os.fdopen(os.memfd_create("volley-weights"), "wb", buffering=0))
-            (links / name).parent.mkdir(parents=True, exist_ok=True)
-            (links / name).symlink_to(f"/proc/self/fd/{file.fileno()}")
+        def copy(name: str) -> _MemoryFile:
+            try:
+                file = stack.enter_context(_MemoryFile(check))
+                (links / name).parent.mkdir(parents=True, exist_ok=True)
+                (links / name).symlink_to(f"/proc/self/fd/{file.fileno()}")
+            except OSError as error:
+                _does_not_fit(error)
             return file
 
         copy_files(folder, below, files, version, copy)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,17 @@ from services.rollout.engines.sglang_jax.weights.restore import CheckpointLeaf, 
 from shared.errors import WeightsError
 from shared.run.weights import ManifestLeaf
 
+_MOST_BYTES, _BESIDE_BYTES = 5, 2**26
+"""A number of a checkpoint has four bytes at most, and folders and padding take some."""
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
-def load_leaves(runner: Any, weights: StagedWeights) -> tuple[list[jax.Array], dict[str, float]]:
+def load_leaves(
+    runner: Any, weights: StagedWeights, check: Callable[[], None]
+) -> tuple[list[jax.Array], dict[str, float]]:
     """The leaves in the runner's order, on its devices, and durations in seconds: `read_s` for reading files and taking
-    their digests, `place_s` for making arrays of them on the devices.
+    their digests, `place_s` for making arrays of them on the devices. `check` is called again and again meanwhile, and
+    raises what is to end it.
 
     Equal shapes and committed equal shardings are what lets a commit be a swap of pointers that never recompiles.
 
@@ -32,25 +38,43 @@ def load_leaves(runner: Any, weights: StagedWeights) -> tuple[list[jax.Array], d
         MemoryError: host or device memory does not hold a second copy.
     """
     start = time.perf_counter()
-    with _open(weights) as found:
+    current = dict(zip(leaf_names(runner), runner.model_state_leaves, strict=True))
+    _bound_files(weights, sum(leaf.size for leaf in current.values()))
+    with _open(weights, check) as found:
         read = time.perf_counter()
-        current = dict(zip(leaf_names(runner), runner.model_state_leaves, strict=True))
+        _bound_leaves(found, max(leaf.size for leaf in current.values()))
         shapes = {name: leaf.shape for name, leaf in current.items()}
         arrays = to_engine({k: v.read for k, v in found.items()}, shapes, weights.kind, runner.model_config.head_dim)
         exact = weights.kind == "orbax"
-        leaves = [_place(name, value, current[name], exact=exact) for name, value in arrays]
+        leaves: list[jax.Array] = []
+        for name, value in arrays:
+            check()
+            leaves.append(_place(name, value, current[name], exact=exact))
     return leaves, {"read_s": read - start, "place_s": time.perf_counter() - read}
 
 
 @contextmanager
-def _open(weights: StagedWeights) -> Iterator[Mapping[str, CheckpointLeaf]]:
+def _open(weights: StagedWeights, check: Callable[[], None]) -> Iterator[Mapping[str, CheckpointLeaf]]:
     folder = Path(weights.folder)
     if weights.kind == "hf":
         yield open_hugging_face(folder)
         return
-    with open_checkpoint(folder, weights.below, weights.files, weights.version) as found:
+    with open_checkpoint(folder, weights.below, weights.files, weights.version, check) as found:
         check_tree(found, weights.tree)
         yield found
+
+
+def _bound_files(weights: StagedWeights, n_elements: int) -> None:
+    """A manifest may be wrong about anything: what is read into memory is bounded by the model."""
+    n_bytes = sum(file.size for file in weights.files)
+    if n_bytes > _MOST_BYTES * n_elements + _BESIDE_BYTES:
+        raise WeightsError(f"{weights.version} has {n_bytes} bytes, more than a model of {n_elements} numbers needs")
+
+
+def _bound_leaves(found: Mapping[str, CheckpointLeaf], n_elements: int) -> None:
+    for name, leaf in found.items():
+        if math.prod(leaf.shape) > n_elements:
+            raise WeightsError(f"{name} has shape {list(leaf.shape)}, which is larger than any array of the model")
 
 
 def check_tree(found: Mapping[str, CheckpointLeaf], tree: Sequence[ManifestLeaf]) -> None:
