@@ -102,6 +102,7 @@ def rss() -> int:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 @pytest.mark.parametrize("name", OPENERS)
 def test_every_route_refuses_every_hostile_body(urls: dict[str, str], name: str) -> None:
     with httpx.Client(

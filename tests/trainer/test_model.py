@@ -122,7 +122,7 @@ def test_accumulated_step_equals_the_whole_batch_and_reports_the_whole_norm():
         np.testing.assert_allclose(value, parts.params()[name], atol=2e-4)
 
 
-@pytest.mark.parametrize("remat", ["block", "decoder"])
+@pytest.mark.parametrize("remat", ["block", pytest.param("decoder", marks=pytest.mark.long)])
 def test_rematerialization_changes_nothing(remat: str):
     _, (batch,) = batches()
     plain, remade = (learner(model_of(WEIGHTS, CONFIG, remat=r)).update([batch]) for r in ("none", remat))

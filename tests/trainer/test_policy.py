@@ -158,7 +158,7 @@ def test_learning_rate_schedules():
 FAR = replace(OPTIONS, optimizer=replace(OPTIONS.optimizer, learning_rate=1e30))
 
 
-@pytest.mark.parametrize("rows", [4, 8], ids=["accumulated", "whole"])
+@pytest.mark.parametrize("rows", [pytest.param(4, marks=pytest.mark.long), 8], ids=["accumulated", "whole"])
 def test_the_first_step_of_a_huge_learning_rate_is_refused_and_undone_bit_for_bit(rows: int):
     """The parameters it gives are finite in float32: what they compute is not."""
     options = replace(FAR, layout=BatchLayout((16,), rows, 0))
@@ -183,7 +183,7 @@ def test_the_first_step_of_a_huge_learning_rate_is_refused_and_undone_bit_for_bi
     assert again.value.what == fresh.value.what == caught.value.what
 
 
-@pytest.mark.parametrize("rows", [4, 8], ids=["accumulated", "whole"])
+@pytest.mark.parametrize("rows", [pytest.param(4, marks=pytest.mark.long), 8], ids=["accumulated", "whole"])
 def test_after_a_refused_step_training_goes_on_as_if_it_had_not_been(rows: int):
     options = replace(OPTIONS, layout=BatchLayout((16,), rows, 0))
     one, other = policy(options), policy(options)

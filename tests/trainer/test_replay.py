@@ -137,6 +137,7 @@ def test_the_first_differing_tensor_is_named_with_its_largest_difference(recorde
     assert found == Divergence(STEPS, "params", name, pytest.approx(0.25, rel=1e-3))
 
 
+@pytest.mark.long
 def test_a_refused_step_replays_and_comes_out_the_same(tmp_path: Path):
     """A learning rate of 1e30: the step that moves the parameters so far, or the one after it, is refused. Nothing of
     it is saved.
