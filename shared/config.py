@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,8 @@ from shared.schema import RunConfig, Tls, TokenFiles
 _MAX_NAMED = 10  # mistakes in one message
 _MAX_BYTES = 2**18
 _MAX_VALUES = 20_000
+_MAX_LEVELS = 64
+"""Of a plain tree; a deeper one is left to OmegaConf, which says so where it is too deep."""
 _MODEL = "model.path"
 _PLAIN_OVERRIDE = re.compile(
     r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=(?:(0|[1-9]\d{0,17})|(https?://[\w.:/-]*[\w/]))", re.ASCII
@@ -82,36 +83,47 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> LoadedCo
         with _translated(f"config file {path}"):
             trees.append(_read(Path(path)))
     plain = [_PLAIN_OVERRIDE.fullmatch(override) for override in overrides]
-    with _translated("the configuration"):
-        if all(map(_is_plain, trees)) and all(plain):
-            return validate(reduce(merged, [*trees, *(_tree_of(match) for match in plain if match)], {}))
+    if all(map(_is_plain, trees)) and all(plain):
+        whole: dict[str, Any] = {}
+        for what, tree in (
+            *((f"config file {path}", tree) for path, tree in zip(paths, trees, strict=True)),
+            *((f"override {match[0][:200]!r}", _tree_of(match)) for match in plain if match),
+        ):
+            with _translated(what):
+                whole = merged(whole, tree)
+        return validate(whole)
     from omegaconf import OmegaConf
 
-    whole = OmegaConf.create({})
+    referring = OmegaConf.create({})
     for path, tree in zip(paths, trees, strict=True):
         with _translated(f"config file {path}"):
-            whole = OmegaConf.merge(whole, OmegaConf.create(tree))
-    return validate(_overridden(whole, overrides))
+            referring = OmegaConf.merge(referring, OmegaConf.create(tree))
+    return validate(_overridden(referring, overrides))
 
 
-def merged(under: Any, over: Any) -> Any:
+def merged(under: Any, over: Any, at: str = "") -> Any:
     """Of two plain trees, as OmegaConf merges them: mappings key by key, of all else `over`. Shares nothing with
-    either. Raises TypeError for a list and a mapping.
+    either. Raises TypeError for a list and a mapping, naming their key, which is below `at`.
     """
     if {type(under), type(over)} == {list, dict}:
-        raise TypeError("a list and a mapping of the same key cannot be merged")
+        raise TypeError(f"{at}: a list and a mapping cannot be merged")
     if isinstance(over, dict):
         base: dict[str, Any] = under if isinstance(under, dict) else {}
-        return {key: merged(base.get(key), over.get(key, base.get(key))) for key in {**base, **over}}
+        return {
+            key: merged(base.get(key), over.get(key, base.get(key)), f"{at}.{key}" if at else key)
+            for key in {**base, **over}
+        }
     return [merged(None, value) for value in over] if isinstance(over, list) else over
 
 
-def _is_plain(tree: Any) -> bool:
-    """Whether a tree holds only what JSON has, and nothing that OmegaConf would replace."""
+def _is_plain(tree: Any, levels: int = _MAX_LEVELS) -> bool:
+    """Whether a tree holds only what JSON has, in so many levels at most, and nothing that OmegaConf would replace."""
+    if levels == 0:
+        return False
     if isinstance(tree, dict):
-        return all(type(key) is str and _is_plain(value) for key, value in tree.items())
+        return all(type(key) is str and _is_plain(value, levels - 1) for key, value in tree.items())
     if isinstance(tree, list):
-        return all(map(_is_plain, tree))
+        return all(_is_plain(value, levels - 1) for value in tree)
     return type(tree) in (int, float, bool, type(None)) or (type(tree) is str and "${" not in tree and tree != "???")
 
 

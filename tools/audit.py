@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def reach(url: str) -> None:
-    """Raises Skipped. Any answer will do."""
+    """Raises AuditSkipped. Any answer will do."""
     try:
         urllib.request.urlopen(url, timeout=10).close()  # noqa: S310 - a constant of ours
     except urllib.error.HTTPError:
@@ -62,8 +62,8 @@ def reach(url: str) -> None:
 
 
 def audit(environment: str) -> Any:
-    """pip-audit's report on what `uv.lock` names for an environment, without tools of development. Raises Skipped or
-    Failed.
+    """pip-audit's report on what `uv.lock` names for an environment, without tools of development. Raises
+    AuditSkipped or AuditFailed.
     """
     uv = find_uv(PROJECT)
     if uv is None:
@@ -100,7 +100,7 @@ def audit(environment: str) -> Any:
 
 
 def vulnerabilities(report: Any) -> list[str]:
-    """A line for each. Raises Skipped if the database knew nothing of any package."""
+    """A line for each. Raises AuditSkipped if the database knew nothing of any package."""
     packages = report["dependencies"]
     if all("skip_reason" in package for package in packages):
         raise AuditSkipped(packages[0]["skip_reason"] if packages else "there are no packages")

@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def prepare(root: Path) -> None:
-    """Brings all environments up to date. Raises Missing."""
+    """Brings all environments up to date. Raises InstallError."""
     if not sys.platform.startswith(("linux", "darwin")):
         raise InstallError(f"Volley runs on Linux and macOS, not on {sys.platform}; on Windows use WSL 2")
     if not outdated(root):

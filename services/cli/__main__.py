@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import math
 import os
 import sys
@@ -22,11 +23,12 @@ type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `volley`."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # not every locale has the signs of curves, bars and tables
     arguments = parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
-        code = command(arguments)
-        sys.stdout.flush()
+        code = _flushed(command(arguments))
     except VolleyError as error:
         print(f"volley: {error}", file=sys.stderr)
         code = 2 if isinstance(error, ConfigError) else 1
@@ -41,6 +43,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"volley: {error.filename}: {error.strerror}", file=sys.stderr)
         code = 1
     raise SystemExit(code)
+
+
+def _flushed(code: int) -> int:
+    """The exit code of a command that ended with `code`: no 0 where its output cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            with contextlib.suppress(OSError):
+                print(f"volley: standard output: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code or 1
+    return code
 
 
 def parser() -> argparse.ArgumentParser:

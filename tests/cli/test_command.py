@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,10 @@ from shared.schema import Endpoint, ServicesSection
 CONFIG = "configs/quickstart.yaml"
 
 
-def volley(*arguments: str) -> subprocess.CompletedProcess[str]:
+def volley(*arguments: str, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.cli", *arguments]
-    return subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False)
+    env = {**os.environ, **(variables or {})}
+    return subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,13 @@ def test_going_on_with_a_finished_run_shows_its_report(tmp_path: Path) -> None:
     refused = volley("up", str(folder.path), "trainer.groups_per_step=11")
     assert refused.returncode == 2
     assert "groups_per_step (was 8, now 11) may not change" in refused.stderr
+
+
+def test_an_output_that_has_not_all_signs_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0}\n')
+    done = volley("report", str(tmp_path), variables={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert "mean |? log p|" in done.stdout
 
 
 def test_status_of_a_service_that_is_not_there(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from services.cli.reporting.closing import sentence
 from services.cli.reporting.curve import curve
 from services.cli.reporting.intervals import SuccessRate, success_rates, wilson
 from services.cli.reporting.lines import duration
+from shared.run.folder import RunFolder
 
 # statsmodels 0.15: proportion_confint(successes, tasks, 0.05, "wilson")
 PUBLISHED = [
@@ -92,45 +94,62 @@ def summary(rows: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
     return told | {"tickets": {"trained": 240, "stale": 2}} | fields
 
 
+RUN = RunFolder(Path("/runs/r"))
 PROVEN = {"ok": True, "by_disposition": {"trained": 240, "stale": 2}, "violations": []}
 
 
 def test_the_closing_sentence_tells_a_rise_and_what_was_proven() -> None:
-    assert sentence("r", summary([row(0, 0.29), row(15, 0.975)]), PROVEN) == (
+    assert sentence(RUN, summary([row(0, 0.29), row(15, 0.975)]), PROVEN) == (
         "Held-out success rose from 29.0% (95% interval 23.2–35.6) to 97.5% (94.3–98.9) on 200 tasks in 15 steps and"
         " 3 min 2 s; 240 groups trained exactly once, 2 ended stale, none lost (verified)."
     )
 
 
 def test_without_a_proof_it_claims_none() -> None:
-    told = sentence("r", summary([row(0, 0.29), row(15, 0.975)]))
+    told = sentence(RUN, summary([row(0, 0.29), row(15, 0.975)]))
     assert told.endswith("; 240 groups trained, 2 ended stale.")
 
 
 def test_a_proof_that_fails_is_told() -> None:
-    told = sentence("r", summary([]), {"ok": False, "by_disposition": {}, "violations": [{}, {}]})
-    assert "the proof FAILED with 2 violations, see `volley verify`" in told
+    told = sentence(RUN, summary([]), {"ok": False, "by_disposition": {}, "violations": [{}, {}]})
+    assert "; the proof FAILED with 2 violations, which `volley verify /runs/r` names." in told
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.30, 0.36), (0.36, 0.30), (0.3, 0.3)])
 def test_a_difference_within_the_intervals_is_no_rise(before: float, after: float) -> None:
-    told = sentence("r", summary([row(0, before), row(15, after)]))
+    told = sentence(RUN, summary([row(0, before), row(15, after)]))
     assert told.startswith("Held-out success did not change beyond its intervals, ")
     assert "rose" not in told
 
 
+@pytest.mark.parametrize(
+    ("success", "change"),
+    [
+        (0.9, "rose from 30.0% (95% interval 24.1–36.7) after step 8 to 90.0% (85.1–93.4) after step 10 on 200 tasks"),
+        (
+            0.3,
+            "did not change beyond its intervals, 30.0% (95% interval 24.1–36.7) after step 8 and 30.0% (24.1–36.7)"
+            " after step 10, on 200 tasks",
+        ),
+    ],
+)
+def test_evaluations_that_are_not_the_run_s_ends_are_told_with_their_steps(success: float, change: str) -> None:
+    told = sentence(RUN, summary([row(8, 0.3), row(10, success)]))
+    assert told.startswith(f"Held-out success {change}; the run has taken 15 steps and 3 min 2 s; 240 groups")
+
+
 def test_a_fall_is_told() -> None:
-    assert sentence("r", summary([row(0, 0.9), row(15, 0.1)])).startswith("Held-out success fell from 90.0% (")
+    assert sentence(RUN, summary([row(0, 0.9), row(15, 0.1)])).startswith("Held-out success fell from 90.0% (")
 
 
 def test_one_evaluation_and_none() -> None:
-    assert "was measured once, 29.0% (95% interval" in sentence("r", summary([row(0, 0.29)]))
-    assert sentence("r", summary([])).startswith("Held-out success was not measured in 15 steps and")
+    assert "was measured once, 29.0% (95% interval" in sentence(RUN, summary([row(0, 0.29)]))
+    assert sentence(RUN, summary([])).startswith("Held-out success was not measured in 15 steps and")
 
 
 def test_a_run_that_is_not_finished_says_so() -> None:
-    told = sentence("r", summary([row(0, 0.2), row(3, 0.9)], steps=1, finished=False))
-    assert "in 1 step and 3 min 2 s, of 15 steps that run r is to have;" in told
+    told = sentence(RUN, summary([row(0, 0.2), row(3, 0.9)], steps=3, finished=False))
+    assert "in 3 steps and 3 min 2 s, of 15 steps that run r is to have;" in told
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from services.cli.local.supervisor import ServiceState
 from services.cli.reporting.live import LiveDisplay
 from services.cli.reporting.phases import PhaseRow, RunPhases
 from services.cli.reporting.progress import Activity, PlainLines, ProgressDisplay, shown
@@ -281,6 +284,40 @@ def test_the_cursor_is_back_after_an_error(clock: Clock) -> None:
     assert written.getvalue().rindex("\x1b[?25h") > written.getvalue().rindex("\x1b[?25l")
 
 
+class GoneTerminal(io.StringIO):
+    """What is written fails while it is `gone`."""
+
+    gone = False
+
+    def write(self, text: str) -> int:
+        if self.gone:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().write(text)
+
+
+def test_a_terminal_that_is_gone_stops_nothing(clock: Clock) -> None:
+    written = GoneTerminal()
+    console = Console(file=written, force_terminal=True, width=100, _environ={"TERM": "xterm-256color"})
+    with suppress(ZeroDivisionError), LiveDisplay.opened(15, console, clock) as display:
+        start(display, clock)
+        written.gone = True
+        drive(display, clock, display.refresh)
+        raise ZeroDivisionError  # and not the terminal's error
+    assert "reward" not in written.getvalue()
+
+
+def test_the_cursor_is_back_after_an_error_of_the_drawing(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    console, written = terminal(80)
+    with suppress(ZeroDivisionError), LiveDisplay.opened(15, console, clock) as display:
+        display.service("env", "starting")
+        monkeypatch.setattr("services.cli.reporting.live._WIDEST_BAR", None)  # no bar can be drawn
+        with pytest.raises(TypeError):
+            display.refresh()
+        monkeypatch.undo()
+        raise ZeroDivisionError
+    assert written.getvalue().rindex("\x1b[?25h") > written.getvalue().rindex("\x1b[?25l")
+
+
 def test_no_color_is_honoured(clock: Clock) -> None:
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, width=100, _environ={"NO_COLOR": "1", "TERM": "xterm"})
@@ -299,6 +336,21 @@ def test_in_a_pipe_every_event_is_a_plain_line(clock: Clock) -> None:
     assert any(line.startswith("held-out after step 15: success 97.5% (94.3–98.9)") for line in said)
     assert any(line.startswith("no news for 30 s; the run is running; trainer waits for") for line in said)
     assert max(map(len, said)) > 80  # nothing is wrapped
+
+
+def test_all_services_answer_once_and_only_when_all_are_up(clock: Clock) -> None:
+    said: list[str] = []
+    display = PlainLines(15, said.append, clock)
+    for name in ("a", "b"):
+        display.service(name, "pending")
+    events: list[tuple[str, ServiceState]] = [("a", "starting"), ("a", "up"), ("a", "down"), ("b", "starting")]
+    for name, state in [*events, ("b", "up")]:
+        display.service(name, state)
+    assert not any(line.startswith("all services") for line in said)
+    for _ in range(2):
+        for state in ("starting", "up", "down"):
+            display.service("a", state)
+    assert [line.startswith("all services") for line in said].count(True) == 1
 
 
 def test_standard_output_that_is_no_terminal_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,6 +86,13 @@ def test_a_step_is_one_line_with_all_that_matters() -> None:
     assert "staleness 0.5 (max 1)" in line
 
 
+def test_an_evaluation_names_the_tasks_that_its_interval_is_of() -> None:
+    assert "  200 tasks, greedy" in eval_line(evaluation(3, 0.5))
+    line = eval_line(evaluation(3, 0.5) | {"failed": 150})
+    assert "success 50.0% (36.6–63.4)" in line
+    assert "  50 of 200 tasks, greedy" in line
+
+
 def test_missing_figures_are_dashes() -> None:
     assert "loss –" in step_line({"step": 1, "loss": float("nan")}, 10)
     assert "success –" in eval_line({})

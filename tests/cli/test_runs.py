@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import socket
 import stat
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from services.cli.commands import train
 from services.cli.commands.train import fresh_name
 from services.cli.layout import PROJECT
 from services.cli.runs import elapsed as worked
@@ -341,3 +343,20 @@ def test_secrets_are_private_and_stay(tmp_path: Path) -> None:
     assert len(word) >= 32
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert runs.secret(folder, "token").read_text() == word
+
+
+def test_a_run_that_could_start_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        services = {"env": {"port": taken.getsockname()[1]}}
+        wanted = begun(tmp_path, model={"path": str(PROJECT / "configs/models/tiny")}, services=services)
+        with pytest.raises(ConfigError, match=r"services\.env\.port"):
+            train.resume(wanted.config.run.folder, [])
+    assert "ended early; nothing had been started. `volley up " in capsys.readouterr().out
+
+
+def test_a_proof_that_fails_fails_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with runs.claimed(loaded(tmp_path)) as (folder, record, _):
+        assert train.finish(folder, record, prove=True) == 1
+    told = capsys.readouterr().out
+    assert f"the proof FAILED with 1 violation, which `volley verify {folder.path}` names." in told
+    assert "DONE" not in told

@@ -154,6 +154,29 @@ def test_plain_trees_are_merged_as_omegaconf_merges_them(under, over):
         assert config.merged(under, over) == expected
 
 
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "omegaconf"])
+def test_a_list_and_a_mapping_of_one_key_name_where_they_meet(tmp_path, plain):
+    minimal = MINIMAL.replace("frozen_lake", "frozen_lake, env_config: {sizes: [1]}")
+    first = write(tmp_path, minimal if plain else minimal + "run: {name: '${data.env}'}\n")
+    second = write(tmp_path, "data: {env_config: {sizes: {a: 1}}}\n", "d.yaml")
+    key = r"data\.env_config\.sizes: a list and a mapping" if plain else ""
+    with pytest.raises(ConfigError, match=f"config file {second} cannot be used: {key}"):
+        config.load([first, second])
+    with pytest.raises(ConfigError, match=rf"override 'data\.env_config\.sizes\.a=1' cannot be used: {key}"):
+        config.load([first], ["data.env_config.sizes.a=1"])
+
+
+@pytest.mark.parametrize("levels", [50, 300, 400, 2000])
+def test_a_deep_tree_is_read_or_refused(tmp_path, levels):
+    deep = f"data: {{env: frozen_lake, env_config: {'{a: ' * levels}1{'}' * levels}}}\n"
+    path = write(tmp_path, "model: {path: m}\n" + deep)
+    if levels == 50:
+        assert "a: 1" in config.load([path]).to_yaml()
+    else:
+        with pytest.raises(ConfigError, match=f"config file {path} cannot be used: "):
+            config.load([path])
+
+
 def test_a_merged_tree_shares_nothing():
     shared = {"x": [1]}
     tree = config.merged({"kept": shared}, {"a": shared, "b": shared})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 from services.cli.commands import train
 from services.cli.local import stack
@@ -31,14 +32,21 @@ def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
         return report.main(loaded.config.run.folder)
     with claimed(loaded) as (folder, record, _):
         with counting(folder, record) as worked:
-            asyncio.run(_watch(loaded, folder))
+            try:
+                asyncio.run(_watch(loaded, folder))
+            except train.Stopped as stopped:
+                with suppress(OSError):  # standard output may be gone
+                    printed(f"stopped by {stopped}; run {folder.name} goes on, and the same command follows it again")
+                return stopped.exit_code
         return train.finish(folder, worked.record())
 
 
 async def _watch(loaded: LoadedConfig, folder: RunFolder) -> None:
+    """Raises Stopped when a signal ends it, or VolleyError."""
     services = loaded.config.services
     urls = {name: services.base_url(name) for name in FOLLOWED}
     printed(f"run {folder.name} in {folder.path}: following {urls['orchestrator']}")
     running = stack.LocalStack(urls, token_for(services.token_files, Role.VIEWER), services.tls.ca_file, [])
-    with shown(loaded.config.trainer.max_steps) as display:
-        await train.follow(running, folder, display, RecordTails(folder))
+    async with train.stopping_on_signal():
+        with shown(loaded.config.trainer.max_steps) as display:
+            await train.follow(running, folder, display, RecordTails(folder))

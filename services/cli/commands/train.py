@@ -10,7 +10,7 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +85,13 @@ def _train(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False
                     loaded, claim, lambda running: follow(running, folder, display, tails), display.say, seams, seen
                 )
         except Stopped as stopped:
-            printed_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started))
+            with suppress(OSError):  # standard output may be gone
+                printed_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started))
             return stopped.exit_code
         except VolleyError:
             if newest_state(folder.checkpoints) is not None:  # else there is nothing to go on from
-                printed_text(_interrupted("ended early", folder, max_steps, started))
+                with suppress(OSError):
+                    printed_text(_interrupted("ended early", folder, max_steps, started))
             raise
         return finish(folder, record, prove=prove)
 
@@ -97,9 +99,10 @@ def _train(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False
 def _interrupted(how: str, folder: RunFolder, max_steps: int, started: Mapping[str, ServiceState]) -> str:
     """What has ended, at which step, and how to go on."""
     head = newest_state(folder.checkpoints)
-    ended = ", ".join(name for name, state in started.items() if state != "pending")
+    names = [name for name, state in started.items() if state != "pending"]
+    ended = f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} ended" if names else "nothing had been started"
     where = f"from step {head.step} of {max_steps}" if head else "from its start"
-    return f"{how}; {ended} have ended. `volley up {folder.path}` continues run {folder.name} {where}."
+    return f"{how}; {ended}. `volley up {folder.path}` continues run {folder.name} {where}."
 
 
 def supervise(
@@ -156,11 +159,14 @@ def _is_finished(folder: RunFolder) -> bool:
 
 
 def finish(folder: RunFolder, record: RunRecord, *, prove: bool = False) -> int:
+    """Tells what came of a run that is finished. Returns the exit code: 1 if it was to be proven and is not."""
     finished(folder, record)
     summary = report.make(folder)
     proof = command.verify(folder) if prove else None
     say(report.told(summary, folder))
-    printed_text(closing.sentence(folder.name, summary, proof))
+    printed_text(closing.sentence(folder, summary, proof))
+    if proof is not None and not proof["ok"]:
+        return 1
     say(f"DONE: steps={summary['steps']} elapsed_sec={summary['elapsed_sec']:.1f}")
     return 0
 
@@ -173,7 +179,9 @@ async def _supervised(
     say(f"run {folder.name} in {folder.path}: starting services (logs in {folder.logs})")
     with Reaper.running(holds=[claim.lock]) as reaper:
         async with (
-            _stopping_on_signal(reaper.kill_all, say),
+            stopping_on_signal(
+                lambda name: say(f"{name}: stopping all services (once more: without waiting)"), reaper.kill_all
+            ),
             stack.running(loaded, folder, reaper, say, RestartPolicy(), seams, seen) as running,
         ):
             await work(running)
@@ -233,8 +241,14 @@ async def _waiting_for(running: stack.LocalStack) -> str:
 
 
 @asynccontextmanager
-async def _stopping_on_signal(kill_all: Callable[[], None], say: Say) -> AsyncIterator[None]:
-    """Inside, the first signal cancels the body, which then stops its services; a second one kills them without grace.
+async def stopping_on_signal(
+    first: Callable[[str], None] = lambda name: None, again: Callable[[], None] = lambda: None
+) -> AsyncIterator[None]:
+    """Inside, SIGINT, SIGTERM or SIGHUP cancels the body, whatever becomes of what is said of it.
+
+    Args:
+        first: told the name of the first signal.
+        again: called for each further one.
 
     Raises Stopped.
     """
@@ -245,10 +259,11 @@ async def _stopping_on_signal(kill_all: Callable[[], None], say: Say) -> AsyncIt
     def on_signal(number: int) -> None:
         received.append(number)
         if len(received) == 1:
-            say(f"{signal.Signals(number).name}: stopping all services (once more: without waiting)")
             task.cancel()
+            with suppress(OSError):  # the terminal, or who read the pipe, may be gone
+                first(signal.Signals(number).name)
         else:
-            kill_all()
+            again()
 
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in numbers:

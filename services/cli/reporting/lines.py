@@ -29,10 +29,13 @@ def step_line(record: Mapping[str, Any], max_steps: int) -> str:
 def eval_line(record: Mapping[str, Any]) -> str:
     rate = SuccessRate.of(record)
     success = number(record, "success", ".1%") if rate is None else f"{rate}"
+    tasks = record.get("n_tasks", "?")
+    if rate is not None and rate.tasks != tasks:  # the interval is that of the tasks that did not fail
+        tasks = f"{rate.tasks} of {tasks}"
     parts = [
         f"held-out after step {record.get('step', '?')}: success {success}",
         f"reward {number(record, 'reward_mean', '.3f')}",
-        f"{record.get('n_tasks', '?')} tasks, greedy",
+        f"{tasks} tasks, greedy",
         f"weights {record.get('version_max', '?')}",
     ]
     return "  ".join(parts)

@@ -1,5 +1,6 @@
 """The live display at a terminal, the only module that imports rich: lines that stay, and below them the rows of what
 goes on, drawn anew a few times a second. When it closes, however that comes, the rows are gone and the cursor is back.
+Once the terminal is gone, nothing is shown, and nothing fails because of it.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Self
 
 from rich.console import Console
@@ -57,19 +58,29 @@ class LiveDisplay:
     ) -> Iterator[Self]:
         console = console or Console(force_terminal=True, highlight=False, emoji=False, markup=False)
         display = cls(console, RunPhases(max_steps, clock))
-        with display._live, display._drawn():
-            yield display
+        try:
+            display._live.start()
+            try:
+                with display._drawn():
+                    yield display
+            finally:
+                with suppress(OSError):
+                    display._live.stop()
+        finally:
+            with suppress(OSError, ValueError):  # what failed may have been the drawing itself
+                console.file.write("\x1b[?25h")
+                console.file.flush()
 
     def say(self, line: str) -> None:
-        with self._lock:
+        with self._writing():
             self._console.print(Text(line), soft_wrap=True)
 
     def service(self, name: str, state: ServiceState) -> None:
-        with self._lock:
+        with self._writing():
             self._stay(self._phases.service(name, state))
 
     def record(self, kind: RecordKind, record: Record) -> None:
-        with self._lock:
+        with self._writing():
             self._stay(self._phases.record(kind, record))
 
     def activity(self, activity: Activity) -> None:
@@ -82,8 +93,19 @@ class LiveDisplay:
 
     def refresh(self) -> None:
         """Draws the rows now; they are drawn a few times a second anyway."""
-        with self._lock:
+        with self._writing():
             self._live.refresh()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Inside, no other thread writes. From the first error of the terminal on, nothing is written."""
+        with self._lock:
+            try:
+                yield
+            except BlockingIOError:
+                pass  # it is only slow
+            except OSError:
+                self._console.quiet = True
 
     @contextmanager
     def _drawn(self) -> Iterator[None]:

@@ -83,18 +83,18 @@ class PlainLines:
         self.say, self._max_steps, self._clock = say, max_steps, clock
         self._began = clock()
         self._started: dict[str, float] = {}
-        self._pending: set[str] = set()
+        self._services: dict[str, ServiceState] = {}
+        self._answered = False
 
     def service(self, name: str, state: ServiceState) -> None:
-        if state == "pending":
-            self._pending.add(name)
-        elif state == "starting":
+        self._services[name] = state
+        if state == "starting":
             self._started[name] = self._clock()
         elif state == "up":
             self.say(f"{name} answers after {self._clock() - self._started[name]:.1f} s")
-            if self._pending == {name}:
+            if not self._answered and all(one == "up" for one in self._services.values()):
+                self._answered = True
                 self.say(f"all services answer after {self._clock() - self._began:.1f} s")
-            self._pending.discard(name)
 
     def record(self, kind: RecordKind, record: Record) -> None:
         line = {"sft": sft_line, "step": self._step_line, "evaluation": eval_line}[kind](record)

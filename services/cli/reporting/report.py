@@ -40,7 +40,7 @@ def main(run_dir: Path) -> int:
         )
     summary = make(folder)
     print(told(summary, folder))
-    printed_text(closing.sentence(folder.name, summary))
+    printed_text(closing.sentence(folder, summary))
     return 0
 
 

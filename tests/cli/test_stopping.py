@@ -1,0 +1,58 @@
+"""The first signal stops the command, whatever has become of its output; each further one is told apart."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from services.cli.commands.train import Stopped, stopping_on_signal
+from services.cli.layout import PROJECT
+from tests.support.terminal import in_terminal
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError, OSError])
+def test_a_signal_is_not_lost_with_the_output(error: type[OSError]) -> None:
+    told: list[str] = []
+
+    def first(name: str) -> None:
+        told.append(name)
+        raise error
+
+    async def body() -> None:
+        async with stopping_on_signal(first, lambda: told.append("again")):
+            os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                os.kill(os.getpid(), signal.SIGHUP)
+                await asyncio.sleep(0.01)
+                raise
+
+    with pytest.raises(Stopped) as stopped:
+        asyncio.run(body())
+    assert stopped.value.exit_code == 128 + signal.SIGTERM
+    assert told == ["SIGTERM", "again"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_follow_and_the_cursor_is_back(tmp_path: Path, number: signal.Signals) -> None:
+    services = [f"services.{name}.url=http://127.0.0.1:1" for name in ("env", "rollout", "orchestrator", "trainer")]
+    command = [sys.executable, "-m", "services.cli", "follow", "--config", str(PROJECT / "configs/chaos.yaml")]
+    variables = os.environ | {"TERM": "xterm-256color", "PYTHONPATH": str(PROJECT)}
+    signalled = False
+    with in_terminal([*command, f"run.dir={tmp_path}", *services], 100, variables) as program:
+        while program.process.poll() is None:
+            if "\x1b[?25l" in program.text() and not signalled:
+                program.process.send_signal(number)
+                signalled = True
+            time.sleep(0.05)
+    screen = program.screen()
+    assert program.process.returncode == 128 + number, screen.text()
+    assert not screen.cursor_hidden
+    assert f"stopped by {number.name}; run chaos goes on" in screen.text()
