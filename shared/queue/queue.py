@@ -58,7 +58,7 @@ class _Lineage:
     fence: str
     progress: TicketProgress
     version: int
-    tries: dict[int, int]
+    tries: dict[int, int] = field(default_factory=dict[int, int])
     held: set[int] = field(default_factory=set)
     cursor: str = "0"
 
@@ -134,11 +134,9 @@ class TicketQueue:
     async def begin(
         self, low: int, version: int, issued: int, void: int, done: Iterable[int], epoch: int, above: int = 0
     ) -> int:
-        """A trainer takes over with the state of its checkpoint; all earlier trainers are fenced.
-
-        Closes the queue, repairs it in bounded pieces, and opens it: finished tickets are removed, lost ones will be
-        issued again, all others are delivered again. A trainer that dies in between leaves the queue closed for the
-        next one.
+        """A trainer takes over with the state of its checkpoint; all earlier trainers are fenced, and the queue is
+        closed until `open`: nobody goes by a state that its trainer may yet have to correct. One that dies in between
+        leaves the queue closed for the next one.
 
         Args:
             low, done, void: finished tickets (see `TicketProgress`).
@@ -159,12 +157,18 @@ class TicketQueue:
         fence = row[1].decode()
         for chunk in itertools.batched(sorted(progress.done), _CHUNK):
             await self._scripts.fenced("begin_done", fence, chunk)
-        while not await self._scripts.fenced("begin_chunk", fence, [_CHUNK]):
+        self._lineage = _Lineage(epoch=int(row[0]), fence=fence, progress=progress, version=version)
+        return self._lineage.epoch
+
+    async def open(self, epoch: int) -> None:
+        """Repairs the queue that this epoch has begun, in bounded pieces, and opens it: finished tickets are removed,
+        lost ones will be issued again, all others are delivered again. May be repeated. Raises Fenced.
+        """
+        lineage = self._owned(epoch)
+        while not await self._scripts.fenced("open_chunk", lineage.fence, [_CHUNK]):
             pass
         counts = await command(self._redis, "HGETALL", self.keys.tries)
-        tries = {int(ticket): int(n) for ticket, n in counts.items()}
-        self._lineage = _Lineage(epoch=int(row[0]), fence=fence, progress=progress, version=version, tries=tries)
-        return self._lineage.epoch
+        lineage.tries.update({int(ticket): int(n) for ticket, n in counts.items()})
 
     async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[StreamEntry]:
         """Up to `count` groups in the order of arrival, each ticket at most once between two commits of it.

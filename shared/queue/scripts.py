@@ -17,7 +17,7 @@ from shared.errors import ConfigError, Fenced
 from shared.queue.client import translated
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
-_SCRIPTS = ("reserve", "renew", "publish", "commit", "begin", "begin_done", "begin_chunk", "dead_letter", "leave")
+_SCRIPTS = ("reserve", "renew", "publish", "commit", "begin", "begin_done", "open_chunk", "dead_letter", "leave")
 FENCED = -1
 
 

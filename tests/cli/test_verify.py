@@ -24,7 +24,7 @@ from shared.run.archive import Archive
 from shared.run.folder import RunFolder
 from shared.types import Group, WeightVersion
 from tests.support import small_run
-from tests.support.redis import configured
+from tests.support.redis import begun, configured
 from tests.support.small_run import RUN, group
 
 E2 = [WeightVersion(2, step) for step in range(6)]
@@ -415,7 +415,7 @@ def redis(run: RunFolder, tmp_path: Path) -> Iterator[str]:
 
 async def begin(url: str, *, low: int = 12, version: int = 5, issued: int = 12) -> None:
     async with connect(url) as client:
-        await TicketQueue(client, RUN).begin(low, version, issued, 2, (), 2)
+        await begun(TicketQueue(client, RUN), low, version, issued, 2, (), 2)
 
 
 def test_a_redis_that_agrees(run: RunFolder, redis: str):

@@ -17,7 +17,7 @@ from shared.queue.queue import Finished, TicketQueue
 from shared.types import Group
 from tests.support.asgi import served
 from tests.support.engine import RolloutDouble
-from tests.support.redis import configured
+from tests.support.redis import begun, configured
 from tests.support.tokenizer import FOLDER
 
 
@@ -50,7 +50,7 @@ class TrainerClient:
         self.groups, self.step = [], 0
 
     async def train(self, max_steps):
-        epoch = await self.queue.begin(0, 0, 0, 0, [], 0)
+        epoch = await begun(self.queue, 0, 0, 0, 0, [], 0)
         while self.step < max_steps:
             entries = []
             while len(entries) < self.batch:
@@ -168,7 +168,7 @@ async def test_what_is_missing_is_named(tmp_path, redis, redis_url):
         await asyncio.sleep(0.3)
         (run,) = (await client.get("/runs")).json()
         assert (run["state"], run["reason"]) == ("waiting", "the trainer has not opened the queue")
-        await TicketQueue(redis, "demo").begin(0, 0, 0, 0, [], 0)
+        await begun(TicketQueue(redis, "demo"), 0, 0, 0, 0, [], 0)
         async with asyncio.timeout(5):
             while (await client.get("/runs/demo")).json()["reason"] != "no rollout server is known":
                 await asyncio.sleep(0.05)

@@ -15,7 +15,7 @@ from tests.orchestrator.test_component import run_config
 from tests.support.asgi import served
 from tests.support.engine import RolloutDouble
 from tests.support.net import free_port
-from tests.support.redis import configured
+from tests.support.redis import begun, configured
 
 
 async def leased_by_clock(redis):
@@ -41,7 +41,7 @@ async def test_sigterm_gives_back_tickets_and_deletes_episodes(tmp_path, redis, 
         )
         assert config.load([file])
         queue, episodes = TicketQueue(redis, "demo"), env.app.state.env.episodes
-        await queue.begin(0, 0, 0, 0, [], 0)
+        await begun(queue, 0, 0, 0, 0, [], 0)
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "services.orchestrator", "--config", str(file)
         )

@@ -14,6 +14,7 @@ from redis.asyncio import Redis
 from shared.errors import ConfigError, Fenced, QueueUnavailable
 from shared.queue.client import command, connect, transaction
 from shared.queue.queue import TicketQueue
+from tests.support.redis import begun
 
 
 async def test_an_unreachable_server_is_named_as_such():
@@ -59,7 +60,7 @@ async def test_a_missing_group_means_fenced(redis: Redis):
 async def test_a_full_server_loses_nothing(redis: Redis):
     """Publishing fails as a whole; the ticket stays leased, and the group is queued once there is memory again."""
     queue = TicketQueue(redis, "run")
-    await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0)
+    await begun(queue, low=0, version=0, issued=0, void=0, done=(), epoch=0)
     await queue.reserve(60, 1, 0, 1)
     await command(redis, "CONFIG", "SET", "maxmemory", 1)
     try:

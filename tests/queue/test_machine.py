@@ -24,6 +24,7 @@ from shared.queue.progress import TicketProgress
 from shared.queue.queue import Finished, Published, Reservation, StreamEntry, TicketQueue
 from shared.queue.scripts import Scripts
 from shared.queue.server import ServerSpec
+from tests.support.redis import begun
 
 BATCH, ETA, STEPS = 2, 2, 12
 CAP, TOTAL = (ETA + 1) * BATCH, STEPS * BATCH
@@ -199,7 +200,7 @@ class QueueMachine(RuleBasedStateMachine):
             checkpoint.done,
             checkpoint.epoch,
         )
-        epoch = self.do(queue.begin(*args))
+        epoch = self.do(begun(queue, *args))
         assert epoch > checkpoint.epoch
         assert self.finished() == (checkpoint.low, checkpoint.done)
         progress = TicketProgress(checkpoint.low, checkpoint.done, checkpoint.void)
@@ -255,7 +256,7 @@ class QueueMachine(RuleBasedStateMachine):
         scripts = Scripts(self.redis, self.queue.keys)
         at = (checkpoint.epoch, checkpoint.low, checkpoint.version, checkpoint.issued, checkpoint.void, 0)
         _, fence = await scripts.call("begin", "half", *at)
-        await scripts.fenced("begin_chunk", fence.decode(), [1])
+        await scripts.fenced("open_chunk", fence.decode(), [1])
 
     def lose_the_newest_checkpoint(self, pick: int) -> None:
         self.crash(pick)

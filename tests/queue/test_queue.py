@@ -13,6 +13,7 @@ from shared.errors import ConfigError, Fenced, QueueUnavailable
 from shared.queue.client import command, connect
 from shared.queue.queue import Finished, Published, PublishRefusal, Reservation, StreamEntry, TicketQueue
 from shared.queue.scripts import Scripts
+from tests.support.redis import begun
 
 BATCH, ETA, TOTAL = 2, 1, 100_000
 CAP = (ETA + 1) * BATCH
@@ -24,7 +25,7 @@ def queue(redis: Redis) -> TicketQueue:
 
 
 async def start(queue: TicketQueue) -> int:
-    return await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0)
+    return await begun(queue, low=0, version=0, issued=0, void=0, done=(), epoch=0)
 
 
 async def take(queue: TicketQueue, ttl_s: float = 600.0, total: int = TOTAL) -> Reservation | PublishRefusal:
@@ -129,7 +130,7 @@ async def test_a_new_trainer_gets_all_that_is_not_committed(queue: TicketQueue, 
     await read(queue, first)
     await queue.commit(first, 1, [Finished(1), Finished(2)], 0)
     successor = TicketQueue(redis, "run")
-    second = await successor.begin(low=2, version=1, issued=3, void=0, done=(), epoch=first)
+    second = await begun(successor, low=2, version=1, issued=3, void=0, done=(), epoch=first)
     assert second == first + 1
     assert [entry.ticket for entry in await read(successor, second)] == [3]
 
@@ -138,7 +139,7 @@ async def test_a_replaced_trainer_is_fenced(queue: TicketQueue, redis: Redis):
     old = await start(queue)
     await fill(queue, 1)
     [entry] = await read(queue, old)
-    await TicketQueue(redis, "run").begin(low=0, version=0, issued=1, void=0, done=(), epoch=old)
+    await begun(TicketQueue(redis, "run"), low=0, version=0, issued=1, void=0, done=(), epoch=old)
     for call in (
         queue.commit(old, 1, [Finished(1, entry.entry_id)], 0),
         queue.read(old, "trainer", 1, 0),
@@ -165,7 +166,7 @@ async def test_begin_reissues_what_a_wiped_server_lost(queue: TicketQueue, redis
     await redis.flushall()
     with pytest.raises(Fenced):
         await read(queue, epoch)
-    assert await queue.begin(low=1, version=0, issued=4, void=1, done=[3], epoch=epoch) == epoch + 1
+    assert await begun(queue, low=1, version=0, issued=4, void=1, done=[3], epoch=epoch) == epoch + 1
     assert [await take(queue) for _ in range(3)] == [Reservation(2, 0), Reservation(4, 0), Reservation(5, 0)]
 
 
@@ -174,7 +175,7 @@ async def test_begin_removes_what_the_checkpoint_has_finished(queue: TicketQueue
     epoch = await start(queue)
     await fill(queue, 1, 2)
     await take(queue, 600.0)
-    epoch = await queue.begin(low=1, version=1, issued=2, void=0, done=[3], epoch=epoch)
+    epoch = await begun(queue, low=1, version=1, issued=2, void=0, done=[3], epoch=epoch)
     state = await queue.state()
     assert (state.depth, state.leased, state.issued, state.low, state.done) == (1, 0, 3, 1, 1)
     assert [entry.ticket for entry in await read(queue, epoch)] == [2]
@@ -194,19 +195,47 @@ async def test_begin_is_chunked_and_closed_while_it_works(queue: TicketQueue, re
     dying = Scripts(redis, queue.keys)
     _, fence = await dying.call("begin", "nonce", 1, 0, 5000, 10_000, 0, 0)
     for _ in range(5):
-        assert await dying.fenced("begin_chunk", fence.decode(), [500]) == 0
+        assert await dying.fenced("open_chunk", fence.decode(), [500]) == 0
     assert await take(queue) is PublishRefusal.NOT_READY
     assert 0 < (await queue.state()).leased < 10_000
-    await queue.begin(low=0, version=5000, issued=10_000, void=0, done=range(500, 9000, 2), epoch=1)
+    await begun(queue, low=0, version=5000, issued=10_000, void=0, done=range(500, 9000, 2), epoch=1)
     assert (await queue.state()).leased == 10_000 - 4250
     assert await take(queue) == Reservation(1, 5000)
 
 
+async def test_what_a_trainer_has_begun_is_seen_only_once_it_opens_the_queue(queue: TicketQueue, redis: Redis):
+    """One that begins from an older checkpoint, then finds a newer one, does not show the run going back."""
+    epoch = await begun(queue, low=4, version=2, issued=6, void=0, done=(), epoch=1)
+    await fill(queue, 5)
+    [entry] = await read(queue, epoch)
+    successor = TicketQueue(redis, "run")
+    epoch = await successor.begin(low=2, version=1, issued=4, void=0, done=(), epoch=1)
+    state = await queue.state()
+    assert (state.ready, await take(queue)) == (False, PublishRefusal.NOT_READY)
+    assert not (await queue.state()).ready
+    epoch = await begun(successor, low=4, version=2, issued=6, void=0, done=(), epoch=epoch)
+    state = await queue.state()
+    assert (state.ready, state.version, state.low) == (True, 2, 4)
+    [again] = await read(successor, epoch)
+    assert (entry.deliveries, again.ticket, again.deliveries) == (1, 5, 2)  # the first trainer counts, once
+    await successor.open(epoch)
+    [counted] = await redis.hvals(queue.keys.tries)
+    assert int(counted) == 1
+
+
+async def test_a_trainer_that_was_replaced_does_not_open_the_queue(queue: TicketQueue, redis: Redis):
+    old = await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0)
+    await TicketQueue(redis, "run").begin(low=0, version=0, issued=0, void=0, done=(), epoch=old)
+    with pytest.raises(Fenced):
+        await queue.open(old)
+    assert not (await queue.state()).ready
+
+
 async def test_a_rollback_is_issued_in_order_and_bounded(queue: TicketQueue):
     """After a return to a much older checkpoint the pool is large, but no more than the bound is in flight."""
-    epoch = await queue.begin(low=1000, version=500, issued=1000, void=0, done=(), epoch=7)
+    epoch = await begun(queue, low=1000, version=500, issued=1000, void=0, done=(), epoch=7)
     await fill(queue, 1001, 1002, 1003, 1004)
-    epoch = await queue.begin(low=900, version=450, issued=900, void=0, done=(), epoch=epoch)
+    epoch = await begun(queue, low=900, version=450, issued=900, void=0, done=(), epoch=epoch)
     taken = [await take(queue) for _ in range(CAP + 1)]
     assert taken == [Reservation(901 + i, 450) for i in range(CAP)] + [PublishRefusal.FULL]
     assert await queue.renew(902, 0.0)
@@ -280,7 +309,7 @@ async def test_a_later_commit_heals_lost_ones(queue: TicketQueue, redis: Redis):
 
 async def test_commits_are_idempotent_and_may_be_large(queue: TicketQueue):
     n = 1700
-    epoch = await queue.begin(low=0, version=0, issued=n, void=0, done=(), epoch=3)
+    epoch = await begun(queue, low=0, version=0, issued=n, void=0, done=(), epoch=3)
     finished = [Finished(ticket) for ticket in range(2, n + 1)]
     for _ in range(2):
         await queue.commit(epoch, 7, finished, n - 1)
@@ -298,11 +327,11 @@ async def test_deliveries_count_incarnations_without_progress(queue: TicketQueue
     for _ in range(3):
         [entry] = await read(queue, epoch, count=1)
         seen.append(entry.deliveries)
-        epoch = await queue.begin(low=0, version=0, issued=2, void=0, done=(), epoch=epoch)
+        epoch = await begun(queue, low=0, version=0, issued=2, void=0, done=(), epoch=epoch)
     first, second = await read(queue, epoch)
     assert (seen, first.deliveries, second.deliveries) == ([1, 2, 3], 4, 1)
     await queue.commit(epoch, 1, [Finished(1, first.entry_id)], 0)
-    epoch = await queue.begin(low=1, version=1, issued=2, void=0, done=(), epoch=epoch)
+    epoch = await begun(queue, low=1, version=1, issued=2, void=0, done=(), epoch=epoch)
     [second] = await read(queue, epoch)
     assert second.deliveries == 1
 
@@ -314,23 +343,23 @@ async def test_orderly_stops_are_not_counted_as_deliveries(queue: TicketQueue):
         [entry] = await read(queue, epoch)
         assert entry.deliveries == 1
         await queue.leave(epoch)
-        epoch = await queue.begin(low=0, version=0, issued=1, void=0, done=(), epoch=epoch)
+        epoch = await begun(queue, low=0, version=0, issued=1, void=0, done=(), epoch=epoch)
     await read(queue, epoch)
-    epoch = await queue.begin(low=0, version=0, issued=1, void=0, done=(), epoch=epoch)
+    epoch = await begun(queue, low=0, version=0, issued=1, void=0, done=(), epoch=epoch)
     [entry] = await read(queue, epoch)
     assert entry.deliveries == 2
 
 
 async def test_a_replaced_trainer_cannot_leave_for_its_successor(queue: TicketQueue, redis: Redis):
     old = await start(queue)
-    await TicketQueue(redis, "run").begin(low=0, version=0, issued=0, void=0, done=(), epoch=old)
+    await begun(TicketQueue(redis, "run"), low=0, version=0, issued=0, void=0, done=(), epoch=old)
     with pytest.raises(Fenced):
         await queue.leave(old)
 
 
 async def test_an_epoch_is_above_all_that_the_caller_knows_of(queue: TicketQueue):
-    assert await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0, above=7) == 8
-    assert await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0, above=3) == 9
+    assert await begun(queue, low=0, version=0, issued=0, void=0, done=(), epoch=0, above=7) == 8
+    assert await begun(queue, low=0, version=0, issued=0, void=0, done=(), epoch=0, above=3) == 9
 
 
 async def test_a_poisoned_entry_is_kept_for_inspection(queue: TicketQueue, redis: Redis):
@@ -391,5 +420,5 @@ async def test_why_a_trainer_trains_no_more_is_told_until_another_begins(queue: 
     await queue.leave(epoch, "step 3 gave numbers that are not finite")
     await queue.leave(epoch)
     assert (await queue.state()).refused == "step 3 gave numbers that are not finite"
-    await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=epoch)
+    await begun(queue, low=0, version=0, issued=0, void=0, done=(), epoch=epoch)
     assert (await queue.state()).refused == ""

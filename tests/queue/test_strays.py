@@ -4,6 +4,7 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.queue.queue import Reservation, TicketQueue
+from tests.support.redis import begun
 
 
 @pytest.mark.parametrize(
@@ -19,12 +20,12 @@ from shared.queue.queue import Reservation, TicketQueue
 )
 async def test_an_entry_that_no_producer_wrote_is_left_alone(redis: Redis, fields: dict[str, str]) -> None:
     queue = TicketQueue(redis, "r")
-    epoch = await queue.begin(0, 0, 0, 0, [], 0)
+    epoch = await begun(queue, 0, 0, 0, 0, [], 0)
     await redis.xadd(queue.keys.stream, fields)  # pyright: ignore[reportArgumentType]
     reserved = await queue.reserve(60, 2, 1, 100)
     assert isinstance(reserved, Reservation)
     await queue.publish(reserved.ticket, b"payload")
     assert [entry.payload for entry in await queue.read(epoch, "c", 10, 100)] == [b"payload"]
     again = TicketQueue(redis, "r")
-    epoch = await again.begin(0, 0, 1, 0, [], epoch)
+    epoch = await begun(again, 0, 0, 1, 0, [], epoch)
     assert [entry.ticket for entry in await again.read(epoch, "c", 10, 100)] == [reserved.ticket]

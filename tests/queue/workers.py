@@ -22,6 +22,7 @@ from shared.errors import Fenced, QueueUnavailable
 from shared.queue.client import connect
 from shared.queue.progress import TicketProgress
 from shared.queue.queue import Finished, Published, Reservation, StreamEntry, TicketQueue
+from tests.support.redis import begun
 
 RUN, BATCH, ETA, INTERVAL, STEPS, WIDTH = "chaos", 4, 2, 3, 66, 512
 LEASE_S, PAUSE_S = 1.0, 0.02
@@ -186,7 +187,7 @@ async def run_trainer(url: str, folder: Path) -> None:
         queue = TicketQueue(redis, RUN)
         state, done, weights = newest(folder)
         epoch = await patiently(
-            lambda: queue.begin(state["low"], state["step"], state["issued"], state["void"], done, state["epoch"])
+            lambda: begun(queue, state["low"], state["step"], state["issued"], state["void"], done, state["epoch"])
         )
         progress = TicketProgress(state["low"], done, state["void"])
         if state["epoch"] == 0:

@@ -5,7 +5,7 @@ Import the fixtures in a `conftest.py`: `from tests.support.redis import redis, 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,6 +13,7 @@ import pytest
 from redis.asyncio import Redis
 
 from shared.queue.client import connect
+from shared.queue.queue import TicketQueue
 from shared.queue.server import ServerSpec, embedded_server
 from tests.support.tokens import write_private
 
@@ -29,6 +30,22 @@ async def redis(redis_server: ServerSpec) -> AsyncIterator[Redis]:
     async with connect(redis_server.url) as client:
         await client.flushall()
         yield client
+
+
+async def begun(
+    queue: TicketQueue,
+    low: int,
+    version: int,
+    issued: int,
+    void: int,
+    done: Iterable[int],
+    epoch: int,
+    above: int = 0,
+) -> int:
+    """A trainer has taken over and opened the queue; its epoch."""
+    epoch = await queue.begin(low, version, issued, void, done, epoch, above)
+    await queue.open(epoch)
+    return epoch
 
 
 def configured(url: str, folder: Path) -> dict[str, str]:

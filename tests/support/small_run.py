@@ -140,6 +140,8 @@ class SmallRun:
     async def begin(self, low: int, version: int, issued: int, void: int, done: Any, epoch: int, above: int) -> int:
         return max(epoch, above) + 1
 
+    async def open(self, epoch: int) -> None: ...
+
     async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[StreamEntry]:
         await asyncio.sleep(0.002)
         given, self.entries = self.entries[:count], self.entries[count:]

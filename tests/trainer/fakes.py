@@ -123,6 +123,10 @@ class FakeQueue:
         self.events.append(f"begin low={low} version={version} issued={issued} void={void} done={list(done)}")
         return max(epoch, above) + 1
 
+    async def open(self, epoch: int) -> None:
+        await self._answer()
+        self.events.append("open")
+
     async def leave(self, epoch: int, refused: str = "") -> None:
         await self._answer()
         self.events.append("leave refused" if refused else "leave")

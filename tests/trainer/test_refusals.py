@@ -89,7 +89,7 @@ async def test_the_good_steps_before_a_refused_one_are_made_again_and_saved(benc
     running = asyncio.ensure_future(bench.worker().run())
     await bench.until(lambda: bench.status.phase == "refused")
     await stopped(running)
-    assert [event for event in bench.events[4:] if not event.startswith("publish")] == [
+    assert [event for event in bench.events[5:] if not event.startswith("publish")] == [
         *(f"step {tickets}" for tickets in ([1, 2], [3, 4], [5, 6])),
         "rewind e000001-s000000",
         *(f"step {tickets}" for tickets in ([1, 2], [3, 4])),

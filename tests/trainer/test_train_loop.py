@@ -9,6 +9,7 @@ import pytest
 
 from services.trainer.status import TrainerStatus
 from shared.errors import Fenced, WeightsError
+from shared.queue.progress import TicketProgress
 from shared.run import archive, ledger
 from shared.run.archive import Archive
 from shared.types import Group, WeightVersion
@@ -25,6 +26,7 @@ async def test_durable_then_ledger_then_commit_then_publish(bench: Bench):
         "build",
         "warm start",
         "begin low=0 version=0 issued=0 void=0 done=[]",
+        "open",
         "save e000001-s000000",
         "publish e000001-s000000",
         "step [1, 2]",
@@ -172,6 +174,38 @@ async def test_a_trainer_that_wakes_up_after_a_step_and_was_replaced_adds_nothin
         await asyncio.wait_for(running, 20)
     assert "step [1, 2]" in bench.events
     assert not (bench.folder / "metrics.jsonl").exists()
+
+
+async def test_the_queue_opens_only_when_no_older_trainer_has_made_a_newer_checkpoint(bench: Bench):
+    bench.max_steps = 1
+    bench.status = TrainerStatus("r", 1)
+    bench.feed(1, 2)
+    await bench.run_to_the_end()
+    bench.events.clear()
+    bench.max_steps, bench.status, begin = 3, TrainerStatus("r", 3), bench.queue.begin
+    done = bench.backend.checkpoint
+    assert done is not None
+
+    async def late(*args: Any) -> int:
+        """Fenced by this, the older trainer has just made step 2 durable."""
+        epoch = await begin(*args)
+        if bench.backend.checkpoint is done:
+            newer = TicketProgress(4)
+            bench.backend.checkpoint = done.at(2, newer, issued=4, done=False, chain=done.chain, metrics=done.metrics)
+            bench.backend.kept[WeightVersion(1, 2)] = [1, 2, 3, 4]
+        return epoch
+
+    bench.queue.begin = late
+    bench.feed(5, 6, version="e000001-s000002")
+    await bench.run_to_the_end()
+    assert bench.events[:5] == [
+        "build",
+        "begin low=2 version=1 issued=2 void=0 done=[]",
+        "build",
+        "begin low=4 version=2 issued=4 void=0 done=[]",
+        "open",
+    ]
+    assert bench.backend.weights == [1, 2, 3, 4, 5, 6]
 
 
 async def test_an_epoch_that_another_trainer_has_claimed_is_not_used(bench: Bench):

@@ -58,6 +58,7 @@ async def _queue_round(redis: Redis, payload: bytes, count: int) -> float:
     await command(redis, "FLUSHALL")
     queue = TicketQueue(redis, "bench")
     epoch = await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0)
+    await queue.open(epoch)
 
     for _ in range(count):
         assert isinstance(await queue.reserve(ttl_s=60.0, batch=count, max_staleness=0, total=count), Reservation)

@@ -1,13 +1,20 @@
-"""The end of a run's folder: the bits of its newest weights, and how its episodes fared."""
+"""The end of a run's folder: the bits of its newest weights, and how its episodes and tickets fared."""
 
 from __future__ import annotations
 
-from shared.errors import WeightsError
-from shared.run import archive, weights
+from collections.abc import Iterator
+
+from shared.errors import DecodeError, WeightsError
+from shared.files.storage import whole_lines
+from shared.run import archive, ledger, weights
 from shared.run import state as states
 from shared.run.folder import RunFolder
+from shared.run.ledger import TRAINED
 from shared.run.state import TrainerState
 from shared.types import Group
+from tools.simulated.trainer import content_of
+
+_MOST_TOLD = 10
 
 
 def head(folder: RunFolder) -> TrainerState:
@@ -19,19 +26,18 @@ def head(folder: RunFolder) -> TrainerState:
 
 
 def difference(ours: RunFolder, theirs: RunFolder) -> str | None:
-    """The first difference between the newest checkpoints of two runs: step, parameters, optimizer; None if there is
-    none.
+    """What differs between the newest checkpoints of two runs (step, parameters, optimizer), and since which step; None
+    if nothing does.
     """
     try:
         a, b = _files(ours), _files(theirs)
     except WeightsError as error:
         return str(error)
     names = sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
-    return (
-        f"{len(names)} of {len(a | b)} files differ from the run without faults, the first is {names[0]}"
-        if names
-        else None
-    )
+    if not names:
+        return None
+    files = f"{len(names)} of {len(a | b)} files differ from the run without faults, the first is {names[0]}"
+    return "; ".join([files, _first_step(ours, theirs), *_untrained(ours)])
 
 
 def _files(folder: RunFolder) -> dict[str, str]:
@@ -44,20 +50,42 @@ def _files(folder: RunFolder) -> dict[str, str]:
     return {"step": str(manifest.step)} | {file.name: file.blake3 for file in (*manifest.files, *optimizer)}
 
 
+def _first_step(ours: RunFolder, theirs: RunFolder) -> str:
+    """The first step that was trained on something else."""
+    try:
+        for (step, a), (_, b) in zip(_steps(ours), _steps(theirs), strict=False):
+            if [content_of(group) for group in a] != [content_of(group) for group in b]:
+                tickets, instead = ([group.ticket for group in groups] for groups in (a, b))
+                return f"from step {step} on, which trained other groups: {tickets}, without faults {instead}"
+    except (WeightsError, DecodeError) as error:
+        return str(error)
+    return "every step trained the same groups"
+
+
+def _untrained(folder: RunFolder) -> list[str]:
+    """How tickets ended without training: one sentence, or none."""
+    lines = [line for line in map(ledger.parse, whole_lines(folder.ledger)) if line is not None]
+    ends = [
+        f"{ticket} {line['disposition']} ({line['reason']})"
+        for ticket, line in sorted(ledger.settled(lines).items())
+        if line["disposition"] != TRAINED
+    ]
+    return [f"{len(ends)} tickets ended without training: {', '.join(ends[:_MOST_TOLD])}"] if ends else []
+
+
+def _steps(folder: RunFolder) -> Iterator[tuple[int, list[Group]]]:
+    """The surviving steps, in their order. Raises WeightsError and DecodeError."""
+    last = head(folder)
+    for version in archive.versions(folder.archive):
+        if states.in_lineage(version, last.lineage) and version.step <= last.step:
+            yield version.step, [Group.decode(part) for part in archive.read(folder.archive, folder.name, version)]
+
+
 def retried_episodes(folder: RunFolder) -> int:
     """How many trained episodes needed more than one attempt. Raises WeightsError, or DecodeError if the archive is
     damaged.
     """
-    last = head(folder)
-    steps = [
-        version
-        for version in archive.versions(folder.archive)
-        if states.in_lineage(version, last.lineage) and version.step <= last.step
-    ]
-    groups = (
-        Group.decode(payload) for version in steps for payload in archive.read(folder.archive, folder.name, version)
-    )
-    return sum(bool(one.failures) for group in groups for one in group.trajectories)
+    return sum(bool(one.failures) for _, groups in _steps(folder) for group in groups for one in group.trajectories)
 
 
 def retained_steps(folder: RunFolder) -> list[int]:

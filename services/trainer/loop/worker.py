@@ -118,7 +118,7 @@ class TrainerWorker:
         own epoch.
 
         Until it is fenced, an older trainer may have made steps durable that we don't know of. Then we begin again,
-        from these.
+        from these; the queue opens only when there are none, so that nobody sees the run go back and come again.
         """
         self._status.phase = "starting"
         for _ in range(_BEGINNINGS):
@@ -132,6 +132,7 @@ class TrainerWorker:
                 _log.warning("another trainer has made a newer checkpoint", version=str(newest))
                 found = await self._restore()
             elif claimed and await asyncio.to_thread(self._known, found) == known:
+                await self._waiter.answer(lambda epoch=epoch: self._parts.queue.open(epoch))
                 return found, self._begun(known, epoch)
         raise Unavailable("other trainers of this run begin at the same time", "let one of them work")
 

@@ -1,4 +1,4 @@
--- ARGV: nonce, epoch, low, version, issued, void, above. Returns {epoch, fence}. Closes the queue until begin_chunk opens it.
+-- ARGV: nonce, epoch, low, version, issued, void, above. Returns {epoch, fence}. Closes the queue until open_chunk opens it.
 local epoch = math.max(num('epoch'), tonumber(ARGV[2]), tonumber(ARGV[7])) + 1
 local fence, low = epoch .. '-' .. ARGV[1], tonumber(ARGV[3])
 local issued = math.max(tonumber(ARGV[5]), low)
@@ -11,13 +11,15 @@ end
 redis.call('UNLINK', DONE)
 
 -- One consumer group for each incarnation. Destroying the others fences their readers; id 0 delivers everything again.
-local mark = '0-0'
+-- `mark`: up to where the last incarnation that read was given groups, if none of them was trained; kept if that is uncounted.
+local uncounted = redis.call('HGET', ST, 'phase') == 'queued' and redis.call('HGET', ST, 'cursor') == '0'
+local mark = uncounted and redis.call('HGET', ST, 'mark') or '0-0'
 redis.call('XGROUP', 'CREATE', Q, 't' .. fence, '0', 'MKSTREAM')
 for _, group in ipairs(redis.call('XINFO', 'GROUPS', Q)) do
   local fields = {}
   for i = 1, #group, 2 do fields[group[i]] = group[i + 1] end
   if fields['name'] ~= 't' .. fence then
-    if redis.call('HGET', ST, 'progressed') ~= '1' then mark = fields['last-delivered-id'] end
+    if not uncounted and redis.call('HGET', ST, 'progressed') ~= '1' then mark = fields['last-delivered-id'] end
     redis.call('XGROUP', 'DESTROY', Q, fields['name'])
   end
 end
