@@ -28,7 +28,7 @@ test-long: install  ## 300 kills, three minutes of real chaos, ten of soak, more
 check: install  ## formatting, lint, types, import contracts
 	@$(BIN)/ruff format --check --output-format concise . || { echo "run: make format" >&2; exit 1; }
 	@$(BIN)/ruff check --quiet .
-	@$(BIN)/pyright --warnings
+	@$(BIN)/pyrefly check --summary=none
 	@$(BIN)/lint-imports --cache-dir .cache/import-linter
 
 fuzz: install  ## 5,000 generated requests to every service; ARGS go to pytest

@@ -52,8 +52,8 @@ def _decode(code: int, data: bytes) -> np.ndarray:
 
 def pack(value: Any) -> bytes:
     """Encodes dicts, lists, scalars, strings, bytes and 1-D arrays (int32, float32, uint8, int64, float64)."""
-    packer = msgpack.Packer(default=_encode, use_bin_type=True)
-    return bytes(packer.pack(value))
+    packed: Any = msgpack.Packer(default=_encode, use_bin_type=True).pack(value)  # None only without autoreset
+    return packed
 
 
 def unpack(data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS) -> Any:

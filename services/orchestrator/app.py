@@ -39,7 +39,7 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
 async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[RunningService]:
     """The service from plain settings. Raises ConfigError."""
     tokens = read_tokens(settings.token_files)
-    token = tokens and tokens.of(Role.SERVICE)
+    token = tokens.of(Role.SERVICE) if tokens else None
     tokenizer = await asyncio.to_thread(lambda: ChatTokenizer(model_folder(settings.model_path, settings.folder)))
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(

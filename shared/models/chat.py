@@ -167,8 +167,9 @@ def _compile(text: str) -> jinja2.Template:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    names: dict[str, Any] = environment.globals
+    names["raise_exception"] = refuse
+    names["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     try:
         return environment.from_string(text)
     except jinja2.TemplateError as error:

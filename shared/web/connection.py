@@ -80,7 +80,7 @@ class Connection(HttpToolsProtocol):
         self._body_left = 0  # bytes of a body whose length was declared
         self._chunks: Chunks | None = None  # of a body that comes in chunks
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's
+    def connection_made(self, transport: asyncio.Transport) -> None:  # as uvicorn's
         super().connection_made(transport)
         if len(self.connections) > self._n_max:
             self._cut("full")

@@ -229,13 +229,13 @@ def test_the_time_before_a_kill_counts(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     with runs.claimed(loaded(tmp_path)) as (_, record, _):
-        assert record.elapsed_s >= elapsed > 2 * worked._BEAT_S - 0.1  # pyright: ignore[reportPrivateUsage] - what two beats count
+        assert record.elapsed_s >= elapsed > 2 * worked._BEAT_S - 0.1  # what two beats count
 
 
 def test_the_time_goes_on_being_counted_after_the_folder_was_away(tmp_path: Path) -> None:
     with runs.claimed(loaded(tmp_path)) as (folder, record, _), worked.counting(folder, record):
         away = folder.path.rename(tmp_path / "away")
-        time.sleep(1.5 * worked._BEAT_S)  # pyright: ignore[reportPrivateUsage] - a beat finds nothing to write to
+        time.sleep(1.5 * worked._BEAT_S)  # a beat finds nothing to write to
         away.rename(folder.path)
         deadline = time.monotonic() + 30
         while (now := runs.read_record(folder)) is None or not now.elapsed_s:

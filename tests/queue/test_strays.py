@@ -21,7 +21,7 @@ from tests.support.redis import begun
 async def test_an_entry_that_no_producer_wrote_is_left_alone(redis: Redis, fields: dict[str, str]) -> None:
     queue = TicketQueue(redis, "r")
     epoch = await begun(queue, 0, 0, 0, 0, [], 0)
-    await redis.xadd(queue.keys.stream, fields)  # pyright: ignore[reportArgumentType]
+    await redis.xadd(queue.keys.stream, fields)
     reserved = await queue.reserve(60, 2, 1, 100)
     assert isinstance(reserved, Reservation)
     await queue.publish(reserved.ticket, b"payload")

@@ -371,7 +371,7 @@ async def test_an_answer_whose_end_is_not_read_is_given_up(monkeypatch: pytest.M
     resumed = asyncio.Event()
 
     class Seen(Connection):
-        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride] - as uvicorn's
+        def connection_made(self, transport: asyncio.Transport) -> None:  # as uvicorn's
             super().connection_made(transport)
             transport.set_write_buffer_limits(high=2**23)
 

@@ -12,7 +12,7 @@ from shared.run.folder import RunFolder
 from shared.run.ledger import TRAINED
 from shared.run.state import TrainerState
 from shared.types import Group
-from tools.simulated.trainer import content_of
+from tools.simulated.content import content_of
 
 _MOST_TOLD = 10
 

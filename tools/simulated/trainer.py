@@ -30,6 +30,7 @@ from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from shared.types import Group, WeightVersion
+from tools.simulated.content import content_of
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"embedding": (32, 16), "layer.kernel": (16, 16), "layer.bias": (16,)}
 _RATE = np.float32(0.1)
@@ -110,21 +111,6 @@ class SimulatedBackend:
         steps = {name: _RATE * noise(seen.digest() + name.encode(), shape) for name, shape in SHAPES.items()}
         self.params = {name: value + steps[name] for name, value in self.params.items()}
         return float(np.sqrt(sum(float(np.square(step).sum()) for step in steps.values())))
-
-
-def content_of(group: Group) -> bytes:
-    """What of a group is trained on: neither when and where it was made, nor with how many attempts, nor by which
-    version.
-    """
-    parts = [group.task.encode()]
-    for one in group.trajectories:
-        parts += [
-            one.token_ids.tobytes(),
-            one.loss_mask.tobytes(),
-            one.logprobs.tobytes(),
-            np.float64(one.reward).tobytes(),
-        ]
-    return b"".join(parts)
 
 
 def noise(seed: bytes, shape: tuple[int, ...]) -> np.ndarray:

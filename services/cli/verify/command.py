@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,10 @@ def verify(folder: RunFolder) -> Result:
     return _result(findings, fates, about)
 
 
+def _read(violation: Mapping[str, Any]) -> Violation:
+    return Violation(kind=ViolationKind(violation["kind"]), **{k: v for k, v in violation.items() if k != "kind"})
+
+
 def told(result: Result) -> str:
     """For people: a line on what was proven, then a line a violation."""
     ends = ", ".join(f"{n} {end}" for end, n in sorted(result["by_disposition"].items())) or "none"
@@ -94,7 +99,7 @@ def told(result: Result) -> str:
         ),
         *(f"set aside: {version}: {reason}" for version, reason in result["set_aside"].items()),
         *(f"undone: ticket {x['ticket']}, step {x['step']} of epoch {x['epoch']}" for x in result.get("undone", ())),
-        *(f"VIOLATION {Violation(**{**x, 'kind': ViolationKind(x['kind'])})}" for x in result["violations"]),
+        *(f"VIOLATION {_read(x)}" for x in result["violations"]),
     ]
     return "\n".join([*lines, "proven" if result["ok"] else f"NOT PROVEN: {len(result['violations'])} violations"])
 

@@ -58,7 +58,7 @@ def _from_openai(call: object) -> ToolCall:
     return _checked({"name": function.get("name"), "arguments": arguments})
 
 
-def _checked(call: object) -> ToolCall:
+def _checked(call: Any) -> ToolCall:
     match call:
         case {"name": str(name), "arguments": dict(arguments)}:
             return ToolCall(name, arguments)

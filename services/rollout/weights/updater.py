@@ -236,7 +236,7 @@ class WeightUpdater:
         now.
         """
         newest = None if self.root is None else weights.newest(self.root)
-        return newest and newest.name
+        return newest.name if newest else None
 
     def _distrust(self, version: str, reason: str) -> None:
         self.state = Distrusted(f"{version} does not serve as it was loaded: {reason}", self.state.beginnings + 1)

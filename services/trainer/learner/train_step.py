@@ -161,7 +161,7 @@ class TunixLearner:
     def _last_update(self) -> Update:
         # The Trainer hands metrics to its logger one step late, to overlap input and output; this is the buffer they
         # wait in.
-        buffer = self._trainer._prev_buffered_train_metrics  # pyright: ignore[reportPrivateUsage]
+        buffer = self._trainer._prev_buffered_train_metrics
         assert buffer is not None
         losses = [float(x) for x in jax.device_get(buffer.losses)]
         sums = {name: float(_combined(name)(jax.device_get(buffer.additional_metrics[name][0]))) for name in self._sums}

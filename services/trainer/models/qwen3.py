@@ -90,7 +90,7 @@ def _config(model: ModelConfig, dtype: str, remat: Remat) -> tunix_qwen3.ModelCo
         num_heads=model.num_attention_heads,
         head_dim=model.head_dim,
         num_kv_heads=model.num_key_value_heads,
-        rope_theta=model.rope_theta,  # pyright: ignore[reportArgumentType]  (declared int, and unused by Tunix)
+        rope_theta=model.rope_theta,  # declared int, and unused by Tunix
         norm_eps=model.rms_norm_eps,
         use_tied_embedding=model.tie_word_embeddings,
         remat_config=_REMAT[remat],

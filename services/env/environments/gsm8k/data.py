@@ -104,7 +104,8 @@ def solution_messages(problem: Problem, max_turns: int) -> tuple[Message, ...]:
             continue
         words = _ANNOTATION.sub("", text[said : found.start()]).strip()
         call = write_call("calculator", {"expression": found[1].strip()})
-        messages += [assistant(f"{words}\n{call}".lstrip()), {"role": "tool", "content": result}]
+        answer: Message = {"role": "tool", "content": result}
+        messages += [assistant(f"{words}\n{call}".lstrip()), answer]
         said = found.end()
     return (*messages, assistant(_ANNOTATION.sub("", text[said:]).strip()))
 
