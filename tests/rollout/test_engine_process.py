@@ -25,7 +25,7 @@ from shared.errors import Unavailable
 from shared.models.config import ModelConfig
 from tests.rollout.server import wait_until
 from tests.support import models
-from tests.support.net import free_port, wait_http
+from tests.support.net import HTTP, free_port, wait_http
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
 MODEL = ModelConfig.parse(CONFIG)
@@ -47,13 +47,13 @@ class ScriptedProcess:
         return int((self.folder / "pid").read_text())
 
     def ready(self) -> tuple[int, str]:
-        answer = httpx.get(f"{self.url}/ready", timeout=5, trust_env=False)
+        answer = HTTP.get(f"{self.url}/ready", timeout=5)
         return answer.status_code, answer.text
 
     def post(self, path: str, body: dict) -> int:
         """The status; 0 if the connection was cut."""
         with contextlib.suppress(httpx.TransportError):
-            return httpx.post(f"{self.url}{path}", json=body, timeout=30, trust_env=False).status_code
+            return HTTP.post(f"{self.url}{path}", json=body, timeout=30).status_code
         return 0
 
     def reach(self, op: str) -> None:

@@ -23,7 +23,7 @@ from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
 from shared.queue.records import Reservation
 from shared.types import Group, WeightVersion
-from tests.support.net import free_port
+from tests.support.net import HTTP, free_port
 from tests.support.redis import configured
 from tests.trainer.support import group
 
@@ -109,10 +109,10 @@ class TrainerProcess:
         return (self.folder / "trainer.log").read_text()
 
     def status(self) -> dict[str, Any]:
-        return httpx.get(f"{self.url}/status", trust_env=False).json()
+        return HTTP.get(f"{self.url}/status").json()
 
     def ask(self, route: str) -> None:
-        httpx.post(f"{self.url}/{route}", trust_env=False).raise_for_status()
+        HTTP.post(f"{self.url}/{route}").raise_for_status()
 
     def wait(self, what: Any, timeout_s: float = 280) -> dict[str, Any]:
         """The first status for which `what` holds."""
