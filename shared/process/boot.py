@@ -25,9 +25,9 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import uvloop
-from fastapi import FastAPI
 
 from shared import config
 from shared.errors import ConfigError, VolleyError
@@ -38,6 +38,9 @@ from shared.schema import Endpoint, RunConfig, TokenFiles
 from shared.services import SERVICES
 from shared.web.serving import HttpServer, make_server
 from shared.web.tls import check_certificate
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 CLEANUP_S = 10.0
 """How long a process may live on after its grace, in seconds: for its resources, and for threads that Python waits for.

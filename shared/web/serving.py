@@ -9,13 +9,15 @@ import contextlib
 import resource
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from fastapi import FastAPI
 
 from shared.schema import Limits, ServicesSection
 from shared.web.connection import Connection
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 _KEEP_ALIVE_S = 30
 _TLS_S = 5.0

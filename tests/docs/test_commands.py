@@ -158,6 +158,7 @@ def secured(folder, text):
     return f"{start} services.env.port={port} &\ntrap 'kill %1' EXIT\n{wait}\n{rest.replace(':8101', f':{port}')}"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_services_start_as_on_several_hosts(tmp_path):
     """The lines as they are, each with the Python of its environment, at free ports: every service answers, and follow

@@ -129,6 +129,7 @@ def test_the_worst_configurations_known_are_bounded(kind: str, config: dict[str,
     assert slowest(kind, config) < MAX_CALLS
 
 
+@pytest.mark.long
 def test_legal_configurations_are_bounded() -> None:
     dice = random.Random(7)
     taken = {}

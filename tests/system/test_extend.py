@@ -97,6 +97,7 @@ def model(path: str) -> Sequence[str]:
     return ("run.dir=runs", f"model.path={path}", "orchestrator.lease_s=2")
 
 
+@pytest.mark.long
 def test_a_run_is_extended_retuned_killed_and_another_is_started_from_it(tmp_path: Path) -> None:
     shutil.copytree(PROJECT / "configs/models/tiny", tmp_path / "tiny")
     elsewhere, run = tmp_path / "elsewhere", RunFolder(tmp_path / "runs/a")
