@@ -14,7 +14,7 @@ RUN useradd --uid 10001 --user-group --no-log-init --home-dir /home/volley --cre
     && install -d -o volley -g volley /runs /cache
 COPY --from=dependencies /opt/volley /opt/volley
 ENV PATH=/opt/volley/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-ENV HF_HOME=/cache/huggingface MPLCONFIGDIR=/tmp/matplotlib JAX_COMPILATION_CACHE_DIR=/cache/jax-rollout
+ENV HF_HOME=/cache/huggingface MPLCONFIGDIR=/tmp/matplotlib JAX_COMPILATION_CACHE_DIR=/cache/jax-rollout JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 WORKDIR /app
 COPY pyproject.toml uv.lock ./
 COPY configs configs

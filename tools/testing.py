@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from services.cli.layout import CACHE, PROJECT, python_of
+from services.cli.layout import PROJECT, python_of, variables_of
 
 LONG = "--long"
 _NO_TESTS_COLLECTED = 5
@@ -82,7 +82,13 @@ def _pytest(suite: Suite, arguments: Sequence[str], *, shown: bool) -> tuple[int
     paths = [f"tests/{folder}" for folder in suite.folders]
     command = [str(python_of(suite.environment)), "-m", "pytest", *suite.options, *paths, *arguments]
     lines, last = [f"\n### tests of {suite.name} in .venvs/{suite.environment}\n"], ""
-    with subprocess.Popen(command, cwd=PROJECT, env=_variables(suite), stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command,
+        cwd=PROJECT,
+        env=_variables(suite),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
@@ -94,8 +100,9 @@ def _pytest(suite: Suite, arguments: Sequence[str], *, shown: bool) -> tuple[int
 
 
 def _variables(suite: Suite) -> dict[str, str]:
-    jax = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{suite.environment}")}
-    return {**({} if suite.environment == "base" else jax), **os.environ, **suite.variables, "PYTHONUNBUFFERED": "1"}
+    """What runs in `base` starts services of both other environments, and leaves JAX's variables to these."""
+    jax = variables_of(suite.environment, cpu=True) if suite.environment != "base" else {}
+    return {**jax, **os.environ, **suite.variables, "PYTHONUNBUFFERED": "1"}
 
 
 def _show(lines: list[str]) -> None:

@@ -1,5 +1,8 @@
 """Four virtual CPU devices for meshes; the tests need the trainer's environment of Python and are not collected in
 another.
+
+What is compiled here is not optimized: at the size of tests XLA's optimizations take most of the time. Processes that
+tests start compile as in use.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ import importlib.util
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 
 if importlib.util.find_spec("tunix"):

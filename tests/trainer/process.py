@@ -57,6 +57,11 @@ def config(folder: Path, redis_url: str, port: int, **overrides: Any) -> dict[st
     return tree
 
 
+def in_use() -> dict[str, str]:
+    """The environment of a process that compiles as people's do."""
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+
+
 @dataclass
 class TrainerProcess:
     """`python -m services.trainer`, or one that learns something else, started again and again with the same
@@ -74,13 +79,12 @@ class TrainerProcess:
         path.write_text(yaml.safe_dump(self.tree))
         self.url = f"http://127.0.0.1:{self.tree['services']['trainer']['port']}"
         log = (self.folder / "trainer.log").open("ab")
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         self.process = subprocess.Popen(
             [sys.executable, "-m", self.module, "--config", str(path)],
             cwd=ROOT,
             stdout=log,
             stderr=log,
-            env=environment,
+            env=in_use(),
         )
 
     @contextmanager

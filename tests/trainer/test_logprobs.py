@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -75,6 +76,16 @@ def largest_with(dimension: int, function, *arguments) -> int:
     return max(int(np.prod(shape)) for shape in shapes if dimension in shape)
 
 
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """As in use."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.usefixtures("optimized")
 def test_no_buffer_of_the_compiled_step_holds_a_whole_sequence_of_logits():
     """Neither forward nor backward. The vocabulary has a size that nothing else has."""
     rows, length, vocab = 2, 4 * CHUNK, 1019
@@ -89,6 +100,7 @@ def test_no_buffer_of_the_compiled_step_holds_a_whole_sequence_of_logits():
     )
 
 
+@pytest.mark.usefixtures("optimized")
 def test_the_check_above_sees_a_whole_sequence_of_logits():
     def unchunked(hidden, head, targets):
         return token_scores(hidden, head, targets, 1.0, entropy=False, chunk=64).logprobs.sum()

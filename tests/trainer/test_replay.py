@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from shared.run import archive, weights
 from shared.run import state as states
 from shared.run.archive import Archive
 from shared.types import Group, WeightVersion
-from tests.trainer.process import BATCH, ROOT, producing, trainer
+from tests.trainer.process import BATCH, ROOT, in_use, producing, trainer
 
 STEPS = 5
 
@@ -58,9 +57,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def volley(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     command = [sys.executable, "-m", "services.cli", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False, env=variables)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False, env=in_use())
 
 
 def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

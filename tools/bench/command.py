@@ -5,7 +5,6 @@ Every ratio compares two things measured in the same run on the same machine, so
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from services.cli.layout import CACHE, PROJECT, python_of
+from services.cli.layout import PROJECT, python_of, variables_of
 from services.cli.runs.record import write_json
 from shared.errors import ConfigError, VolleyError
 
@@ -71,11 +70,7 @@ def main(names: Sequence[str], json_path: Path | None) -> int:
 
 def run(benchmark: Benchmark) -> dict[str, dict[str, Any]]:
     """{name: {value, unit, reference, ratio}}. Raises VolleyError with the last line of what the program said."""
-    variables = {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{benchmark.environment}"),
-        **os.environ,
-    }
+    variables = variables_of(benchmark.environment, cpu=True)
     command = [str(python_of(benchmark.environment)), "-m", benchmark.module]
     try:
         done = subprocess.run(
