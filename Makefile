@@ -22,7 +22,7 @@ quickstart: install  ## train a tiny model through all the services, under two m
 test: install  ## units, components and systems in all three virtual environments
 	@$(BIN)/python -m tools.testing $(ARGS)
 
-test-long: install  ## 300 kills, three minutes of real chaos, ten of soak, more fuzz
+test-long: install  ## 300 kills, three minutes of real chaos, ten of soak, a run extended, more fuzz
 	@$(BIN)/python -m tools.testing --long $(ARGS)
 
 check: install  ## formatting, lint, types, import contracts

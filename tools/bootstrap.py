@@ -61,8 +61,8 @@ def main() -> int:
 
 def prepare(root: Path) -> None:
     """Brings all environments up to date. Raises InstallError."""
-    if not sys.platform.startswith(("linux", "darwin")):
-        raise InstallError(f"Volley runs on Linux and macOS, not on {sys.platform}; on Windows use WSL 2")
+    if not sys.platform.startswith("linux"):
+        raise InstallError(f"Volley runs on Linux, not on {sys.platform}; on Windows use WSL 2, on macOS a container")
     if not outdated(root):
         return
     if not os.access(root, os.W_OK):

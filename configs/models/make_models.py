@@ -33,7 +33,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = r" ?[A-Z]?[a-z]+|[0-9]| ?[^\s0-9]|\s"
 MARKS = r"</?[a-z_]+>| \|\| |####"
 ROWS = r"(?:user|assistant|system)\n|[_OPGX*]{3,}\n?"
-"""A role, or a row of a lake, with the end of its line: a turn on a lake of 4 x 4 is 11 tokens instead of 30."""
+"""A role, or a row of a lake, with the end of its line: a turn of two moves on a lake of 4 x 4 is 12 tokens, not 30."""
 TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}

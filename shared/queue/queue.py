@@ -9,8 +9,8 @@ Invariants:
   max_staleness steps old when it is trained, and the stream is bounded. (Void tickets ended without training.)
 - Delivery is at least once; the effect of training is exactly once along the surviving lineage of checkpoints: what
   came after the last durable checkpoint is undone and done again.
-- Every issued ticket is finished, queued, leased, or in the pool of tickets to be issued again. `begin` restores this
-  from a checkpoint alone, whatever the server has lost.
+- Every issued ticket is finished, queued, leased, or in the pool of tickets to be issued again. `begin` and `open`
+  restore this from a checkpoint alone, whatever the server has lost.
 - Every write of a trainer carries its fence; a trainer that was replaced changes nothing and gets `Fenced`.
 
 Nothing here repeats a command. After `QueueUnavailable` every method may simply be called again.
@@ -71,7 +71,8 @@ class _RedisReply:
 
 
 class TicketQueue:
-    """The queue of one run. Producers use `reserve`, `renew`, `publish`; the one trainer `begin`, `read`, `commit`.
+    """The queue of one run. Producers use `reserve`, `renew`, `publish`; the one trainer `begin`, `open`, `read`,
+    `commit`.
 
     Every method raises `QueueUnavailable` if the server does not answer, and may then be called again.
     """

@@ -30,8 +30,6 @@ from shared.files.storage import fsync, storage
 from shared.types import WeightVersion
 
 SCHEMA = 1
-REFUSED = "refused"
-"""Folder, and stem of the lines, of groups that gave numbers that are not finite; beside the archive."""
 _LEVEL = 1
 _SMALL = 2**16
 _PORTION = 2**20

@@ -10,9 +10,9 @@ from pathlib import Path
 class RunFolder:
     """The files of one run, by what they hold.
 
-    `metrics` and `handovers` have a line a step, `ledger` one a ticket, `refused` one a refused step, `sft` one a
-    report of the warm start (all written by the trainer); `evals` a line an evaluation, `samples` some of its episodes
-    (by the orchestrator). The rest is the supervisor's.
+    `metrics` and `handovers` have a line a step, `ledger` one a ticket, `refused` one a refused step, whose groups are
+    below `refused_groups`, `sft` one a report of the warm start (all written by the trainer); `evals` a line an
+    evaluation, `samples` some of its episodes (by the orchestrator). The rest is the supervisor's.
     """
 
     path: Path
@@ -56,6 +56,18 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def refused(self) -> Path:
+        return self.path / "refused.jsonl"
+
+    @property
+    def refused_groups(self) -> Path:
+        return self.path / "refused"
+
+    @property
+    def soak(self) -> Path:
+        return self.path / "soak.json"
 
     @property
     def evals(self) -> Path:

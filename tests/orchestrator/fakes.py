@@ -24,7 +24,7 @@ from shared.types import VersionSpan, WeightVersion
 from tests.support.tokenizer import tiny_tokenizer
 
 V0 = WeightVersion(1, 0)
-BOUNDS = TokenBounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=5.0, max_attempts=3)
+BOUNDS = TokenBounds(context_length=256, max_response_length=16, max_turns=4, timeout_s=60.0, max_attempts=3)
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
 
 

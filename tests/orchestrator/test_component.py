@@ -85,7 +85,7 @@ async def system(folder, redis_url, rollouts, **sections):
                 worker.cancel()
 
 
-async def until(client, state, timeout_s=20.0):
+async def until(client, state, timeout_s=60.0):
     async with asyncio.timeout(timeout_s):
         while (found := (await client.get("/runs/demo")).json())["state"] != state:
             assert found["state"] != "failed", found["reason"]
@@ -169,7 +169,7 @@ async def test_what_is_missing_is_named(tmp_path, redis, redis_url):
         (run,) = (await client.get("/runs")).json()
         assert (run["state"], run["reason"]) == ("waiting", "the trainer has not opened the queue")
         await begun(TicketQueue(redis, "demo"), 0, 0, 0, 0, [], 0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while (await client.get("/runs/demo")).json()["reason"] != "no rollout server is known":
                 await asyncio.sleep(0.05)
         run = (await client.get("/runs/demo")).json()

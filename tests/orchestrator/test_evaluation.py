@@ -114,7 +114,7 @@ async def test_who_waits_for_another_orchestrators_evaluation_says_so(tmp_path):
     with (tmp_path / "evals.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         task = asyncio.ensure_future(found.run(0))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while found._status.waits != {"peer": 1}:
                 await asyncio.sleep(0.01)
     await task
@@ -154,7 +154,7 @@ async def test_a_full_disk_delays_the_record_and_loses_nothing(tmp_path):
     found._status = status
     with full_disk():
         task = asyncio.ensure_future(found.run(0))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while status.disk is None:
                 await asyncio.sleep(0.01)
     await task

@@ -53,7 +53,7 @@ async def test_sigterm_gives_back_tickets_and_deletes_episodes(tmp_path, redis, 
                 while len(episodes) < 3 and (await queue.state()).issued < 4:
                     await asyncio.sleep(0.01)
             process.send_signal(signal.SIGTERM)
-            assert await asyncio.wait_for(process.wait(), 20) == 0
+            assert await asyncio.wait_for(process.wait(), 60) == 0
         finally:
             if process.returncode is None:
                 process.kill()

@@ -56,7 +56,7 @@ class RunUnderTest:
 
 @asynccontextmanager
 async def following(run):
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         task = group.create_task(run.schedule.follow())
         yield run
         task.cancel()
@@ -112,7 +112,7 @@ async def test_an_evaluation_without_a_single_episode_fails_the_run(tmp_path):
     run.serve(1, 0)
     keep = asyncio.ensure_future(keep_well(run))
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await run.schedule.follow()
     keep.cancel()
     assert caught.group_contains(VolleyError, match="all 3 held-out tasks failed", depth=2)

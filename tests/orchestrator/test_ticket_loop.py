@@ -37,7 +37,7 @@ def loop_of(queue, run=None, env=None, engine=None, n_groups=2):
     return TicketLoop(queue, gate, status, TERMS, n_groups=n_groups, run_group=run), gate, status
 
 
-async def run_until(loop, condition, timeout_s=5.0):
+async def run_until(loop, condition, timeout_s=60.0):
     task = asyncio.ensure_future(loop.run())
     async with asyncio.timeout(timeout_s):
         while not condition() and not task.done():

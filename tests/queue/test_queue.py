@@ -223,6 +223,44 @@ async def test_what_a_trainer_has_begun_is_seen_only_once_it_opens_the_queue(que
     assert int(counted) == 1
 
 
+async def test_a_checkpoint_that_was_not_committed_is_progress(queue: TicketQueue, redis: Redis):
+    """The trainer died after its step became durable; also if its successor sees that only at a second look."""
+    epoch = await start(queue)
+    await fill(queue, 1, 2, 3)
+    for version in (1, 2):
+        await read(queue, epoch)
+        successor = TicketQueue(redis, "run")
+        if version == 2:
+            epoch = await successor.begin(low=1, version=1, issued=3, void=0, done=(), epoch=epoch)
+        epoch = await begun(successor, low=version, version=version, issued=3, void=0, done=(), epoch=epoch)
+        queue = successor
+    [entry] = await read(queue, epoch)
+    assert (entry.ticket, entry.deliveries) == (3, 1)
+
+
+async def test_a_step_forgets_who_died_before_it(queue: TicketQueue):
+    epoch = await start(queue)
+    await fill(queue, 1, 2)
+    await read(queue, epoch)
+    epoch = await begun(queue, low=0, version=0, issued=2, void=0, done=(), epoch=epoch)
+    first, second = await read(queue, epoch)
+    assert (first.deliveries, second.deliveries) == (2, 2)
+    await queue.commit(epoch, 1, [Finished(1, first.entry_id)], 0)
+    epoch = await begun(queue, low=1, version=1, issued=2, void=0, done=(), epoch=epoch)
+    [second] = await read(queue, epoch)
+    assert second.deliveries == 1
+
+
+async def test_a_server_that_forgot_the_end_of_an_opening_fences_its_trainer(queue: TicketQueue, redis: Redis):
+    """It lost its last second: `begin` is there, the queue is closed, and nobody else would open it."""
+    epoch = await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0)
+    closed = await redis.hgetall(queue.keys.state)
+    await queue.open(epoch)
+    await redis.hset(queue.keys.state, mapping=closed)
+    with pytest.raises(Fenced):
+        await queue.commit(epoch, 0, [], 0)
+
+
 async def test_a_trainer_that_was_replaced_does_not_open_the_queue(queue: TicketQueue, redis: Redis):
     old = await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0)
     await TicketQueue(redis, "run").begin(low=0, version=0, issued=0, void=0, done=(), epoch=old)
@@ -374,7 +412,7 @@ async def test_a_poisoned_entry_is_kept_for_inspection(queue: TicketQueue, redis
 
 
 async def test_waiting_ends_with_a_commit_a_begin_or_a_late_lease(queue: TicketQueue, redis_url: str):
-    async with connect(redis_url) as other, asyncio.timeout(5):
+    async with connect(redis_url) as other, asyncio.timeout(60):
         producer = TicketQueue(other, "run")
 
         async def wait() -> Reservation | PublishRefusal:

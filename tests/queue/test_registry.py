@@ -33,7 +33,7 @@ async def registered(servers: Registry, current: Callable[[], RegisteredServer |
 
 
 async def until(servers: Registry, expected: list[RegisteredServer]) -> None:
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(60):
         while await servers.servers() != expected:
             await asyncio.sleep(0.005)
 
@@ -61,7 +61,8 @@ async def test_a_record_follows_its_server(redis: Redis):
         await until(servers, [])
 
 
-async def test_a_server_is_registered_as_soon_as_it_may_get_work(redis: Redis):
+async def test_a_server_is_registered_as_soon_as_it_may_get_work(redis: Redis, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry, "HEARTBEAT_S", 3600.0)
     servers, ready = Registry(redis, "run"), list[RegisteredServer]()
     looks = 0
 
@@ -71,13 +72,12 @@ async def test_a_server_is_registered_as_soon_as_it_may_get_work(redis: Redis):
         return ready[0] if ready else None
 
     async with registered(servers, current):
-        async with asyncio.timeout(registry.HEARTBEAT_S):
+        async with asyncio.timeout(60):
             while looks < 3:
                 await asyncio.sleep(0.005)
         assert await servers.servers() == []
         ready.append(ONE)
-        async with asyncio.timeout(registry.HEARTBEAT_S):
-            await until(servers, [ONE])
+        await until(servers, [ONE])
 
 
 async def test_a_server_that_cannot_be_taken_off_now_does_not_try_without_pause(monkeypatch: pytest.MonkeyPatch):

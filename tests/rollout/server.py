@@ -91,7 +91,7 @@ class RolloutProcess:
         return max(found)
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     """Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while not condition():

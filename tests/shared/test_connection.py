@@ -86,7 +86,7 @@ class Client:
         """All that comes until the server ends the connection."""
         received = b""
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while data := await self.reader.read(2**16):
                     received += data
         except ConnectionError:
@@ -380,7 +380,7 @@ async def test_an_answer_whose_end_is_not_read_is_given_up(monkeypatch: pytest.M
             resumed.set()
 
     monkeypatch.setattr(serving, "Connection", Seen)
-    async with serving_demo() as connect, asyncio.timeout(10):
+    async with serving_demo() as connect, asyncio.timeout(60):
         before, client = cut("slow reader"), await connect()
         await client.send(b"GET /large HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
         while not resumed.is_set():

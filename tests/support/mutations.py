@@ -1,9 +1,9 @@
 """Manipulations of a valid run's folder, made by a seed: fields, lines, files, types and sizes of everything that makes
 a claim.
 
-A manipulation changes what a record means: blanks and the order of keys in JSON mean nothing. `TOLD` edits also re-make
-the digest that names the file, as a liar would. What is not touched, because nothing else in the folder could
-contradict it:
+A manipulation changes what a record means: blanks and the order of keys in JSON mean nothing. Those that are `told`
+also re-make the digest that names the file, as a liar would. What is not touched, because nothing else in the folder
+could contradict it:
 - of run.json: `digest`, `versions`, `created`, `elapsed_s`, `cwd` (remarks on the machine), and `finished` set back to
   false (the supervisor may have been killed right before it wrote it);
 - of config.yaml: addresses and limits (shared.run.pinned.IRRELEVANT);

@@ -16,7 +16,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def wait_http(url: str, timeout_s: float = 30.0) -> None:
+def wait_http(url: str, timeout_s: float = 60.0) -> None:
     """Returns once `url` answers 200. Raises TimeoutError."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

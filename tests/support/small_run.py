@@ -204,7 +204,7 @@ class Incarnation:
         await self.run(lambda one: one.until(what))
 
     async def until(self, what: Callable[[TrainerStatus], object]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not what(self.status):
                 await asyncio.sleep(0.002)
 

@@ -239,7 +239,7 @@ class Bench:
             self.queue.publish(group(ticket, version))
 
     async def until(self, what: Any) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not what():
                 await asyncio.sleep(0.005)
 

@@ -32,6 +32,7 @@ async def test_the_grace_ends_a_stop(bench: Bench):
     await bench.until(lambda: bench.status.step == 1)
     await stopped(running)
     assert bench.status.durable_step == 0
+    assert bench.events[-1] == "leave"  # what it held caused no crash
 
 
 async def test_a_stop_while_the_queue_is_away_keeps_the_checkpoint(bench: Bench):

@@ -123,7 +123,7 @@ async def test_a_queue_wiped_after_the_last_step_hears_of_it_again(run: TrainerR
     await trainer.until(lambda status: status.phase == "done")
     await run.redis.flushall()
     with pytest.raises(Fenced):
-        await asyncio.wait_for(running, 20)
+        await asyncio.wait_for(running, 60)
     again = run.trainer()
     running = asyncio.ensure_future(again.worker.run())
     await again.until(lambda status: status.phase == "done")

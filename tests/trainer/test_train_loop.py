@@ -12,6 +12,7 @@ from shared.errors import Fenced, WeightsError
 from shared.queue.progress import TicketProgress
 from shared.run import archive, ledger
 from shared.run.archive import Archive
+from shared.run.state import initial_state
 from shared.types import Group, WeightVersion
 from tests.trainer.fakes import Bench, stopped
 from tests.trainer.support import group
@@ -159,7 +160,7 @@ async def test_after_the_last_step_the_queue_is_attended_to(bench: Bench):
     await bench.until(lambda: bench.status.phase == "done")
     bench.queue.fenced_after = 0
     with pytest.raises(Fenced):
-        await asyncio.wait_for(running, 20)
+        await asyncio.wait_for(running, 60)
 
 
 async def test_a_trainer_that_wakes_up_after_a_step_and_was_replaced_adds_nothing_to_the_metrics(bench: Bench):
@@ -171,7 +172,7 @@ async def test_a_trainer_that_wakes_up_after_a_step_and_was_replaced_adds_nothin
     await bench.until((bench.folder / "handovers.jsonl").exists)
     bench.feed(1, 2)
     with pytest.raises(Fenced, match="another trainer of the run"):
-        await asyncio.wait_for(running, 20)
+        await asyncio.wait_for(running, 60)
     assert "step [1, 2]" in bench.events
     assert not (bench.folder / "metrics.jsonl").exists()
 
@@ -208,6 +209,33 @@ async def test_the_queue_opens_only_when_no_older_trainer_has_made_a_newer_check
     assert bench.backend.weights == [1, 2, 3, 4, 5, 6]
 
 
+async def test_a_trainer_that_starts_from_nothing_looks_again_before_it_forgets_the_groups_of_another(bench: Bench):
+    """Another one of the run was faster through its warm start."""
+    build = bench.backend.build
+    other = initial_state(0).under(1, keep_reference=False)
+
+    def slow_build() -> None:
+        build()
+        if bench.backend.checkpoint is None:
+            bench.backend.checkpoint = other.at(
+                1, TicketProgress(2), issued=4, done=False, chain=other.chain, metrics=other.metrics
+            )
+            bench.backend.kept[WeightVersion(1, 1)] = [1, 2]
+
+    bench.backend.build = slow_build
+    bench.feed(3, 4, version="e000001-s000001")
+    await bench.run_to_the_end()
+    begun = [event for event in bench.events if event.startswith("begin")]
+    assert begun == ["begin low=2 version=1 issued=4 void=0 done=[]"]
+    assert bench.backend.weights == [1, 2, 3, 4]
+
+
+async def test_a_queue_that_has_nothing_is_asked_whether_it_is_still_ours(bench: Bench):
+    bench.queue.fenced_after = 0
+    with pytest.raises(Fenced):
+        await asyncio.wait_for(bench.worker().run(), 60)
+
+
 async def test_an_epoch_that_another_trainer_has_claimed_is_not_used(bench: Bench):
     Archive(bench.folder / "archive", "r").claim(4)
     bench.feed(1, 2, 3, 4, version="e000005-s000000")
@@ -228,7 +256,7 @@ async def test_lines_that_were_kept_back_are_not_written_once_another_trainer_ha
     bench.queue.commit = replaced
     bench.feed(1, 2)
     with pytest.raises(Fenced, match="another trainer of the run"):
-        await asyncio.wait_for(bench.worker().run(), 20)
+        await asyncio.wait_for(bench.worker().run(), 60)
     assert not metrics.exists()
 
 

@@ -79,7 +79,7 @@ class _Weights:
 
 @dataclass
 class SimulatedEngine:
-    """See `protocol.Engine`."""
+    """See `engines.base.Engine`."""
 
     info: EngineInfo
     silent_s: float = 0.0

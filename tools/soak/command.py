@@ -61,7 +61,7 @@ def main(minutes: float, paths: Sequence[str], overrides: Sequence[str], *, as_j
         if len(samples) < _ENOUGH:
             raise VolleyError(f"only {len(samples)} samples were taken", "soak for longer")
         result = judged(samples, loaded.config)
-        write_json(claim.folder.path / "soak.json", result)
+        write_json(claim.folder.soak, result)
     print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() if as_json else told(result))
     return 0 if result["ok"] else 1
 

@@ -22,7 +22,6 @@ from shared.run.folder import RunFolder
 from shared.run.ledger import NONFINITE, Line
 from shared.types import Group, WeightVersion
 
-FILE = f"{archive.REFUSED}.jsonl"
 _MOST_TICKETS = 1_000_000
 _BEGINNING = b'{"version":"e'
 
@@ -34,22 +33,23 @@ def check(folder: RunFolder, voids: Iterable[Line], run: str) -> Iterator[Violat
     """Lines and files against each other, and the ledger's `nonfinite` lines against both. Reads one group
     at a time.
     """
+    file, groups = folder.refused.name, folder.refused_groups.name
     made = archive.versions(folder.archive)
     lines: dict[WeightVersion, list[Refused]] = defaultdict(list)
     n = 0
-    for one in _lines(folder.path / FILE):
+    for one in _lines(folder.refused):
         if isinstance(one, Violation):
             yield one
             continue
         n += len(one[1][0])
         if n > _MOST_TICKETS:
             yield Violation(
-                ViolationKind.LEDGER, f"it names more than {_MOST_TICKETS} tickets: no run refuses so many", file=FILE
+                ViolationKind.LEDGER, f"it names more than {_MOST_TICKETS} tickets: no run refuses so many", file=file
             )
             break
         lines[one[0]].append(one[1])
     ended = {str(line["digest"]): line for line in voids if line["disposition"] == NONFINITE}
-    kept = archive.refused(folder.path / archive.REFUSED)
+    kept = archive.refused(folder.refused_groups)
     newest = {version.epoch: version for version in made}
     last = {version.epoch: path for version, path in kept}
     for version, path in kept:
@@ -65,23 +65,18 @@ def check(folder: RunFolder, voids: Iterable[Line], run: str) -> Iterator[Violat
         if lines[version]:
             if lines[version].pop(0) != found:
                 yield Violation(
-                    ViolationKind.ARCHIVE, f"holds other groups than {FILE} says", step=version.step, file=name
+                    ViolationKind.ARCHIVE, f"holds other groups than {file} says", step=version.step, file=name
                 )
         elif (
             has_ended or last[version.epoch] != path or newest.get(version.epoch, version) > version or version in made
         ):
-            yield Violation(ViolationKind.ARCHIVE, f"{FILE} has no line of it", step=version.step, file=name)
+            yield Violation(ViolationKind.ARCHIVE, f"{file} has no line of it", step=version.step, file=name)
     for version, missing in lines.items():
         for tickets, _ in missing:
-            detail = (
-                f"says that {version} was refused, with tickets {tickets[:20]}, but "
-                f"{archive.REFUSED}/ has no file of it"
-            )
-            yield Violation(ViolationKind.ARCHIVE, detail, step=version.step, file=FILE)
+            detail = f"says that {version} was refused, with tickets {tickets[:20]}, but {groups}/ has no file of it"
+            yield Violation(ViolationKind.ARCHIVE, detail, step=version.step, file=file)
     for line in ended.values():
-        yield Violation(
-            ViolationKind.ARCHIVE, f"its group is in no file of {archive.REFUSED}/", line["ticket"], line["step"]
-        )
+        yield Violation(ViolationKind.ARCHIVE, f"its group is in no file of {groups}/", line["ticket"], line["step"])
 
 
 def _lines(path: Path) -> Iterator[tuple[WeightVersion, Refused] | Violation]:

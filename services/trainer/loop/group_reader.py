@@ -18,8 +18,8 @@ _ATTEND_S = 2.0
 
 
 class GroupReader:
-    """Reads while there is room in the buffer; while there is none, it looks every other second whether the queue is
-    still ours.
+    """Reads while there is room in the buffer. While there is none, and when nothing has come, it looks whether the
+    queue is still ours.
     """
 
     def __init__(
@@ -58,6 +58,8 @@ class GroupReader:
     async def _receive(self) -> None:
         count = max(1, min(_READ_COUNT, self._plan.enough - self._buffer.n_waiting))
         entries = await self._waiter.answer(lambda: self._queue.read(self._epoch, _CONSUMER, count, _READ_BLOCK_MS))
+        if not entries:
+            await self._settlement.attend()
         async with self._settlement.exclusive:
             await self._settlement.drop(await self._buffer.receive(entries))
         self._status.waiting_groups = self._buffer.n_waiting

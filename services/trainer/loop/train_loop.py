@@ -18,7 +18,7 @@ from services.trainer.loop.publisher import HandoverPublisher
 from services.trainer.loop.step_runner import StepRunner
 from services.trainer.settlement.settlement import Settlement
 from services.trainer.status import TrainerStatus
-from shared.errors import Fenced, Unavailable
+from shared.errors import Unavailable
 from shared.process import telemetry
 from shared.process.wedge import Wait
 from shared.run.state import TrainerState
@@ -43,7 +43,6 @@ class TrainLoop:
         publisher: HandoverPublisher,
     ) -> None:
         self._plan, self._parts, self._status, self._waiter, self._publisher = plan, parts, status, waiter, publisher
-        self._epoch = state.epoch
         self._buffer = GroupBuffer(state.progress(), state.lineage, plan.rules)
         self._settlement = Settlement(parts, self._buffer, status, waiter, state)
         self._reader = GroupReader(plan, parts.queue, state.epoch, self._buffer, self._settlement, status, waiter)
@@ -60,7 +59,6 @@ class TrainLoop:
             await self._train()
             await self._until_stop()
             reading.cancel()
-        await self._leave()
 
     async def _train(self) -> None:
         """Steps, then the checkpoint of a stop, also when the stop came while queue or disk were away."""
@@ -143,10 +141,3 @@ class TrainLoop:
             status.phase = "refused" if status.refused else "done"
             await status.changed.wait()
             status.changed.clear()
-
-    async def _leave(self) -> None:
-        """Tells the queue that this is no crash: groups that we held did not cause it. Best effort."""
-        try:
-            await self._waiter.hurriedly(lambda: self._parts.queue.leave(self._epoch, self._status.refused or ""))
-        except (Unavailable, Fenced) as error:
-            _log.warning("the queue was not told of the stop", reason=str(error))

@@ -16,7 +16,7 @@ from services.trainer.loop.publisher import HandoverPublisher
 from services.trainer.loop.train_loop import TrainLoop
 from services.trainer.settlement.ledger import FencedLog
 from services.trainer.status import TrainerStatus
-from shared.errors import NonFinite, Unavailable, first_error
+from shared.errors import Fenced, NonFinite, Unavailable, first_error
 from shared.process import telemetry
 from shared.run import pinned
 from shared.run.state import TrainerState, initial_state
@@ -31,6 +31,7 @@ class TrainerWorker:
     def __init__(self, plan: TrainPlan, parts: Collaborators, status: TrainerStatus) -> None:
         self._plan, self._parts, self._status = plan, parts, status
         self._waiter = Waiter(parts.executor, status)
+        self._epoch: int | None = None  # of our own, once the queue is open
 
     async def run(self) -> None:
         """Works until it is cancelled.
@@ -61,6 +62,17 @@ class TrainerWorker:
                 step=self._status.step,
                 durable_step=self._status.durable_step,
             )
+            await self._leave()
+
+    async def _leave(self) -> None:
+        """Tells the queue that this is no crash: groups that we held did not cause it. Best effort."""
+        epoch = self._epoch
+        if epoch is None:
+            return
+        try:
+            await self._waiter.hurriedly(lambda: self._parts.queue.leave(epoch, self._status.refused or ""))
+        except (Unavailable, Fenced) as error:
+            _log.warning("the queue was not told of the stop", reason=str(error))
 
     async def _work(self, group: asyncio.TaskGroup) -> None:
         try:
@@ -77,6 +89,7 @@ class TrainerWorker:
         status = self._status
         _log.error("refused", run=status.run, phase=status.phase, reason=reason)
         status.refused, status.phase = reason, "refused"
+        await self._leave()
         while not status.stopping:
             status.changed.clear()
             await status.changed.wait()
@@ -101,6 +114,7 @@ class TrainerWorker:
         )
         publisher.start(folder, {})
         await TrainLoop(self._plan, parts, status, self._waiter, state, publisher).run()
+        await self._leave()
         status.phase = "stopped"
 
     async def _restore(self) -> TrainerState | None:
@@ -122,19 +136,26 @@ class TrainerWorker:
         """
         self._status.phase = "starting"
         for _ in range(_BEGINNINGS):
+            if not self._is_newest(found):  # to begin from an older one, or from none, would forget groups
+                found = await self._restore()
             known = await asyncio.to_thread(self._known, found)
             epoch = await self._begin(known)
             claimed = await self._waiter.patiently(
                 lambda epoch=epoch: asyncio.to_thread(self._parts.archive.claim, epoch)
             )
-            newest = self._parts.checkpoints.head()
-            if newest != (found.version if found else None):
-                _log.warning("another trainer has made a newer checkpoint", version=str(newest))
-                found = await self._restore()
-            elif claimed and await asyncio.to_thread(self._known, found) == known:
+            if claimed and self._is_newest(found) and await asyncio.to_thread(self._known, found) == known:
                 await self._waiter.answer(lambda epoch=epoch: self._parts.queue.open(epoch))
+                self._epoch = epoch
                 return found, self._begun(known, epoch)
         raise Unavailable("other trainers of this run begin at the same time", "let one of them work")
+
+    def _is_newest(self, found: TrainerState | None) -> bool:
+        """Whether no other trainer has made a newer checkpoint."""
+        newest = self._parts.checkpoints.head()
+        if newest == (found.version if found else None):
+            return True
+        _log.warning("another trainer has made a newer checkpoint", version=str(newest))
+        return False
 
     def _pinned(self, found: TrainerState) -> TrainerState:
         """The state with the settings it was made under. Raises ConfigError if ours are others that may not change."""

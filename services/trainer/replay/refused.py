@@ -27,9 +27,10 @@ def replay(folder: Path, name: str) -> dict[str, Any]:
     Raises ConfigError, WeightsError, DecodeError.
     """
     version, then = WeightVersion.parse(name), _recorded(folder, name)
-    file = next((path for found, path in reversed(archive.refused(folder / archive.REFUSED)) if found == version), None)
+    groups = RunFolder(folder).refused_groups
+    file = next((path for found, path in reversed(archive.refused(groups)) if found == version), None)
     if file is None:
-        raise ConfigError(f"the groups of {name} are not in {folder / archive.REFUSED}", _NEVER_REFUSED)
+        raise ConfigError(f"the groups of {name} are not in {groups}", _NEVER_REFUSED)
     found = _again(folder, config.stored(folder), version, file)
     return {"ok": list(found) == then, "steps": 1, "refused": found, "recorded": then}
 
@@ -38,7 +39,7 @@ def _recorded(folder: Path, name: str) -> list[str]:
     """What was not finite when `name` was last refused. Raises DecodeError naming a line that is none, ConfigError
     without one.
     """
-    path, what = folder / f"{archive.REFUSED}.jsonl", None
+    path, what = RunFolder(folder).refused, None
     for number, text in enumerate(storage.whole_lines(path), start=1):
         version, found = _parsed(text, f"line {number} of {path}")
         what = found if version == name else what

@@ -72,7 +72,8 @@ class Refusals:
     def keep(self, refusal: RefusedStep) -> None:
         """Durable when it returns; may be repeated after an error. Raises StorageUnavailable."""
         version = WeightVersion.parse(refusal.version)
-        source, root = archive.path_of(RunFolder(self.folder).archive, version), self.folder / archive.REFUSED
+        run = RunFolder(self.folder)
+        source, root = archive.path_of(run.archive, version), run.refused_groups
         folder = archive.refused_path(root, version, 1).parent
         with storage.storage(self.folder):
             root.mkdir(exist_ok=True)
@@ -82,4 +83,4 @@ class Refusals:
                 source.rename(archive.refused_path(root, version, n))
             for changed in (folder, root, source.parent, self.folder):
                 storage.fsync(changed)
-        storage.append(self.folder / f"{archive.REFUSED}.jsonl", orjson.dumps(asdict(refusal)) + b"\n", durable=True)
+        storage.append(run.refused, orjson.dumps(asdict(refusal)) + b"\n", durable=True)

@@ -11,19 +11,23 @@ end
 redis.call('UNLINK', DONE)
 
 -- One consumer group for each incarnation. Destroying the others fences their readers; id 0 delivers everything again.
--- `mark`: up to where the last incarnation that read was given groups, if none of them was trained; kept if that is uncounted.
+-- `mark` is up to where the last incarnation that read was given groups, if no step came of it: neither a commit nor a
+-- checkpoint beyond `base`, the step from which it `began`. One that did not come to open_chunk has read and counted nothing.
 local uncounted = redis.call('HGET', ST, 'phase') == 'queued' and redis.call('HGET', ST, 'cursor') == '0'
+local base = uncounted and num('base') or num('began')
+local fruitless = redis.call('HGET', ST, 'progressed') ~= '1' and tonumber(ARGV[4]) <= base
 local mark = uncounted and redis.call('HGET', ST, 'mark') or '0-0'
 redis.call('XGROUP', 'CREATE', Q, 't' .. fence, '0', 'MKSTREAM')
 for _, group in ipairs(redis.call('XINFO', 'GROUPS', Q)) do
   local fields = {}
   for i = 1, #group, 2 do fields[group[i]] = group[i + 1] end
   if fields['name'] ~= 't' .. fence then
-    if not uncounted and redis.call('HGET', ST, 'progressed') ~= '1' then mark = fields['last-delivered-id'] end
+    if not uncounted then mark = fields['last-delivered-id'] end
     redis.call('XGROUP', 'DESTROY', Q, fields['name'])
   end
 end
+if not fruitless then mark = '0-0' end
 redis.call('HSET', ST, 'ready', 0, 'epoch', epoch, 'fence', fence, 'low', low, 'version', ARGV[4], 'issued', issued,
   'void', ARGV[6], 'progressed', 0, 'phase', 'queued', 'cursor', 0, 'mark', mark,
-  'refused', '')
+  'base', base, 'began', ARGV[4], 'refused', '')
 return { epoch, fence }

@@ -1,7 +1,8 @@
 -- ARGV: fence, version or '', void or '', low, then (ticket, entry id or '') pairs. Returns Redis's own low, or -1 if fenced.
 -- `low` comes from the checkpoint: it heals a server that lost its last second.
 local ADVANCE_PER_CALL = 1000
-if redis.call('HGET', ST, 'fence') ~= ARGV[1] then return -1 end
+-- A server that lost its last second may know of `begin` and not of the end of `open_chunk`: nobody else would open it.
+if redis.call('HGET', ST, 'fence') ~= ARGV[1] or redis.call('HGET', ST, 'phase') ~= 'open' then return -1 end
 local group, low, target = 't' .. ARGV[1], num('low'), tonumber(ARGV[4])
 
 for i = 5, #ARGV, 2 do
@@ -17,7 +18,10 @@ for _ = 1, ADVANCE_PER_CALL do
 end
 redis.call('HSET', ST, 'low', low, 'issued', math.max(num('issued'), low))
 if ARGV[2] ~= '' then
-  if ARGV[2] ~= redis.call('HGET', ST, 'version') then redis.call('HSET', ST, 'progressed', 1) end
+  if ARGV[2] ~= redis.call('HGET', ST, 'version') then
+    redis.call('HSET', ST, 'progressed', 1)
+    redis.call('UNLINK', TRIES)  -- what killed trainers without a step between them is counted anew
+  end
   redis.call('HSET', ST, 'version', ARGV[2], 'void', ARGV[3])
   wake()
 end

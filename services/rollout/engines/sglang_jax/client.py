@@ -1,4 +1,4 @@
-"""Starts the engine's process and talks to it: the real implementation of `protocol.Engine`.
+"""Starts the engine's process and talks to it: the real implementation of `engines.base.Engine`.
 
 Inside the engine requests have names of ours, never used twice: a late answer cannot reach a newer request that a
 caller gave the same id, and aborting one id cannot hit another.
@@ -61,7 +61,7 @@ _ONE_THREAD_HIDDEN_SIZE = 256
 
 
 class SglangEngine(asyncio.Protocol):
-    """See `protocol.Engine`. Use `open_engine`."""
+    """See `engines.base.Engine`. Use `open_engine`."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
