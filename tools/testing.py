@@ -46,13 +46,14 @@ def lanes(*, long: bool) -> tuple[tuple[Suite, ...], ...]:
     """Suites, one after the other in each lane. A folder that is named nowhere else belongs to `base`."""
     folders = {path.name for path in (PROJECT / "tests").iterdir() if any(path.glob("test_*.py"))}
     rest = tuple(sorted(folders - _APART))
-    engines = Suite("trainer", ("trainer",), "trainer"), Suite("rollout", ("rollout",), "rollout")
     if long:
         fuzz = Suite("fuzz", ("fuzz/test_services.py",), options=(), variables={"VOLLEY_FUZZ_CASES": _FUZZ_CASES})
         beside = Suite("long", (*rest, *_STACK, "system"), options=_LONG)
         trainer = Suite("trainer", ("trainer",), "trainer", options=_LONG)
         return (Suite("chaos", ("chaos",), options=_LONG), trainer), (beside, fuzz)
-    return (Suite("base", rest),), (Suite("stack", _STACK),), engines, (Suite("faults", _FAULTS),)
+    light = Suite("base", rest), Suite("stack", _STACK)
+    trainer, rollout = Suite("trainer", ("trainer",), "trainer"), Suite("rollout", ("rollout",), "rollout")
+    return light, (trainer,), (rollout,), (Suite("faults", _FAULTS),)
 
 
 def main(arguments: Sequence[str]) -> int:
