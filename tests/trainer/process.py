@@ -29,6 +29,8 @@ from tests.trainer.support import group
 
 ROOT = Path(__file__).parents[2]
 BATCH, SIZE, ETA = 2, 2, 0
+SIMULATED = "tools.simulated.trainer"
+"""The module of a trainer without a model, where it is the process that is tested and not what it learns."""
 
 
 def config(folder: Path, redis_url: str, port: int, **overrides: Any) -> dict[str, Any]:

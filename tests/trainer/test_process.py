@@ -18,10 +18,9 @@ from services.cli.verify.command import verify
 from services.trainer.checkpoints.store import CheckpointFolders, RestoredCheckpoint
 from shared.config import load
 from shared.queue.server import embedded_server, prepare, running
-from tests.trainer.process import BATCH, producing, trainer
+from tests.trainer.process import BATCH, SIMULATED, producing, trainer
 from tools.simulated.trainer import NumpyArrays
 
-SIMULATED = "tools.simulated.trainer"
 STEPS = 5
 LATE = {"trainer__checkpointing_options": {"save_interval_steps": 3}, "grpo_config__off_policy_steps": 2}
 

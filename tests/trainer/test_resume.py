@@ -14,7 +14,8 @@ from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.settlement.ledger import LedgerFile
 from shared.queue.server import embedded_server
 from shared.types import Group
-from tests.trainer.process import BATCH, deterministic, producing, trainer
+from tests.trainer.process import BATCH, SIMULATED, deterministic, producing, trainer
+from tools.simulated.trainer import NumpyArrays
 
 STEPS = 5
 
@@ -84,7 +85,7 @@ def test_failed_and_poisoned_tickets_are_replaced(tmp_path: Path, redis: str):
             return Group(ticket, made.env, made.task, made.trajectories * 2)
         return made
 
-    with trainer(tmp_path, redis, trainer__max_steps=2) as process, producing(redis, 2 * BATCH, make):
+    with trainer(tmp_path, redis, SIMULATED, trainer__max_steps=2) as process, producing(redis, 2 * BATCH, make):
         status = process.wait(lambda s: s["phase"] == "done")
         assert process.terminate() == 0
     assert status["tickets"] == {"trained": 4, "failed": 1, "poison": 1}
@@ -100,9 +101,9 @@ def test_failed_and_poisoned_tickets_are_replaced(tmp_path: Path, redis: str):
 
 
 def test_a_newer_trainer_fences_the_older(tmp_path: Path, redis: str):
-    with trainer(tmp_path / "old", redis) as old:
+    with trainer(tmp_path / "old", redis, SIMULATED) as old:
         old.wait(lambda s: s["phase"] == "waiting")
-        with trainer(tmp_path / "new", redis) as new:
+        with trainer(tmp_path / "new", redis, SIMULATED) as new:
             new.wait(lambda s: s["phase"] == "waiting")
             assert old.process is not None
             assert old.process.wait(30) == 1
@@ -113,17 +114,17 @@ def test_a_newer_trainer_fences_the_older(tmp_path: Path, redis: str):
 
 def test_pause_checkpoint_and_sigterm_between_checkpoints(tmp_path: Path, redis: str):
     interval = {"trainer__checkpointing_options": {"save_interval_steps": 3}, "grpo_config__off_policy_steps": 2}
-    with trainer(tmp_path, redis, **interval) as process, producing(redis, BATCH, max_staleness=2):
+    with trainer(tmp_path, redis, SIMULATED, **interval) as process, producing(redis, BATCH, max_staleness=2):
         status = process.wait(lambda s: s["step"] == 1 and s["phase"] == "waiting")
         assert status["durable_step"] == 0
         process.ask("checkpoint")
         process.wait(lambda s: s["durable_step"] == 1)
         process.ask("pause")
         process.wait(lambda s: s["phase"] == "paused")
-    with trainer(tmp_path, redis, **interval) as process, producing(redis, 2 * BATCH, max_staleness=2):
+    with trainer(tmp_path, redis, SIMULATED, **interval) as process, producing(redis, 2 * BATCH, max_staleness=2):
         process.wait(lambda s: s["step"] == 2)
         assert process.status()["durable_step"] == 1
         assert process.terminate() == 0
-    restored = CheckpointFolders(tmp_path / "r" / "checkpoints", "r", 3, OrbaxArrays()).newest()
+    restored = CheckpointFolders(tmp_path / "r" / "checkpoints", "r", 3, NumpyArrays()).newest()
     assert restored is not None
     assert restored.state.step == 2
