@@ -239,6 +239,8 @@ class TicketQueue:
         lineage = self._owned(epoch)
         for ticket in finished:
             lineage.progress.finish(ticket.ticket)
+        if version != lineage.version:
+            lineage.tries.clear()
         lineage.progress.void, lineage.version = void, version
         await self._commit(lineage, finished)
 

@@ -238,17 +238,39 @@ async def test_a_checkpoint_that_was_not_committed_is_progress(queue: TicketQueu
     assert (entry.ticket, entry.deliveries) == (3, 1)
 
 
-async def test_a_step_forgets_who_died_before_it(queue: TicketQueue):
+@pytest.mark.parametrize("committed", [True, False])
+async def test_a_step_forgets_who_died_before_it(queue: TicketQueue, committed: bool):
     epoch = await start(queue)
     await fill(queue, 1, 2)
     await read(queue, epoch)
     epoch = await begun(queue, low=0, version=0, issued=2, void=0, done=(), epoch=epoch)
     first, second = await read(queue, epoch)
     assert (first.deliveries, second.deliveries) == (2, 2)
-    await queue.commit(epoch, 1, [Finished(1, first.entry_id)], 0)
+    if committed:
+        await queue.commit(epoch, 1, [Finished(1, first.entry_id)], 0)
     epoch = await begun(queue, low=1, version=1, issued=2, void=0, done=(), epoch=epoch)
     [second] = await read(queue, epoch)
     assert second.deliveries == 1
+
+
+async def test_what_is_delivered_after_a_step_was_held_by_no_trainer_that_died(queue: TicketQueue):
+    epoch = await start(queue)
+    await fill(queue, 1, 2)
+    await read(queue, epoch)
+    epoch = await begun(queue, low=0, version=0, issued=2, void=0, done=(), epoch=epoch)
+    [first] = await read(queue, epoch, count=1)
+    await queue.commit(epoch, 1, [Finished(1, first.entry_id)], 0)
+    [second] = await read(queue, epoch)
+    assert (first.deliveries, second.deliveries) == (2, 1)
+
+
+async def test_a_commit_of_nothing_new_wakes_nobody(queue: TicketQueue, redis: Redis):
+    epoch = await start(queue)
+    before = await redis.hget(queue.keys.state, "wake")
+    await queue.commit(epoch, 0, [], 0)
+    assert await redis.hget(queue.keys.state, "wake") == before
+    await queue.commit(epoch, 1, [], 0)
+    assert await redis.hget(queue.keys.state, "wake") != before
 
 
 async def test_a_server_that_forgot_the_end_of_an_opening_fences_its_trainer(queue: TicketQueue, redis: Redis):

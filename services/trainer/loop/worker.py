@@ -93,6 +93,7 @@ class TrainerWorker:
         while not status.stopping:
             status.changed.clear()
             await status.changed.wait()
+        await self._leave()  # once more: the queue may have been away
         status.phase = "stopped"
 
     async def _life(self, group: asyncio.TaskGroup) -> None:

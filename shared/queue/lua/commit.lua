@@ -4,6 +4,7 @@ local ADVANCE_PER_CALL = 1000
 -- A server that lost its last second may know of `begin` and not of the end of `open_chunk`: nobody else would open it.
 if redis.call('HGET', ST, 'fence') ~= ARGV[1] or redis.call('HGET', ST, 'phase') ~= 'open' then return -1 end
 local group, low, target = 't' .. ARGV[1], num('low'), tonumber(ARGV[4])
+local before = low
 
 for i = 5, #ARGV, 2 do
   clear(ARGV[i], group, ARGV[i + 1])
@@ -22,7 +23,9 @@ if ARGV[2] ~= '' then
     redis.call('HSET', ST, 'progressed', 1)
     redis.call('UNLINK', TRIES)  -- what killed trainers without a step between them is counted anew
   end
+  if #ARGV > 4 or low ~= before or ARGV[2] ~= redis.call('HGET', ST, 'version') or ARGV[3] ~= redis.call('HGET', ST, 'void') then
+    wake()
+  end
   redis.call('HSET', ST, 'version', ARGV[2], 'void', ARGV[3])
-  wake()
 end
 return low

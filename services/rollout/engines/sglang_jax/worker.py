@@ -95,7 +95,8 @@ class EngineWorker:
             still = partial(self._still, call, weights)
             leaves, timings = load_leaves(self._scheduler.runner, weights, still)
         except Exception as error:  # noqa: BLE001 - whatever fails here concerns these weights, not the engine
-            failure = _as_weights_error(error, weights.version)
+            # Without its traceback, whose frames hold the arrays that were loaded until the next garbage collection.
+            failure = _as_weights_error(error, weights.version).with_traceback(None)
             self._loaded.put(lambda: self._reply(call, lambda: _throw(failure)))
         else:
             self._loaded.put(lambda: self._reply(call, lambda: self._keep(call, weights, leaves, timings)))
