@@ -23,6 +23,7 @@ one.
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1000)
 def test_every_manipulation_is_named_within_bounds(tmp_path: Path):
     valid = small_run.make(tmp_path / small_run.RUN)
     command = [sys.executable, "-m", "tests.support.mutations", str(valid), "1", str(_OF_A_KIND), str(_HUNG_S)]

@@ -11,7 +11,8 @@ The first third is warm-up: there JAX fills its compilation cache, allocators an
 - *File descriptors* grow if the interval is above 0 and says two or more over the time measured.
 - *Redis* is bounded by what its data needs: (cap + K·B) groups, where cap = (η + 1)·B is how many may be on their way
   and K·B how many are trained and not yet durable, each as large as the largest entry measured; beside that what it
-  used without the stream after the warm-up; connections and their buffers are not counted.
+  used without the stream after the warm-up, and 64 kB for what comes and goes with groups (leases, notices, scripts
+  used for the first time); connections and their buffers are not counted.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ KEPT_MB_PER_STEP = {"trainer": 0.1, "rollout": 0.02}
 WARM_UP = 1 / 3
 _MB = 1e6
 _GROWN_FDS = 2.0
+_BESIDE_GROUPS = 2**16
 _PARTS = 20
 
 
@@ -114,7 +116,7 @@ def _redis(samples: Sequence[SoakSample], config: RunConfig) -> dict[str, Any]:
     batch, interval = config.trainer.groups_per_step, config.trainer.checkpointing_options.save_interval_steps
     n_entries = (config.grpo_config.off_policy_steps + 1 + interval) * batch
     entry = max((q.stream / q.n_entries for q in queues if q.n_entries), default=0.0)
-    base = queues[0].used - queues[0].clients - queues[0].stream
+    base = queues[0].used - queues[0].clients - queues[0].stream + _BESIDE_GROUPS
     bound, largest = base + n_entries * entry, max(q.used - q.clients for q in queues)
     problems = []
     if largest > bound:
