@@ -83,13 +83,7 @@ def _pytest(suite: Suite, arguments: Sequence[str], *, shown: bool) -> tuple[int
     paths = [f"tests/{folder}" for folder in suite.folders]
     command = [str(python_of(suite.environment)), "-m", "pytest", *suite.options, *paths, *arguments]
     lines, last = [f"\n### tests of {suite.name} in .venvs/{suite.environment}\n"], ""
-    with subprocess.Popen(
-        command,
-        cwd=PROJECT,
-        env=_variables(suite),
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with subprocess.Popen(command, cwd=PROJECT, env=_variables(suite), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)

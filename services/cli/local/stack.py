@@ -221,7 +221,7 @@ async def _ping(services: ServicesSection) -> None:
     client = redis_client.connect(services.redis_url, services.redis_password_file, services.tls.ca_file)
     async with client:
         with redis_client.translated():
-            await client.ping()  # typed for both the sync and the async client
+            await client.ping()
 
 
 async def _is_healthy(url: str, ca_file: Path | None) -> bool:

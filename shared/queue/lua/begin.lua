@@ -27,7 +27,7 @@ for _, group in ipairs(redis.call('XINFO', 'GROUPS', Q)) do
   end
 end
 if not fruitless then mark = '0-0' end
-if tonumber(ARGV[4]) > base then redis.call('UNLINK', TRIES) end  -- a step, as in commit
+if tonumber(ARGV[4]) > base then redis.call('UNLINK', TRIES) end  -- a step forgets earlier deaths
 redis.call('HSET', ST, 'ready', 0, 'epoch', epoch, 'fence', fence, 'low', low, 'version', ARGV[4], 'issued', issued,
   'void', ARGV[6], 'progressed', 0, 'phase', 'queued', 'cursor', 0, 'mark', mark,
   'base', base, 'began', ARGV[4], 'refused', '')

@@ -19,10 +19,7 @@ for _ = 1, ADVANCE_PER_CALL do
 end
 redis.call('HSET', ST, 'low', low, 'issued', math.max(num('issued'), low))
 if ARGV[2] ~= '' then
-  if ARGV[2] ~= redis.call('HGET', ST, 'version') then
-    redis.call('HSET', ST, 'progressed', 1)
-    redis.call('UNLINK', TRIES)  -- what killed trainers without a step between them is counted anew
-  end
+  if ARGV[2] ~= redis.call('HGET', ST, 'version') then redis.call('HSET', ST, 'progressed', 1) end
   if #ARGV > 4 or low ~= before or ARGV[2] ~= redis.call('HGET', ST, 'version') or ARGV[3] ~= redis.call('HGET', ST, 'void') then
     wake()
   end
