@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -23,6 +24,10 @@ from pydantic import (
 from shared.services import SERVICES
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+MAX_WEIGHT = 1_000_000
+Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
+MOST_ENVIRONMENTS = 256
+"""In a run at once."""
 _MOST_LINES = 100_000
 """Ledger lines that one checkpoint carries: some 40 MB, of the 64 that are read of its state."""
 
@@ -53,14 +58,59 @@ class ModelSection(Section):
     remat: Literal["none", "block", "decoder"] = "none"
 
 
+class MixtureEntry(Section):
+    """One environment of several: `weight` in proportion to the others' (0 only evaluates), never less than `min_share`
+    of the groups, and settings of a built-in. A plain number is its weight.
+    """
+
+    weight: Weight = 1.0
+    min_share: Fraction = 0.0
+    env_config: dict[str, Any] = {}
+
+
+def _entry(value: Any) -> Any:
+    return {"weight": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 class DataSection(Section):
-    """Which environment makes the tasks. `train` and `eval` are the files of a dataset environment."""
+    """Which environment makes the tasks. `train` and `eval` are the files of a dataset environment.
+
+    `mixture` names the environments that the run plays beside `env`, its main one, whose weight is 1 unless it is named
+    there too.
+    """
 
     env: str
     env_config: dict[str, Any] = {}
+    mixture: dict[str, Annotated[MixtureEntry, BeforeValidator(_entry)]] = {}
     train: Path | None = None
     eval: Path | None = None
     n_eval_tasks: PositiveInt = 200
+
+    @property
+    def environments(self) -> dict[str, MixtureEntry]:
+        """All environments that the run begins with; the main one first."""
+        main = self.mixture.get(self.env, MixtureEntry())
+        return {self.env: main.model_copy(update={"env_config": self.env_config}), **self._others}
+
+    @property
+    def _others(self) -> dict[str, MixtureEntry]:
+        return {name: entry for name, entry in self.mixture.items() if name != self.env}
+
+    @model_validator(mode="after")
+    def _playable(self) -> DataSection:
+        if len(self.mixture) >= MOST_ENVIRONMENTS:
+            raise ValueError(f"data.mixture names more than {MOST_ENVIRONMENTS - 1} environments")
+        main = self.mixture.get(self.env)
+        if main is not None and main.env_config:
+            raise ValueError(f"data.mixture.{self.env}.env_config: settings of data.env belong into data.env_config")
+        rows = self.environments.values()
+        if not any(row.weight for row in rows):
+            raise ValueError("data.mixture leaves no environment a weight above 0, so there is nothing to train on")
+        if (least := sum(row.min_share for row in rows)) > 1:
+            raise ValueError(f"data.mixture: the min_share of all environments is {least:g} together, more than 1")
+        if wrong := [name for name, row in self.mixture.items() if row.min_share and not row.weight]:
+            raise ValueError(f"data.mixture.{wrong[0]}.min_share needs a weight above 0")
+        return self
 
 
 class OptimizerConfig(Section):

@@ -54,10 +54,15 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
 
 
 def open_catalogue(settings: EnvSettings) -> Catalogue:
-    """The catalogue, with one task of the run's environment tried out. Raises ConfigError."""
+    """The catalogue, with one task of each of the run's environments tried out. Raises ConfigError."""
     try:
         catalogue = Catalogue(settings.configs)
         try_out(catalogue.get(settings.env).environment)
     except InputError as error:
         raise ConfigError(f"data.env={settings.env}: {error.detail}", error.hint) from error
+    for name in settings.others:
+        try:
+            try_out(catalogue.get(name).environment)
+        except InputError as error:
+            raise ConfigError(f"data.mixture.{name}: {error.detail}", error.hint) from error
     return catalogue

@@ -20,8 +20,8 @@ MAX_OBJECTS = 2**14
 
 @dataclass(frozen=True, slots=True)
 class EnvSettings:
-    """`env` is the environment of the run, checked at start; `configs` holds the settings of each built-in that has
-    some.
+    """`env` is the main environment of the run, `others` are the rest of its mixture, all checked at start; `configs`
+    holds the settings of each built-in that has some.
 
     ttl_s is the idle life of an episode, in seconds; deadline_s bounds one call into environment code; n_threads is
     how many calls into one kind of environment run at once.
@@ -35,6 +35,7 @@ class EnvSettings:
     n_threads: int
     limits: Limits
     token_files: TokenFiles
+    others: tuple[str, ...] = ()
 
 
 def from_config(config: RunConfig) -> EnvSettings:
@@ -42,7 +43,10 @@ def from_config(config: RunConfig) -> EnvSettings:
     data, orchestrator, limits = config.data, config.orchestrator, config.services.limits
     files = {"train": data.train, "eval": data.eval}
     configs: dict[str, dict[str, Any]] = {name: {k: v for k, v in files.items() if v is not None} for name in DATASETS}
-    configs[data.env] = {**configs.get(data.env, {}), **data.env_config}
+    played = data.environments
+    for name, entry in played.items():
+        if name == data.env or entry.env_config:
+            configs[name] = {**configs.get(name, {}), **entry.env_config}
     return EnvSettings(
         env=data.env,
         configs=configs,
@@ -52,4 +56,5 @@ def from_config(config: RunConfig) -> EnvSettings:
         n_threads=4,
         limits=limits.model_copy(update={"max_body_bytes": min(limits.max_body_bytes, MAX_BODY)}),
         token_files=config.services.token_files,
+        others=tuple(name for name in played if name != data.env),
     )

@@ -41,6 +41,12 @@ GENERATE_SECONDS = Histogram(
     registry=REGISTRY,
 )
 GROUPS = Counter("volley_groups", "Groups by what became of them", ["outcome"], registry=REGISTRY)
+ENV_GROUPS = Counter(
+    "volley_env_groups",
+    "Groups by environment (without version; of the first 32 names) and by what became of them",
+    ["env", "outcome"],
+    registry=REGISTRY,
+)
 
 
 def count(purpose: str, trajectory: Trajectory) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,11 @@ from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import GroupPlan, run_group
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator
 from services.orchestrator.evaluation.records import as_rows
+from services.orchestrator.mixture.log import MixtureLog
+from services.orchestrator.mixture.members import weights_of
+from services.orchestrator.mixture.mixture import ConfiguredMixture, RunMixture
 from services.orchestrator.schedule.gate import ReservationGate
-from services.orchestrator.schedule.run_schedule import RunSchedule, RunSizes, wait_for_tasks
-from services.orchestrator.schedule.seeding import TaskOrder
+from services.orchestrator.schedule.run_schedule import RunSchedule, wait_for_tasks
 from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.settings import OrchestratorSettings
@@ -24,6 +27,7 @@ from shared.process import telemetry, wedge
 from shared.process.wedge import ServiceReport
 from shared.queue.queue import TicketQueue
 from shared.run.folder import RunFolder
+from shared.run.mixture import SplitSizes
 
 _PAUSED = "paused"
 _log = telemetry.Log("run")
@@ -31,7 +35,7 @@ _log = telemetry.Log("run")
 
 @dataclass
 class Orchestrator:
-    """`schedule` is None until the environment service has answered."""
+    """`schedule` and `mixture` are None until the environment service has answered."""
 
     settings: OrchestratorSettings
     queue: TicketQueue
@@ -43,6 +47,7 @@ class Orchestrator:
     dispatcher: Dispatcher
     schedule: RunSchedule | None = None
     evaluator: Evaluator | None = None
+    mixture: RunMixture | None = None
 
     async def work(self) -> None:
         """The worker: follows the run to its end. What it cannot go on from is the state `failed`, to be read at the
@@ -109,34 +114,43 @@ class Orchestrator:
             "mean_episode_s": status.mean_episode_s(),
             "no_server": no_server,
             "servers": self.balancer.describe(),
+            "mixture": self.mixture.describe() if self.mixture else [],
             "evaluations": as_rows(self.evaluator.records) if self.evaluator else [],
         }
 
     async def _follow(self) -> None:
-        sizes = await wait_for_tasks(self.environments, self.settings.env, self.status)
-        self.evaluator = self._evaluator(sizes)
+        settings = self.settings
+        sizes = {env: await wait_for_tasks(self.environments, env, self.status) for env in settings.members}
+        folder = RunFolder(settings.folder)
+        self.mixture = mixture = RunMixture(
+            ConfiguredMixture(settings.env, settings.members, settings.seed),
+            sizes,
+            await asyncio.to_thread(MixtureLog, folder.mixture, weights_of(settings.members), self._n_issued),
+            self.environments,
+            self.status,
+        )
+        self.evaluator = self._evaluator(sizes[settings.env])
         self.schedule = RunSchedule(
             self.queue,
             self.balancer,
             self.status,
             self.gate,
-            self._ticket_loop(sizes),
+            self._ticket_loop(mixture),
             self.evaluator,
-            max_steps=self.settings.max_steps,
-            checkpoints=RunFolder(self.settings.folder).checkpoints,
+            max_steps=settings.max_steps,
+            checkpoints=folder.checkpoints,
         )
-        await self.schedule.follow()
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(mixture.watch())
+            await self.schedule.follow()
+            watching.cancel()
 
-    def _ticket_loop(self, sizes: RunSizes) -> TicketLoop:
+    async def _n_issued(self) -> int:
+        return (await self.queue.state()).issued
+
+    def _ticket_loop(self, mixture: RunMixture) -> TicketLoop:
         settings = self.settings
-        plan = GroupPlan(
-            settings.env,
-            "train",
-            settings.group_size,
-            settings.seed,
-            settings.sampling,
-            TaskOrder(settings.seed, sizes.n_train),
-        )
+        plan = GroupPlan("train", settings.group_size, settings.seed, settings.sampling, mixture.task_of)
         return TicketLoop(
             self.queue,
             self.gate,
@@ -144,9 +158,10 @@ class Orchestrator:
             settings.terms,
             n_groups=settings.n_groups,
             run_group=lambda ticket, need: run_group(self.dispatcher, plan, ticket, need),
+            mixture=mixture,
         )
 
-    def _evaluator(self, sizes: RunSizes) -> Evaluator:
+    def _evaluator(self, sizes: SplitSizes) -> Evaluator:
         settings = self.settings
         plan = EvalPlan(
             settings.env,

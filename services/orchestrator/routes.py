@@ -5,18 +5,36 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field
 
 from services.orchestrator.orchestrator import Orchestrator
-from shared.errors import Conflict, NotFound
+from shared.errors import Conflict, NotFound, Unavailable
+from shared.schema import MOST_ENVIRONMENTS, Weight
 from shared.web.access import Role
+from shared.web.http import read_model, respond
+from shared.web.openapi import declares
 
 router = APIRouter(prefix="/runs", tags=["runs"])
 ROLES = {
     "GET /runs": Role.VIEWER,
     "GET /runs/{name}": Role.VIEWER,
+    "PATCH /runs/{name}": Role.ADMIN,
     "POST /runs/{name}/pause": Role.ADMIN,
     "POST /runs/{name}/resume": Role.ADMIN,
 }
+
+
+class MixtureBody(BaseModel):
+    """Weights by name without version."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, json_schema_extra={"examples": [{"mixture": {"frozen_lake": 3, "adder": 1}}]}
+    )
+    mixture: Annotated[
+        dict[Annotated[str, Field(min_length=1, max_length=200)], Weight],
+        Field(min_length=1, max_length=MOST_ENVIRONMENTS),
+    ]
 
 
 async def _orchestrator(request: Request) -> Orchestrator:
@@ -46,6 +64,19 @@ async def show_run(orchestrator: Named) -> dict[str, Any]:
     evaluations.
     """
     return orchestrator.describe()
+
+
+@router.patch("/{name}", openapi_extra=declares(body=MixtureBody, answer={"type": "object"}))
+async def change_run(request: Request, orchestrator: Named) -> Response:
+    """Other weights of the run's mixture, from the next ticket on; 0 removes an environment. Those that are not named
+    keep theirs. Repeating it changes nothing.
+    """
+    _require_going(orchestrator)
+    body = await read_model(request, MixtureBody)
+    if orchestrator.mixture is None:
+        raise Unavailable("the environment service has not answered yet", "try again")
+    await orchestrator.mixture.choose(body.mixture)
+    return respond(request, orchestrator.describe())
 
 
 @router.post("/{name}/pause")

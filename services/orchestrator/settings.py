@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.episodes.turn import TokenBounds
+from services.orchestrator.mixture.members import Member, exact
 from services.orchestrator.schedule.ticket_loop import Admission
 from shared.errors import ConfigError
 from shared.schema import Limits, RunConfig, TokenFiles
@@ -15,13 +16,16 @@ from shared.schema import Limits, RunConfig, TokenFiles
 
 @dataclass(frozen=True, slots=True)
 class OrchestratorSettings:
-    """`folder` is the run's; `sampling` holds temperature, top_p and top_k of training episodes."""
+    """`folder` is the run's; `sampling` holds temperature, top_p and top_k of training episodes. `env` is the main
+    one of the environments, `members` are all that the run begins with.
+    """
 
     run: str
     folder: Path
     seed: int
     model_path: str
     env: str
+    members: Mapping[str, Member]
     env_url: str
     rollout_urls: tuple[str, ...]
     redis_url: str
@@ -58,6 +62,10 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         seed=config.run.seed,
         model_path=config.model.path,
         env=config.data.env,
+        members={
+            name: Member(exact(entry.weight), exact(entry.min_share))
+            for name, entry in config.data.environments.items()
+        },
         env_url=services.base_url("env"),
         rollout_urls=services.rollout_urls,
         redis_url=services.redis_url,

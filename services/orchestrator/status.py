@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from shared.errors import Party
+from services.orchestrator.mixture.tallies import EnvironmentTallies
+from shared.errors import Party, VolleyError
 from shared.process.wedge import Wait
 from shared.types import Group, Trajectory
 
@@ -40,6 +41,7 @@ class RunStatus:
         self.published = 0
         self.failed_groups = 0
         self.last_failure: str | None = None
+        self.by_env = EnvironmentTallies()
         self.staleness: int | None = None
 
     @contextmanager
@@ -83,10 +85,14 @@ class RunStatus:
         self._forget(second)
         self._durations.append(trajectory.timings["total_s"])
 
+    def episode_failed(self, env: str, error: VolleyError) -> None:
+        self.last_failure = self.by_env[env].last_failure = f"{type(error).__name__}: {error}"
+
     def group_published(self, group: Group, version: int) -> None:
         """Args: version: the queue's step at the time."""
         self.moved()
         self.published += 1
+        self.by_env.published(group)
         if group.failure is None:
             self.staleness = max(0, version - group.oldest().step)
         else:

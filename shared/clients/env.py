@@ -50,7 +50,8 @@ class EnvClient(HttpClient):
         await self.get("/ready", attempts=1)
 
     async def environments(self) -> Any:
-        return await self.get("/environments")
+        """The rows of all environments on offer."""
+        return await self.get("/environments", attempts=1)
 
     async def num_tasks(self, env: str, split: str) -> int:
         """Raises NotFound for an unknown environment or split."""

@@ -12,7 +12,8 @@ class RunFolder:
 
     `metrics` and `handovers` have a line a step, `ledger` one a ticket, `refused` one a refused step, whose groups are
     below `refused_groups`, `sft` one a report of the warm start (all written by the trainer); `evals` a line an
-    evaluation, `samples` some of its episodes (by the orchestrator). The rest is the supervisor's.
+    evaluation, `samples` some of its episodes, `mixture` a line a change of the mixture (by the orchestrator). The rest
+    is the supervisor's.
     """
 
     path: Path
@@ -72,6 +73,10 @@ class RunFolder:
     @property
     def evals(self) -> Path:
         return self.path / "evals.jsonl"
+
+    @property
+    def mixture(self) -> Path:
+        return self.path / "mixture.jsonl"
 
     @property
     def summary(self) -> Path:

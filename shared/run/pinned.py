@@ -61,6 +61,12 @@ RULES = (
         "weights and optimizer belong to this model; start a run from the trained weights with model.path=RUN@VERSION",
     ),
     Rule(
+        "data.mixture",
+        False,
+        "tickets before and after would be divided differently; PATCH /runs/{name} changes the weights while the run "
+        "goes on",
+    ),
+    Rule(
         "data.",
         False,
         "tickets name tasks of this data, and evaluations before and after would measure different things",

@@ -13,7 +13,7 @@ from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import GroupPlan
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.turn import SamplingSpec, TokenBounds
-from services.orchestrator.schedule.seeding import TaskOrder
+from services.orchestrator.schedule.seeding import TaskOrder, TicketTask
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening, StepReply
@@ -236,7 +236,10 @@ def spec(ticket: int = 1, sample_index: int = 0, need: VersionBounds | None = No
 
 
 def plan(group_size: int = 4, n_tasks: int = 10) -> GroupPlan:
-    return GroupPlan("demo", "train", group_size, 7, SAMPLING, TaskOrder(7, n_tasks))
+    async def task_of(ticket: int) -> TicketTask:
+        return TicketTask("demo", TaskOrder(7, n_tasks).index(ticket))
+
+    return GroupPlan("train", group_size, 7, SAMPLING, task_of)
 
 
 def unreachable(n: int = 1) -> list[VolleyError]:

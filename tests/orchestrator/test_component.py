@@ -162,6 +162,61 @@ async def test_pause_and_resume(tmp_path, redis, redis_url):
         assert (await client.post("/runs/demo/pause")).status_code == 409
 
 
+async def test_a_mixture_changes_while_the_run_goes_on_and_no_ticket_its_task(tmp_path, redis, redis_url):
+    async def play(folder, patch):
+        await redis.flushall()
+        rollouts = [RolloutDouble(delay_s=0.01)]
+        trainer = TrainerClient(redis, rollouts)
+        async with (
+            system(folder, redis_url, rollouts, data={"mixture": {"frozen_lake": 2, "sokoban": 1}}) as (client, _),
+            asyncio.TaskGroup() as tasks,
+        ):
+            training = tasks.create_task(trainer.train(4))
+            async with asyncio.timeout(60):
+                while trainer.step < 2:
+                    await asyncio.sleep(0.01)
+            if patch:
+                answer = await client.patch("/runs/demo", json={"mixture": {"sokoban": 0}})
+                assert (answer.status_code, answer.json()["name"]) == (200, "demo")
+                again = await client.patch("/runs/demo", json={"mixture": {"sokoban": 0}})
+                assert again.json()["mixture"] == answer.json()["mixture"]
+            await training
+            run = await until(client, "finished")
+            assert (await client.patch("/runs/demo", json={"mixture": {"sokoban": 1}})).status_code == 409
+        return {g.ticket: (g.env, g.task) for _, g in trainer.groups}, {row["env"]: row for row in run["mixture"]}
+
+    calm, rows = await play(tmp_path / "a", patch=False)
+    assert [env for env, _ in calm.values()].count("sokoban") in (2, 3)
+    assert (rows["frozen_lake"]["groups"] + rows["sokoban"]["groups"], rows["sokoban"]["share"]) == (8, 0.333333)
+    assert not (tmp_path / "a" / "demo" / "mixture.jsonl").exists()
+    changed, rows = await play(tmp_path / "b", patch=True)
+    (line,) = (orjson.loads(text) for text in (tmp_path / "b" / "demo" / "mixture.jsonl").read_text().splitlines())
+    assert rows["sokoban"]["state"] == "removed"
+    assert all(changed[t] == calm[t] for t in range(1, line["from_ticket"]))
+    assert all(changed[t][0] == "frozen_lake" for t in range(line["from_ticket"], 9))
+
+
+async def test_what_is_wrong_with_a_change_of_the_mixture_is_told(tmp_path, redis, redis_url):
+    async with system(tmp_path, redis_url, []) as (client, _):
+        await begun(TicketQueue(redis, "demo"), 0, 0, 0, 0, [], 0)
+        async with asyncio.timeout(60):
+            while (await client.patch("/runs/demo", json={"mixture": {"frozen_lake": 1}})).status_code == 503:
+                await asyncio.sleep(0.05)
+        for body, status, told in (
+            ({"mixture": {"chess": 1}}, 422, "frozen_lake"),
+            ({"mixture": {"frozen_lake": 0}}, 422, "nothing would be left"),
+            ({"mixture": {"frozen_lake": -1}}, 422, "mixture.frozen_lake"),
+            ({"mixture": {"frozen_lake": "1"}}, 422, "mixture.frozen_lake"),
+            ({"mixture": {}}, 422, "mixture"),
+            ({}, 422, "mixture is missing"),
+            ({"mixture": {"frozen_lake": 1}, "steps": 3}, 422, "steps"),
+            ([], 400, "object"),
+        ):
+            answer = await client.patch("/runs/demo", json=body)
+            assert (answer.status_code, told in answer.text) == (status, True), answer.text
+        assert (await client.patch("/runs/other", json={"mixture": {"frozen_lake": 1}})).status_code == 404
+
+
 async def test_what_is_missing_is_named(tmp_path, redis, redis_url):
     async with system(tmp_path, redis_url, []) as (client, _):
         assert (await client.get("/runs/other")).status_code == 404

@@ -43,7 +43,7 @@ class Dispatcher:
                 try:
                     return await self._attempt(spec, budget, purpose)
                 except VolleyError as error:
-                    self._status.last_failure = f"{type(error).__name__}: {error}"
+                    self._status.episode_failed(spec.env, error)
                     _log.warning(
                         "episode failed",
                         ticket=spec.ticket,

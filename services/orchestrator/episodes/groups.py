@@ -5,13 +5,13 @@ between.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.turn import SamplingSpec
-from services.orchestrator.schedule.seeding import TaskOrder
+from services.orchestrator.schedule.seeding import TicketTask
 from services.orchestrator.servers.balancer import VersionBounds
 from shared.errors import VolleyError, first_error
 from shared.process import telemetry
@@ -22,19 +22,19 @@ _log = telemetry.Log("groups")
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What all groups of a run share. `sampling` holds temperature, top_p and top_k; G is `group_size`."""
+    """What all groups of a run share. `sampling` holds temperature, top_p and top_k; G is `group_size`; `task_of` says
+    which task a ticket is.
+    """
 
-    env: str
     split: str
     group_size: int
     seed: int
     sampling: Mapping[str, Any]
-    order: TaskOrder
+    task_of: Callable[[int], Awaitable[TicketTask]]
 
-    def specs(self, ticket: int, need: VersionBounds) -> list[SamplingSpec]:
-        index = self.order.index(ticket)
+    def specs(self, task: TicketTask, ticket: int, need: VersionBounds) -> list[SamplingSpec]:
         return [
-            SamplingSpec(self.env, self.split, index, ticket, sample_index, self.seed, self.sampling, need)
+            SamplingSpec(task.env, self.split, task.index, ticket, sample_index, self.seed, self.sampling, need)
             for sample_index in range(self.group_size)
         ]
 
@@ -42,14 +42,17 @@ class GroupPlan:
 async def run_group(dispatcher: Dispatcher, plan: GroupPlan, ticket: int, need: VersionBounds) -> Group:
     """The group of a ticket. An error of one sample, its attempts used up, fails the group and stops the others."""
     failure: VolleyError | None = None
-    tasks: list[asyncio.Task[Trajectory]] = []
+    task = await plan.task_of(ticket)
+    running: list[asyncio.Task[Trajectory]] = []
     try:
         async with asyncio.TaskGroup() as episodes:
-            tasks += [episodes.create_task(dispatcher.episode(spec, "train")) for spec in plan.specs(ticket, need)]
+            running += [
+                episodes.create_task(dispatcher.episode(spec, "train")) for spec in plan.specs(task, ticket, need)
+            ]
     except* VolleyError as errors:
         failure = first_error(errors)
     if failure is not None:
-        _log.warning("group failed", ticket=ticket, error=type(failure).__name__, detail=str(failure))
-        return Group(ticket, plan.env, f"{plan.split}/{plan.order.index(ticket)}", (), failure=type(failure).__name__)
-    trajectories = tuple(task.result() for task in tasks)
-    return Group(ticket, plan.env, trajectories[0].task, trajectories)
+        _log.warning("group failed", ticket=ticket, env=task.env, error=type(failure).__name__, detail=str(failure))
+        return Group(ticket, task.env, f"{plan.split}/{task.index}", (), failure=type(failure).__name__)
+    trajectories = tuple(episode.result() for episode in running)
+    return Group(ticket, task.env, trajectories[0].task, trajectories)

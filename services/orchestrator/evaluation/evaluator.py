@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import fcntl
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,7 @@ from services.orchestrator.schedule.lineage import Lineage
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.errors import StorageUnavailable, Unavailable, VolleyError
-from shared.files import storage
+from shared.files import locks
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
 from shared.run.folder import RunFolder
@@ -104,7 +102,7 @@ class Evaluator:
         """Measures the weights of `step`, unless another orchestrator has. Raises Unavailable when no task came
         through.
         """
-        lock = await once_there_is_room(lambda: _lock_file(self._evals.with_suffix(".lock")), self._waiting)
+        lock = await once_there_is_room(lambda: locks.lock_file(self._evals.with_suffix(".lock")), self._waiting)
         async with self._alone(lock):
             self._read = read_records(self._evals)
             if self.due(step):
@@ -123,13 +121,10 @@ class Evaluator:
     @asynccontextmanager
     async def _alone(self, lock: int) -> AsyncIterator[None]:
         """Waits for as long as another process evaluates; ends only so, or by cancellation. Closes the descriptor."""
-        try:
+        async with AsyncExitStack() as stack:
             with self._status.waits_on("peer"):
-                while not _locked(lock):  # noqa: ASYNC110 - another process holds it; there is no event to wait for
-                    await asyncio.sleep(_LOCK_POLL_S)
+                await stack.enter_async_context(locks.locked(lock, poll_s=_LOCK_POLL_S))
             yield
-        finally:
-            os.close(lock)
 
     def _waiting(self, error: StorageUnavailable | None) -> None:
         self._status.disk = str(error) if error else None
@@ -182,18 +177,3 @@ class Evaluator:
             "end": trajectory.end,
             "text": self._tokenizer.decode(trajectory.token_ids.tolist()),
         }
-
-
-def _lock_file(path: Path) -> int:
-    """A descriptor. Raises StorageUnavailable."""
-    with storage.storage(path.parent.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-
-
-def _locked(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

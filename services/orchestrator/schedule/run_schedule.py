@@ -10,7 +10,6 @@ without a record.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 
 from services.orchestrator.evaluation.evaluator import Evaluator
@@ -24,6 +23,7 @@ from shared.errors import QueueUnavailable, Unavailable
 from shared.process import telemetry
 from shared.process.wedge import Wait
 from shared.queue.records import QueueState
+from shared.run.mixture import SplitSizes
 from shared.run.state import in_lineage
 from shared.types import WeightVersion
 
@@ -31,19 +31,11 @@ _POLL_S = 0.25
 _log = telemetry.Log("run")
 
 
-@dataclass(frozen=True, slots=True)
-class RunSizes:
-    """Tasks of the two splits, as the environment service counts them."""
-
-    n_train: int
-    n_eval: int
-
-
-async def wait_for_tasks(environments: EnvClient, env: str, status: RunStatus) -> RunSizes:
+async def wait_for_tasks(environments: EnvClient, env: str, status: RunStatus) -> SplitSizes:
     """Waits until the environment service answers. Raises NotFound for an environment or split it does not have."""
     while True:
         try:
-            return RunSizes(await environments.num_tasks(env, "train"), await environments.num_tasks(env, "eval"))
+            return SplitSizes(await environments.num_tasks(env, "train"), await environments.num_tasks(env, "eval"))
         except Unavailable as error:
             status.waiting = Wait("env", f"the environment service: {error}")
         await asyncio.sleep(1.0)

@@ -2,8 +2,8 @@
 environments.
 
 Invariants
-- A pass over the split meets every task exactly once, in an order of its own; ticket t is always the same task, in any
-  process and after any restart.
+- A pass over the split meets every task exactly once, in an order of its own, which the ordinal of a group among those
+  of its environment (see shared.run.mixture) and the size of the split alone decide.
 - The seeds do not depend on the attempt: a sample that is dispatched again repeats itself.
 """
 
@@ -16,15 +16,25 @@ _ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
+class TicketTask:
+    """The task of a ticket: an index in the training split of an environment."""
+
+    env: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class TaskOrder:
-    """Sampling without replacement: ticket (from 1) → index in a split of `n_tasks` tasks."""
+    """Sampling without replacement: ordinal of a group of its environment (from 1; where a run has one environment, the
+    ticket) → index in a split of `n_tasks` tasks.
+    """
 
     seed: int
     n_tasks: int
 
-    def index(self, ticket: int) -> int:
-        """0 <= index < n_tasks; a bijection over the tickets of each pass. O(1) in memory."""
-        turn, position = divmod(ticket - 1, self.n_tasks)
+    def index(self, ordinal: int) -> int:
+        """0 <= index < n_tasks; a bijection over the ordinals of each pass. O(1) in memory."""
+        turn, position = divmod(ordinal - 1, self.n_tasks)
         half_bits = max(1, ((self.n_tasks - 1).bit_length() + 1) // 2)
         while True:
             position = self._feistel(position, turn, half_bits)

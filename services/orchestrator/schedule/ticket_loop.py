@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from services.orchestrator import metrics
+from services.orchestrator.schedule.failure_judge import FailureJudge, OnlyEnvironment, SetsAside
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
-from shared.errors import QueueUnavailable, VolleyError
+from shared.errors import QueueUnavailable
 from shared.process import telemetry
 from shared.process.wedge import Wait
 from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
@@ -31,7 +32,6 @@ from shared.types import Group
 _RESERVE_WAIT_S = 2.0
 _RETRY_S, _RETRY_CAP_S = 0.1, 1.0
 _GIVE_BACK_S, _LATE_S = 2.0, 0.5
-_MAX_FAILED_IN_A_ROW = 8
 _log = telemetry.Log("tickets")
 
 _WAITING = {
@@ -81,7 +81,9 @@ type RunGroup = Callable[[int, VersionBounds], Awaitable[Group]]
 
 
 class TicketLoop:
-    """Args: n_groups: groups worked on at once; run_group: makes the group of a ticket (failed ones too)."""
+    """Args: n_groups: groups worked on at once; run_group: makes the group of a ticket (failed ones too); mixture: what
+    follows when only failures come out of an environment.
+    """
 
     def __init__(
         self,
@@ -92,19 +94,21 @@ class TicketLoop:
         *,
         n_groups: int,
         run_group: RunGroup,
+        mixture: SetsAside | None = None,
     ) -> None:
         self._queue, self._gate, self._status = queue, gate, status
+        self._judge = FailureJudge(status, mixture or OnlyEnvironment())
         self._terms, self._run_group = terms, run_group
         self._slots = asyncio.Semaphore(n_groups)
         self._held: dict[int, VersionBounds] = {}
-        self._failed_in_a_row, self._failed_at = 0, 0.0
         self._void = 0
 
     async def run(self) -> None:
         """Works until cancelled; tickets in hand are given back then.
 
         Raises:
-            VolleyError: group after group failed, with the failure of the last.
+            VolleyError: group after group failed of an environment that cannot be done without, with the failure of
+                the last.
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._renew_leases())
@@ -167,7 +171,7 @@ class TicketLoop:
         ticket, began = reservation.ticket, time.monotonic()
         try:
             group = await self._run_group(ticket, need)
-            self._judge(group, began)
+            self._judge.ended(group, began)
             await self._publish(group, reservation)
         except asyncio.CancelledError:
             await self._give_back(ticket)
@@ -194,26 +198,12 @@ class TicketLoop:
         _log.error("group abandoned", ticket=group.ticket, waited_s=self._terms.patience_s)
 
     def _published(self, group: Group, outcome: Published, version: int) -> None:
-        metrics.GROUPS.labels("failed" if group.failure is not None else outcome.value).inc()
+        outcome_name = "failed" if group.failure is not None else outcome.value
+        metrics.GROUPS.labels(outcome_name).inc()
+        metrics.ENV_GROUPS.labels(self._status.by_env.label(group.env), outcome_name).inc()
         if outcome is Published.QUEUED:
             self._status.group_published(group, version)
         _log.debug("published", ticket=group.ticket, outcome=outcome.value, failure=group.failure)
-
-    def _judge(self, group: Group, began: float) -> None:
-        """Stops the run when nothing but failures comes out, instead of voiding tickets for ever.
-
-        Groups that one event broke together count once: one counts if it began after the last that counted had failed.
-        """
-        if group.failure is None:
-            self._failed_in_a_row = 0
-        elif began >= self._failed_at:
-            self._failed_in_a_row, self._failed_at = self._failed_in_a_row + 1, time.monotonic()
-        if self._failed_in_a_row >= _MAX_FAILED_IN_A_ROW:
-            raise VolleyError(
-                f"{self._failed_in_a_row} groups in a row failed, the last with "
-                f"{self._status.last_failure or group.failure}",
-                "the service's log tells the cause of each",
-            )
 
     async def _renew_leases(self) -> None:
         while True:

@@ -1,0 +1,230 @@
+"""The mixture of a run while it goes on: which task a ticket is, who joins and leaves, who is set aside.
+
+Every decision becomes a line of mixture.jsonl (see `log`). It follows from what the environment service offers, what
+people ask for, and whose groups fail. A ticket of an environment that has left stays that environment's: its group
+fails with the class of the error, its ticket ends as `failed`, and another one takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol
+
+from services.orchestrator.mixture.log import MixtureLog
+from services.orchestrator.mixture.members import Member, Offer, members_of, offers_in, weights_of
+from services.orchestrator.mixture.suspension import Suspensions, Verdicts
+from services.orchestrator.schedule.seeding import TaskOrder, TicketTask
+from services.orchestrator.status import RunStatus
+from shared.errors import InputError, NotFound, Unavailable, VolleyError
+from shared.process import telemetry
+from shared.run.mixture import MixtureChange, SplitSizes, base_name
+
+_LOOK_S = 1.5
+_log = telemetry.Log("mixture")
+
+
+class OffersEnvironments(Protocol):
+    """The part of `EnvClient` that is used here."""
+
+    async def environments(self) -> Any: ...
+
+    async def num_tasks(self, env: str, split: str) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredMixture:
+    """What the run begins with: `main` is the environment it cannot do without."""
+
+    main: str
+    members: Mapping[str, Member]
+    seed: int
+
+
+class RunMixture:
+    """Args: sizes: of the configured environments."""
+
+    def __init__(
+        self,
+        configured: ConfiguredMixture,
+        sizes: Mapping[str, SplitSizes],
+        log: MixtureLog,
+        service: OffersEnvironments,
+        status: RunStatus,
+        suspensions: Suspensions | None = None,
+    ) -> None:
+        self._configured, self._sizes_known, self._log = configured, dict(sizes), log
+        self._service, self._status = service, status
+        self._suspensions = suspensions or Suspensions()
+        self._offers: dict[str, Offer] | None = None
+        self._unplayable: dict[str, str] = {}
+        self._wake, self._settling = asyncio.Event(), asyncio.Lock()
+
+    async def task_of(self, ticket: int) -> TicketTask:
+        """The task of a reserved ticket: always the same one."""
+        env, ordinal = await self._log.drawn(ticket)
+        sizes = self.sizes.get(env)
+        if sizes is None:
+            raise NotFound(f"nothing tells how many tasks {env!r} has", "is mixture.jsonl as the run left it?")
+        return TicketTask(env, TaskOrder(self._configured.seed, sizes.n_train).index(ordinal))
+
+    @property
+    def sizes(self) -> dict[str, SplitSizes]:
+        """Of all environments that the run has ever played."""
+        return {**self._log.assignment.sizes, **self._sizes_known}
+
+    async def watch(self) -> None:
+        """Follows what the environment service offers until cancelled; while it does not answer, nothing changes."""
+        while True:
+            try:
+                await self.look()
+            except VolleyError as error:
+                _log.debug("the mixture was not looked after", error=str(error))
+            try:
+                async with asyncio.timeout(_LOOK_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    async def look(self) -> None:
+        """Puts in force what follows from what is on offer now. Raises VolleyError; then nothing has changed."""
+        self._offers = offers_in(await self._service.environments())
+        await self.settle()
+
+    async def choose(self, weights: Mapping[str, float]) -> None:
+        """A person's weights, by name without version; 0 removes.
+
+        Raises InputError naming the environments that are known, or for the last one; Unavailable.
+        """
+        if self._offers is None:
+            raise Unavailable("the environment service has not answered yet", "try again")
+        known = {*self._configured.members, *self._log.current.chosen, *map(base_name, self._offers)}
+        if unknown := sorted(weights.keys() - known):
+            raise InputError(f"there is no environment {unknown[0][:80]!r}", f"known: {', '.join(sorted(known))}")
+        await self.settle(weights)
+
+    async def settle(self, asked: Mapping[str, float] | None = None) -> None:
+        """Puts in force what follows from everything known. Raises InputError for what was `asked`, Unavailable."""
+        offers, asked = self._offers, asked or {}
+        if offers is None:
+            return
+        async with self._settling:
+            found = await self._sizes_of_newcomers({**self._log.current.chosen, **asked}, strict=bool(asked))
+            trials = self._suspensions.taken()
+            try:
+                changed = await self._log.change(lambda last: self._following(last, offers, asked, found, trials))
+            except VolleyError:
+                self._suspensions.put_back(trials)
+                raise
+            if changed:
+                now = self._log.current
+                self._suspensions.sent(env for env in now.first if env in now.suspended)
+
+    def set_aside(self, env: str, why: str) -> bool:
+        """Whether the run goes on without groups of this environment: it has another one, and this is not the main."""
+        others = self._log.current.weights.keys() - {env} - self._suspensions.failing.keys()
+        if env == self._configured.main or self._offers is None or not others:
+            return False
+        if env in self._log.current.weights:
+            self._suspensions.fail(env, why)
+            self._wake.set()
+        return True
+
+    def ended(self, env: str, *, failed: bool, began: float) -> None:
+        if self._suspensions.ended(env, failed=failed, began=began):
+            self._wake.set()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """A row an environment: those that are played, those that could be, and those that were."""
+        current, offers = self._log.current, self._offers or {}
+        members, shares = members_of(self._configured.members, offers, current.chosen), current.shares()
+        names = [*self._configured.members, *members, *shares, *current.suspended, *self._status.by_env.names()]
+        return [self._row(env, members.get(env), shares.get(env, 0.0)) for env in dict.fromkeys(names)]
+
+    def _row(self, env: str, member: Member | None, share: float) -> dict[str, Any]:
+        suspended = self._log.current.suspended.get(env)
+        reason = suspended or self._unplayable.get(env)
+        return {
+            "env": env,
+            "weight": float(member.weight) if member else 0.0,
+            "share": round(share, 6),
+            "state": "suspended" if suspended else self._state(env, member),
+            **({"reason": reason} if reason else {}),
+            **self._status.by_env[env].describe(),
+        }
+
+    def _state(self, env: str, member: Member | None) -> str:
+        if env in self._configured.members:
+            return "configured" if member else "removed"
+        if member is None:
+            return "left"
+        return "canary" if member.canary else "active"
+
+    async def _sizes_of_newcomers(self, chosen: Mapping[str, float], *, strict: bool) -> dict[str, SplitSizes]:
+        """Of those that would be played, but never were. One that does not tell is left out, and asked again later;
+        where that is `strict` it raises instead.
+        """
+        found, self._unplayable = dict[str, SplitSizes](), {}
+        for env in members_of(self._configured.members, self._offers or {}, chosen).keys() - self.sizes.keys():
+            try:
+                found[env] = await self._asked_sizes(env)
+            except VolleyError as error:
+                if strict:
+                    raise
+                self._unplayable[env] = str(error)
+        return found
+
+    async def _asked_sizes(self, env: str) -> SplitSizes:
+        n_train = await self._service.num_tasks(env, "train")
+        if n_train < 1:
+            raise InputError(f"{env} has no tasks to train on")
+        try:
+            return SplitSizes(n_train, await self._service.num_tasks(env, "eval"))
+        except InputError:  # it has no such split
+            return SplitSizes(n_train, 0)
+
+    def _following(
+        self,
+        last: MixtureChange,
+        offers: Mapping[str, Offer],
+        asked: Mapping[str, float],
+        found: Mapping[str, SplitSizes],
+        trials: Verdicts,
+    ) -> MixtureChange | None:
+        """The mixture that everything known asks for; None if it is the last one. Raises InputError."""
+        chosen, known = {**last.chosen, **asked}, {**self.sizes, **found}
+        members = members_of(self._configured.members, offers, chosen)
+        members = {env: member for env, member in members.items() if env in known}
+        reasons = {**last.suspended, **trials.failing}
+        suspended = {env: why for env, why in reasons.items() if env in members and env not in trials.recovered}
+        played = {env: member for env, member in members.items() if env not in suspended}
+        if not played and asked:
+            raise InputError("nothing would be left to train on", "give another environment a weight above 0 first")
+        weights = weights_of(played or {self._configured.main: Member(Fraction(1))})
+        new = [env for env in weights if env not in {**last.weights, **last.suspended, **self._configured.members}]
+        due = self._suspensions.due(suspended)
+        if not due and (weights, chosen, suspended) == (dict(last.weights), dict(last.chosen), dict(last.suspended)):
+            return None
+        sizes = {env: sizes for env, sizes in found.items() if env in weights}
+        why = _why(last, weights, suspended, asked, due)
+        return MixtureChange(0, weights, (*new, *due), sizes, chosen, suspended, why)
+
+
+def _why(
+    last: MixtureChange,
+    weights: Mapping[str, int],
+    suspended: Mapping[str, str],
+    asked: Mapping[str, float],
+    due: list[str],
+) -> str:
+    """The change as a sentence."""
+    told = [f"asked for: {', '.join(f'{env} {weight:g}' for env, weight in sorted(asked.items()))}"] if asked else []
+    told += [f"{env} set aside: {why}" for env, why in suspended.items() if env not in last.suspended]
+    told += [f"{env} is back" for env in last.suspended if env in weights]
+    told += [f"{env} is tried again" for env in due]
+    told += [f"{env} joined" for env in weights if env not in last.weights and env not in last.suspended]
+    told += [f"{env} left" for env in last.weights if env not in weights and env not in suspended]
+    return "; ".join(told) or "weights changed"

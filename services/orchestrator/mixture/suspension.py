@@ -1,0 +1,91 @@
+"""Environments whose groups keep failing: they are set aside, and tried again with one group after a while that doubles
+with every failure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+_FIRST_S, _LONGEST_S = 15.0, 240.0
+_MOST = 512
+
+
+@dataclass(slots=True)
+class _Trial:
+    due_at: float
+    wait_s: float
+    sent_at: float | None = None
+    """When the group that tries it was decided on; None while none is."""
+    back_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """What the mixture has to take account of: whom to set aside, and why; and whose trial came through."""
+
+    failing: Mapping[str, str]
+    recovered: frozenset[str]
+
+
+class Suspensions:
+    """Args: clock: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._trials: dict[str, _Trial] = {}
+        self._failing: dict[str, str] = {}
+        self._recovered: set[str] = set()
+
+    @property
+    def failing(self) -> Mapping[str, str]:
+        """Those that are to be set aside and are not yet."""
+        return self._failing
+
+    def taken(self) -> Verdicts:
+        """What has happened since the last call."""
+        verdicts = Verdicts(self._failing, frozenset(self._recovered))
+        self._failing, self._recovered = {}, set()
+        return verdicts
+
+    def put_back(self, verdicts: Verdicts) -> None:
+        """They could not be taken account of."""
+        self._failing = {**verdicts.failing, **self._failing}
+        self._recovered |= verdicts.recovered - self._failing.keys()
+
+    def fail(self, env: str, why: str) -> None:
+        self._failing[env] = why
+        self._recovered.discard(env)
+        while len(self._trials) >= _MOST:
+            del self._trials[next(iter(self._trials))]
+        before, now = self._trials.get(env), self._clock()
+        again = before is not None and before.back_at is not None and now - before.back_at < _LONGEST_S
+        wait_s = min(_LONGEST_S, 2 * before.wait_s) if before is not None and again else _FIRST_S
+        self._trials[env] = _Trial(now + wait_s, wait_s)
+
+    def due(self, suspended: Iterable[str]) -> list[str]:
+        """Those to be tried now. One that was set aside before this process began waits from now on."""
+        now = self._clock()
+        found = [(env, self._trials.setdefault(env, _Trial(now + _FIRST_S, _FIRST_S))) for env in suspended]
+        return [env for env, trial in found if trial.sent_at is None and trial.due_at <= now]
+
+    def sent(self, envs: Iterable[str]) -> None:
+        for env in envs:
+            if env in self._trials:
+                self._trials[env].sent_at = self._clock()
+
+    def ended(self, env: str, *, failed: bool, began: float) -> bool:
+        """A group ended. Args: began: by the clock. Returns whether it was a trial."""
+        trial = self._trials.get(env)
+        if trial is None or trial.sent_at is None or began < trial.sent_at:
+            return False
+        now = self._clock()
+        trial.sent_at = None
+        if failed:
+            trial.wait_s = min(_LONGEST_S, 2 * trial.wait_s)
+            trial.due_at = now + trial.wait_s
+        else:
+            trial.back_at = now
+            self._recovered.add(env)
+        return True

@@ -1,0 +1,77 @@
+"""When groups that fail mean more than that: an environment that only fails is set aside, and where it cannot be, the
+run ends instead of voiding tickets for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.orchestrator.status import RunStatus
+from shared.errors import VolleyError
+from shared.types import Group
+
+_MOST_IN_A_ROW, _MOST_BESIDE = 8, 3
+
+
+class SetsAside(Protocol):
+    """The mixture's part."""
+
+    def set_aside(self, env: str, why: str) -> bool:
+        """Whether the run goes on without groups of this environment."""
+        ...
+
+    def ended(self, env: str, *, failed: bool, began: float) -> None:
+        """A group ended that was begun at `began` (monotonic seconds)."""
+        ...
+
+
+class OnlyEnvironment:
+    """`SetsAside` of a run that has one environment."""
+
+    def set_aside(self, env: str, why: str) -> bool:
+        return False
+
+    def ended(self, env: str, *, failed: bool, began: float) -> None: ...
+
+
+@dataclass(slots=True)
+class _Streak:
+    """Failures in a row: all, and those that no event broke together with an earlier one."""
+
+    failed: int = 0
+    events: int = 0
+    failed_at: float = 0.0
+
+
+class FailureJudge:
+    """Counts per environment. It costs little to set one aside for a while, so every failed group counts for that. For
+    the end of the run, groups that one event broke together count once: one counts if it began after the last that
+    counted had failed.
+    """
+
+    def __init__(self, status: RunStatus, mixture: SetsAside) -> None:
+        self._status, self._mixture = status, mixture
+        self._streaks: dict[str, _Streak] = {}
+
+    def ended(self, group: Group, began: float) -> None:
+        """Raises VolleyError when nothing but failures comes out of an environment that the run cannot do without."""
+        self._mixture.ended(group.env, failed=group.failure is not None, began=began)
+        if group.failure is None:
+            self._streaks.pop(group.env, None)
+            return
+        streak = self._streaks.setdefault(group.env, _Streak())
+        streak.failed += 1
+        if began >= streak.failed_at:
+            streak.events, streak.failed_at = streak.events + 1, time.monotonic()
+        reason = self._status.by_env[group.env].last_failure or group.failure
+        if streak.failed >= _MOST_BESIDE and self._mixture.set_aside(
+            group.env, f"{streak.failed} groups in a row failed, the last with {reason}"
+        ):
+            del self._streaks[group.env]
+        elif streak.events >= _MOST_IN_A_ROW:
+            raise VolleyError(
+                f"{streak.events} groups in a row failed, the last with {reason}",
+                "the service's log tells the cause of each",
+            )

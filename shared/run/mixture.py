@@ -1,0 +1,255 @@
+"""The mixture of a run: which environment each ticket plays, as a pure function of the changes in `mixture.jsonl`.
+
+A run begins with the mixture of its configuration. Every later change is a line of the file, in force from a ticket
+that nobody had reserved when it was written.
+
+Invariants
+- A ticket is always the same task, in any process and after any restart, whatever joined or left since: its
+  environment and its ordinal there (the how-manieth ticket of that environment it is) follow from the lines alone.
+- Between two changes, each environment has its share of every number of tickets, exact to less than one group.
+- A run with one environment has ordinal = ticket.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import orjson
+
+from shared import codec
+from shared.errors import DecodeError
+from shared.schema import MAX_WEIGHT, MOST_ENVIRONMENTS
+
+_PARTS = 10**9
+"""Shares are whole numbers of these parts where their exact weights would be greater."""
+_MOST_VALUES = 16 * MOST_ENVIRONMENTS
+_MOST_TICKET = 2**53
+_MAX_TEXT = 500
+
+type Weights = Mapping[str, int]
+"""Whole numbers by environment; what has none is not played."""
+
+
+class Drawn(NamedTuple):
+    """What a ticket plays: the `ordinal`-th group (from 1) of an environment in this run."""
+
+    env: str
+    ordinal: int
+
+
+class SplitSizes(NamedTuple):
+    """How many tasks an environment has to train on, and to be evaluated on."""
+
+    n_train: int
+    n_eval: int
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureChange:
+    """One line of mixture.jsonl: the whole mixture from `from_ticket` on.
+
+    `first` play the first tickets, one each, before the shares begin: what has just joined, and what is tried again.
+    `sizes` are those of environments that the configuration does not name. `chosen` are the weights that people gave,
+    by name without version, `suspended` why what is on offer is not played. `at` is Unix time.
+    """
+
+    from_ticket: int
+    weights: Weights
+    first: tuple[str, ...] = ()
+    sizes: Mapping[str, SplitSizes] = field(default_factory=dict[str, SplitSizes])
+    chosen: Mapping[str, float] = field(default_factory=dict[str, float])
+    suspended: Mapping[str, str] = field(default_factory=dict[str, str])
+    why: str = ""
+    at: float = 0.0
+
+    def encode(self) -> bytes:
+        """The line, with its end."""
+        record = {one.name: getattr(self, one.name) for one in fields(self)}
+        record["sizes"] = {env: list(sizes) for env, sizes in self.sizes.items()}
+        return orjson.dumps(record) + b"\n"
+
+    def shares(self) -> dict[str, float]:
+        total = sum(self.weights.values())
+        return {env: weight / total for env, weight in self.weights.items()}
+
+
+def whole_weights(weights: Mapping[str, Fraction]) -> dict[str, int]:
+    """The smallest whole numbers in the same proportion, without zeros; of more than _PARTS, the nearest ones."""
+    positive = {env: weight for env, weight in sorted(weights.items()) if weight > 0}
+    if not positive:
+        return {}
+    scale = math.lcm(*(weight.denominator for weight in positive.values()))
+    whole = {env: int(weight * scale) for env, weight in positive.items()}
+    total = sum(whole.values())
+    if total // math.gcd(*whole.values()) > _PARTS:
+        whole = {env: max(1, round(Fraction(weight * _PARTS, total))) for env, weight in whole.items()}
+    divisor = math.gcd(*whole.values())
+    return {env: weight // divisor for env, weight in whole.items()}
+
+
+class TicketAssignment:
+    """Which environment each ticket plays. Args: weights: of the configuration, in force from ticket 1."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.current = MixtureChange(1, dict(weights))
+        self.sizes: dict[str, SplitSizes] = {}
+        self._segments = [_Segment(self.current, {})]
+        self._starts = [1]
+
+    def add(self, change: MixtureChange) -> None:
+        """A later change. Raises DecodeError if it begins before the last one."""
+        if change.from_ticket < self.current.from_ticket:
+            raise DecodeError(f"a mixture from ticket {change.from_ticket} follows one from {self.current.from_ticket}")
+        last = self._segments[-1]
+        played = last.played(change.from_ticket - last.change.from_ticket)
+        self.current = change
+        self.sizes = {**change.sizes, **self.sizes}
+        self._segments.append(_Segment(change, played))
+        self._starts.append(change.from_ticket)
+
+    def of(self, ticket: int) -> Drawn:
+        """Args: ticket: at least 1."""
+        segment = self._segments[bisect_right(self._starts, ticket) - 1]
+        return segment.drawn(ticket - segment.change.from_ticket)
+
+
+class _Segment:
+    """The tickets from one change to the next. Args: before: groups of each environment before it."""
+
+    def __init__(self, change: MixtureChange, before: Mapping[str, int]) -> None:
+        self.change, self._before = change, before
+        self._period = _Period(change.weights)
+
+    def drawn(self, offset: int) -> Drawn:
+        """Args: offset: from 0."""
+        first = self.change.first
+        if offset < len(first):
+            env, nth = first[offset], first[: offset + 1].count(first[offset])
+        else:
+            env, nth = self._period.at(offset - len(first))
+            nth += first.count(env)
+        return Drawn(env, self._before.get(env, 0) + nth)
+
+    def played(self, n: int) -> dict[str, int]:
+        """Groups of each environment up to the n-th ticket of this segment, those before it included."""
+        first = self.change.first
+        found = Counter(self._before)
+        found.update(first[:n])
+        found.update(self._period.counts(max(0, n - len(first))))
+        return dict(found)
+
+
+class _Period:
+    """An endless sequence of environments in which after any k of them each has been drawn k times its share, give or
+    take less than one; it repeats itself after as many as the sum of the weights.
+
+    R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): of those whose count is behind by at
+    least 1/(2n - 2), the one that would first be behind by more than 1 - 1/(2n - 2). Ties go by name.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self._names = sorted(weights)
+        self._weights = [weights[name] for name in self._names]
+        self._total = sum(self._weights)
+        self._counts = [0] * len(self._names)
+        self._which, self._nth = array("H"), array("Q")  # of each position: which name, for the how-manieth time
+
+    def at(self, position: int) -> tuple[str, int]:
+        """The environment at a position (from 0), and for the how-manieth time it is drawn."""
+        periods, rest = divmod(position, self._total)
+        while len(self._which) <= rest:
+            which = self._next()
+            self._counts[which] += 1
+            self._which.append(which)
+            self._nth.append(self._counts[which])
+        which = self._which[rest]
+        return self._names[which], periods * self._weights[which] + self._nth[rest]
+
+    def counts(self, n: int) -> dict[str, int]:
+        """How often each is drawn in the first n."""
+        periods, rest = divmod(n, self._total)
+        if rest:
+            self.at(rest - 1)
+        partial = Counter(self._which[:rest])
+        return {name: periods * self._weights[i] + partial[i] for i, name in enumerate(self._names)}
+
+    def _next(self) -> int:
+        n, total, k = len(self._names), self._total, len(self._which) + 1
+        if n == 1:
+            return 0
+        parts = 2 * n - 2
+        return min(
+            (-(-(parts * count + parts - 1) * total // (parts * weight)), which)
+            for which, (weight, count) in enumerate(zip(self._weights, self._counts, strict=True))
+            if parts * (k * weight - count * total) >= total
+        )[1]
+
+
+def parse(text: bytes) -> MixtureChange:
+    """One line of mixture.jsonl. Raises DecodeError."""
+    record = codec.from_json(text, "a line of a mixture", _MOST_VALUES)
+    try:
+        return MixtureChange(
+            from_ticket=_whole(record["from_ticket"], 1, _MOST_TICKET),
+            weights=_weights(record["weights"]),
+            first=tuple(_name(name) for name in record.get("first", ())),
+            sizes={_name(k): SplitSizes(_whole(a, 1), _whole(b, 0)) for k, (a, b) in record.get("sizes", {}).items()},
+            chosen={_name(k): _weight(v) for k, v in record.get("chosen", {}).items()},
+            suspended={_name(k): str(v)[:_MAX_TEXT] for k, v in record.get("suspended", {}).items()},
+            why=str(record.get("why", ""))[:_MAX_TEXT],
+            at=float(record.get("at", 0.0)),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DecodeError(f"a line of mixture.jsonl lacks or mistypes a field: {error!r}"[:_MAX_TEXT]) from error
+
+
+def replayed(assignment: TicketAssignment, lines: Iterable[bytes]) -> list[str]:
+    """Adds the changes in whole lines of mixture.jsonl; what is none of them is left out. Returns why, for each."""
+    wrong: list[str] = []
+    for line in lines:
+        if line.strip():
+            try:
+                assignment.add(parse(line))
+            except DecodeError as error:
+                wrong.append(error.detail)
+    return wrong
+
+
+def names_without_version(names: Iterable[str]) -> list[str]:
+    return sorted({base_name(name) for name in names})
+
+
+def base_name(env: str) -> str:
+    """`adder` of `adder@2`."""
+    return env.partition("@")[0]
+
+
+def _weights(value: Any) -> dict[str, int]:
+    if not value or len(value) > MOST_ENVIRONMENTS:
+        raise ValueError("a mixture has at least one environment, and not too many")
+    return {_name(name): _whole(weight, 1) for name, weight in value.items()}
+
+
+def _whole(value: Any, least: int, most: int = 2**62) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{value!r} is no whole number from {least} on")
+    return value
+
+
+def _weight(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value <= MAX_WEIGHT:
+        raise ValueError(f"{value!r} is no weight")
+    return float(value)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= 200:
+        raise ValueError("the name of an environment is text")
+    return value
