@@ -28,7 +28,11 @@ from pathlib import Path
 from typing import IO, Iterator  # noqa: UP035 - runs on Python 3.8
 
 ROOT = Path(__file__).resolve().parents[1]
-ENVIRONMENTS = {"base": [], "rollout": ["--extra", "rollout"], "trainer": ["--extra", "trainer"]}
+ENVIRONMENTS = {
+    "base": ["--extra", "environments"],
+    "rollout": ["--extra", "rollout"],
+    "trainer": ["--extra", "trainer"],
+}
 OLDEST_PYTHON, FIRST_UNSUPPORTED = (3, 12), (3, 14)
 OLDEST_UV = (0, 9)
 NETWORK_SIGNS = (

@@ -90,7 +90,7 @@ async def test_a_demonstration_is_played_through_the_client(service: str) -> Non
 @pytest.mark.parametrize(
     ("data", "named"),
     [
-        ("{env: maze}", "there is no environment 'maze' (available: gsm8k, frozen_lake, sokoban)"),
+        ("{env: maze}", "there is no environment 'maze' (available: gsm8k, frozen_lake, sokoban,"),
         ("{env: gsm8k, train: nowhere/train.jsonl}", "data file nowhere/train.jsonl: No such file or directory"),
         ("{env: frozen_lake, env_config: {sizes: 8}}", "unknown setting sizes"),
     ],

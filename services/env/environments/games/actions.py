@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from services.env.environments.answers import tagged_answer
 from services.env.environments.base import Fault
 
 type Style = Literal["answer", "plain"]
 
-_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _SEPARATORS = re.compile(r"\|\||[\s,]+")
 
 
@@ -37,7 +37,7 @@ class ActionProtocol:
 
     def read(self, text: str) -> Reply:
         """At most `max_per_turn` actions of `text`; the last <answer> counts. Case and space do not matter."""
-        body = self._body(text)
+        body = tagged_answer(text) if self.style == "answer" else text
         if body is None:
             return Reply((), "format")
         words = self._words(body)
@@ -51,18 +51,6 @@ class ActionProtocol:
         if self.style == "answer":
             return f"<answer>{' || '.join(actions)}</answer>"
         return " ".join(actions)
-
-    def _body(self, text: str) -> str | None:
-        """The text inside the last closed <answer>; found in one pass, whatever a model writes."""
-        if self.style == "plain":
-            return text
-        opened, body = None, None
-        for tag in _TAG.finditer(text):
-            if not tag[1]:
-                opened = tag.end()
-            elif opened is not None:
-                body, opened = text[opened : tag.start()], None
-        return body
 
     def _words(self, body: str) -> list[str]:
         parts = body.split("||") if self.style == "answer" else _SEPARATORS.split(body)

@@ -4,7 +4,8 @@ construction.
 Two independent guarantees:
 - seeds: the lowest bit of a task's seed is its split, so no seed serves both;
 - layouts: a layout belongs to the split its own hash says, whatever seed, size or variant made it. The hash is that of
-  the layout's smallest rotation or reflection, so an evaluation layout is not even a mirrored training layout.
+  the layout's smallest rotation or reflection, so an evaluation layout is not even a mirrored training layout. Tasks
+  that are text (`form=as_it_is`) are hashed as they are.
 Evaluation layouts, and on request training layouts, are also pairwise different. Nothing depends on process, time or
 Python's hash seed. Work is bounded in steps of search, not in seconds: a call takes MAX_EFFORT and a little. Memory is
 bounded: of a layout that was drawn its seed is kept, and a few are kept whole.
@@ -58,13 +59,18 @@ def canonical(rows: Rows) -> Rows:
     return min(forms)
 
 
-def digest_of(rows: Rows) -> str:
-    return hashlib.blake2b("\n".join(canonical(rows)).encode(), digest_size=6).hexdigest()
+def as_it_is(rows: Rows) -> Rows:
+    """The form of a task that is text: nothing but itself is the same task."""
+    return rows
 
 
-def split_of(rows: Rows) -> str:
+def digest_of(rows: Rows, form: Callable[[Rows], Rows] = canonical) -> str:
+    return hashlib.blake2b("\n".join(form(rows)).encode(), digest_size=6).hexdigest()
+
+
+def split_of(rows: Rows, form: Callable[[Rows], Rows] = canonical) -> str:
     """The only split this layout may be used in."""
-    return EVAL if int(digest_of(rows), 16) % EVAL_SHARE == 0 else TRAIN
+    return EVAL if int(digest_of(rows, form), 16) % EVAL_SHARE == 0 else TRAIN
 
 
 def seed_of(env: str, split: str, index: int, draw: int) -> int:
@@ -100,6 +106,7 @@ class Layouts[L]:
         advice: which settings make usable layouts more frequent.
         distinct_train: training layouts are pairwise different too; drawn in order, so the first use of a late one is
             slow.
+        form: rows → those of them that stand for all that are the same task.
     """
 
     def __init__(
@@ -111,9 +118,10 @@ class Layouts[L]:
         *,
         distinct_train: bool = False,
         advice: str = "make the board larger",
+        form: Callable[[Rows], Rows] = canonical,
     ) -> None:
         self.counts = counts
-        self._env, self._make, self._rows, self._advice = env, make, rows, advice
+        self._env, self._make, self._rows, self._advice, self._form = env, make, rows, advice, form
         self._distinct: dict[str, list[int]] = {EVAL: [], TRAIN: []} if distinct_train else {EVAL: []}
         self._seen: set[bytes] = set()
         self._lock = threading.Lock()
@@ -135,7 +143,7 @@ class Layouts[L]:
     def _make_again(self, seed: int) -> DrawnLayout[L]:
         layout = self._make(seed, Effort())
         assert layout is not None, "this seed has given a layout before"
-        return DrawnLayout(layout, seed, digest_of(self._rows(layout)))
+        return DrawnLayout(layout, seed, digest_of(self._rows(layout), self._form))
 
     def _distinct_seed(self, split: str, index: int) -> int:
         """The seed of a layout that differs from all before it; they are drawn in order."""
@@ -164,10 +172,10 @@ class Layouts[L]:
             if (
                 layout is not None
                 and rows is not None
-                and split_of(rows) == split
+                and split_of(rows, self._form) == split
                 and _identity(rows) not in self._seen
             ):
-                return DrawnLayout(layout, seed, digest_of(rows))
+                return DrawnLayout(layout, seed, digest_of(rows, self._form))
             if effort.is_over:
                 raise self._too_few(split, index, draw + 1)
         raise self._too_few(split, index, _MAX_DRAWS)

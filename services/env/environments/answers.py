@@ -1,0 +1,38 @@
+"""Where the final answer stands in what a model wrote. Reading is total, and linear in the length of the text."""
+
+from __future__ import annotations
+
+import re
+
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
+
+def tagged_answer(text: str) -> str | None:
+    """The text inside the last closed <answer>; None if there is none."""
+    opened, body = None, None
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            opened = tag.end()
+        elif opened is not None:
+            body, opened = text[opened : tag.start()], None
+    return body
+
+
+def boxed_answer(text: str) -> str | None:
+    """The text inside the last \\boxed{…} (or \\fbox{…}) whose braces are balanced; None if there is none.
+
+    An inner box does not count as the last one: of \\boxed{1 + \\boxed{2}} it is the outer.
+    """
+    openings = {box.end(): True for box in _BOXED.finditer(text)}
+    stack: list[int] = []
+    best: tuple[int, int] | None = None
+    for brace in _BRACE.finditer(text):
+        if brace[0] == "{":
+            stack.append(brace.end())
+        elif brace[0] == "}" and stack:
+            start = stack.pop()
+            if start in openings:
+                best = start, brace.start()
+    return None if best is None else text[best[0] : best[1]]

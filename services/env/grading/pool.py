@@ -1,0 +1,171 @@
+"""Processes that grade for the environments of one library: started with the first call, at most a few at once.
+
+Library code that is heavy, has global state, or evaluates what a model wrote runs there and not in the service
+(`worker.py`). A process that does not answer in time is killed, and the next call starts another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from services.env.grading import worker
+from shared.errors import InputError, Unavailable, VolleyError
+
+START_S = 25.0
+"""How long a library may take to be imported."""
+
+CALL_S = worker.CONFINED_WALL_S + 5.0
+
+_ROOT = Path(__file__).resolve().parents[3]
+_PASSED_ON = ("PATH", "LANG", "PYTHONPYCACHEPREFIX", "LD_LIBRARY_PATH")
+
+
+class GradingEnded(VolleyError):
+    """The limits of a confined call ended it: what was graded asks for more than any right answer does."""
+
+    title = "Grading ended by its limits"
+
+
+class GradingPool:
+    """Calls functions of `module` in processes of their own, from any thread.
+
+    Args: n_processes: calls that run at once; more wait.
+    """
+
+    def __init__(self, module: str, n_processes: int = 2) -> None:
+        self._module = module
+        self._free = threading.BoundedSemaphore(n_processes)
+        self._idle: SimpleQueue[_Process] = SimpleQueue()
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        """What `function` returns. Raises InputError as it does, Unavailable (no answer in time), VolleyError (a
+        defect).
+        """
+        return self._ask({"function": function, "arguments": arguments, "confined": False})
+
+    def grade(self, function: str, *arguments: Any) -> Any:
+        """The same, for arguments that a model wrote: confined. Raises GradingEnded too."""
+        return self._ask({"function": function, "arguments": arguments, "confined": True})
+
+    def close(self) -> None:
+        """Ends the idle processes; they end with the service too."""
+        while (process := self._idle_process()) is not None:
+            process.kill()
+
+    def _ask(self, request: Mapping[str, Any]) -> Any:
+        if not self._free.acquire(timeout=CALL_S):
+            raise Unavailable(f"{self._module}: every process that grades is busy", "try again later")
+        try:
+            process = self._take()
+            try:
+                answer = process.ask(request)
+            except BaseException:
+                process.kill()
+                raise
+            self._idle.put(process)
+        finally:
+            self._free.release()
+        return _value(self._module, request["function"], answer)
+
+    def _take(self) -> _Process:
+        while (process := self._idle_process()) is not None:
+            if process.is_alive:
+                return process
+            process.kill()
+        return _Process(self._module)
+
+    def _idle_process(self) -> _Process | None:
+        try:
+            return self._idle.get_nowait()
+        except Empty:
+            return None
+
+
+class _Process:
+    """One running worker. Raises InputError when its library cannot be imported, Unavailable when it does not start."""
+
+    def __init__(self, module: str) -> None:
+        self._module, self._rest = module, b""
+        scrubbed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        single = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", worker.__name__, module],
+            cwd="/",
+            env={**scrubbed, **single, "PYTHONPATH": str(_ROOT), "PYTHONHASHSEED": "0"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            _value(module, "import", self._answer(START_S))
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises Unavailable when the process dies or does not answer in time; it is of no use then."""
+        assert self._popen.stdin is not None
+        try:
+            self._popen.stdin.write(json.dumps(request).encode() + b"\n")
+            self._popen.stdin.flush()
+        except OSError as error:
+            raise self._lost(f"died ({error.strerror})") from error
+        return self._answer(CALL_S)
+
+    def kill(self) -> None:
+        """Ends the process and waits for it; a fork of its own ends by its limits."""
+        self._popen.kill()
+        self._popen.wait()
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            if pipe is not None:
+                try:
+                    pipe.close()
+                except OSError:  # what was not sent any more
+                    continue
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        assert self._popen.stdout is not None
+        descriptor, deadline = self._popen.stdout.fileno(), time.monotonic() + timeout_s
+        readable = select.poll()
+        readable.register(descriptor, select.POLLIN)
+        while b"\n" not in self._rest:
+            if not readable.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise self._lost(f"did not answer within {timeout_s:g} s")
+            more = os.read(descriptor, 65536)
+            if not more:
+                raise self._lost("died")
+            self._rest += more
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+    def _lost(self, what: str) -> Unavailable:
+        return Unavailable(f"the process that grades with {self._module} {what}", "another one is started")
+
+
+def _value(module: str, function: str, answer: Mapping[str, Any]) -> Any:
+    match answer:
+        case {"value": value}:
+            return value
+        case {"error": "input", "detail": detail, "hint": hint}:
+            raise InputError(detail, hint)
+        case {"error": "ended", "detail": detail}:
+            raise GradingEnded(f"{module}.{function}: {detail}")
+        case {"error": "late", "detail": detail}:
+            raise Unavailable(f"{module}.{function}: {detail}", "the machine is overloaded; try again later")
+        case _:
+            raise VolleyError(f"{module}.{function} failed: {answer.get('detail')}", "a defect of the environment")

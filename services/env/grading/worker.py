@@ -1,0 +1,151 @@
+"""The process that grades: one library, loaded once; what a model wrote is graded in a fork of it.
+
+    python -m services.env.grading.worker MODULE
+
+MODULE's public functions are called by name with JSON values. A request is one JSON line on stdin, the answer one line
+on stdout; the end of stdin ends the process. Whatever the library prints goes to stderr. The last argument of a
+confined call is what a model wrote; MODULE's `prepare` gets the others first, outside the fork.
+
+Invariants
+- A call that carries text of a model is `confined`: it runs in a fork with limits on CPU, memory, files and processes,
+  which ends with the call. It cannot change how another answer is graded, and a loop or a leak costs that call alone.
+- The process has one thread, so a fork of it is whole. Its random numbers and PYTHONHASHSEED are the same every time:
+  the same call gives the same answer in every process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import random
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+from shared.errors import InputError
+
+MEMORY_BYTES = 4 * 2**30
+"""Address space of the process; what libraries map and never touch counts too."""
+
+CONFINED_CPU_S = 4
+CONFINED_WALL_S = 20.0
+CONFINED_MEMORY_BYTES = 2**30
+"""What a confined call may add to the memory the library takes."""
+
+MAX_ANSWER = 2**20
+_NO_NEW_PRIVILEGES = 38
+
+
+def main(module: str) -> int:
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        library = importlib.import_module(module)
+    except ImportError as error:
+        _send(answers, {"error": "input", "detail": str(error), "hint": "install the package, or choose another one"})
+        return 1
+    _send(answers, {"value": "ready"})
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        call = _confined if request["confined"] else _called
+        _send(answers, call(library, request["function"], request["arguments"]))
+    return 0
+
+
+def _called(library: ModuleType, function: str, arguments: Sequence[Any]) -> dict[str, Any]:
+    random.seed(0)
+    try:
+        return {"value": getattr(library, function)(*arguments)}
+    except InputError as error:
+        return {"error": "input", "detail": error.detail, "hint": error.hint}
+    except Exception as error:  # noqa: BLE001 - it is told to the caller, who raises it
+        return {"error": "defect", "detail": f"{type(error).__name__}: {error}"[:300]}
+
+
+def _confined(library: ModuleType, function: str, arguments: Sequence[Any]) -> dict[str, Any]:
+    """The answer of a fork, {"error": "ended"} if its limits ended it, {"error": "late"} if the machine did not give it
+    enough time to reach them.
+    """
+    if "error" in (prepared := _called(library, "prepare", arguments[:-1])):
+        return prepared
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _grade_and_exit(library, function, arguments, writable)
+    os.close(writable)
+    try:
+        said, in_time = _read(readable, time.monotonic() + CONFINED_WALL_S)
+    finally:
+        os.close(readable)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if not in_time:
+        return {"error": "late", "detail": f"no answer within {CONFINED_WALL_S:g} s"}
+    try:
+        return json.loads(said)
+    except ValueError:
+        return {"error": "ended", "detail": "its limits on CPU or memory ended it"}
+
+
+def _grade_and_exit(library: ModuleType, function: str, arguments: Sequence[Any], writable: int) -> None:
+    """In the fork; never returns. What is open besides its own pipe is closed, so it reaches no other answer."""
+    try:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for standard in range(3):
+            os.dup2(nothing, standard)
+        mine = os.dup2(writable, 3)
+        os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        _confine()
+        os.write(mine, json.dumps(_called(library, function, arguments)).encode()[:MAX_ANSWER])
+    except BaseException:  # noqa: BLE001, S110 - whatever it is, an answer that is not whole says it
+        pass
+    finally:
+        os._exit(0)
+
+
+def _confine() -> None:
+    with open("/proc/self/statm", "rb") as pages:
+        size = int(pages.read().split()[0]) * resource.getpagesize()
+    memory = size + CONFINED_MEMORY_BYTES
+    for limit, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_CPU, CONFINED_CPU_S),
+        (resource.RLIMIT_FSIZE, MAX_ANSWER),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_NOFILE, 32),
+    ):
+        resource.setrlimit(limit, (value, value))
+    ctypes.CDLL(None).prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+
+
+def _read(readable: int, deadline: float) -> tuple[bytes, bool]:
+    """All that comes until the end of the pipe, and whether the end came in time."""
+    said = b""
+    while len(said) <= MAX_ANSWER:
+        ready, _, _ = select.select([readable], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return said, False
+        more = os.read(readable, 65536)
+        if not more:
+            return said, True
+        said += more
+    return b"", True
+
+
+def _send(answers: int, answer: Mapping[str, Any]) -> None:
+    rest = json.dumps(answer).encode() + b"\n"
+    while rest:
+        rest = rest[os.write(answers, rest) :]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(*sys.argv[1:]))

@@ -1,0 +1,126 @@
+"""What every environment on offer promises, whatever it is: one table of settings, one set of tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import orjson
+import pytest
+
+from services.env import schemas
+from services.env.catalogue import KINDS
+from services.env.environments.base import Environment, Message, StepResult, assistant
+from shared.errors import NotFound
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "frozen_lake": ("frozen_lake", {}),
+    "sokoban": ("sokoban", {}),
+    "reasoning_gym": ("reasoning_gym", {}),
+    "reasoning_gym, harder": (
+        "reasoning_gym",
+        {"dataset": "simple_equations", "dataset_config": {"min_terms": 3, "max_terms": 5}, "talk": "bare"},
+    ),
+}
+"""Each kind at least once; `gsm8k` needs files, and has tests of its own."""
+
+SAID = ("", "hello", "<answer>1</answer>", "<answer>Right || Down</answer>", "\\boxed{3}", "```sql\nSELECT 1\n```")
+N_TASKS = 200
+N_DEMONSTRATIONS = 8
+
+
+@pytest.fixture(params=CASES, ids=lambda name: name)
+def build(request: pytest.FixtureRequest) -> Callable[[], Environment]:
+    kind, config = CASES[request.param]
+    return lambda: KINDS[kind].build(KINDS[kind].config.model_validate(config))
+
+
+def test_every_kind_is_in_the_table() -> None:
+    assert {kind for kind, _ in CASES.values()} | {"gsm8k"} == KINDS.keys()
+
+
+def played(env: Environment, split: str, index: int, seed: int, said: list[Message]) -> list[Any]:
+    """All that a client sees of an episode, as it goes on the wire."""
+    episode = env.reset(split, index, seed)
+    seen: list[Any] = [list(episode.opening), list(episode.tools)]
+    for message in said:
+        result = episode.step(message)
+        check(result)
+        seen.append(orjson.loads(orjson.dumps(schemas.stepped(result))))
+        if result.over:
+            break
+    return seen
+
+
+def check(result: StepResult) -> None:
+    assert math.isfinite(result.reward)
+    assert result.reward == pytest.approx(math.fsum(result.info.reward_components.values()))
+    assert not (result.terminated and result.truncated)
+
+
+def test_the_same_task_and_seed_give_the_same_episode(build: Callable[[], Environment]) -> None:
+    """In another instance, in another order, and whatever the model says."""
+    first, second = build(), build()
+    said = [assistant(text) for text in SAID]
+    tasks = [(split, index) for split in first.splits for index in (0, 3)]
+    seen = {task: played(first, *task, 7, said) for task in tasks}
+    assert {task: played(second, *task, 7, said) for task in reversed(tasks)} == seen
+    assert [first.task(*task) for task in tasks] == [second.task(*task) for task in tasks]
+
+
+def test_no_task_is_in_two_splits(build: Callable[[], Environment]) -> None:
+    env = build()
+    shown = {
+        split: {
+            orjson.dumps(list(env.reset(split, index, 0).opening))
+            for index in range(min(N_TASKS, env.num_tasks(split)))
+        }
+        for split in env.splits
+    }
+    assert len(shown["eval"]) == min(N_TASKS, env.num_tasks("eval")), "an evaluation task is there twice"
+    assert len(shown["train"]) > 1
+    assert not shown["train"] & shown["eval"]
+
+
+def test_demonstrations_play_to_what_they_promise(build: Callable[[], Environment]) -> None:
+    env = build()
+    promised = 0
+    for split in env.splits:
+        for index in range(N_DEMONSTRATIONS):
+            shown = env.demonstration(split, index)
+            promised += shown.success
+            episode = env.reset(split, index, 0)
+            replayed, result = list(episode.opening), None
+            for message in shown.messages:
+                if message["role"] == "assistant":
+                    assert result is None or not result.over
+                    result = episode.step(message)
+                    check(result)
+                    replayed += [message, *(() if result.over else result.messages)]
+            assert tuple(replayed) == shown.messages
+            assert result is not None
+            assert result.info.success == shown.success
+    assert promised == N_DEMONSTRATIONS * len(env.splits)
+
+
+def test_tasks_have_bounds_and_names_of_their_own(build: Callable[[], Environment]) -> None:
+    env = build()
+    names = [env.task(split, index) for split in env.splits for index in range(5)]
+    assert len(set(names)) == len(names)
+    for split, index in (("nowhere", 0), ("train", -1), ("eval", env.num_tasks("eval"))):
+        for call in (env.task, env.demonstration, lambda s, i: env.reset(s, i, 0)):
+            with pytest.raises(NotFound):
+                call(split, index)
+    with pytest.raises(NotFound):
+        env.num_tasks("nowhere")
+
+
+def test_two_threads_at_once_see_what_one_sees(build: Callable[[], Environment]) -> None:
+    alone, shared = build(), build()
+    said = [assistant(text) for text in SAID]
+    tasks = [("train", index) for index in range(12)] + [("eval", index) for index in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        together = list(threads.map(lambda task: played(shared, *task, 1, said), tasks))
+    assert together == [played(alone, *task, 1, said) for task in tasks]
