@@ -39,7 +39,7 @@ for name, seed, answers in json.load(sys.stdin):
             scores.append(dataset.score_answer(answer, item))
         except Exception:
             scores.append(0.0)
-    print(json.dumps([item["question"], scores]))
+    print("\\nSCORED", json.dumps([item["question"], scores]))
 """
 """What upstream asks and scores, in a process that sets Python's hash seed: some datasets iterate over sets. The first
 import stands in for pycosat.
@@ -56,7 +56,7 @@ def upstream(asked: Sequence[tuple[str, int, Sequence[str]]]) -> list[tuple[str,
         env={"PYTHONHASHSEED": "0", "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("[")]
+    lines = [line.removeprefix("SCORED ") for line in ran.stdout.splitlines() if line.startswith("SCORED ")]
     return [json.loads(line) for line in lines]
 
 
