@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from services.env.environments.adapters.gymnasium import Gymnasium, GymnasiumConfig
 from services.env.environments.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
 from services.env.environments.base import Environment
 from services.env.environments.games.frozen_lake import FrozenLakeConfig, frozen_lake
@@ -42,6 +43,7 @@ KINDS: Mapping[str, EnvironmentKind[Any]] = {
     "gsm8k": EnvironmentKind(Gsm8kConfig, Gsm8k, frozenset({"train", "eval"})),
     "frozen_lake": EnvironmentKind(FrozenLakeConfig, frozen_lake),
     "sokoban": EnvironmentKind(SokobanConfig, sokoban),
+    "gymnasium": EnvironmentKind(GymnasiumConfig, Gymnasium),
     "reasoning_gym": EnvironmentKind(ReasoningGymConfig, ReasoningGym),
 }
 """An environment is added here."""

@@ -18,6 +18,16 @@ from shared.errors import NotFound
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "frozen_lake": ("frozen_lake", {}),
     "sokoban": ("sokoban", {}),
+    "gymnasium": ("gymnasium", {}),
+    "gymnasium, named": (
+        "gymnasium",
+        {
+            "make": {"is_rainy": False},
+            "actions": ("South", "North", "East", "West", "PickUp", "DropOff"),
+            "observation": "space",
+            "rules": "You drive a taxi.",
+        },
+    ),
     "reasoning_gym": ("reasoning_gym", {}),
     "reasoning_gym, harder": (
         "reasoning_gym",
