@@ -174,12 +174,14 @@ class Gymnasium:
 
         config = self.config
         drawn, scout = config.observation == "render", self._scout
+        settings: dict[str, Any] = dict(config.make)
         try:
             if config.observation == "auto":
-                probe = scout.env if scout else gymnasium.make(config.id, disable_env_checker=True, **config.make)
+                probe = scout.env if scout else gymnasium.make(config.id, disable_env_checker=True, **settings)
                 drawn = "ansi" in probe.metadata.get("render_modes", ())
-            shown = {"render_mode": "ansi"} if drawn else {}
-            env = gymnasium.make(config.id, disable_env_checker=True, **config.make, **shown).unwrapped
+            if drawn:
+                settings["render_mode"] = "ansi"
+            env = gymnasium.make(config.id, disable_env_checker=True, **settings).unwrapped
         except (gymnasium.error.Error, TypeError, ValueError, AttributeError, ImportError) as error:
             raise InputError(f"gymnasium does not make {config.id} with {config.make}: {_plain(str(error))}") from error
         if not isinstance(env.action_space, gymnasium.spaces.Discrete):
