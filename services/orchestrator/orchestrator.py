@@ -9,7 +9,7 @@ from typing import Any
 
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import GroupPlan, run_group
-from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator
+from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import as_rows
 from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.mixture.members import weights_of
@@ -129,7 +129,7 @@ class Orchestrator:
             self.environments,
             self.status,
         )
-        self.evaluator = self._evaluator(sizes[settings.env])
+        self.evaluator = self._evaluator(sizes[settings.env], mixture)
         self.schedule = RunSchedule(
             self.queue,
             self.balancer,
@@ -161,7 +161,7 @@ class Orchestrator:
             mixture=mixture,
         )
 
-    def _evaluator(self, sizes: SplitSizes) -> Evaluator:
+    def _evaluator(self, sizes: SplitSizes, mixture: RunMixture) -> Evaluator:
         settings = self.settings
         plan = EvalPlan(
             settings.env,
@@ -170,4 +170,8 @@ class Orchestrator:
             settings.eval_every,
             settings.max_steps,
         )
-        return Evaluator(self.dispatcher, self.status, self.tokenizer, plan, settings.folder)
+
+        def others() -> list[HeldOutTasks]:
+            return [HeldOutTasks(env, min(settings.n_eval_tasks, n)) for env, n in mixture.evaluated().items()]
+
+        return Evaluator(self.dispatcher, self.status, self.tokenizer, plan, settings.folder, others)

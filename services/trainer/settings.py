@@ -88,4 +88,5 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
         original=pinned.original(RunFolder(config.run.folder).record),
         origin=None if origin is None else asdict(origin),
         on_nonfinite=trainer.on_nonfinite,
+        env=config.data.env,
     )

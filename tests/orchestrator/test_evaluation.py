@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import orjson
 import pytest
 
-from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator
+from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import read_records
 from services.orchestrator.status import RunStatus
-from shared.errors import Unavailable
+from shared.errors import NotFound, Unavailable
 from shared.types import WeightVersion
 from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of
 from tests.support.tokenizer import tiny_tokenizer
@@ -20,9 +20,9 @@ PLAN = EvalPlan("demo", 6, 7, every=5, last_step=20)
 EOS = tiny_tokenizer().eos_id
 
 
-def evaluator(folder, env=None, engine=None, plan=PLAN, other=None):
+def evaluator(folder, env=None, engine=None, plan=PLAN, other=None, others=tuple):
     balancer = balancer_of(engine or ScriptedEngine(), *filter(None, [other]))
-    return Evaluator(dispatcher_of(env or ScriptedEnv(), balancer), RunStatus(), tiny_tokenizer(), plan, folder)
+    return Evaluator(dispatcher_of(env or ScriptedEnv(), balancer), RunStatus(), tiny_tokenizer(), plan, folder, others)
 
 
 async def measured(found, step):
@@ -181,6 +181,45 @@ def test_records_of_before_there_were_ends_are_read(tmp_path):
     )
     (tmp_path / "evals.jsonl").write_text(old + '"turns_mean":1.0,"tokens":9,"elapsed_s":0.1,"failed":0}\n')
     assert not evaluator(tmp_path).due(0)
+
+
+async def test_each_environment_has_a_record_and_the_main_ones_makes_the_step_done(tmp_path):
+    others = [HeldOutTasks("adder@2", 3), HeldOutTasks("empty@1", 0)]
+    found = evaluator(tmp_path, others=lambda: others)
+    await found.run(0)
+    lines = [orjson.loads(line) for line in (tmp_path / "evals.jsonl").read_text().splitlines()]
+    assert [(line.get("env"), line["n_tasks"]) for line in lines] == [("adder@2", 3), (None, 6)]
+    assert "env" not in lines[1]
+    assert [(r.env, r.step) for r in found.records] == [("adder@2", 0), (None, 0)]
+    samples = [orjson.loads(row).get("env") for row in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert samples == ["adder@2"] * 3 + [None] * 4
+    others.append(HeldOutTasks("words@1", 2))
+    assert not evaluator(tmp_path, others=lambda: others).due(0)
+
+
+async def test_a_restart_between_two_environments_measures_only_the_one_that_is_left(tmp_path):
+    first = evaluator(tmp_path, others=lambda: [HeldOutTasks("adder@2", 3)])
+    await first.run(0)
+    path = tmp_path / "evals.jsonl"
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    env = ScriptedEnv()
+    again = evaluator(tmp_path, env, others=lambda: [HeldOutTasks("adder@2", 3)])
+    assert again.due(0)
+    await again.run(0)
+    assert len(env.created) == 6
+    assert [r.env for r in read_records(path)] == ["adder@2", None]
+
+
+async def test_another_environment_that_only_fails_holds_nothing_up(tmp_path):
+    class Partly(ScriptedEnv):
+        async def create(self, request_id, env, split, index, *, seed):
+            if env == "gone@1":
+                raise NotFound("there is no environment 'gone@1'")
+            return await super().create(request_id, env, split, index, seed=seed)
+
+    found = evaluator(tmp_path, Partly(), others=lambda: [HeldOutTasks("gone@1", 3)])
+    await found.run(0)
+    assert [r.env for r in found.records] == [None]
 
 
 async def test_no_task_at_all_is_no_record(tmp_path):

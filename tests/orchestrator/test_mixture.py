@@ -272,6 +272,18 @@ async def test_the_description_tells_weights_shares_and_states(tmp_path):
     assert told(run)["sokoban"]["state"] == "removed"
 
 
+async def test_what_is_evaluated_beside_the_main_environment(tmp_path):
+    run = MixtureUnderTest(tmp_path, members=BOTH)
+    assert run.mixture.evaluated() == {"sokoban": 8}
+    run.source.sizes["words@2"] = (5, None)
+    await run.look(row("adder@1"), row("words@2", "canary"))
+    assert run.mixture.evaluated() == {"adder@1": 4, "sokoban": 8, "words@2": 0}
+    await run.mixture.choose({"sokoban": 0})
+    run.mixture.set_aside("adder@1", "gone")
+    await run.look()
+    assert run.mixture.evaluated() == {"sokoban": 8, "words@2": 0}
+
+
 async def test_what_only_fails_is_set_aside_and_tried_again_until_it_is_back(tmp_path):
     now = [0.0]
     run = MixtureUnderTest(tmp_path, suspensions=Suspensions(lambda: now[0]))

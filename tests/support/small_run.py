@@ -180,7 +180,7 @@ class Incarnation:
         rules = AdmissionRules("arrival", ETA, 32, 96, SIZE)
         settings, original = pinned.relevant(run), pinned.original(folder / "run.json")
         self.worker = TrainerWorker(
-            TrainPlan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original, on_nonfinite=on_nonfinite),
+            TrainPlan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original, on_nonfinite=on_nonfinite, env="toy"),
             parts,
             self.status,
         )

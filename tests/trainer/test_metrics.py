@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.learner.metrics import of_groups
+from services.trainer.learner.metrics import of_environments, of_groups
 from services.trainer.loop.group_buffer import ready_group
 from shared.types import Group
 from tests.trainer.support import group
@@ -32,6 +32,25 @@ def test_shares_lengths_faults_and_failures_by_class():
     assert metrics["failed_attempts"] == {"EpisodeLost": 2, "NoServer": 1}
     assert metrics["retried_tokens"] == lengths[0]
     assert of_groups(held({}), 0)["retried_tokens"] is None
+
+
+def test_environments_are_told_apart_where_there_is_another_than_the_main_one():
+    lake, adder = (
+        replace(group(1, "e000001-s000000", n=2), env="frozen_lake"),
+        replace(group(2, "e000001-s000000", n=4), env="adder@2"),
+    )
+    adder = replace(
+        adder, trajectories=tuple(replace(t, reward=0.5, success=i < 1) for i, t in enumerate(adder.trajectories))
+    )
+    assert of_environments([lake, lake], "frozen_lake") == {}
+    found = of_environments([lake, adder, lake], "frozen_lake")
+    assert {key: found[key] for key in found if "adder" in key} == {
+        "env/adder@2/reward_mean": 0.5,
+        "env/adder@2/success": 0.25,
+        "env/adder@2/groups": 1,
+    }
+    assert found["env/frozen_lake/groups"] == 2
+    assert of_environments([adder], "frozen_lake").keys() == {key for key in found if "adder" in key}
 
 
 def test_rewards_near_the_end_of_float64_have_a_finite_mean():

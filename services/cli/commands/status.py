@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from services.cli.reporting.environments import told_mixture
 from services.cli.runs import addresses, identity
 from services.cli.runs.addresses import Addresses
 from shared.clients.base import HttpClient
@@ -183,7 +184,16 @@ def _text(seen: Sequence[ServiceReport], verdict: Verdict) -> str:
     circle = ", they wait in a circle" if verdict.cycle else ""
     hint = ["`volley up` goes on with it; `volley report` shows what it has done"] if verdict.state == "stopped" else []
     state = "the state of the run is unknown" if verdict.state == "unknown" else f"the run is {verdict.state}"
-    return "\n".join([*lines, f"{state}{quiet}{circle}", *(f"  ← {sentence}" for sentence in verdict.chain), *hint])
+    chain = [f"  ← {sentence}" for sentence in verdict.chain]
+    return "\n".join([*lines, f"{state}{quiet}{circle}", *chain, *_mixture(seen), *hint])
+
+
+def _mixture(seen: Sequence[ServiceReport]) -> list[str]:
+    """The environments of the run where there are several, and why one of them is not played."""
+    rows = next((one.said["mixture"] for one in seen if one.said.get("mixture")), [])
+    told = told_mixture(rows)
+    reasons = [f"  {row['env']} is {row['state']}: {row['reason']}" for row in rows if row.get("reason")]
+    return [*([f"mixture: {told}"] if told else []), *reasons]
 
 
 def _state(seen: ServiceReport) -> str:

@@ -32,8 +32,9 @@ def eval_line(record: Mapping[str, Any]) -> str:
     tasks = record.get("n_tasks", "?")
     if rate is not None and rate.tasks != tasks:  # the interval is that of the tasks that did not fail
         tasks = f"{rate.tasks} of {tasks}"
+    of = f" of {record['env']}" if record.get("env") else ""
     parts = [
-        f"held-out after step {record.get('step', '?')}: success {success}",
+        f"held-out{of} after step {record.get('step', '?')}: success {success}",
         f"reward {number(record, 'reward_mean', '.3f')}",
         f"{tasks} tasks, greedy",
         f"weights {record.get('version_max', '?')}",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.cli.local.supervisor import ServiceState
+from services.cli.reporting.environments import told_mixture
 from services.cli.reporting.intervals import SuccessRate
 from services.cli.reporting.lines import duration, number
 from services.cli.reporting.progress import Activity, Record, RecordKind
@@ -115,7 +116,7 @@ class RunPhases:
         step = int(trainer.get("step") or recorded)
         if not (phase or self._steps) or max(step, recorded) >= self._max_steps:
             return []
-        return [self._rl_row(step), *self._next_step_row(phase, step)]
+        return [self._rl_row(step), *self._next_step_row(phase, step), *self._mixture_row()]
 
     def _warm_start_row(self, wait: str | None) -> PhaseRow:
         if not self._sft:
@@ -147,6 +148,10 @@ class RunPhases:
         told = {"training": "is trained", "paused": "paused on request"}
         return [PhaseRow(name, told[phase])] if phase in told else []
 
+    def _mixture_row(self) -> list[PhaseRow]:
+        mixture = told_mixture(self._activity.run.get("mixture"))
+        return [PhaseRow("mixture", mixture)] if mixture else []
+
     def _evaluation_rows(self) -> list[PhaseRow]:
         run = self._activity.run
         if run.get("evaluating_step") is None:
@@ -177,9 +182,9 @@ def _evaluated(record: Record) -> str:
     rate = SuccessRate.of(record)
     success = f"{rate} of {rate.tasks} tasks" if rate else f"{number(record, 'success', '.1%')}"
     failed = f", {record['failed']} failed" if record.get("failed") else ""
-    return _line(
-        "evaluation", record.get("elapsed_s"), f"success {success}{failed}, after step {record.get('step', '?')}"
-    )
+    of = f"{record['env']}: " if record.get("env") else ""
+    detail = f"{of}success {success}{failed}, after step {record.get('step', '?')}"
+    return _line("evaluation", record.get("elapsed_s"), detail)
 
 
 def _line(name: str, seconds: Any, detail: str) -> str:

@@ -14,28 +14,39 @@ mpl.use("Agg")
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from services.cli.reporting.environments import EnvironmentCurve
 from services.cli.reporting.intervals import SuccessRate, success_rates
 
 _HELD_OUT, _TRAIN, _CHANGED = "#1b6ca8", "#c65d21", "#777777"
 _MOST_LABELS = 20
+_MOST_ENVIRONMENTS = 10
 
 type Rows = Sequence[Mapping[str, Any]]
 
 
-def draw(path: Path, run: str, steps: Rows, evals: Rows, changed: Sequence[int] = ()) -> None:
+def draw(
+    path: Path,
+    run: str,
+    steps: Rows,
+    evals: Rows,
+    changed: Sequence[int] = (),
+    environments: Sequence[EnvironmentCurve] = (),
+) -> None:
     """Writes a PNG of about 1200 × 900 pixels. Rows are those of metrics.jsonl and evals.jsonl, in the order of steps.
 
-    `changed` are the steps from which on other settings were in force.
+    `changed` are the steps from which on other settings were in force, `environments` the curves of each where there
+    are several: `evals` are then those of the first.
     """
     figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
     success, reward = figure.subplots(2, 1, sharex=True)
     figure.suptitle(f"Run {run}: what the policy learns during RL", fontsize=13)
     _draw_success(success, steps, evals)
     _draw_reward(reward, steps)
+    _draw_environments(success, reward, environments)
     for axes in (success, reward):
         for i, step in enumerate(changed):
             axes.axvline(step, color=_CHANGED, linestyle="--", linewidth=1, label=None if i else "settings changed")
-        axes.legend(loc="best", fontsize=9)
+        axes.legend(loc="best", fontsize=9 if len(environments) < 3 else 7)
     figure.savefig(path, format="png")
 
 
@@ -58,6 +69,20 @@ def _draw_held_out(axes: Any, rates: Sequence[SuccessRate]) -> None:
     for rate in rates[:: max(1, -(-len(rates) // _MOST_LABELS))]:
         place = (rate.step, rate.high)
         axes.annotate(f"{rate.success:.0%}", place, textcoords="offset points", xytext=(0, 3), ha="center", fontsize=9)
+
+
+def _draw_environments(success: Any, reward: Any, environments: Sequence[EnvironmentCurve]) -> None:
+    """A colour each: training as a thin line in both pictures, held-out success as squares."""
+    for i, one in enumerate(environments[:_MOST_ENVIRONMENTS]):
+        color, marker = f"C{i % 10}", "." if len(one.steps) == 1 else None
+        x = [step for step, _, _ in one.steps]
+        for axes, y in ((success, [share for _, _, share in one.steps]), (reward, [mean for _, mean, _ in one.steps])):
+            axes.plot(x, y, color=color, marker=marker, linewidth=1, linestyle="--", label=one.env)
+        if i and one.held_out:
+            steps, rates = [rate.step for rate in one.held_out], [rate.success for rate in one.held_out]
+            success.plot(
+                steps, rates, color=color, marker="s", markersize=4, linewidth=1.5, label=f"{one.env}, held-out"
+            )
 
 
 def _draw_reward(axes: Any, steps: Rows) -> None:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from services.cli.reporting import closing, jsonl
+from services.cli.reporting import closing, environments, jsonl
 from services.cli.reporting.curve import curve
 from services.cli.reporting.intervals import SuccessRate, success_rates
 from services.cli.reporting.progress import printed_text
@@ -25,6 +25,8 @@ from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS, Change
 from shared.run.state import in_lineage, newest_lineage
 from shared.types import WeightVersion
+
+_MAIN, _UNNAMED = "data.env", "main environment"
 
 type Rows = Sequence[Mapping[str, Any]]
 
@@ -54,17 +56,19 @@ def told(summary: Mapping[str, Any], folder: RunFolder) -> str:
 def make(folder: RunFolder) -> dict[str, Any]:
     """Writes summary.json and the plot; returns the summary."""
     lineage = newest_lineage(folder.checkpoints)
-    steps, evals = (
-        by_step(row for row in jsonl.read(file) if _counts(row, lineage)) for file in (folder.metrics, folder.evals)
-    )
+    steps = by_step(row for row in jsonl.read(folder.metrics) if _counts(row, lineage))
+    evals = environments.by_environment(row for row in jsonl.read(folder.evals) if _counts(row, lineage))
     lines = jsonl.read(folder.ledger)
     record = read_record(folder)
-    summary = summarize(steps, evals, record)
+    summary = summarize(steps, environments.of_main(evals), record)
+    curves = environments.curves(steps, evals, _main_environment(record))
     summary |= {"tickets": dispositions(lines), "episodes": outcomes(steps, lines)}
+    summary |= {"environments": [one.summary() for one in curves]}
     write_json(folder.summary, summary)
     from services.cli.reporting import plot
 
-    plot.draw(folder.plot, folder.name, steps, evals, [one.from_step for one in record.amendments] if record else [])
+    changed = [one.from_step for one in record.amendments] if record else []
+    plot.draw(folder.plot, folder.name, steps, environments.of_main(evals), changed, curves)
     return summary
 
 
@@ -153,6 +157,7 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
         ("final weights", str(summary["final_weight_version"] or "–")),
         *_provenance_rows(summary),
         ("groups", _counted(summary["tickets"])),
+        *environments.table_rows(summary["environments"]),
         *_outcome_rows(summary["episodes"]),
         ("elapsed", f"{summary['elapsed_sec']:.1f} s"),
         ("plot", str(folder.plot)),
@@ -163,6 +168,11 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
     return "\n".join(
         [rule, f"run {folder.name}", rule, *(f"{label:<{labels}}  {value}" for label, value in rows), rule]
     )
+
+
+def _main_environment(record: RunRecord | None) -> str:
+    """As run.json tells."""
+    return str(record.config.get(_MAIN) or _UNNAMED) if record else _UNNAMED
 
 
 def _provenance_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

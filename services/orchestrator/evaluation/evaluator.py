@@ -3,6 +3,8 @@
 Invariants
 - At step 0 and at the last step every token comes from exactly that step's weights; a task that got others counts as
   failed.
+- Where a run plays several environments, each has a line of its own, that of the main one last: it alone makes the step
+  done. Another one that cannot be measured is left out; it does not hold up the run.
 - A line of `evals.jsonl` is on disk before the evaluation counts as done. Neither a restart nor a second orchestrator
   of the run measures a step again, unless its weights were undone (see `records`): a lock on a file beside it, which
   dies with its holder, lets one at a time evaluate.
@@ -15,11 +17,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.turn import SamplingSpec
@@ -49,9 +51,18 @@ _LOCK_POLL_S = 0.5
 _log = telemetry.Log("evaluation")
 
 
+class HeldOutTasks(NamedTuple):
+    """Tasks 0 … n_tasks - 1 of an environment."""
+
+    env: str
+    n_tasks: int
+
+
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """When and on what: step 0, every `every` steps if set, and `last_step`; tasks 0 … n_tasks - 1."""
+    """When and on what: step 0, every `every` steps if set, and `last_step`; tasks 0 … n_tasks - 1 of the main
+    environment `env`.
+    """
 
     env: str
     n_tasks: int
@@ -76,11 +87,21 @@ class EvalPlan:
 
 
 class Evaluator:
-    """Args: folder: of the run; evals.jsonl and samples.jsonl are appended there."""
+    """Args:
+    folder: of the run; evals.jsonl and samples.jsonl are appended there.
+    others: the environments beside the main one that are to be measured now.
+    """
 
     def __init__(
-        self, dispatcher: Dispatcher, status: RunStatus, tokenizer: ChatTokenizer, plan: EvalPlan, folder: Path
+        self,
+        dispatcher: Dispatcher,
+        status: RunStatus,
+        tokenizer: ChatTokenizer,
+        plan: EvalPlan,
+        folder: Path,
+        others: Callable[[], Sequence[HeldOutTasks]] = tuple,
     ) -> None:
+        self._others = others
         self._dispatcher, self._status, self._tokenizer, self.plan = dispatcher, status, tokenizer, plan
         self._evals, self._samples = RunFolder(folder).evals, RunFolder(folder).samples
         self._read = read_records(self._evals)
@@ -96,23 +117,35 @@ class Evaluator:
         self._lineage = lineage
 
     def due(self, step: int) -> bool:
-        return self.plan.due(step, frozenset(record.step for record in self.records))
+        return self.plan.due(step, frozenset(record.step for record in self.records if record.env is None))
 
     async def run(self, step: int) -> None:
-        """Measures the weights of `step`, unless another orchestrator has. Raises Unavailable when no task came
-        through.
+        """Measures the weights of `step`, unless another orchestrator has. Raises Unavailable when no task of the main
+        environment came through.
         """
         lock = await once_there_is_room(lambda: locks.lock_file(self._evals.with_suffix(".lock")), self._waiting)
         async with self._alone(lock):
             self._read = read_records(self._evals)
             if self.due(step):
-                self._read.append(await self._measure(step))
+                await self._measure_others(step)
+                self._read.append(await self._measure(step, HeldOutTasks(self.plan.env, self.plan.n_tasks)))
 
-    async def _measure(self, step: int) -> EvalRecord:
+    async def _measure_others(self, step: int) -> None:
+        """Those that were not measured before a restart."""
+        done = {record.env for record in self.records if record.step == step}
+        for tasks in self._others():
+            if tasks.env not in done and tasks.n_tasks:
+                try:
+                    self._read.append(await self._measure(step, tasks))
+                except VolleyError as error:
+                    _log.warning("an environment was not evaluated", env=tasks.env, step=step, reason=str(error))
+
+    async def _measure(self, step: int, tasks: HeldOutTasks) -> EvalRecord:
         started = time.monotonic()
-        trajectories, failed = await self._trajectories(self.plan.need(step))
-        record = summarize(step, trajectories, failed, time.monotonic() - started)
-        samples = [self._sample(step, t) for t in trajectories[:_N_SAMPLES]]
+        trajectories, failed = await self._trajectories(tasks, self.plan.need(step))
+        env = None if tasks.env == self.plan.env else tasks.env
+        record = summarize(step, trajectories, failed, time.monotonic() - started, env)
+        samples = [self._sample(step, t, env) for t in trajectories[:_N_SAMPLES]]
         await once_there_is_room(lambda: append(self._samples, samples), self._waiting)
         await once_there_is_room(lambda: append(self._evals, as_rows([record])), self._waiting)
         _log.info("evaluated", **dataclasses.asdict(record))
@@ -129,12 +162,12 @@ class Evaluator:
     def _waiting(self, error: StorageUnavailable | None) -> None:
         self._status.disk = str(error) if error else None
 
-    async def _trajectories(self, need: VersionBounds) -> tuple[list[Trajectory], int]:
+    async def _trajectories(self, tasks: HeldOutTasks, need: VersionBounds) -> tuple[list[Trajectory], int]:
         """The trajectories in the order of the tasks, and how many tasks failed. Raises Unavailable if all did."""
         failures: list[VolleyError] = []
 
         async def one(index: int) -> Trajectory | None:
-            spec = SamplingSpec(self.plan.env, SPLIT, index, 0, index, self.plan.seed, GREEDY, need)
+            spec = SamplingSpec(tasks.env, SPLIT, index, 0, index, self.plan.seed, GREEDY, need)
             try:
                 return await self._dispatcher.episode(spec, "eval")
             except VolleyError as error:
@@ -143,33 +176,34 @@ class Evaluator:
             finally:
                 ended()
 
-        with self._counting() as ended:
+        with self._counting(tasks.n_tasks) as ended:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(index)) for index in range(self.plan.n_tasks)]
-        trajectories = [t for task in tasks if (t := task.result()) is not None]
+                running = [group.create_task(one(index)) for index in range(tasks.n_tasks)]
+        trajectories = [t for task in running if (t := task.result()) is not None]
         if not trajectories:
             raise Unavailable(f"all {len(failures)} held-out tasks failed, the last with {failures[-1]}")
         return trajectories, len(failures)
 
     @contextmanager
-    def _counting(self) -> Iterator[Callable[[], None]]:
+    def _counting(self, n_tasks: int) -> Iterator[Callable[[], None]]:
         """Inside, the status tells how many tasks have ended; gives what counts one."""
         status, n_ended = self._status, 0
 
         def ended() -> None:
             nonlocal n_ended
             n_ended += 1
-            status.evaluated = n_ended, self.plan.n_tasks
+            status.evaluated = n_ended, n_tasks
 
-        status.evaluated = 0, self.plan.n_tasks
+        status.evaluated = 0, n_tasks
         try:
             yield ended
         finally:
             status.evaluated = None
 
-    def _sample(self, step: int, trajectory: Trajectory) -> dict[str, Any]:
+    def _sample(self, step: int, trajectory: Trajectory, env: str | None) -> dict[str, Any]:
         return {
             "step": step,
+            **({"env": env} if env else {}),
             "task": trajectory.task,
             "success": trajectory.success,
             "reward": trajectory.reward,

@@ -33,7 +33,7 @@ _log = telemetry.Log("records")
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
     """One line. `version_min` and `version_max` are over all sampled tokens, which `tokens` counts; `ends` are shares
-    of the episodes.
+    of the episodes. `env` is None, and absent in the file, for the run's main environment.
     """
 
     step: int
@@ -47,6 +47,7 @@ class EvalRecord:
     elapsed_s: float
     failed: int
     ends: Mapping[str, float] = field(default_factory=dict)
+    env: str | None = None
 
     def counts(self, lineage: Lineage) -> bool:
         """Whether the weights it measured belong to the lineage; while none is known, they do."""
@@ -58,7 +59,9 @@ class EvalRecord:
 _RECORD = TypeAdapter(EvalRecord)
 
 
-def summarize(step: int, trajectories: Sequence[Trajectory], failed: int, elapsed_s: float) -> EvalRecord:
+def summarize(
+    step: int, trajectories: Sequence[Trajectory], failed: int, elapsed_s: float, env: str | None = None
+) -> EvalRecord:
     """Means over the trajectories (at least one), of rewards of any finite size; failed tasks are counted, not
     averaged.
     """
@@ -76,13 +79,14 @@ def summarize(step: int, trajectories: Sequence[Trajectory], failed: int, elapse
         elapsed_s=round(elapsed_s, 3),
         failed=failed,
         ends={end: count / n for end, count in Counter(str(t.end) for t in trajectories).items()},
+        env=env,
     )
 
 
 def counting(records: Sequence[EvalRecord], lineage: Lineage) -> list[EvalRecord]:
-    """One record a step, the last that counts, in the order of steps."""
-    last = {record.step: record for record in records if record.counts(lineage)}
-    return [last[step] for step in sorted(last)]
+    """One record a step and environment, the last that counts, in the order of steps; of a step the main one's last."""
+    last = {(record.step, record.env is None, record.env or ""): record for record in records if record.counts(lineage)}
+    return [last[key] for key in sorted(last)]
 
 
 def read_records(path: Path) -> list[EvalRecord]:
@@ -129,4 +133,8 @@ async def once_there_is_room[T](write: Callable[[], T], waiting: Callable[[Stora
 
 
 def as_rows(records: Sequence[EvalRecord]) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(record) for record in records]
+    """As the lines of the file."""
+    return [
+        {key: value for key, value in dataclasses.asdict(record).items() if key != "env" or value is not None}
+        for record in records
+    ]

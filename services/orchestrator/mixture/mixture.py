@@ -75,6 +75,15 @@ class RunMixture:
         """Of all environments that the run has ever played."""
         return {**self._log.assignment.sizes, **self._sizes_known}
 
+    def evaluated(self) -> dict[str, int]:
+        """The environments to be evaluated beside the main one, with the sizes of their evaluation splits: those of the
+        configuration, and those that have joined; none that is set aside.
+        """
+        now = self._log.current
+        names = {*self._configured.members, *now.weights} - now.suspended.keys() - {self._configured.main}
+        sizes = self.sizes
+        return {env: sizes[env].n_eval for env in sorted(names) if env in sizes}
+
     async def watch(self) -> None:
         """Follows what the environment service offers until cancelled; while it does not answer, nothing changes."""
         while True:

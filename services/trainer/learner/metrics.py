@@ -11,7 +11,7 @@ import numpy as np
 
 from services.trainer.algorithms.advantages import moments
 from services.trainer.loop.group_buffer import ReadyGroup
-from shared.types import Trajectory
+from shared.types import Group, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,24 @@ def of_groups(held: Sequence[ReadyGroup], step: int) -> dict[str, Any]:
         "staleness_max": int(max(staleness)),
         **_outcomes(trajectories),
     }
+
+
+def of_environments(groups: Sequence[Group], main: str) -> dict[str, float | int]:
+    """`env/NAME/reward_mean`, `…/success` (means over episodes) and `…/groups` of each environment; nothing where all
+    are of the run's main one.
+    """
+    by_env: dict[str, list[Group]] = {}
+    for group in groups:
+        by_env.setdefault(group.env, []).append(group)
+    if by_env.keys() <= {main}:
+        return {}
+    found: dict[str, float | int] = {}
+    for env, its in sorted(by_env.items()):
+        trajectories = [t for group in its for t in group.trajectories]
+        found[f"env/{env}/reward_mean"] = moments(np.array([t.reward for t in trajectories], np.float64))[0]
+        found[f"env/{env}/success"] = float(np.mean([t.success for t in trajectories]))
+        found[f"env/{env}/groups"] = len(its)
+    return found
 
 
 def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, Any]:

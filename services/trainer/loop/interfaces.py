@@ -82,7 +82,7 @@ class TrainPlan:
 
     `settings` is what of the configuration a checkpoint records (see shared.run.pinned); `original` is what the run was
     started with, for a checkpoint that is older than its settings; `origin` is the version of another run that it
-    starts from; `on_nonfinite` is what follows when a step is refused.
+    starts from; `on_nonfinite` is what follows when a step is refused; `env` is the run's main environment.
     """
 
     max_steps: int
@@ -96,6 +96,7 @@ class TrainPlan:
     original: Flat = field(default_factory=dict[str, Any])
     origin: Mapping[str, Any] | None = None
     on_nonfinite: OnNonFinite = "stop"
+    env: str = ""
 
     @property
     def enough(self) -> int:

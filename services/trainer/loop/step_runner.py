@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from services.trainer.learner.metrics import StepMetrics
+from services.trainer.learner.metrics import StepMetrics, of_environments
 from services.trainer.loop.group_buffer import GroupBuffer, ReadyGroup, ready_group
-from services.trainer.loop.interfaces import Collaborators, OnNonFinite, Waiter
+from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
 from services.trainer.settlement.refusals import RefusedStep
 from services.trainer.settlement.settlement import Settlement
 from services.trainer.status import TrainerStatus
@@ -32,20 +32,20 @@ class StepRunner:
     """The steps of one incarnation.
 
     Args:
-        on_nonfinite: what follows when a step is refused.
+        plan: says what follows when a step is refused, and which environment is the main one.
         buffer: where the groups came from; it learns which tickets are open again.
     """
 
     def __init__(
         self,
-        on_nonfinite: OnNonFinite,
+        plan: TrainPlan,
         parts: Collaborators,
         buffer: GroupBuffer,
         settlement: Settlement,
         status: TrainerStatus,
         waiter: Waiter,
     ) -> None:
-        self._on_nonfinite, self._parts, self._buffer = on_nonfinite, parts, buffer
+        self._plan, self._parts, self._buffer = plan, parts, buffer
         self._settlement, self._status, self._waiter = settlement, status, waiter
         self._n_refused = 0  # steps in a row, without a good one between
 
@@ -67,7 +67,7 @@ class StepRunner:
                 return
         self._n_refused = 0
         self._status.trained(metrics)
-        line = self._line_of(metrics, {"step": step_s, "wait": wait_s, "archive": archive_s})
+        line = self._line_of(metrics, groups, {"step": step_s, "wait": wait_s, "archive": archive_s})
         await self._settlement.trained(groups, digests, after, line)  # nothing is awaited between record and this
         _log.info(
             "step",
@@ -92,13 +92,16 @@ class StepRunner:
         digests = await self._waiter.patiently(lambda: asyncio.to_thread(self._parts.archive.write, version, payloads))
         return digests, time.perf_counter() - started
 
-    def _line_of(self, metrics: StepMetrics, seconds: Mapping[str, float]) -> dict[str, Any]:
+    def _line_of(
+        self, metrics: StepMetrics, groups: Sequence[ReadyGroup], seconds: Mapping[str, float]
+    ) -> dict[str, Any]:
         """The step's line of metrics.jsonl; its times are observed."""
         for part, took in seconds.items():
             self._status.timed(part, took)
         rate = metrics.tokens / (seconds["step"] + seconds["wait"])
         rounded = {f"{part}_s": round(took, 4) for part, took in seconds.items()}
-        return as_read(asdict(metrics) | {"time": time.time(), **rounded, "tokens_per_sec": round(rate, 1)})
+        by_env = of_environments([one.group for one in groups], self._plan.env)
+        return as_read(asdict(metrics) | by_env | {"time": time.time(), **rounded, "tokens_per_sec": round(rate, 1)})
 
     async def _refuse(
         self, error: NonFinite, before: WeightVersion, groups: Sequence[ReadyGroup], digests: Sequence[str]
@@ -109,7 +112,7 @@ class StepRunner:
         status, parts = self._status, self._parts
         status.not_finite()
         self._n_refused += 1
-        skip = self._on_nonfinite == "skip" and self._n_refused < _MOST_SKIPPED
+        skip = self._plan.on_nonfinite == "skip" and self._n_refused < _MOST_SKIPPED
         refusal = RefusedStep.of(error, before, groups, digests, "skip" if skip else "stop")
         _log.error(
             "step refused",

@@ -46,7 +46,7 @@ class TrainLoop:
         self._buffer = GroupBuffer(state.progress(), state.lineage, plan.rules)
         self._settlement = Settlement(parts, self._buffer, status, waiter, state)
         self._reader = GroupReader(plan, parts.queue, state.epoch, self._buffer, self._settlement, status, waiter)
-        self._runner = StepRunner(plan.on_nonfinite, parts, self._buffer, self._settlement, status, waiter)
+        self._runner = StepRunner(plan, parts, self._buffer, self._settlement, status, waiter)
 
     async def run(self) -> None:
         """Returns when a stop was asked for and met. Raises Fenced.
