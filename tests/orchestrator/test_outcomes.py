@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.env import runner
+from services.env.sandbox import failure
 from services.orchestrator.episodes import failures
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.turn import TokenBounds, TokenBudget
@@ -51,7 +52,7 @@ def test_what_is_done_about_each_class():
     assert {name for name, e in named.items() if e.action == "fail"} == {*fails.split(), "Conflict", "PrefixBroken"}
     assert {name for name, e in named.items() if e.action == "stop"} == {"Fenced", "NonFinite"}
     assert {name for name, e in named.items() if e.cause == "defect"} == {
-        "VolleyError", "DecodeError", "PrefixBroken", "NonFinite",
+        "VolleyError", "DecodeError", "PrefixBroken", "NonFinite", "SandboxFailed",
     }  # fmt: skip
 
 
@@ -64,7 +65,9 @@ def test_a_class_from_elsewhere_is_judged_like_its_ancestor():
 
 
 def error(name):
-    return next(getattr(module, name) for module in (errors, failures, runner) if hasattr(module, name))("planted")
+    return next(getattr(module, name) for module in (errors, failures, runner, failure) if hasattr(module, name))(
+        "planted"
+    )
 
 
 async def group_with(name, place, n_failures):

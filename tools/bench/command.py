@@ -39,6 +39,9 @@ BENCHMARKS = {
     "startup": Benchmark(
         "tools.bench.startup", "base", "CPU seconds from a service's start to /ready, against its bare imports", 1800.0
     ),
+    "sandbox": Benchmark(
+        "tools.bench.sandbox", "base", "from the fork to a sandbox's first answer, against a bare Python (aim ≤ 20 ms)"
+    ),
     "abuse": Benchmark(
         "tools.bench.abuse", "base", "latency of a route while 27 rude clients are at work, against without them"
     ),

@@ -1,0 +1,155 @@
+"""How a sandbox gives up what it may do: once, before any code of a stranger is read, and for good.
+
+Invariant: every step that the zygote announced succeeds, or the process ends. Nothing here gives less and goes on.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import linux
+import namespaces
+
+CHANNEL = 3
+"""The descriptor on which a sandbox is asked and answers; 0 is empty, 1 and 2 are its log."""
+
+DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/full"]
+_LIBRARIES = ["/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib"]
+_FILES = ["/etc/ld.so.cache", "/usr/share/zoneinfo", "/etc/localtime"]
+_FIRST_UID, _UIDS = 61184, 4096
+"""Users that systemd sets aside for processes that come and go."""
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What all sandboxes of this zygote give up.
+
+    Args:
+        landlock: the version of Landlock to use, 0 for none.
+        program: the seccomp filter, empty for none.
+        read: folders and files that may be read.
+        proc: the old /proc, where `namespaces` were entered by an ordinary user.
+        namespaces: whether the zygote is in namespaces of its own.
+        reads_all: root's Python lies where other users may not look, so sandboxes keep the right to read, of which
+            Landlock leaves them `read`.
+    """
+
+    landlock: int
+    program: bytes
+    read: tuple
+    proc: int | None
+    namespaces: bool
+    reads_all: bool
+
+
+def python_folders() -> list[str]:
+    """What Python and its extension modules need to read."""
+    own = [os.path.dirname(os.path.abspath(os.__file__)), os.path.join(sys.base_prefix, "lib"), *sys.path]
+    own += [os.path.join(sys.base_exec_prefix, getattr(sys, "platlibdir", "lib"))]
+    return [path for path in dict.fromkeys([*own, *_LIBRARIES, *_FILES]) if os.path.exists(path)]
+
+
+def hides_python(paths: list[str]) -> bool:
+    """Whether some folder on the way to `paths` lets only its owner through."""
+    for path in paths:
+        at = os.path.realpath(path)
+        while True:
+            if os.path.isdir(at) and not os.stat(at).st_mode & 0o001:
+                return True
+            if at == os.path.dirname(at):
+                break
+            at = os.path.dirname(at)
+    return False
+
+
+def user_of(number: int) -> int:
+    """The user of a sandbox, where the zygote is root's: no two that live have the same one."""
+    return _FIRST_UID + number % _UIDS
+
+
+def enter(what: Confinement, number: int, limits: dict[str, Any], tmp: str, parent: int) -> None:
+    """Confines this process, a fresh child of the zygote.
+
+    Args:
+        number: of the sandbox.
+        limits: the fields of SandboxLimits.
+        tmp: the private folder; with namespaces it is mounted here.
+        parent: the zygote's process id.
+
+    Raises OSError or ValueError; the process must then end.
+    """
+    os.setsid()
+    privileged = os.getuid() == 0
+    uid = user_of(number) if privileged else os.getuid()
+    if what.namespaces:
+        namespaces.enter_own(what.proc, uid, uid, limits["disk_mb"])
+    elif privileged:
+        os.chown(tmp, uid, uid)
+    os.chdir(tmp)
+    os.umask(0o077)
+    bounds_threads = privileged or what.namespaces
+    _set_limits(limits, bounds_threads)
+    if linux.IS_LINUX:
+        _drop_rights(what, privileged, uid)
+        linux.set_parent_death_signal(signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        linux.forbid_new_privileges()
+        linux.forbid_inspection()
+    _close_all_but(3)
+    _clear_environment(tmp)
+    if what.landlock:
+        linux.restrict_files(what.landlock, list(what.read), [tmp], DEVICES)
+    if what.program:
+        linux.install_filter(what.program)
+
+
+def _drop_rights(what: Confinement, privileged: bool, uid: int) -> None:
+    if privileged:
+        if what.reads_all:
+            linux.keep_capabilities()
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    linux.set_capabilities(1 << linux.CAP_DAC_READ_SEARCH if privileged and what.reads_all else 0)
+
+
+def _set_limits(limits: dict[str, Any], bounds_threads: bool) -> None:
+    mega = 1 << 20
+    wanted = {
+        "CPU": (limits["cpu_s"], limits["cpu_s"] + 2),
+        "AS": limits["memory_mb"] * mega,
+        "FSIZE": limits["file_mb"] * mega,
+        "NOFILE": limits["open_files"],
+        "CORE": 0,
+        "MEMLOCK": 0,
+        "MSGQUEUE": 0,
+        "SIGPENDING": 256,
+        "RTPRIO": 0,
+        "NICE": 0,
+    }
+    if bounds_threads:
+        wanted["NPROC"] = limits["threads"]
+    for name, value in wanted.items():
+        kind = getattr(resource, f"RLIMIT_{name}", None)
+        if kind is None or (name == "AS" and not linux.IS_LINUX):
+            continue
+        soft, hard = value if isinstance(value, tuple) else (value, value)
+        ceiling = resource.getrlimit(kind)[1]
+        if ceiling != resource.RLIM_INFINITY:
+            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        resource.setrlimit(kind, (soft, hard))
+
+
+def _clear_environment(tmp: str) -> None:
+    os.environ.clear()
+    os.environ.update(PATH="/usr/bin:/bin", HOME=tmp, TMPDIR=tmp, LANG="C.UTF-8", TZ="UTC", OPENBLAS_NUM_THREADS="1")
+
+
+def _close_all_but(highest: int) -> None:
+    os.closerange(highest + 1, max(resource.getrlimit(resource.RLIMIT_NOFILE)[1], 1 << 16))

@@ -1,0 +1,243 @@
+"""The loop of a sandbox: reads a request, runs the stranger's code, answers; one at a time.
+
+A frame is 4 bytes of length (big endian) and JSON: {"id", "method", "params"} -> {"id", "result"} or {"id", "error":
+{"why", "detail"}}. Whatever runs here may do as it likes with all of this: what it says is checked on the other side.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+import linecache
+import os
+import random
+import struct
+import sys
+import types
+from typing import Any
+
+import adapters
+from values import Refused
+
+MODULE = "submission"
+MAX_DETAIL = 2000
+MAX_FRAMES = 8
+_FRAME = struct.Struct(">I")
+
+
+class Host:
+    """Args: limits: the fields of SandboxLimits."""
+
+    def __init__(self, limits: dict[str, Any]) -> None:
+        self._limits = limits
+        self._loop: Any = None
+        self._adapter: adapters.Adapter | None = None
+        self._files: dict[str, str] = {}
+
+    def answer(self, method: str, params: dict[str, Any]) -> Any:
+        """Raises whatever the stranger's code raises, and Refused."""
+        if method == "paths":
+            sys.path[:0] = params["paths"]
+            return None
+        if method == "ping":
+            return "pong"
+        if method == "load":
+            return self._load(**params)
+        if method == "run":
+            return self._run(**params)
+        if self._adapter is None:
+            raise Refused("no environment is loaded here")
+        if method == "describe":
+            return self._adapter.describe()
+        if method == "step":
+            return self._adapter.step(params["message"])
+        split, index, seed = params["split"], params["index"], params.get("seed", 0)
+        random.seed(f"{split}/{index}/{seed}")
+        if method == "reset":
+            return self._adapter.reset(split, index, seed)
+        if method == "task":
+            return self._adapter.task(split, index)
+        if method == "demonstration":
+            return self._adapter.demonstration(split, index)
+        raise Refused(f"there is no method {method!r}")
+
+    def failure(self, error: BaseException) -> dict[str, str]:
+        """What to tell of an exception: its text and where in the submitted files it came from."""
+        if isinstance(error, Refused):
+            return {"why": "refused", "detail": str(error)[:MAX_DETAIL]}
+        why = "memory" if isinstance(error, MemoryError) else "exception"
+        return {"why": why, "detail": f"{_described(error)}{self._where(error)}"}
+
+    def _load(
+        self,
+        source: str | None,
+        filename: str,
+        entry: str | None,
+        config: dict[str, Any],
+        paths: list[str],
+        module: str | None,
+    ) -> dict[str, Any]:
+        """Runs the submitted file, or imports the submitted module, and describes the environment it holds."""
+        sys.path[:0] = paths
+        self._files.update(dict.fromkeys(paths, ""))
+        if source is not None:
+            namespace, name = self._execute(source, filename, MODULE), MODULE
+        else:
+            __import__(str(module))
+            name = str(module)
+            namespace = vars(sys.modules[name])
+        self._adapter = adapters.adapt(namespace, name, entry, config, self._wait)
+        return self._adapter.describe()
+
+    def _execute(self, source: str, filename: str, name: str) -> dict[str, Any]:
+        module = types.ModuleType(name)
+        module.__file__ = filename
+        sys.modules[name] = module
+        self._files[filename] = source
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        exec(compile(source, filename, "exec", dont_inherit=True), vars(module))  # noqa: S102 - this is the sandbox
+        return vars(module)
+
+    def _run(self, source: str, stdin: str, max_output: int) -> dict[str, Any]:
+        """Runs a program; returns what it printed, at most `max_output` characters of each, and its exit code."""
+        out, err = BoundedText(max_output), BoundedText(max_output)
+        kept = sys.stdin, sys.stdout, sys.stderr
+        sys.stdin, sys.stdout, sys.stderr = io.StringIO(stdin), out, err
+        code = 0
+        try:
+            self._execute(source, "program.py", "__main__")
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+            if isinstance(end.code, str):
+                err.write(end.code + "\n")
+        except MemoryError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a result like any other
+            err.write(f"{_described(error)}{self._where(error)}\n")
+            code = 1
+        finally:
+            sys.stdin, sys.stdout, sys.stderr = kept
+        return {"stdout": out.getvalue(), "stderr": err.getvalue(), "exit": code & 0xFF, "cut": out.cut or err.cut}
+
+    def _wait(self, value: Any) -> Any:
+        """The result of a coroutine, anything else as it is. One event loop serves the whole sandbox."""
+        if not inspect.isawaitable(value):
+            return value
+        if self._loop is None:
+            import asyncio
+
+            self._loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(self._loop)
+
+        async def waiting() -> Any:
+            return await value
+
+        return self._loop.run_until_complete(waiting())
+
+    def _where(self, error: BaseException) -> str:
+        """The last lines of the traceback that lie in submitted files."""
+        lines, at = [], error.__traceback__
+        while at is not None and len(lines) < 10_000:
+            code = at.tb_frame.f_code
+            if code.co_filename in self._files or code.co_filename.startswith(
+                tuple(p for p in self._files if p[0] == "/")
+            ):
+                line = linecache.getline(code.co_filename, at.tb_lineno).strip()[:200]
+                name = os.path.basename(code.co_filename)[:100]
+                lines.append(f'  File "{name}", line {at.tb_lineno}, in {code.co_name[:100]}: {line}')
+            at = at.tb_next
+        if isinstance(error, SyntaxError) and error.filename in self._files:
+            lines.append(f'  File "{error.filename}", line {error.lineno}: {str(error.text or "").strip()[:200]}')
+        return "".join(f"\n{line}" for line in lines[-MAX_FRAMES:])
+
+
+class BoundedText(io.TextIOBase):
+    """Keeps the first `limit` characters that are written; `cut` says whether there were more."""
+
+    def __init__(self, limit: int) -> None:
+        self._left, self._parts, self.cut = limit, [], False
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        kept = text[: self._left]
+        if kept:
+            self._parts.append(kept)
+            self._left -= len(kept)
+        self.cut = self.cut or len(kept) < len(text)
+        return len(text)
+
+    def getvalue(self) -> str:
+        return "".join(self._parts)
+
+
+def serve(channel: int, limits: dict[str, Any]) -> None:
+    """Answers frames until the other end is closed; then, or when an answer cannot be sent, the process ends."""
+    sys.stdout, sys.stderr = _text_writer(1), _text_writer(2)
+    host = Host(limits)
+    while (frame := _read(channel)) is not None:
+        try:
+            request = json.loads(frame)
+            try:
+                answer = {"id": request["id"], "result": host.answer(request["method"], request["params"])}
+                data = json.dumps(answer, allow_nan=False).encode()
+            except BaseException as error:  # noqa: BLE001 - the stranger's exception is the answer
+                answer = {"id": request["id"], "error": host.failure(error)}
+                del error
+                data = json.dumps(answer).encode()
+        except BaseException:  # noqa: BLE001 - even telling of it failed
+            os._exit(70)
+        if len(data) > limits["frame_bytes"]:
+            what = f"the answer has {len(data)} bytes; at most {limits['frame_bytes']} are taken"
+            data = json.dumps({"id": request["id"], "error": {"why": "output", "detail": what}}).encode()
+        _write(channel, _FRAME.pack(len(data)) + data)
+    os._exit(0)
+
+
+def _text_writer(descriptor: int) -> io.TextIOWrapper:
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), "utf-8", "backslashreplace", line_buffering=True)
+
+
+def say_unconfined(channel: int, why: str) -> None:
+    """Tells that this process could not be confined, and runs nothing."""
+    data = json.dumps({"id": 1, "error": {"why": "refused", "detail": f"the sandbox cannot be closed: {why}"}}).encode()
+    _write(channel, _FRAME.pack(len(data)) + data)
+
+
+def _described(error: BaseException) -> str:
+    """Its class and text; the text may be huge, raise, or never end."""
+    name = type(error).__name__[:100]
+    if isinstance(error, SystemExit):
+        return f"SystemExit: the code called exit({str(error.code)[:100]})"
+    try:
+        said = str(error)[:MAX_DETAIL]
+    except BaseException as second:  # noqa: BLE001
+        return f"{name}, whose text cannot be made: its __str__ raises {type(second).__name__[:100]}"
+    return f"{name}: {said.encode('utf-8', 'backslashreplace').decode()}" if said else name
+
+
+def _read(channel: int) -> bytes | None:
+    head = _exactly(channel, _FRAME.size)
+    return None if head is None else _exactly(channel, _FRAME.unpack(head)[0])
+
+
+def _exactly(channel: int, n: int) -> bytes | None:
+    parts = []
+    while n:
+        part = os.read(channel, min(n, 1 << 16))
+        if not part:
+            return None
+        parts.append(part)
+        n -= len(part)
+    return b"".join(parts)
+
+
+def _write(channel: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(channel, view) :]

@@ -1,0 +1,184 @@
+"""The system calls of Linux that Python has no function for, through ctypes.
+
+Runs under any Python from 3.10 on, with the standard library alone, and may be imported on other systems, where nothing
+of it is called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import struct
+
+IS_LINUX = os.uname().sysname == "Linux"
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
+MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 0x20, 0x1000, 0x4000, 0x40000
+MNT_DETACH = 2
+CAP_DAC_READ_SEARCH = 2
+
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_KEEPCAPS, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 8, 22, 38
+_SECCOMP_MODE_FILTER = 2
+_SYS_MOUNT_SETATTR = 442
+_SYS_LANDLOCK_CREATE, _SYS_LANDLOCK_ADD, _SYS_LANDLOCK_RESTRICT = 444, 445, 446
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
+_CAPABILITY_VERSION = 0x20080522
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name, *args):
+    """Raises OSError with the name of the call."""
+    result = getattr(_libc, name)(*args)
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return result
+
+
+def _long(value):
+    return ctypes.c_long(value)
+
+
+def unshare(flags: int) -> None:
+    _call("unshare", flags)
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    _call("mount", source.encode(), os.fsencode(target), kind.encode(), ctypes.c_ulong(flags), options.encode())
+
+
+def bind_read_only(source: str, target: str, devices: bool = False) -> None:
+    """Shows `source` at `target` with all that is mounted below it; nothing of it can be changed there.
+
+    The flags are only ever added to those that the mount has: one that is inherited may not be taken away.
+    """
+    _call(
+        "mount",
+        os.fsencode(source),
+        os.fsencode(target),
+        None,
+        ctypes.c_ulong(MS_BIND | (0 if devices else MS_REC)),
+        None,
+    )
+    if devices:
+        return
+    attributes = struct.pack("=QQQQ", _ATTR_RDONLY | _ATTR_NOSUID | _ATTR_NODEV, 0, 0, 0)
+    _call(
+        "syscall",
+        _long(_SYS_MOUNT_SETATTR),
+        _long(_AT_FDCWD),
+        os.fsencode(target),
+        _long(_AT_RECURSIVE),
+        attributes,
+        _long(len(attributes)),
+    )
+
+
+def remount_read_only(path: str, flags: int) -> None:
+    """Args: flags: those that the mount has already."""
+    mount("", path, "", MS_REMOUNT | MS_BIND | MS_RDONLY | flags)
+
+
+def change_root(folder: str) -> None:
+    """`folder` becomes the root, and the old root is gone. Needs a mount namespace of one's own."""
+    os.chdir(folder)
+    _call("pivot_root", b".", b".")
+    _call("umount2", b".", MNT_DETACH)
+    os.chdir("/")
+
+
+def set_parent_death_signal(number: int) -> None:
+    _call("prctl", _PR_SET_PDEATHSIG, _long(number), _long(0), _long(0), _long(0))
+
+
+def forbid_new_privileges() -> None:
+    _call("prctl", _PR_SET_NO_NEW_PRIVS, _long(1), _long(0), _long(0), _long(0))
+
+
+def forbid_inspection() -> None:
+    """No core dumps, and nobody of the same user may trace this process or look into its memory."""
+    _call("prctl", _PR_SET_DUMPABLE, _long(0), _long(0), _long(0), _long(0))
+
+
+def keep_capabilities() -> None:
+    """Across the next change of user."""
+    _call("prctl", _PR_SET_KEEPCAPS, _long(1), _long(0), _long(0), _long(0))
+
+
+def set_capabilities(mask: int) -> None:
+    """Effective and permitted; none are inheritable."""
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    header = struct.pack("=Ii", _CAPABILITY_VERSION, 0)
+    _call("capset", header, struct.pack("=6I", low, low, 0, high, high, 0))
+
+
+def install_filter(program: bytes) -> None:
+    """Args: program: classic BPF, 8 bytes an instruction. It counts for this process and can never be taken away."""
+    code = ctypes.create_string_buffer(program, len(program))
+
+    class Header(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+
+    header = Header(len(program) // 8, ctypes.addressof(code))
+    _call("prctl", _PR_SET_SECCOMP, _long(_SECCOMP_MODE_FILTER), ctypes.byref(header), _long(0), _long(0))
+
+
+def landlock_abi() -> int:
+    """The version of Landlock that the kernel offers; 0 if none."""
+    if not IS_LINUX:
+        return 0
+    version = _libc.syscall(_long(_SYS_LANDLOCK_CREATE), None, _long(0), _long(1))
+    return max(version, 0)
+
+
+_FILE_EXECUTE, _FILE_WRITE, _FILE_READ, _DIR_READ = 1 << 0, 1 << 1, 1 << 2, 1 << 3
+_MAKE_CHAR, _MAKE_SOCK, _MAKE_BLOCK = 1 << 6, 1 << 9, 1 << 11
+_TRUNCATE, _IOCTL = 1 << 14, 1 << 15
+_OF_FILES = _FILE_EXECUTE | _FILE_WRITE | _FILE_READ | _TRUNCATE | _IOCTL
+
+
+def restrict_files(abi: int, read: list[str], write: list[str], devices: list[str]) -> None:
+    """From now on this process and its threads see no files but these, run none, open no TCP and signal nobody else.
+
+    Args:
+        abi: the version of Landlock to use; what each adds is in the kernel's documentation of Landlock.
+        read: folders and files that may be read; what is missing is left out.
+        write: folders in which all may be done, except making devices and sockets and running programs.
+        devices: files that may be read and written.
+    """
+    handled = (1 << 13) - 1
+    handled |= ((1 << 13) if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0) | (_IOCTL if abi >= 5 else 0)
+    attributes = struct.pack("=QQQ", handled, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
+    attributes = attributes[: 24 if abi >= 6 else 16 if abi >= 4 else 8]
+    ruleset = _call("syscall", _long(_SYS_LANDLOCK_CREATE), attributes, _long(len(attributes)), _long(0))
+    all_there = handled & ~(_FILE_EXECUTE | _MAKE_CHAR | _MAKE_SOCK | _MAKE_BLOCK | _IOCTL)
+    for paths, access in (
+        (read, _FILE_READ | _DIR_READ),
+        (write, all_there),
+        (devices, (_FILE_READ | _FILE_WRITE)),
+    ):
+        for path in paths:
+            _allow(ruleset, path, access)
+    _call("syscall", _long(_SYS_LANDLOCK_RESTRICT), _long(ruleset), _long(0))
+    os.close(ruleset)
+
+
+def _allow(ruleset: int, path: str, access: int) -> None:
+    try:
+        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES):
+            return
+        raise
+    try:
+        if not os.path.isdir(path):
+            access &= _OF_FILES
+        rule = struct.pack("=Qi", access, beneath)
+        _call("syscall", _long(_SYS_LANDLOCK_ADD), _long(ruleset), _long(1), rule, _long(0))
+    finally:
+        os.close(beneath)

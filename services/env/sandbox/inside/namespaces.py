@@ -1,0 +1,101 @@
+"""Namespaces of Linux: a network without interfaces, processes and names of our own, and a root of a few folders.
+
+The zygote enters them once; every sandbox then gets a folder /sandbox of its own (also called /tmp), a tmpfs of bounded
+size that goes when it ends.
+root makes namespaces directly and gives every sandbox a user of its own. An ordinary user makes a user namespace first,
+and every sandbox makes another one inside, so that the limit of threads counts each sandbox by itself.
+"""
+
+from __future__ import annotations
+
+import os
+
+import linux
+
+NAMES = ("network", "ipc", "uts", "pid", "mount")
+TMP = "/sandbox"
+NOBODY = 65534
+
+_FLAGS = linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWPID | linux.CLONE_NEWNS
+
+
+def enter(root: str, read: list[str], devices: list[str]) -> int | None:
+    """Moves this process into namespaces of its own; the next process it forks is the first of the pid namespace.
+
+    Args:
+        root: an empty folder, on which the new root is built; outside nothing of it is seen.
+        read: folders and files that are shown, read-only, under the same paths.
+        devices: device files that are shown.
+
+    Returns a descriptor of the old /proc for `enter_own`, None for root, who needs none. Raises OSError; this process
+    is then of no use any more.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    proc = None
+    if uid == 0:
+        linux.unshare(_FLAGS)
+    else:
+        proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        linux.unshare(_FLAGS | linux.CLONE_NEWUSER)
+        _map(proc, uid, gid)
+    linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount("tmpfs", root, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=4m,nr_inodes=4096,mode=0755")
+    _populate(root, read, devices)
+    linux.change_root(root)
+    linux.remount_read_only("/", linux.MS_NOSUID | linux.MS_NODEV)
+    return proc
+
+
+def enter_own(proc: int | None, uid: int, gid: int, disk_mb: int) -> None:
+    """In the child: a mount namespace of its own with a fresh TMP, for `uid`. Raises OSError."""
+    if proc is None:
+        linux.unshare(linux.CLONE_NEWNS)
+    else:
+        linux.unshare(linux.CLONE_NEWNS | linux.CLONE_NEWUSER)
+        _map(proc, NOBODY, NOBODY)
+    flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+    linux.mount(
+        "tmpfs",
+        TMP,
+        "tmpfs",
+        flags,
+        f"size={disk_mb}m,nr_inodes={max(1024, 64 * disk_mb)},mode=0700,uid={uid},gid={gid}",
+    )
+
+
+def _map(proc: int, uid: int, gid: int) -> None:
+    """The user `uid` is called nobody inside, and is the only one there."""
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
+        file = os.open(f"self/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
+        try:
+            os.write(file, text.encode())
+        finally:
+            os.close(file)
+
+
+def _populate(root: str, read: list[str], devices: list[str]) -> None:
+    os.makedirs(root + TMP)
+    for path in ("/lib", "/lib32", "/lib64", "/bin"):
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+    shown = sorted({name for path in read if os.path.exists(path) for name in (path, os.path.realpath(path))})
+    done: list[str] = []
+    for path in shown:
+        if os.path.islink(root + path) or any(path == other or path.startswith(other + "/") for other in done):
+            continue
+        _show(path, root + path, devices=False)
+        done.append(path)
+    for path in devices:
+        if os.path.exists(path):
+            _show(path, root + path, devices=True)
+    if not os.path.exists(root + "/tmp"):  # noqa: S108
+        os.symlink(TMP.lstrip("/"), root + "/tmp")  # noqa: S108
+
+
+def _show(source: str, target: str, devices: bool) -> None:
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    elif not os.path.exists(target):
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o444))
+    linux.bind_read_only(source, target, devices)

@@ -1,0 +1,154 @@
+"""The system calls a sandbox may make: a list of what is allowed, written as a BPF program with libseccomp.
+
+What is not listed fails: what programs try often with "not permitted", all else as if the kernel did not know it, so
+that libraries take their older way. A call of another architecture (32 bits, x32) ends the process. Addresses behind
+pointers cannot be looked at, so calls that take flags in a structure (clone3, openat2) are not listed.
+"""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shared.errors import Unavailable
+
+_FILES = """
+access chdir close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 fadvise64 fallocate fchdir
+fdatasync fstat fstatfs fsync ftruncate getcwd getdents getdents64 lseek lstat mkdir mkdirat newfstatat pread64 preadv
+preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv rename renameat renameat2 rmdir sendfile
+splice stat statfs statx symlink symlinkat sync_file_range tee umask unlink unlinkat link linkat vmsplice write writev
+"""
+_METADATA = "chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat truncate"
+"""Calls on files that Landlock does not look at (truncate: before its third version)."""
+_MEMORY = "brk madvise mincore mmap mprotect mremap msync munmap membarrier mlock munlock rseq"
+_TIME = """
+alarm clock_getres clock_gettime clock_nanosleep getitimer gettimeofday nanosleep setitimer time timer_create
+timer_delete timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime times
+"""
+_WAITING = """
+epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_pwait2 epoll_wait eventfd eventfd2 pause pipe pipe2 poll ppoll
+pselect6 select signalfd signalfd4
+"""
+_PROCESS = """
+arch_prctl capget exit exit_group futex futex_wait futex_wake futex_waitv get_robust_list get_thread_area getcpu
+getegid geteuid getgid getgroups getpgid getpgrp getpid getppid getpriority getrandom getresgid getresuid getrlimit
+getrusage getsid gettid getuid restart_syscall rt_sigaction rt_sigpending rt_sigprocmask rt_sigreturn rt_sigsuspend
+rt_sigtimedwait sched_get_priority_max sched_get_priority_min sched_getaffinity sched_getparam sched_getscheduler
+sched_rr_get_interval sched_yield set_robust_list set_tid_address setrlimit sigaltstack sysinfo uname wait4 waitid
+"""
+_SIGNALS = "kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo"
+"""Only where Landlock keeps signals within the sandbox."""
+_REFUSED = """
+accept bind chown chroot connect execve execveat fork vfork lchown fchown fchownat listen mount umount2 ptrace
+process_vm_readv process_vm_writev setuid setgid setresuid setresgid setreuid setregid setgroups setns unshare bpf
+memfd_create io_uring_setup socket keyctl add_key perf_event_open userfaultfd pidfd_open pidfd_getfd mknod mknodat
+"""
+_CLONE_THREAD = 0x00010000
+_CLONE_NEW = 0x7E020000 | 0x00002000
+_PRCTL = {"PR_GET_DUMPABLE": 3, "PR_SET_NAME": 15, "PR_GET_NAME": 16, "PR_GET_SECCOMP": 21, "PR_SET_VMA": 0x53564D41}
+_FCNTL = {
+    "F_DUPFD": 0,
+    "F_GETFD": 1,
+    "F_SETFD": 2,
+    "F_GETFL": 3,
+    "F_SETFL": 4,
+    "F_GETLK": 5,
+    "F_SETLK": 6,
+    "F_SETLKW": 7,
+    "F_OFD_GETLK": 36,
+    "F_OFD_SETLK": 37,
+    "F_OFD_SETLKW": 38,
+    "F_DUPFD_CLOEXEC": 1030,
+    "F_GETPIPE_SZ": 1032,
+    "F_GET_SEALS": 1034,
+}
+_IOCTL = {
+    "TCGETS": 0x5401,
+    "TIOCGWINSZ": 0x5413,
+    "FIONREAD": 0x541B,
+    "FIONBIO": 0x5421,
+    "FIONCLEX": 0x5450,
+    "FIOCLEX": 0x5451,
+    "TCGETS2": 0x802C542A,
+}
+_AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
+_ACCESS_MODE, _O_TRUNC = 0o3, 0o1000
+
+
+def build_program(*, signals: bool, metadata: bool) -> bytes:
+    """The filter for this machine, 8 bytes an instruction.
+
+    Args:
+        signals: whether a sandbox may signal, because Landlock or nothing else is there to receive them.
+        metadata: whether it may change modes and times of files, because it sees none but its own.
+
+    Raises Unavailable where libseccomp is missing or too old. May take some 50 ms: it looks for the library.
+    """
+    try:
+        import pyseccomp
+    except (ImportError, OSError, RuntimeError) as error:
+        raise Unavailable(f"seccomp cannot be used: {error}", "install libseccomp (Debian: libseccomp2)") from error
+    try:
+        return _exported(pyseccomp, signals, metadata)
+    except OSError as error:
+        raise Unavailable(f"libseccomp cannot make the filter: {error}", "install a newer libseccomp") from error
+
+
+def _exported(library: Any, signals: bool, metadata: bool) -> bytes:
+    rules = library.SyscallFilter(library.ERRNO(errno.ENOSYS))
+    rules.set_attr(library.Attr.ACT_BADARCH, library.KILL_PROCESS)
+    allowed = [*_FILES.split(), *_MEMORY.split(), *_TIME.split(), *_WAITING.split(), *_PROCESS.split()]
+    allowed += _SIGNALS.split() if signals else []
+    allowed += _METADATA.split() if metadata else []
+    for name in allowed:
+        _add(library, rules, library.ALLOW, name)
+    for name in [*_REFUSED.split(), *(() if signals else _SIGNALS.split()), *(() if metadata else _METADATA.split())]:
+        _add(library, rules, library.ERRNO(errno.EPERM), name)
+    for name, conditions in _conditions(library).items():
+        for condition in conditions:
+            _add(library, rules, library.ALLOW, name, *condition)
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return file.read()
+
+
+def _conditions(library: Any) -> Mapping[str, Sequence[Sequence[Any]]]:
+    """Calls that are allowed with some arguments only: any of the conditions, each of which is on several arguments."""
+
+    def equal(argument: int, value: int) -> Any:
+        return library.Arg(argument, library.EQ, value)
+
+    def masked(argument: int, mask: int, value: int) -> Any:
+        return library.Arg(argument, library.MASKED_EQ, mask, value)
+
+    opened = (0, 1, 2, 1 | _O_TRUNC, 2 | _O_TRUNC)
+    return {
+        "clone": [[masked(0, _CLONE_THREAD | _CLONE_NEW, _CLONE_THREAD)]],
+        "open": [[masked(1, _ACCESS_MODE | _O_TRUNC, mode)] for mode in opened],
+        "openat": [[masked(2, _ACCESS_MODE | _O_TRUNC, mode)] for mode in opened],
+        "prctl": [[equal(0, option)] for option in _PRCTL.values()],
+        "fcntl": [[equal(1, command)] for command in _FCNTL.values()],
+        "ioctl": [[equal(1, request)] for request in _IOCTL.values()],
+        "prlimit64": [[equal(0, 0)]],
+        # Two ends of one's own, for an event loop to wake itself: no addresses, no descriptors, nothing out of band.
+        "socketpair": [[equal(0, _AF_UNIX), masked(1, _SOCK_TYPE, _SOCK_STREAM)]],
+        "sendto": [[equal(3, 0), equal(4, 0)]],
+        "recvfrom": [[equal(3, 0), equal(4, 0)]],
+        "getsockopt": [[]],
+        "getsockname": [[]],
+        "getpeername": [[]],
+        "shutdown": [[]],
+    }
+
+
+def _add(library: Any, rules: Any, action: int, name: str, *conditions: Any) -> None:
+    """Adds a rule; a call that this architecture, or this libseccomp, does not know stays forbidden."""
+    try:
+        number = library.resolve_syscall(library.Arch.NATIVE, name)
+    except (ValueError, OSError):
+        return
+    if number is not None and number >= 0:
+        rules.add_rule(action, number, *conditions)

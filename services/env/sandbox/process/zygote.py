@@ -1,0 +1,264 @@
+"""The service's side of a zygote: the process that sandboxes are forked from (see inside/zygote.py).
+
+Invariant: whatever happens to the zygote, everybody who waits for one of its sandboxes is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.env.sandbox.process import seccomp
+from services.env.sandbox.tier import Tier
+from shared.errors import Unavailable
+
+START_S = 20.0
+STOP_S = 5.0
+SEND_S = 5.0
+MAX_LANDLOCK = 99
+_SCRIPT = Path(__file__).parents[1] / "inside" / "zygote.py"
+_KEPT = ("LD_LIBRARY_PATH",)
+"""Variables without which some interpreters do not start. The hash seed is fixed so that every zygote makes the same
+tasks.
+"""
+_MAX_PACKET = 2**16
+_MAX_ERROR = 2000
+_LANDLOCK_SCOPES_SIGNALS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnd:
+    """How a sandbox's process ended; `error` if there never was one, or if nobody knows."""
+
+    status: int | None = None
+    cpu_s: float = 0.0
+    max_rss_mb: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnedProcess:
+    """A sandbox's process. `pid` is the zygote's number for it, which is this process's too unless there are
+    namespaces.
+    """
+
+    pid: asyncio.Future[int]
+    end: asyncio.Future[ProcessEnd]
+
+
+class ZygoteProcess:
+    """Made by `open_zygote`. `tmp` is where its sandboxes have their own tmpfs, None if they have none."""
+
+    def __init__(self, control: socket.socket, process: asyncio.subprocess.Process, root: Path) -> None:
+        self.tier = Tier()
+        self.tmp: str | None = None
+        self._control, self._process, self._root = control, process, root
+        self._loop = asyncio.get_running_loop()
+        self._children: dict[int, SpawnedProcess] = {}
+        self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self.alive = True
+        self._loop.add_reader(control.fileno(), self._on_packet)
+
+    @property
+    def n_children(self) -> int:
+        return len(self._children)
+
+    async def prepare(self, folders: Sequence[str], namespaces: bool, landlock: int) -> None:
+        """Raises Unavailable saying what is not possible here."""
+        await self._send(
+            {
+                "op": "start",
+                "namespaces": namespaces,
+                "landlock": landlock,
+                "root": str(self._root),
+                "folders": list(folders),
+            }
+        )
+        said = await self._hello()
+        missing = [] if said["landlock"] or not namespaces else ["the kernel has no Landlock (since Linux 5.13)"]
+        program = b""
+        if sys.platform == "linux":
+            signals = said["landlock"] >= _LANDLOCK_SCOPES_SIGNALS
+            try:
+                program = await asyncio.to_thread(
+                    seccomp.build_program, signals=signals, metadata=bool(said["namespaces"])
+                )
+            except Unavailable as error:
+                missing.append(str(error))
+        self.tmp = said["tmp"]
+        await self._send({"op": "filter", "program": base64.b64encode(program).decode()})
+        self.tier = Tier(
+            landlock=said["landlock"],
+            seccomp=bool(program),
+            namespaces=tuple(said["namespaces"]),
+            bounds_threads=said["bounds_threads"],
+            missing=tuple(missing),
+        )
+
+    async def spawn(self, number: int, limits: Mapping[str, int], tmp: str, channel: int, log: int) -> SpawnedProcess:
+        """Forks a sandbox that has the descriptors `channel` and `log`, which stay the caller's here too.
+
+        Raises Unavailable.
+        """
+        child = SpawnedProcess(self._loop.create_future(), self._loop.create_future())
+        self._children[number] = child
+        try:
+            request = {"op": "spawn", "id": number, "limits": dict(limits), "tmp": tmp}
+            await self._send(request, (channel, log))
+        except BaseException:
+            self._children.pop(number, None)
+            raise
+        return child
+
+    def kill(self, number: int) -> None:
+        """Ends a sandbox; one that has ended already is left alone."""
+        if not self.alive or number not in self._children:
+            return
+        try:
+            self._control.send(orjson.dumps({"op": "kill", "id": number}))
+        except BlockingIOError:
+            self._loop.call_later(0.01, self.kill, number)
+        except OSError:
+            self._lose()
+
+    def destroy(self) -> None:
+        """Ends it and all its sandboxes at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        self._lose()
+
+    async def close(self) -> None:
+        """Ends it and all its sandboxes; returns when the processes are gone."""
+        self._lose()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await self._process.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        with contextlib.suppress(OSError):
+            self._root.rmdir()
+
+    async def _hello(self) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(START_S):
+                said = await self._ready
+        except TimeoutError:
+            raise Unavailable(f"the sandbox's zygote did not start within {START_S:g} s") from None
+        if said["op"] != "ready":
+            raise Unavailable(f"the sandbox's zygote could not start: {said['error']}")
+        return said
+
+    async def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+        packet = orjson.dumps(message)
+        try:
+            async with asyncio.timeout(SEND_S):
+                while True:
+                    try:
+                        socket.send_fds(self._control, [packet], list(descriptors))
+                        return
+                    except BlockingIOError:
+                        await asyncio.sleep(0.002)
+        except TimeoutError:
+            self.destroy()
+            raise Unavailable("the sandbox's zygote takes no requests") from None
+        except OSError as error:
+            self._lose()
+            raise Unavailable(f"the sandbox's zygote is gone: {error}") from error
+
+    def _on_packet(self) -> None:
+        try:
+            packet = self._control.recv(_MAX_PACKET)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if not packet:
+            self._lose()
+            return
+        message = orjson.loads(packet)
+        if message["op"] in ("ready", "failed"):
+            if not self._ready.done():
+                self._ready.set_result(message)
+        elif message["op"] == "spawned":
+            if (child := self._children.get(message["id"])) is not None and not child.pid.done():
+                child.pid.set_result(message["pid"])
+        else:
+            fields = {name: value for name, value in message.items() if name not in ("op", "id")}
+            self._ended(message["id"], ProcessEnd(**fields))
+
+    def _ended(self, number: int, end: ProcessEnd) -> None:
+        child = self._children.pop(number, None)
+        if child is None:
+            return
+        if not child.end.done():
+            child.end.set_result(end)
+        if not child.pid.done():
+            child.pid.cancel()
+
+    def _lose(self) -> None:
+        """Nothing will come from it any more."""
+        if not self.alive:
+            return
+        self.alive = False
+        self._loop.remove_reader(self._control.fileno())
+        self._control.close()
+        for number in list(self._children):
+            self._ended(number, ProcessEnd(error="the process that sandboxes are forked from is gone"))
+        if not self._ready.done():
+            self._ready.set_result({"op": "failed", "error": "it ended at once"})
+
+
+async def open_zygote(
+    python: Path, folders: Sequence[Path], root: Path, *, namespaces: bool, landlock: int = MAX_LANDLOCK
+) -> ZygoteProcess:
+    """Starts a zygote.
+
+    Args:
+        python: the interpreter it runs.
+        folders: what its sandboxes may read beside that interpreter's own.
+        root: an empty folder that it may mount on; it is made here.
+        namespaces: whether to enter namespaces.
+        landlock: the newest version of Landlock to use.
+
+    Raises Unavailable saying what is not possible here.
+    """
+    await asyncio.to_thread(root.mkdir, parents=True, exist_ok=True)
+    kind = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    ours.setblocking(False)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            str(python),
+            *("-s", "-S", "-B", "-X", "utf8", str(_SCRIPT), str(theirs.fileno())),
+            env={"PYTHONHASHSEED": "0", **{name: os.environ[name] for name in _KEPT if name in os.environ}},
+            cwd="/",
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=None if os.environ.get("VOLLEY_SANDBOX_STDERR") else asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        ours.close()
+        raise Unavailable(f"the sandbox's interpreter {python} cannot be started: {error}") from error
+    finally:
+        theirs.close()
+    zygote = ZygoteProcess(ours, process, root)
+    try:
+        await zygote.prepare([str(folder) for folder in folders], namespaces, landlock)
+    except BaseException:
+        await zygote.close()
+        raise
+    return zygote

@@ -1,0 +1,194 @@
+"""One sandbox: a process that runs a stranger's code, asked by one request after the other.
+
+Invariant: a sandbox whose call ran out of time, was given up, or was answered with something else, is ended and never
+asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from services.env.sandbox.failure import SandboxFailed
+from services.env.sandbox.limits import LOG_FACTOR, SandboxLimits, Why
+from services.env.sandbox.process import frames
+from services.env.sandbox.process.zygote import ProcessEnd, SpawnedProcess, ZygoteProcess
+from shared.process import telemetry
+
+END_S = 5.0
+_log = telemetry.Log("sandbox")
+
+
+class Sandbox:
+    """One process of a stranger's. Made by `Sandboxes.start`; to be closed.
+
+    `description` is what the environment says of itself (see answers.read_description), None of a script.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        limits: SandboxLimits,
+        zygote: ZygoteProcess,
+        tmp: Path,
+        forget: Callable[[Sandbox], Awaitable[None]],
+    ) -> None:
+        self.description: Any = None
+        self.number, self.limits, self.zygote, self.tmp = number, limits, zygote, tmp
+        self._forget = forget
+        self._n_calls = 0
+        self._turn = asyncio.Lock()
+        self._process: SpawnedProcess | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._output = LogPipe(limits.log_bytes, self._flooded)
+        self._log_transport: asyncio.ReadTransport | None = None
+        self._ended_for: tuple[Why, str] | None = None
+        self._closed = False
+
+    @property
+    def log(self) -> str:
+        """The end of what it wrote to stdout and stderr, at most `log_bytes`; may hold anything."""
+        return self._output.tail.decode("utf-8", "replace")
+
+    @property
+    def pid(self) -> int | None:
+        """The zygote's number of its process, once it is known."""
+        known = self._process is not None and self._process.pid.done() and not self._process.pid.cancelled()
+        return self._process.pid.result() if known and self._process is not None else None
+
+    @property
+    def alive(self) -> bool:
+        return self._ended_for is None and self._process is not None and not self._process.end.done()
+
+    async def call(self, method: str, params: dict[str, Any], deadline_s: float) -> Any:
+        """What the code in the sandbox answers, as a JSON value that is to be checked before it is used.
+
+        Raises SandboxFailed, InputError if `params` are no JSON. An exception of the code leaves the sandbox alive;
+        anything else, a deadline and a cancelled call too, ends it.
+        """
+        async with self._turn:
+            if not self.alive:
+                raise await self._why_dead(method)
+            self._n_calls += 1
+            request = frames.encode(self._n_calls, method, params)
+            assert self._reader is not None
+            assert self._writer is not None
+            try:
+                async with asyncio.timeout(deadline_s):
+                    self._writer.write(request)
+                    await self._writer.drain()
+                    return await frames.read_answer(self._reader, self._n_calls, self.limits.frame_bytes)
+            except TimeoutError:
+                self.end("time", f"{method} took longer than {deadline_s:g} s")
+                raise await self._why_dead(method) from None
+            except SandboxFailed as failed:
+                if not failed.alive:
+                    self.end(failed.why, failed.detail)
+                raise
+            except (asyncio.IncompleteReadError, OSError):
+                raise await self._why_dead(method) from None
+            except asyncio.CancelledError:
+                self.end("time", f"{method} was given up")
+                raise
+
+    def end(self, why: Why, detail: str) -> None:
+        """Kills the process; later calls fail for this reason. The first reason counts."""
+        if self._ended_for is None:
+            self._ended_for = (why, detail)
+        self.zygote.kill(self.number)
+
+    async def close(self) -> None:
+        """Ends the process and removes its private folder. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        self.end("crash", "the sandbox was closed")
+        try:
+            await self._end()
+        finally:
+            if self._writer is not None:
+                self._writer.transport.abort()
+            if self._log_transport is not None:
+                self._log_transport.close()
+            await self._forget(self)
+
+    async def connect(self) -> None:
+        """Forks the process and takes its ends. Raises Unavailable."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        log_reader, log_writer = os.pipe()
+        try:
+            ours.setblocking(False)
+            loop = asyncio.get_running_loop()
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=2**16)
+            log = os.fdopen(log_reader, "rb", buffering=0)
+            self._log_transport, _ = await loop.connect_read_pipe(lambda: self._output, log)
+            tmp = self.zygote.tmp or str(self.tmp)
+            self._process = await self.zygote.spawn(self.number, asdict(self.limits), tmp, theirs.fileno(), log_writer)
+        finally:
+            theirs.close()
+            os.close(log_writer)
+
+    async def _why_dead(self, method: str) -> SandboxFailed:
+        """Why it does not answer; its process has ended when this returns, or is given up."""
+        end = await self._end()
+        if self._ended_for is None:
+            self._ended_for = _cause(end, self.limits)
+        why, detail = self._ended_for
+        return SandboxFailed(f"{method}: {detail}", why=why)
+
+    async def _end(self) -> ProcessEnd:
+        """How the process ended; it is killed if it only closed its channel."""
+        if self._process is None:
+            return ProcessEnd(error="it was never started")
+        end = self._process.end
+        for patience_s in (1.0, END_S):
+            done, _ = await asyncio.wait([end], timeout=patience_s)
+            if done:
+                return end.result()
+            self.end("protocol", "it closed its channel and went on")
+        _log.error("a sandbox does not end; its zygote is ended", sandbox=self.number)
+        self.zygote.destroy()
+        return await end
+
+    def _flooded(self) -> None:
+        self.end("output", f"it wrote more than {LOG_FACTOR * self.limits.log_bytes} bytes to stdout and stderr")
+
+
+class LogPipe(asyncio.Protocol):
+    """Keeps the last `most` bytes; calls `flooded` when LOG_FACTOR times as many have come."""
+
+    def __init__(self, most: int, flooded: Callable[[], None]) -> None:
+        self.tail = bytearray()
+        self._most, self._flooded, self._n = most, flooded, 0
+
+    def data_received(self, data: bytes) -> None:
+        self.tail += data
+        del self.tail[: -self._most]
+        before, self._n = self._n, self._n + len(data)
+        if before <= LOG_FACTOR * self._most < self._n:
+            self._flooded()
+
+
+def _cause(end: ProcessEnd, limits: SandboxLimits) -> tuple[Why, str]:
+    """Why a process ended that nobody here ended."""
+    if end.status is None:
+        return "crash", end.error or "nobody knows how its process ended"
+    code = os.waitstatus_to_exitcode(end.status)
+    if code >= 0:
+        return "crash", f"its process ended by itself with exit code {code}"
+    number = -code
+    if number == signal.SIGXCPU or (number == signal.SIGKILL and end.cpu_s >= limits.cpu_s):
+        return "cpu", f"it used up its {limits.cpu_s} s of CPU time"
+    if number == signal.SIGKILL:
+        return "memory", "it was killed, most likely because the machine ran out of memory"
+    if number == signal.SIGSYS:
+        return "refused", "it made a system call of another architecture"
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    return "crash", f"its process died of {name}"

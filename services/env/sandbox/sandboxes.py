@@ -1,0 +1,226 @@
+"""Sandboxes: processes that run code of strangers, and cannot do more than answer.
+
+    async with Sandboxes() as sandboxes:
+        sandbox = await sandboxes.start(EnvironmentProgram(source), SandboxLimits())
+        try:
+            opened = await sandbox.call("reset", {"split": "train", "index": 0, "seed": 1}, deadline_s=30)
+        finally:
+            await sandbox.close()
+
+Invariants: a sandbox that fails costs nobody else anything; one whose call ran out of time, or was given up, is ended,
+never asked again; when the service ends, however it ends, so do all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from itertools import count
+from pathlib import Path
+from typing import Any, Self
+
+from services.env.sandbox.failure import SandboxFailed
+from services.env.sandbox.limits import MAX_SOURCE, EnvironmentProgram, Program, SandboxLimits
+from services.env.sandbox.process import workspace
+from services.env.sandbox.process.zygote import MAX_LANDLOCK, ZygoteProcess, open_zygote
+from services.env.sandbox.sandbox import Sandbox
+from services.env.sandbox.tier import Tier
+from shared.errors import InputError, RateLimited, Unavailable
+from shared.process import telemetry
+
+MAX_RUNNING = 4096
+MAX_ZYGOTES = 16
+LOOK_S = 0.5
+_log = telemetry.Log("sandbox")
+
+type _Key = tuple[Path, tuple[Path, ...]]
+
+
+class Sandboxes:
+    """All sandboxes of a service; an async context manager.
+
+    Args:
+        max_running: sandboxes at once; one more is refused with RateLimited.
+        folder: where their private folders lie if they cannot have a tmpfs; by default a temporary one.
+        namespaces: whether to use namespaces where that is allowed.
+        landlock: the newest version of Landlock to use.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_running: int = 512,
+        folder: Path | None = None,
+        namespaces: bool = True,
+        landlock: int = MAX_LANDLOCK,
+    ) -> None:
+        self.tier: Tier | None = None
+        self._max_running = min(max_running, MAX_RUNNING)
+        self._given, self.folder = folder, Path()
+        self._namespaces, self._landlock = namespaces and sys.platform == "linux", landlock
+        self._missing = () if self._namespaces else ("namespaces are switched off, or not Linux's",)
+        self._zygotes: dict[_Key, ZygoteProcess] = {}
+        self._starting = asyncio.Lock()
+        self._running: dict[int, Sandbox] = {}
+        self._numbers: Iterator[int] = count()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        self.folder = await asyncio.to_thread(_make_folder, self._given)
+        self._stack.push_async_callback(asyncio.to_thread, workspace.remove, self.folder)
+        self._stack.push_async_callback(self._close_all)
+        tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        watcher = tasks.create_task(self._watch())
+        self._stack.callback(watcher.cancel)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stack.aclose()
+
+    async def probe(self) -> Tier:
+        """What this machine can do, found out by doing it once. Raises Unavailable."""
+        return (await self._zygote_of((_service_python(), ()))).tier
+
+    async def start(self, program: Program, limits: SandboxLimits | None = None, deadline_s: float = 15.0) -> Sandbox:
+        """A confined process that has loaded `program`.
+
+        Raises SandboxFailed, RateLimited, Unavailable, InputError (a source that is too long).
+        """
+        if isinstance(program, EnvironmentProgram) and len(program.source or "") > MAX_SOURCE:
+            raise InputError(f"a source of {len(program.source or '')} characters", f"send at most {MAX_SOURCE}")
+        zygote = await self._zygote_of((program.python or _service_python(), program.folders))
+        sandbox = self._enroll(limits or SandboxLimits(), zygote)
+        try:
+            if not zygote.tier.namespaces:
+                await asyncio.to_thread(sandbox.tmp.mkdir, 0o700)
+            await sandbox.connect()
+            method, params = _opening(program)
+            said = await sandbox.call(method, params, deadline_s)
+            sandbox.description = said if isinstance(program, EnvironmentProgram) else None
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    async def _forget(self, sandbox: Sandbox) -> None:
+        """Removes what is left of a sandbox whose process has ended."""
+        try:
+            if not sandbox.zygote.tier.namespaces:
+                await asyncio.to_thread(workspace.remove, sandbox.tmp)
+        finally:
+            self._running.pop(sandbox.number, None)
+
+    def _enroll(self, limits: SandboxLimits, zygote: ZygoteProcess) -> Sandbox:
+        if len(self._running) >= self._max_running:
+            raise RateLimited(f"{len(self._running)} sandboxes run already", "try again later", 1.0)
+        number = next(n for n in (i % MAX_RUNNING for i in self._numbers) if n not in self._running)
+        sandbox = Sandbox(number, limits, zygote, self.folder / f"tmp-{number}", self._forget)
+        self._running[number] = sandbox
+        return sandbox
+
+    async def _zygote_of(self, key: _Key) -> ZygoteProcess:
+        """The zygote of an interpreter and folders, started if there is none that lives. Raises Unavailable."""
+        async with self._starting:
+            zygote = self._zygotes.get(key)
+            if zygote is not None and zygote.alive:
+                return zygote
+            if zygote is not None:
+                _log.error("a zygote was lost and is started again", python=str(key[0]))
+                await self._zygotes.pop(key).close()
+            await self._make_room()
+            self._zygotes[key] = zygote = await self._open(key)
+            self.tier = zygote.tier
+            return zygote
+
+    async def _make_room(self) -> None:
+        if len(self._zygotes) < MAX_ZYGOTES:
+            return
+        idle = next((key for key, zygote in self._zygotes.items() if zygote.n_children == 0), None)
+        if idle is None:
+            raise RateLimited(f"sandboxes of {MAX_ZYGOTES} interpreters run already", "try again later", 5.0)
+        await self._zygotes.pop(idle).close()
+
+    async def _open(self, key: _Key) -> ZygoteProcess:
+        root = self.folder / f"root-{next(self._numbers)}"
+        if self._namespaces:
+            try:
+                return await open_zygote(*key, root, namespaces=True, landlock=self._landlock)
+            except Unavailable as error:
+                self._namespaces, self._missing = False, (f"namespaces: {error.detail}",)
+                _log.warning("no namespaces for sandboxes", reason=error.detail)
+        zygote = await open_zygote(*key, root, namespaces=False, landlock=self._landlock)
+        zygote.tier = _with_missing(zygote.tier, self._missing)
+        return zygote
+
+    async def _watch(self) -> None:
+        """Looks at what the kernel does not bound: private folders without a tmpfs, threads of an ordinary user."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for sandbox in list(self._running.values()):
+                if not sandbox.zygote.tier.namespaces and sandbox.alive:
+                    await self._look(sandbox)
+
+    async def _look(self, sandbox: Sandbox) -> None:
+        limits = sandbox.limits
+        most = workspace.MAX_FILES_PER_MB * limits.disk_mb
+        used, entries = await asyncio.to_thread(workspace.usage, sandbox.tmp, most)
+        if used > limits.disk_mb * 2**20:
+            sandbox.end("output", f"its files take more than {limits.disk_mb} MiB")
+        elif entries >= most:
+            sandbox.end("output", f"it made more than {most} files")
+        elif not sandbox.zygote.tier.bounds_threads:
+            n = await asyncio.to_thread(_n_threads, sandbox.pid)
+            if n > limits.threads:
+                sandbox.end("refused", f"it had {n} threads; {limits.threads} are allowed")
+
+    async def _close_all(self) -> None:
+        for sandbox in list(self._running.values()):
+            with contextlib.suppress(SandboxFailed, OSError):
+                await sandbox.close()
+        for zygote in self._zygotes.values():
+            await zygote.close()
+
+
+def _opening(program: Program) -> tuple[str, dict[str, Any]]:
+    """The first call, which loads the program."""
+    if not isinstance(program, EnvironmentProgram):
+        return "paths", {"paths": [str(folder) for folder in program.folders]}
+    return "load", {
+        "source": program.source,
+        "filename": program.filename,
+        "entry": program.entry,
+        "config": dict(program.config),
+        "paths": [str(folder) for folder in program.folders],
+        "module": program.module,
+    }
+
+
+def _service_python() -> Path:
+    """The interpreter this process runs, without its virtual environment."""
+    return Path(sys.executable).resolve()
+
+
+def _make_folder(given: Path | None) -> Path:
+    """Others may pass through it, and not look into it: sandboxes of root have users of their own."""
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="volley-sandbox-", dir=given))
+    folder.chmod(0o711)
+    return folder
+
+
+def _n_threads(pid: int | None) -> int:
+    """Of a process, 0 of one that is gone or not known."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
+
+
+def _with_missing(tier: Tier, missing: tuple[str, ...]) -> Tier:
+    return Tier(tier.landlock, tier.seccomp, tier.namespaces, tier.bounds_threads, tier.missing + missing)
