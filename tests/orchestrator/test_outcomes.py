@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.env import runner
+from services.env.grading import pool
 from services.env.sandbox import failure
 from services.orchestrator.episodes import failures
 from services.orchestrator.episodes.groups import run_group
@@ -52,7 +53,7 @@ def test_what_is_done_about_each_class():
     assert {name for name, e in named.items() if e.action == "fail"} == {*fails.split(), "Conflict", "PrefixBroken"}
     assert {name for name, e in named.items() if e.action == "stop"} == {"Fenced", "NonFinite"}
     assert {name for name, e in named.items() if e.cause == "defect"} == {
-        "VolleyError", "DecodeError", "PrefixBroken", "NonFinite", "SandboxFailed",
+        "VolleyError", "DecodeError", "PrefixBroken", "NonFinite", "SandboxFailed", "GradingEnded",
     }  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def test_a_class_from_elsewhere_is_judged_like_its_ancestor():
 
 
 def error(name):
-    return next(getattr(module, name) for module in (errors, failures, runner, failure) if hasattr(module, name))(
+    return next(getattr(module, name) for module in (errors, failures, runner, failure, pool) if hasattr(module, name))(
         "planted"
     )
 

@@ -112,6 +112,8 @@ class Sandboxes:
         try:
             if not sandbox.zygote.tier.namespaces:
                 await asyncio.to_thread(workspace.remove, sandbox.tmp)
+        except OSError as error:
+            _log.error("the folder of a sandbox cannot be removed", folder=str(sandbox.tmp), error=str(error))
         finally:
             self._running.pop(sandbox.number, None)
 

@@ -879,4 +879,31 @@ for one in found:
     if number not in (-1, 0, 1, 2, 3): print('ESCAPED', one)
 """,
     ),
+    Script(
+        "a handle on the service's process",
+        """
+import socket
+channel = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM, 0, fileno=os.dup(3))
+for option in (17, 77, 31, 59):
+    attempt(lambda: channel.getsockopt(socket.SOL_SOCKET, option, 64))
+attempt(lambda: channel.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1))
+""",
+    ),
+    Script(
+        "other people's packages",
+        """
+folder = os.path.join(os.path.dirname(os.__file__), "site-packages")
+if os.path.isdir(folder) and not os.path.exists("/proc"): attempt(lambda: 1 / len(os.listdir(folder)))
+attempt(lambda: __import__("pip"))
+attempt(lambda: __import__("numpy"))
+""",
+    ),
+    Script(
+        "splices memory",
+        """
+r, w = os.pipe()
+for number in (275, 276, 278, 27):
+    attempt(lambda: system_call(number, r, 0, w, 0, 10, 0))
+""",
+    ),
 ]

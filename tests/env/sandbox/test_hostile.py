@@ -101,7 +101,7 @@ def aimed(script: Script, target: Target, neighbour: Sandbox) -> str:
 async def test_held(script: Script, sandboxes: Sandboxes, neighbour: Sandbox, target: Target):
     sandbox = await sandboxes.start(ScriptProgram(), LIMITS)
     request = {"source": aimed(script, target, neighbour), "stdin": "", "max_output": 50_000}
-    deadline_s, why = (2 if "time" in script.why else 60), None
+    deadline_s, why = (1 if "time" in script.why else 60), None
     try:
         result = answers.read_script(await sandbox.call("run", request, deadline_s))
         said = result.stdout + result.stderr

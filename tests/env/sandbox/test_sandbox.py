@@ -214,6 +214,57 @@ async def test_a_file_that_cannot_be_used(sandboxes: Sandboxes, source: str, why
     assert failed.value.why == why
 
 
+ENDLESS = """
+import itertools
+
+class Endless(dict):
+    def items(self):
+        return ((str(i), 1) for i in itertools.count())
+    def __bool__(self):
+        return True
+
+class Trap:
+    splits = {"train": 3}
+    tools = ()
+    def reset(self, split, index, seed):
+        return "u"
+    def step(self, text):
+        return "u", 1.0, True, False, {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        ('splits = {"train": 3}', "splits = Endless()", {"refused"}),
+        ('splits = {"train": 3}', "splits = itertools.count()", {"refused"}),
+        ('splits = {"train": 3}', "splits = property(lambda self: next(x for x in iter(int, 1) if x))", {"time"}),
+        ('splits = {"train": 3}', 'splits = {"x" * 10**7: 3}', {"refused"}),
+        ('splits = {"train": 3}', 'splits = {"train": 10**5000}', {"refused", "exception"}),
+        ("tools = ()", "tools = itertools.repeat({})", {"refused"}),
+        ("tools = ()", 'tools = [{"x": "y" * 10**7}]', {"output"}),
+        ("tools = ()", "tools = [[]]\n    for _ in range(10**5): tools = [tools]", {"refused"}),
+        ("tools = ()", 'tools = [{"x": float("nan")}]', {"refused"}),
+        ("tools = ()", "tools = [{}]\n    tools[0]['self'] = tools[0]", {"refused"}),
+        ("class Trap:", "class Meta(type):\n  def __getattribute__(c, n): return 1 / 0\nclass Trap(metaclass=Meta):",
+         {"exception", "refused"}),
+        ("def reset(self", "def __init__(self):\n        while True: pass\n    def reset(self", {"time"}),
+    ],
+)  # fmt: skip
+async def test_a_description_without_end(sandboxes: Sandboxes, before: str, after: str, why: set[str]):
+    assert before in ENDLESS
+    with pytest.raises(SandboxFailed) as failed:
+        await sandboxes.start(EnvironmentProgram(ENDLESS.replace(before, after)), deadline_s=1.5)
+    assert failed.value.why in why, failed.value
+    assert len(failed.value.detail) < 3000
+
+
+async def test_an_exception_cannot_steer_a_terminal(sandboxes: Sandboxes):
+    with pytest.raises(SandboxFailed) as failed:
+        await sandboxes.start(EnvironmentProgram("raise ValueError('\\x1b[2J\\r\\x00 gone')"))
+    assert failed.value.detail.startswith(r"ValueError: \x1b[2J\r\x00 gone")
+
+
 async def test_an_exception_names_the_author_s_line_and_leaves_the_sandbox_alive(sandboxes: Sandboxes):
     source = ADDER.replace("right = text", "if text == 'x': self.helper()\n        right = text")
     source += "\n    def helper(self):\n        import json\n        json.loads('{')\n"

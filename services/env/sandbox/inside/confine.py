@@ -5,6 +5,7 @@ Invariant: every step that the zygote announced succeeds, or the process ends. N
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -19,7 +20,7 @@ CHANNEL = 3
 """The descriptor on which a sandbox is asked and answers; 0 is empty, 1 and 2 are its log."""
 
 DEVICES = ["/dev/null", "/dev/zero", "/dev/urandom", "/dev/random", "/dev/full"]
-_LIBRARIES = ["/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/local/lib"]
+_LIBRARIES = ["/lib", "/lib32", "/lib64", "/usr/lib", "/usr/lib32", "/usr/lib64"]
 _FILES = ["/etc/ld.so.cache", "/usr/share/zoneinfo", "/etc/localtime"]
 _FIRST_UID, _UIDS = 61184, 4096
 """Users that systemd sets aside for processes that come and go."""
@@ -37,6 +38,7 @@ class Confinement:
         namespaces: whether the zygote is in namespaces of its own.
         reads_all: root's Python lies where other users may not look, so sandboxes keep the right to read, of which
             Landlock leaves them `read`.
+        privileged: whether the zygote is root's, and may give every sandbox a user of its own.
     """
 
     landlock: int
@@ -45,6 +47,7 @@ class Confinement:
     proc: int | None
     namespaces: bool
     reads_all: bool
+    privileged: bool
 
 
 def python_folders() -> list[str]:
@@ -52,6 +55,13 @@ def python_folders() -> list[str]:
     own = [os.path.dirname(os.path.abspath(os.__file__)), os.path.join(sys.base_prefix, "lib"), *sys.path]
     own += [os.path.join(sys.base_exec_prefix, getattr(sys, "platlibdir", "lib"))]
     return [path for path in dict.fromkeys([*own, *_LIBRARIES, *_FILES]) if os.path.exists(path)]
+
+
+def site_packages() -> list[str]:
+    """Folders inside the standard library's in which others have installed packages."""
+    library = os.path.dirname(os.path.abspath(os.__file__))
+    found = [os.path.join(library, name) for name in ("site-packages", "dist-packages")]
+    return [path for path in found if os.path.isdir(path) and not os.path.islink(path)]
 
 
 def hides_python(paths: list[str]) -> bool:
@@ -65,6 +75,23 @@ def hides_python(paths: list[str]) -> bool:
                 break
             at = os.path.dirname(at)
     return False
+
+
+def is_privileged() -> bool:
+    """Whether this is root, with the rights to become another user and to give files away; containers may lack them."""
+    if not linux.IS_LINUX or os.getuid() != 0:
+        return False
+    with open("/proc/self/status") as file:
+        effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+    wanted = 1 << linux.CAP_CHOWN | 1 << linux.CAP_SETGID | 1 << linux.CAP_SETUID
+    return effective & wanted == wanted
+
+
+def be_first_to_go() -> None:
+    """When the machine's memory runs out, the kernel ends sandboxes before anything else."""
+    if linux.IS_LINUX:
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
 
 
 def user_of(number: int) -> int:
@@ -84,18 +111,16 @@ def enter(what: Confinement, number: int, limits: dict[str, Any], tmp: str, pare
     Raises OSError or ValueError; the process must then end.
     """
     os.setsid()
-    privileged = os.getuid() == 0
-    uid = user_of(number) if privileged else os.getuid()
+    uid = user_of(number) if what.privileged else os.getuid()
     if what.namespaces:
         namespaces.enter_own(what.proc, uid, uid, limits["disk_mb"])
-    elif privileged:
+    elif what.privileged:
         os.chown(tmp, uid, uid)
     os.chdir(tmp)
     os.umask(0o077)
-    bounds_threads = privileged or what.namespaces
-    _set_limits(limits, bounds_threads)
+    _set_limits(limits, bounds_threads=what.privileged or what.namespaces)
     if linux.IS_LINUX:
-        _drop_rights(what, privileged, uid)
+        _drop_rights(what, uid)
         linux.set_parent_death_signal(signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
@@ -109,14 +134,14 @@ def enter(what: Confinement, number: int, limits: dict[str, Any], tmp: str, pare
         linux.install_filter(what.program)
 
 
-def _drop_rights(what: Confinement, privileged: bool, uid: int) -> None:
-    if privileged:
+def _drop_rights(what: Confinement, uid: int) -> None:
+    if what.privileged:
         if what.reads_all:
             linux.keep_capabilities()
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    linux.set_capabilities(1 << linux.CAP_DAC_READ_SEARCH if privileged and what.reads_all else 0)
+    linux.set_capabilities(1 << linux.CAP_DAC_READ_SEARCH if what.reads_all else 0)
 
 
 def _set_limits(limits: dict[str, Any], bounds_threads: bool) -> None:

@@ -19,20 +19,22 @@ NOBODY = 65534
 _FLAGS = linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWPID | linux.CLONE_NEWNS
 
 
-def enter(root: str, read: list[str], devices: list[str]) -> int | None:
+def enter(root: str, privileged: bool, read: list[str], devices: list[str], hidden: list[str]) -> int | None:
     """Moves this process into namespaces of its own; the next process it forks is the first of the pid namespace.
 
     Args:
         root: an empty folder, on which the new root is built; outside nothing of it is seen.
+        privileged: whether this is root; an ordinary user makes a user namespace.
         read: folders and files that are shown, read-only, under the same paths.
         devices: device files that are shown.
+        hidden: folders in `read` that are shown empty.
 
     Returns a descriptor of the old /proc for `enter_own`, None for root, who needs none. Raises OSError; this process
     is then of no use any more.
     """
     uid, gid = os.getuid(), os.getgid()
     proc = None
-    if uid == 0:
+    if privileged:
         linux.unshare(_FLAGS)
     else:
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -41,6 +43,8 @@ def enter(root: str, read: list[str], devices: list[str]) -> int | None:
     linux.mount("none", "/", "", linux.MS_REC | linux.MS_PRIVATE)
     linux.mount("tmpfs", root, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "size=4m,nr_inodes=4096,mode=0755")
     _populate(root, read, devices)
+    for path in hidden:
+        linux.mount("tmpfs", root + path, "tmpfs", linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV, "size=4k")
     linux.change_root(root)
     linux.remount_read_only("/", linux.MS_NOSUID | linux.MS_NODEV)
     return proc

@@ -59,14 +59,15 @@ def main() -> None:
 def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confinement:
     """Enters namespaces if wanted, says what can be done, and takes the filter. Raises OSError."""
     folders = [*confine.python_folders(), *request["folders"]]
-    proc = None
+    proc, privileged = None, confine.is_privileged()
+    confine.be_first_to_go()
     if request["namespaces"]:
-        proc = namespaces.enter(request["root"], folders, confine.DEVICES)
+        hidden = [path for path in confine.site_packages() if not any(one.startswith(path) for one in folders)]
+        proc = namespaces.enter(request["root"], privileged, folders, confine.DEVICES, hidden)
         if proc is not None:
             proc = fcntl.fcntl(proc, fcntl.F_DUPFD_CLOEXEC, _ABOVE)
         _become_first(control)
     landlock = min(linux.landlock_abi(), request["landlock"])
-    privileged = os.getuid() == 0
     _send(
         control,
         {
@@ -81,14 +82,15 @@ def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confine
     filtered = _receive(control)[0]
     if filtered is None:
         os._exit(0)
-    hidden = privileged and not request["namespaces"] and bool(landlock) and confine.hides_python(folders)
+    reads_all = privileged and not request["namespaces"] and bool(landlock) and confine.hides_python(folders)
     return confine.Confinement(
         landlock,
         base64.b64decode(filtered["program"]),
         tuple(folders),
         proc,
         request["namespaces"],
-        hidden,
+        reads_all,
+        privileged,
     )
 
 

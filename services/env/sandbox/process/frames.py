@@ -59,13 +59,18 @@ def _result(body: bytes, number: int) -> Any:
         case {"id": int(found), "result": result, **rest} if found == number and not rest and found is not True:
             return result
         case {"id": int(found), "error": {"why": str(why), "detail": str(detail)}} if found == number:
-            raise SandboxFailed(detail[:MAX_DETAIL], why=_told(why), alive=why in _TOLD)
+            raise SandboxFailed(_shown(detail[:MAX_DETAIL]), why=_told(why), alive=why in _TOLD)
         case _:
             raise _broken("what came is not the answer to the request")
 
 
 def _told(why: str) -> Why:
     return next((known for known in get_args(Why.__value__) if known == why and known in _TOLD), "protocol")
+
+
+def _shown(text: str) -> str:
+    """Without what would steer a terminal or forge a line of a log."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def _broken(what: str) -> SandboxFailed:

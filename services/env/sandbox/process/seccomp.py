@@ -18,11 +18,11 @@ _FILES = """
 access chdir close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 fadvise64 fallocate fchdir
 fdatasync fstat fstatfs fsync ftruncate getcwd getdents getdents64 lseek lstat mkdir mkdirat newfstatat pread64 preadv
 preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv rename renameat renameat2 rmdir sendfile
-splice stat statfs statx symlink symlinkat sync_file_range tee umask unlink unlinkat link linkat vmsplice write writev
+stat statfs statx symlink symlinkat umask unlink unlinkat link linkat write writev
 """
 _METADATA = "chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat truncate"
 """Calls on files that Landlock does not look at (truncate: before its third version)."""
-_MEMORY = "brk madvise mincore mmap mprotect mremap msync munmap membarrier mlock munlock rseq"
+_MEMORY = "brk madvise mmap mprotect mremap msync munmap membarrier mlock munlock rseq"
 _TIME = """
 alarm clock_getres clock_gettime clock_nanosleep getitimer gettimeofday nanosleep setitimer time timer_create
 timer_delete timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime times
@@ -74,6 +74,8 @@ _IOCTL = {
     "TCGETS2": 0x802C542A,
 }
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
+_SOL_SOCKET = 1
+_GETSOCKOPT = {"SO_TYPE": 3, "SO_ERROR": 4, "SO_PROTOCOL": 38, "SO_DOMAIN": 39}
 _ACCESS_MODE, _O_TRUNC = 0o3, 0o1000
 
 
@@ -137,7 +139,7 @@ def _conditions(library: Any) -> Mapping[str, Sequence[Sequence[Any]]]:
         "socketpair": [[equal(0, _AF_UNIX), masked(1, _SOCK_TYPE, _SOCK_STREAM)]],
         "sendto": [[equal(3, 0), equal(4, 0)]],
         "recvfrom": [[equal(3, 0), equal(4, 0)]],
-        "getsockopt": [[]],
+        "getsockopt": [[equal(1, _SOL_SOCKET), equal(2, option)] for option in _GETSOCKOPT.values()],
         "getsockname": [[]],
         "getpeername": [[]],
         "shutdown": [[]],
