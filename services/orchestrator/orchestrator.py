@@ -12,7 +12,6 @@ from services.orchestrator.episodes.groups import GroupPlan, run_group
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import as_rows
 from services.orchestrator.mixture.log import MixtureLog
-from services.orchestrator.mixture.members import weights_of
 from services.orchestrator.mixture.mixture import ConfiguredMixture, RunMixture
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.run_schedule import RunSchedule, wait_for_tasks
@@ -28,6 +27,7 @@ from shared.process.wedge import ServiceReport
 from shared.queue.queue import TicketQueue
 from shared.run.folder import RunFolder
 from shared.run.mixture import SplitSizes
+from shared.run.shares import weights_of
 
 _PAUSED = "paused"
 _log = telemetry.Log("run")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.episodes.turn import TokenBounds
-from services.orchestrator.mixture.members import Member, exact
 from services.orchestrator.schedule.ticket_loop import Admission
 from shared.errors import ConfigError
+from shared.run.shares import Member, configured
 from shared.schema import Limits, RunConfig, TokenFiles
 
 
@@ -62,10 +62,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         seed=config.run.seed,
         model_path=config.model.path,
         env=config.data.env,
-        members={
-            name: Member(exact(entry.weight), exact(entry.min_share))
-            for name, entry in config.data.environments.items()
-        },
+        members=configured(config.data),
         env_url=services.base_url("env"),
         rollout_urls=services.rollout_urls,
         redis_url=services.redis_url,

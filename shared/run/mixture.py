@@ -27,8 +27,11 @@ from shared import codec
 from shared.errors import DecodeError
 from shared.schema import MAX_WEIGHT, MOST_ENVIRONMENTS
 
-_PARTS = 10**9
+_PARTS = 10**6
 """Shares are whole numbers of these parts where their exact weights would be greater."""
+MOST_CHANGES = 100_000
+"""Lines of a file that are looked at where anybody may have written them."""
+_MOST_WRONG = 100
 _MOST_VALUES = 16 * MOST_ENVIRONMENTS
 _MOST_TICKET = 2**53
 _MAX_TEXT = 500
@@ -107,8 +110,12 @@ class TicketAssignment:
         """A later change. Raises DecodeError if it begins before the last one."""
         if change.from_ticket < self.current.from_ticket:
             raise DecodeError(f"a mixture from ticket {change.from_ticket} follows one from {self.current.from_ticket}")
-        last = self._segments[-1]
-        played = last.played(change.from_ticket - last.change.from_ticket)
+        if change.from_ticket == self.current.from_ticket:  # nobody has met it
+            self._starts.pop()
+            played = self._segments.pop().before
+        else:
+            last = self._segments[-1]
+            played = last.played(change.from_ticket - last.change.from_ticket)
         self.current = change
         self.sizes = {**change.sizes, **self.sizes}
         self._segments.append(_Segment(change, played))
@@ -124,7 +131,7 @@ class _Segment:
     """The tickets from one change to the next. Args: before: groups of each environment before it."""
 
     def __init__(self, change: MixtureChange, before: Mapping[str, int]) -> None:
-        self.change, self._before = change, before
+        self.change, self.before = change, before
         self._period = _Period(change.weights)
 
     def drawn(self, offset: int) -> Drawn:
@@ -135,12 +142,12 @@ class _Segment:
         else:
             env, nth = self._period.at(offset - len(first))
             nth += first.count(env)
-        return Drawn(env, self._before.get(env, 0) + nth)
+        return Drawn(env, self.before.get(env, 0) + nth)
 
     def played(self, n: int) -> dict[str, int]:
         """Groups of each environment up to the n-th ticket of this segment, those before it included."""
         first = self.change.first
-        found = Counter(self._before)
+        found = Counter(self.before)
         found.update(first[:n])
         found.update(self._period.counts(max(0, n - len(first))))
         return dict(found)
@@ -210,15 +217,25 @@ def parse(text: bytes) -> MixtureChange:
         raise DecodeError(f"a line of mixture.jsonl lacks or mistypes a field: {error!r}"[:_MAX_TEXT]) from error
 
 
-def replayed(assignment: TicketAssignment, lines: Iterable[bytes]) -> list[str]:
-    """Adds the changes in whole lines of mixture.jsonl; what is none of them is left out. Returns why, for each."""
+def replayed(assignment: TicketAssignment, lines: Iterable[bytes], until: int = _MOST_TICKET) -> list[str]:
+    """Adds the changes in whole lines of mixture.jsonl; what is none of them is left out. Returns why, of the first
+    hundred.
+
+    Args:
+        until: the last ticket that will be looked up; later changes are not needed.
+    """
     wrong: list[str] = []
     for line in lines:
         if line.strip():
             try:
-                assignment.add(parse(line))
+                change = parse(line)
+                if change.from_ticket > until:
+                    break
+                assignment.add(change)
             except DecodeError as error:
                 wrong.append(error.detail)
+                if len(wrong) >= _MOST_WRONG:
+                    break
     return wrong
 
 
@@ -234,7 +251,10 @@ def base_name(env: str) -> str:
 def _weights(value: Any) -> dict[str, int]:
     if not value or len(value) > MOST_ENVIRONMENTS:
         raise ValueError("a mixture has at least one environment, and not too many")
-    return {_name(name): _whole(weight, 1) for name, weight in value.items()}
+    weights = {_name(name): _whole(weight, 1) for name, weight in value.items()}
+    if sum(weights.values()) > 2 * _PARTS:
+        raise ValueError("the weights are too large")
+    return weights
 
 
 def _whole(value: Any, least: int, most: int = 2**62) -> int:

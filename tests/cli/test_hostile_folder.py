@@ -30,6 +30,7 @@ READERS = {
     "metrics.jsonl": ("report", "verify"),
     "evals.jsonl": ("report",),
     "ledger.jsonl": ("report", "verify"),
+    "mixture.jsonl": ("verify",),
     "summary.json": ("report",),
     "archive": ("verify",),
     "checkpoints": ("report", "verify"),

@@ -22,6 +22,7 @@ from shared.queue.server import embedded_server
 from shared.run import archive, ledger, weights
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
+from shared.run.mixture import MixtureChange
 from shared.types import Group, WeightVersion
 from tests.support import small_run
 from tests.support.redis import begun, configured
@@ -252,6 +253,14 @@ def change_the_record(run: RunFolder) -> None:
     edit_json(run.record, config=orjson.loads(run.record.read_bytes())["config"] | {"trainer.groups_per_step": 3})
 
 
+def change_the_mixture(run: RunFolder) -> None:
+    run.mixture.write_bytes(MixtureChange(9, {"adder@1": 1}).encode())
+
+
+def damage_the_mixture(run: RunFolder) -> None:
+    run.mixture.write_bytes(b'{"from_ticket": 3}\n')
+
+
 def remove_the_last_checkpoint(run: RunFolder) -> None:
     shutil.rmtree(run.path / HEAD)
 
@@ -291,6 +300,8 @@ PLANTED = [
     (change_a_reward, ViolationKind.DIGEST, {"ticket": 8, "step": 3}),
     (archive_an_invalid_group, ViolationKind.GROUP, {"step": 3}),
     (archive_too_large_a_group, ViolationKind.GROUP, {"ticket": 7}),
+    (change_the_mixture, ViolationKind.MIXTURE, {"ticket": 9, "step": 4}),
+    (damage_the_mixture, ViolationKind.MIXTURE, {"file": "mixture.jsonl"}),
     (train_on_stale_tokens, ViolationKind.STALENESS, {"ticket": 11, "step": 5}),
     (train_on_undone_weights, ViolationKind.LINEAGE, {"ticket": 10, "step": 4}),
     (train_on_future_weights, ViolationKind.LINEAGE, {"ticket": 10, "step": 4}),

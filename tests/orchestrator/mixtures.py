@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from services.orchestrator.mixture.log import MixtureLog
-from services.orchestrator.mixture.members import Member, weights_of
 from services.orchestrator.mixture.mixture import ConfiguredMixture, RunMixture
 from services.orchestrator.mixture.suspension import Suspensions
 from services.orchestrator.status import RunStatus
 from shared.errors import NotFound, ServiceUnreachable
 from shared.run.mixture import MixtureChange, SplitSizes, parse
+from shared.run.shares import Member, weights_of
 from tests.orchestrator.fakes import MemoryQueue
 
 LAKE = {"name": "frozen_lake", "base": "frozen_lake", "config": {}}

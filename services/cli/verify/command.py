@@ -10,14 +10,16 @@ from typing import Any
 
 import orjson
 
-from services.cli.verify import checkpoints, configuration, groups, queue, records, refusals, tickets
-from services.cli.verify.groups import StalenessBounds
+from services.cli.verify import checkpoints, configuration, groups, mixture, queue, records, refusals, tickets
+from services.cli.verify.groups import GroupBounds
 from services.cli.verify.violation import Findings, Violation, ViolationKind
 from shared import config
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 
 _MOST_TOLD = 1000
+_BEYOND = 10_000
+"""Tickets that may be out beside those that have ended."""
 type Result = dict[str, Any]
 
 
@@ -62,7 +64,10 @@ def verify(folder: RunFolder) -> Result:
     metrics, unfit = records.read(folder.metrics, head)
     findings.add(unfit)
     findings.add(records.check(fates, metrics, found))
-    bounds = StalenessBounds(name, max_staleness, run.grpo_config.num_generations)
+    last = len(fates.n_trained) + len(fates.voids) + max_staleness * batch + _BEYOND
+    assignment, damaged = mixture.assigned(folder.mixture, run.data, last)
+    findings.add(damaged)
+    bounds = GroupBounds(name, max_staleness, run.grpo_config.num_generations, assignment, last)
     findings.add(groups.check(folder.archive, fates.steps, head, bounds))
     findings.add(refusals.check(folder, fates.voids.values(), name))
     differing = [] if isinstance(seen, str) else queue.check(seen, head, fates.n_trained.keys() | fates.voids.keys())

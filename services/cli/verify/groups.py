@@ -10,6 +10,7 @@ from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import DecodeError
 from shared.run import archive
 from shared.run.ledger import Line
+from shared.run.mixture import TicketAssignment
 from shared.run.state import TrainerState, epoch_of, in_lineage, until
 from shared.types import Group, WeightVersion
 
@@ -17,15 +18,19 @@ _MOST_MISSING = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class StalenessBounds:
-    """`max_staleness`: allowed staleness in steps. `group_size`: most episodes of a group."""
+class GroupBounds:
+    """`max_staleness`: allowed staleness in steps. `group_size`: most episodes of a group. `assignment` says which
+    environment a ticket plays, up to `last_ticket`.
+    """
 
     run: str
     max_staleness: int
     group_size: int
+    assignment: TicketAssignment
+    last_ticket: int
 
 
-def check(root: Path, steps: dict[int, list[Line]], head: TrainerState, bounds: StalenessBounds) -> Iterator[Violation]:
+def check(root: Path, steps: dict[int, list[Line]], head: TrainerState, bounds: GroupBounds) -> Iterator[Violation]:
     """Reads one group at a time. Steps that the ledger knows nothing of are named by it."""
     seen: dict[int, int] = {}
     for step in range(1, min(head.step, max(steps, default=0), len(steps) + _MOST_MISSING) + 1):
@@ -44,7 +49,7 @@ def _step(
     version: WeightVersion,
     lines: Sequence[Line],
     head: TrainerState,
-    bounds: StalenessBounds,
+    bounds: GroupBounds,
     seen: dict[int, int],
 ) -> Iterator[Violation]:
     file = archive.path_of(Path(root.name), version).as_posix()
@@ -90,12 +95,14 @@ def _decoded(payload: bytes) -> Group | DecodeError:
 
 
 def _group(
-    group: Group, made: WeightVersion, line: Line | None, head: TrainerState, bounds: StalenessBounds
+    group: Group, made: WeightVersion, line: Line | None, head: TrainerState, bounds: GroupBounds
 ) -> Iterator[tuple[ViolationKind, str]]:
     """`made` is the version of the weights that training on the group gave."""
     if group.failure is not None or len(group.trajectories) > bounds.group_size:
         yield ViolationKind.GROUP, f"{len(group.trajectories)} episodes, failure {group.failure}"
         return
+    if 0 < group.ticket <= bounds.last_ticket and group.env != (env := bounds.assignment.of(group.ticket).env):
+        yield ViolationKind.MIXTURE, f"it is of {group.env[:80]!r}, the mixture says {env!r}"
     sampled = sorted({WeightVersion.parse(span.version) for t in group.trajectories for span in t.versions})
     present, ancestors = made.step - 1, until(made.epoch, head.lineage)
     for version in sampled:

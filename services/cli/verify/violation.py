@@ -27,6 +27,7 @@ class ViolationKind(StrEnum):
     ARCHIVE = "archive"  # a step's archive is missing, damaged, or holds other groups than the ledger says
     DIGEST = "digest"  # an archived group is not the one that was trained
     GROUP = "group"  # an archived group is no valid group, or larger than configured
+    MIXTURE = "mixture"  # a line of mixture.jsonl cannot be read, or a group is of another environment than they say
     STALENESS = "staleness"  # a token older than the bound when it was trained
     LINEAGE = "lineage"  # a token sampled by weights that are no ancestors of those it trained
     # a line of metrics.jsonl is missing, cannot be read, goes back, or is another than a checkpoint holds

@@ -14,13 +14,14 @@ from fractions import Fraction
 from typing import Any, Protocol
 
 from services.orchestrator.mixture.log import MixtureLog
-from services.orchestrator.mixture.members import Member, Offer, members_of, offers_in, weights_of
+from services.orchestrator.mixture.members import Offer, members_of, offers_in
 from services.orchestrator.mixture.suspension import Suspensions, Verdicts
 from services.orchestrator.schedule.seeding import TaskOrder, TicketTask
 from services.orchestrator.status import RunStatus
 from shared.errors import InputError, NotFound, Unavailable, VolleyError
 from shared.process import telemetry
 from shared.run.mixture import MixtureChange, SplitSizes, base_name
+from shared.run.shares import Member, weights_of
 
 _LOOK_S = 1.5
 _log = telemetry.Log("mixture")

@@ -1,0 +1,115 @@
+"""Two environments in one run of simulated services, the orchestrator killed, the weights of the mixture changed: each
+ticket is the task that it is in an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.cli.layout import PROJECT
+from services.cli.reporting import jsonl, report
+from services.cli.runs import addresses
+from services.cli.verify.command import verify
+from shared import config
+from shared.run import archive
+from shared.run.folder import RunFolder
+from shared.run.mixture import TicketAssignment, replayed
+from shared.run.shares import configured, weights_of
+from shared.types import Group
+from shared.web.access import Role, token_for
+from tests.support.stack import Training
+
+PROGRAM = """
+import sys
+from services.cli.commands import train
+from services.cli.local.stack import StackSeams
+from tools.chaos.arena import SIMULATED
+raise SystemExit(train.main([sys.argv[1]], sys.argv[2:], StackSeams(SIMULATED)))
+"""
+N_STEPS = 12
+SETTINGS = (
+    "run.name=m",
+    "run.seed=5",
+    f"trainer.max_steps={N_STEPS}",
+    "data.n_eval_tasks=4",
+    "data.mixture.frozen_lake.weight=2",
+    "data.mixture.sokoban.weight=1",
+    "data.mixture.sokoban.env_config.talk=bare",
+    "orchestrator.lease_s=2",
+)
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@contextmanager
+def training(folder: Path) -> Iterator[Training]:
+    folder.mkdir()
+    mark, output, errors = uuid.uuid4().hex, folder / "output", folder / "errors"
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "VOLLEY_TEST_RUN": mark}
+    command = [sys.executable, "-c", PROGRAM, "configs/chaos.yaml", f"run.dir={folder}", *SETTINGS]
+    with output.open("wb") as out, errors.open("wb") as err:
+        process = subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=out, stderr=err)
+    run = Training(process, RunFolder(folder / "m"), output, errors, mark)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+def trained(run: RunFolder) -> dict[int, tuple[str, str]]:
+    """Environment and task of every archived ticket."""
+    groups = [Group.decode(data) for v in archive.versions(run.archive) for data in archive.read(run.archive, "m", v)]
+    return {group.ticket: (group.env, group.task) for group in groups}
+
+
+def proven(run: RunFolder) -> None:
+    result = verify(run)
+    assert result["ok"], result["violations"]
+
+
+def asked(run: RunFolder, mixture: dict[str, float]) -> dict[str, Any]:
+    found = addresses.read(run)
+    headers = {"Authorization": f"Bearer {token_for(found.token_files, Role.ADMIN)}"}
+    url = f"{found.urls['orchestrator']}/runs/m"
+    answer = httpx.patch(url, json={"mixture": mixture}, headers=headers, trust_env=False, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return {row["env"]: row for row in answer.json()["mixture"]}
+
+
+def test_an_orchestrator_that_is_killed_while_the_mixture_changes_gives_no_ticket_another_task(tmp_path: Path) -> None:
+    with training(tmp_path / "calm") as calm:
+        assert calm.wait(300) == 0, calm.text()
+    with training(tmp_path / "rough") as rough:
+        for n, step in enumerate((2, 5, 8), start=1):
+            rough.wait_for(rf"^step +{step}/{N_STEPS}", 120)
+            if n == 2:
+                assert asked(rough.folder, {"sokoban": 6})["sokoban"]["share"] == 0.75
+            rough.kill("orchestrator")
+            rough.wait_for(rf"(?s)(^orchestrator answers after.*){{{n + 1}}}", 120)
+        assert rough.wait(300) == 0, rough.text()
+    for run in (calm.folder, rough.folder):
+        proven(run)
+    assert not calm.folder.mixture.exists()
+    (change,) = jsonl.read(rough.folder.mixture)
+    undisturbed, disturbed = trained(calm.folder), trained(rough.folder)
+    assert {env for env, _ in undisturbed.values()} == {"frozen_lake", "sokoban"}
+    before = [ticket for ticket in undisturbed.keys() & disturbed.keys() if ticket < change["from_ticket"]]
+    assert len(before) > 4
+    assert all(disturbed[ticket] == undisturbed[ticket] for ticket in before)
+    assignment = TicketAssignment(weights_of(configured(config.load([rough.folder.config]).config.data)))
+    assert replayed(assignment, rough.folder.mixture.read_bytes().splitlines()) == []
+    assert all(assignment.of(ticket).env == env for ticket, (env, _) in disturbed.items())
+    assert len(set(disturbed.values())) == len(disturbed)  # no pass over a split is over: every task once
+    summary = report.make(rough.folder)
+    assert [one["env"] for one in summary["environments"]] == ["frozen_lake", "sokoban"]
+    assert all(one["groups"] and one["evaluations"] for one in summary["environments"])
