@@ -64,16 +64,17 @@ def site_packages() -> list[str]:
     return [path for path in found if os.path.isdir(path) and not os.path.islink(path)]
 
 
-def hides_python(paths: list[str]) -> bool:
-    """Whether some folder on the way to `paths` lets only its owner through."""
-    for path in paths:
+def hides_python(paths: list[str], parents: bool) -> bool:
+    """Whether only their owner may read some of `paths`, or, if they stand where they are, pass on the way to them."""
+    for path in [*paths, os.__file__]:
         at = os.path.realpath(path)
-        while True:
-            if os.path.isdir(at) and not os.stat(at).st_mode & 0o001:
-                return True
-            if at == os.path.dirname(at):
-                break
+        wanted = 0o005 if os.path.isdir(at) else 0o004
+        if os.stat(at).st_mode & wanted != wanted:
+            return True
+        while parents and at != os.path.dirname(at):
             at = os.path.dirname(at)
+            if not os.stat(at).st_mode & 0o001:
+                return True
     return False
 
 

@@ -58,9 +58,11 @@ def main() -> None:
 
 def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confinement:
     """Enters namespaces if wanted, says what can be done, and takes the filter. Raises OSError."""
-    folders = [*confine.python_folders(), *request["folders"]]
+    folders = [path for path in [*confine.python_folders(), *request["folders"]] if os.path.exists(path)]
     proc, privileged = None, confine.is_privileged()
     confine.be_first_to_go()
+    os.umask(0o022)  # other users go through the folders of the new root
+    reads_all = privileged and confine.hides_python(folders, parents=not request["namespaces"])
     if request["namespaces"]:
         hidden = [path for path in confine.site_packages() if not any(one.startswith(path) for one in folders)]
         proc = namespaces.enter(request["root"], privileged, folders, confine.DEVICES, hidden)
@@ -82,14 +84,13 @@ def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confine
     filtered = _receive(control)[0]
     if filtered is None:
         os._exit(0)
-    reads_all = privileged and not request["namespaces"] and bool(landlock) and confine.hides_python(folders)
     return confine.Confinement(
         landlock,
         base64.b64decode(filtered["program"]),
         tuple(folders),
         proc,
         request["namespaces"],
-        reads_all,
+        reads_all and bool(landlock),
         privileged,
     )
 

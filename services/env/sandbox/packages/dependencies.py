@@ -1,0 +1,258 @@
+"""What a submitted file asks for in its PEP 723 block, installed into a folder that its sandboxes may read.
+
+Invariants: no code of a package runs here: only wheels are taken, none is built, none is imported. Everything comes
+from the one index of the service's settings. A folder is complete or not there: it is named by what is in it, and
+renamed into its place when all of it is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import signal
+import stat
+import sys
+import tomllib
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+
+from services.env.sandbox.process import workspace
+from shared.errors import InputError, TooLarge, Unavailable
+
+PYPI = "https://pypi.org/simple"
+LOOK_S = 0.25
+MAX_SHOWN = 1500
+MAX_REQUIREMENT = 300
+_BLOCK = re.compile(r"(?m)^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$")
+_PASSED_ON = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY", "https_proxy",
+              "http_proxy", "all_proxy", "no_proxy")  # fmt: skip
+_NETWORK = ("error sending request", "failed to fetch", "dns error", "connection refused", "timed out", "connect error")
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptMetadata:
+    """A PEP 723 block: requirements as PEP 508 writes them, and which Pythons the script runs on."""
+
+    dependencies: tuple[str, ...] = ()
+    requires_python: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class InstallLimits:
+    """Bounds of one installation: seconds, MiB and files on disk, requirements in the list."""
+
+    timeout_s: float = 180.0
+    disk_mb: int = 1024
+    files: int = 50_000
+    requirements: int = 64
+
+
+def read_metadata(source: str) -> ScriptMetadata:
+    """The block of a file, the empty one if it has none. Raises InputError if it is not as PEP 723 says."""
+    blocks = [match for match in _BLOCK.finditer(source) if match["type"] == "script"]
+    if not blocks:
+        return ScriptMetadata()
+    if len(blocks) > 1:
+        raise InputError("the file has more than one '# /// script' block", "keep one (PEP 723)")
+    lines = blocks[0]["content"].splitlines()
+    text = "\n".join(line[2:] if line.startswith("# ") else line[1:] for line in lines)
+    try:
+        found = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"the '# /// script' block is not TOML: {error}") from None
+    dependencies, requires = found.get("dependencies", []), found.get("requires-python", "")
+    if not isinstance(dependencies, list) or not all(isinstance(one, str) for one in dependencies):
+        raise InputError("dependencies in the '# /// script' block must be a list of texts")
+    if not isinstance(requires, str):
+        raise InputError("requires-python in the '# /// script' block must be a text")
+    return ScriptMetadata(tuple(dependencies), requires)
+
+
+def check_python(requires: str, version: tuple[int, int, int] = sys.version_info[:3]) -> None:
+    """Raises InputError if a script does not run on this version of Python."""
+    try:
+        fits = SpecifierSet(requires).contains(".".join(map(str, version)))
+    except InvalidSpecifier:
+        raise InputError(f"requires-python = {requires[:80]!r} is not a version specifier") from None
+    if not fits:
+        raise InputError(
+            f"the file requires Python {requires[:80]}, and sandboxes have {version[0]}.{version[1]}.{version[2]}"
+        )
+
+
+def check_requirement(text: str) -> str:
+    """A requirement in its normal form: a name, extras, versions, a marker. Raises InputError for all else."""
+    if len(text) > MAX_REQUIREMENT:
+        raise InputError(f"a requirement of {len(text)} characters", f"at most {MAX_REQUIREMENT} are taken")
+    try:
+        parsed = Requirement(text)
+    except InvalidRequirement:
+        raise InputError(
+            f"{text!r} is not a requirement",
+            "write a name and versions, like numpy>=2; options and paths are not taken",
+        ) from None
+    if parsed.url is not None:
+        raise InputError(f"{text!r} names an address", "packages come from the service's index only: name and versions")
+    extras = f"[{','.join(sorted(parsed.extras))}]" if parsed.extras else ""
+    marker = f" ; {parsed.marker}" if parsed.marker else ""
+    return f"{canonicalize_name(parsed.name)}{extras}{parsed.specifier}{marker}"
+
+
+def find_uv() -> Path:
+    """Raises Unavailable."""
+    beside = Path(sys.executable).parent / "uv"
+    found = str(beside) if beside.exists() else shutil.which("uv")
+    if found is None:
+        raise Unavailable(
+            "uv is not installed, which installs dependencies", "install the package uv beside the service"
+        )
+    return Path(found)
+
+
+class DependencyStore:
+    """Installed dependencies, by what they are.
+
+    Args:
+        folder: where they are kept; nobody else writes there.
+        index: the only package index, PEP 503.
+        limits: of one installation.
+        python: the interpreter they are for; None is the service's own.
+    """
+
+    def __init__(
+        self, folder: Path, index: str = PYPI, limits: InstallLimits | None = None, python: Path | None = None
+    ) -> None:
+        self._folder, self._index = folder, index
+        self._limits = limits or InstallLimits()
+        self._python = python or Path(sys.executable).resolve()
+        self._turn = asyncio.Lock()
+
+    async def install(self, requirements: Sequence[str]) -> tuple[Path, ...]:
+        """The folders to import from: none where nothing is required. One installation at a time.
+
+        Raises InputError (what cannot be installed, and why), TooLarge, Unavailable (no index, no uv, no time).
+        """
+        if len(requirements) > self._limits.requirements:
+            raise InputError(f"{len(requirements)} requirements", f"at most {self._limits.requirements} are taken")
+        wanted = sorted({check_requirement(text) for text in requirements})
+        if not wanted:
+            return ()
+        place = self._folder / self._digest(wanted)
+        async with self._turn:
+            if not await asyncio.to_thread(place.is_dir):
+                await self._install(wanted, place)
+        return (place,)
+
+    def _digest(self, wanted: Sequence[str]) -> str:
+        text = "\n".join([str(self._python), self._index, *wanted])
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    async def _install(self, wanted: Sequence[str], place: Path) -> None:
+        work = self._folder / f".new-{uuid.uuid4().hex}"
+        await asyncio.to_thread(work.mkdir, parents=True)
+        try:
+            await self._run_uv(wanted, work)
+            await asyncio.to_thread(_finish, work / "packages")
+            used, files = await asyncio.to_thread(workspace.usage, work / "packages", self._limits.files)
+            if used > self._limits.disk_mb * 2**20 or files >= self._limits.files:
+                raise self._too_large()
+            await asyncio.to_thread((work / "packages").rename, place)
+        finally:
+            await asyncio.shield(asyncio.to_thread(workspace.remove, work))
+
+    async def _run_uv(self, wanted: Sequence[str], work: Path) -> None:
+        uv = find_uv()
+        options = ["--only-binary", ":all:", "--no-config", "--no-sources", "--no-python-downloads"]
+        options += ["--default-index", self._index, "--keyring-provider", "disabled", "--link-mode", "copy"]
+        options += [
+            "--python",
+            str(self._python),
+            "--target",
+            str(work / "packages"),
+            "--cache-dir",
+            str(work / "cache"),
+        ]
+        kept = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        with (work / "log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                str(uv),
+                *("pip", "install", "--quiet", "--color", "never", *options, "--", *wanted),
+                env={"PATH": os.defpath, "HOME": str(work), **kept},
+                cwd=work,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            async with asyncio.timeout(self._limits.timeout_s):
+                await self._wait_for(process, work)
+        except TimeoutError:
+            raise Unavailable(
+                f"installing {', '.join(wanted)} took longer than {self._limits.timeout_s:g} s",
+                "try again, or ask for less",
+            ) from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if process.returncode != 0:
+            raise _refusal(wanted, await asyncio.to_thread(_tail, work / "log"))
+
+    async def _wait_for(self, process: Any, work: Path) -> None:
+        """Until the process has ended. Raises TooLarge."""
+        most = 2 * self._limits.files  # packages, and uv's cache of them
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await process.wait()
+                    return
+            except TimeoutError:
+                used, files = await asyncio.to_thread(workspace.usage, work, most)
+            if used > 2 * self._limits.disk_mb * 2**20 or files >= most:
+                raise self._too_large()
+
+    def _too_large(self) -> TooLarge:
+        return TooLarge(
+            f"the dependencies take more than {self._limits.disk_mb} MiB or {self._limits.files} files",
+            "ask for smaller ones, or raise the service's limit",
+        )
+
+
+def _finish(folder: Path) -> None:
+    """Makes everything readable: sandboxes may belong to another user. Programs and links are not needed, and go."""
+    folder.mkdir(exist_ok=True)
+    if (folder / "bin").is_dir():
+        shutil.rmtree(folder / "bin")
+    for at, folders, files in os.walk(folder):
+        os.chmod(at, 0o755)  # noqa: S103
+        for name in [*folders, *files]:
+            path = Path(at, name)
+            if path.is_symlink():
+                path.unlink()
+            elif stat.S_ISREG(path.stat().st_mode):
+                path.chmod(0o644)
+
+
+def _refusal(wanted: Sequence[str], said: str) -> InputError | Unavailable:
+    if any(sign in said.lower() for sign in _NETWORK):
+        return Unavailable(f"the package index cannot be reached: {said}", "try again later", 30.0)
+    return InputError(
+        f"{', '.join(wanted)[:MAX_SHOWN]} cannot be installed: {said}",
+        "dependencies must have wheels for this Python and platform in the service's index; none are built",
+    )
+
+
+def _tail(path: Path) -> str:
+    return path.read_text("utf-8", "replace")[-MAX_SHOWN:].strip()

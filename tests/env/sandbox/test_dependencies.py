@@ -1,0 +1,232 @@
+"""Dependencies of submitted files: read from PEP 723 blocks, installed by the real uv from an index of our own."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import threading
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from services.env.sandbox import answers
+from services.env.sandbox.limits import ScriptProgram
+from services.env.sandbox.packages.dependencies import (
+    DependencyStore,
+    InstallLimits,
+    check_python,
+    check_requirement,
+    read_metadata,
+)
+from services.env.sandbox.sandboxes import Sandboxes
+from shared.errors import InputError, TooLarge, Unavailable
+
+
+def wheel(name: str, version: str, files: dict[str, str | bytes], requires: str = "") -> bytes:
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}"
+    kept: dict[str, str | bytes] = {
+        **files,
+        f"{info}/METADATA": metadata,
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    data = {path: content.encode() if isinstance(content, str) else content for path, content in kept.items()}
+    record = "".join(
+        f"{path},sha256={base64.urlsafe_b64encode(hashlib.sha256(c).digest()).decode().rstrip('=')},{len(c)}\n"
+        for path, c in data.items()
+    )
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path, content in {**data, f"{info}/RECORD": f"{record}{info}/RECORD,,\n".encode()}.items():
+            archive.writestr(path, content)
+    return out.getvalue()
+
+
+PACKAGES = {
+    "greeting-1.0-py3-none-any.whl": wheel(
+        "greeting",
+        "1.0",
+        {
+            "greeting.py": "import helper\nTEXT = 'hello ' + helper.NAME\n",
+            "greeting-1.0.data/scripts/run": "#!python\n",
+        },
+        "Requires-Dist: helper>=2\n",
+    ),
+    "helper-2.1-py3-none-any.whl": wheel("helper", "2.1", {"helper/__init__.py": "NAME = 'world'\n"}),
+    "huge-1.0-py3-none-any.whl": wheel("huge", "1.0", {"huge.bin": bytes(8 << 20)}),
+    "elsewhere-1.0-py3-none-any.whl": wheel(
+        "elsewhere", "1.0", {"elsewhere.py": ""}, "Requires-Dist: helper @ https://example.invalid/helper-2.1.zip\n"
+    ),
+    "source-1.0.tar.gz": b"not even looked at",
+}
+
+
+def names_in(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir()]
+
+
+class Index(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a package index."""
+    root = tmp_path_factory.mktemp("index")
+    for name, content in PACKAGES.items():
+        folder = root / "simple" / name.partition("-")[0]
+        folder.mkdir(parents=True)
+        (folder / name).write_bytes(content)
+        (folder / "index.html").write_text(f'<a href="{name}">{name}</a>')
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Index, directory=str(root)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/simple"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+SCRIPT = """
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#   "greeting>=1",  # with a comment
+# ]
+# [tool.uv]
+# index-url = "https://example.invalid"
+# ///
+import greeting
+"""
+
+
+def test_the_block_of_a_file():
+    found = read_metadata(SCRIPT)
+    assert found.dependencies == ("greeting>=1",)
+    assert found.requires_python == ">=3.10"
+    assert read_metadata("import os").dependencies == ()
+
+
+@pytest.mark.parametrize(
+    ("block", "match"),
+    [
+        ("dependencies = [", "is not TOML"),
+        ("dependencies = 'numpy'", "must be a list of texts"),
+        ("dependencies = [1]", "must be a list of texts"),
+        ("requires-python = 3", "must be a text"),
+        ("x = " + "[" * 5000, "is not TOML"),
+    ],
+)
+def test_a_block_that_is_wrong(block: str, match: str):
+    with pytest.raises(InputError, match=match):
+        read_metadata(f"# /// script\n# {block}\n# ///\n")
+
+
+def test_two_blocks():
+    with pytest.raises(InputError, match="more than one"):
+        read_metadata("# /// script\n# dependencies = []\n# ///\n\n" * 2)
+
+
+def test_the_python_a_file_wants():
+    check_python(">=3.10", (3, 12, 1))
+    check_python("", (3, 12, 1))
+    with pytest.raises(InputError, match=r"requires Python >=3.13, and sandboxes have 3.12.1"):
+        check_python(">=3.13", (3, 12, 1))
+    with pytest.raises(InputError, match="not a version specifier"):
+        check_python("three")
+
+
+def test_requirements_in_their_normal_form():
+    assert check_requirement("Num_Py >= 2, <3") == "num-py<3,>=2"
+    assert check_requirement("a[z,y]; python_version>'3'") == 'a[y,z] ; python_version > "3"'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "helper @ https://example.invalid/x.whl",
+        "helper @ file:///etc/passwd",
+        "git+https://example.invalid/x",
+        "https://example.invalid/x.whl",
+        "./helper",
+        "../x.whl",
+        "/etc/passwd",
+        "-r /etc/passwd",
+        "--index-url=https://example.invalid",
+        "-e .",
+        "helper --hash=sha256:0",
+        "helper\n--index-url https://example.invalid",
+        "helper; import os",
+        "${HOME}",
+        "",
+        "x" * 301,
+    ],
+)
+def test_requirements_that_are_refused(text: str):
+    with pytest.raises(InputError):
+        check_requirement(text)
+
+
+async def test_what_is_installed_can_be_imported(index: str, tmp_path: Path):
+    store = DependencyStore(tmp_path / "store", index)
+    mask = os.umask(0o077)
+    try:
+        (folder,) = await store.install(read_metadata(SCRIPT).dependencies)
+        assert await store.install(["Greeting >= 1"]) == (folder,)
+        assert not (folder / "bin").exists()
+        assert names_in(tmp_path / "store") == [folder.name]
+        for namespaces in (True, False):
+            async with Sandboxes(namespaces=namespaces) as sandboxes:
+                sandbox = await sandboxes.start(ScriptProgram(folders=(folder,)))
+                source = "import greeting, os\nprint(greeting.TEXT)\nopen(greeting.__file__, 'a')"
+                said = await sandbox.call("run", {"source": source, "stdin": "", "max_output": 1000}, 30)
+                result = answers.read_script(said)
+                assert result.stdout == "hello world\n"
+                assert "OSError" in result.stderr or "PermissionError" in result.stderr
+                other = await sandboxes.start(ScriptProgram())
+                source = f"import os\nprint(os.path.isdir({str(folder)!r}) and os.listdir({str(folder)!r}))"
+                said = await other.call("run", {"source": source, "stdin": "", "max_output": 1000}, 30)
+                assert "greeting" not in answers.read_script(said).stdout
+    finally:
+        os.umask(mask)
+
+
+@pytest.mark.parametrize(
+    ("requirement", "match"),
+    [
+        ("nowhere", "nowhere cannot be installed"),
+        ("helper>=3", "helper>=3 cannot be installed"),
+        ("source", "source cannot be installed"),
+        ("elsewhere", "elsewhere cannot be installed"),
+    ],
+)
+async def test_what_cannot_be_installed(index: str, tmp_path: Path, requirement: str, match: str):
+    with pytest.raises(InputError, match=match):
+        await DependencyStore(tmp_path, index).install([requirement])
+    assert names_in(tmp_path) == []
+
+
+async def test_nothing_is_required(tmp_path: Path):
+    assert await DependencyStore(tmp_path / "store").install([]) == ()
+
+
+async def test_too_many_and_too_large(index: str, tmp_path: Path):
+    store = DependencyStore(tmp_path, index, InstallLimits(disk_mb=4, requirements=2))
+    with pytest.raises(InputError, match="3 requirements"):
+        await store.install(["a", "b", "c"])
+    with pytest.raises(TooLarge, match="more than 4 MiB"):
+        await store.install(["huge"])
+    assert names_in(tmp_path) == []
+
+
+async def test_an_index_that_is_away(tmp_path: Path):
+    with pytest.raises(Unavailable, match=r"cannot be reached|took longer"):
+        await DependencyStore(tmp_path, "http://127.0.0.1:9/simple", InstallLimits(timeout_s=5)).install(["helper"])
+    assert names_in(tmp_path) == []
