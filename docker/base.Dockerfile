@@ -10,7 +10,7 @@ RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache \
 
 FROM python:3.13-slim
 RUN useradd --uid 10001 --user-group --no-log-init --home-dir /home/volley --create-home volley \
-    && install -d -o volley -g volley /runs /cache
+    && install -d -o volley -g volley /runs /cache /environments
 COPY --from=dependencies /opt/volley /opt/volley
 ENV PATH=/opt/volley/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 ENV HF_HOME=/cache/huggingface MPLCONFIGDIR=/tmp/matplotlib

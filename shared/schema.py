@@ -253,7 +253,14 @@ class Endpoint(Section):
 
 
 class EnvEndpoint(Endpoint):
+    """`folder` keeps submitted environments (default: in the run's folder). `unsandboxed` names those that may be
+    submitted where this machine cannot confine their code. `sandbox_memory_mb` is what one episode's process may use.
+    """
+
     port: Port = SERVICES["env"].port
+    folder: Path | None = None
+    unsandboxed: tuple[str, ...] = ()
+    sandbox_memory_mb: PositiveInt = 512
 
 
 class RolloutEndpoint(Endpoint):

@@ -51,9 +51,9 @@ def lanes(*, long: bool) -> tuple[tuple[Suite, ...], ...]:
         beside = Suite("long", (*rest, *_STACK, "system"), options=_LONG)
         trainer = Suite("trainer", ("trainer",), "trainer", options=_LONG)
         return (Suite("chaos", ("chaos",), options=_LONG), trainer), (beside, fuzz)
-    light = Suite("base", rest), Suite("stack", _STACK)
+    base, stack = Suite("base", rest), Suite("stack", _STACK)
     trainer, rollout = Suite("trainer", ("trainer",), "trainer"), Suite("rollout", ("rollout",), "rollout")
-    return light, (trainer,), (rollout,), (Suite("faults", _FAULTS),)
+    return (base,), (trainer,), (rollout,), (Suite("faults", _FAULTS),), (stack,)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,5 +1,5 @@
-"""Wires the env service: catalogue, episodes, routes. The environment of the run is tried at start, so that bad
-settings and missing files end the service with one line instead of failing its first episode.
+"""Wires the env service: catalogue, submissions, sandboxes, episodes, routes. The environment of the run is tried at
+start, so that bad settings and missing files end the service with one line instead of failing its first episode.
 """
 
 from __future__ import annotations
@@ -7,11 +7,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from services.env.api import environments
+from services.env.api.routes import ROLES, router
+from services.env.api.state import EnvState
+from services.env.backends.threads import ThreadRunner
 from services.env.catalogue import Catalogue, try_out
 from services.env.episodes import Episodes
-from services.env.routes import ROLES, EnvState, router
-from services.env.runner import Runner
+from services.env.sandbox.sandboxes import Sandboxes
 from services.env.settings import MAX_OBJECTS, EnvSettings, from_config
+from services.env.submissions.store import SubmissionStore
+from services.env.submissions.submissions import Submissions
 from shared.errors import ConfigError, InputError
 from shared.process import telemetry
 from shared.process.boot import RunningService
@@ -32,37 +37,65 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
 @asynccontextmanager
 async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     """The service from plain settings. Raises ConfigError."""
-    catalogue = open_catalogue(settings)
-    runner = Runner(settings.n_threads, settings.deadline_s, settings.max_episodes)
-    tokens = read_tokens(settings.token_files)
-    app = create_app(
-        "env",
-        limits=settings.limits,
-        tokens=tokens,
-        ready=lambda: runner.why_stuck(settings.env),
-        roles=ROLES,
-        max_objects=MAX_OBJECTS,
-    )
-    try:
-        episodes = Episodes(runner, max_episodes=settings.max_episodes, ttl_s=settings.ttl_s)
-        app.state.env = EnvState(catalogue, episodes, runner)
+    runner = ThreadRunner(settings.n_threads, settings.deadline_s, settings.max_episodes)
+    catalogue = open_catalogue(settings, runner)
+    async with Sandboxes(max_running=settings.max_sandboxes) as sandboxes:
+        submissions = Submissions(
+            SubmissionStore(settings.folder / "submitted"),
+            catalogue,
+            sandboxes,
+            limits=settings.sandbox,
+            deadline_s=settings.deadline_s,
+            unsandboxed=settings.unsandboxed,
+        )
+        await submissions.open()
+        try_out_all(settings, catalogue)
+        episodes = Episodes(
+            max_episodes=settings.max_episodes,
+            ttl_s=settings.ttl_s,
+            deadline_s=settings.deadline_s,
+            watcher=submissions,
+        )
+        app = create_app(
+            "env",
+            limits=settings.limits,
+            tokens=read_tokens(settings.token_files),
+            ready=lambda: _why_not(catalogue, settings.env),
+            roles={**ROLES, **environments.ROLES},
+            max_objects=MAX_OBJECTS,
+            about=lambda: {"sandbox": sandboxes.tier.describe() if sandboxes.tier else None},
+        )
+        app.state.env = EnvState(catalogue, episodes, submissions)
+        app.include_router(environments.router)
         app.include_router(router)
         _log.info("environments ready", env=settings.env, available=[entry.name for entry in catalogue.entries()])
-        yield RunningService(app, [episodes.sweep, runner.watch])
-    finally:
-        runner.close()
+        workers = [episodes.sweep, runner.watch, submissions.validate_waiting, submissions.judge_canaries]
+        try:
+            yield RunningService(app, workers)
+        finally:
+            await episodes.close()
+            runner.close()
 
 
-def open_catalogue(settings: EnvSettings) -> Catalogue:
-    """The catalogue, with one task of each of the run's environments tried out. Raises ConfigError."""
+def open_catalogue(settings: EnvSettings, runner: ThreadRunner) -> Catalogue:
+    """The built-in environments and their variants. Raises ConfigError."""
     try:
-        catalogue = Catalogue(settings.configs)
-        try_out(catalogue.get(settings.env).environment)
+        return Catalogue(runner, settings.configs, settings.folder / "variants.json")
     except InputError as error:
         raise ConfigError(f"data.env={settings.env}: {error.detail}", error.hint) from error
-    for name in settings.others:
+
+
+def try_out_all(settings: EnvSettings, catalogue: Catalogue) -> None:
+    """Makes the first tasks of the run's environments; those of submitted ones were made when they were validated.
+    Raises ConfigError.
+    """
+    for key, name in ((f"data.env={settings.env}", settings.env), *((f"data.mixture.{n}", n) for n in settings.others)):
         try:
-            try_out(catalogue.get(name).environment)
+            if (backend := catalogue.built_in(name)) is not None:
+                try_out(backend.environment)
         except InputError as error:
-            raise ConfigError(f"data.mixture.{name}: {error.detail}", error.hint) from error
-    return catalogue
+            raise ConfigError(f"{key}: {error.detail}", error.hint) from error
+
+
+def _why_not(catalogue: Catalogue, env: str) -> str | None:
+    return catalogue.get(env).backend.why_stuck() if catalogue.has(env) else None

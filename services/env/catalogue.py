@@ -1,32 +1,38 @@
-"""The environments this service offers: the built-in ones, and configured variants of them.
+"""The environments this service offers, by name: the built-in ones, configured variants of them, and submitted ones.
 
-Invariants: a name never changes its meaning while the process lives, and at most MAX_VARIANTS can be added, so that the
-catalogue is bounded. Files of a dataset are set by whoever runs the service, never through a request.
+Invariants: a name never changes its meaning (of a submitted environment, `adder@2` is such a name; `adder` stands for
+the version in use), and at most MAX_VARIANTS variants can be added, so that the catalogue is bounded. Variants outlive
+the process: they are in a file before they are answered. Files of a dataset are set by whoever runs the service, never
+through a request.
 """
 
 from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
+from services.env.backends.base import Backend
+from services.env.backends.threads import InThreads, ThreadRunner
 from services.env.environments.adapters.gymnasium import Gymnasium, GymnasiumConfig
 from services.env.environments.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
 from services.env.environments.base import Environment
 from services.env.environments.games.frozen_lake import FrozenLakeConfig, frozen_lake
 from services.env.environments.games.sokoban import SokobanConfig, sokoban
 from services.env.environments.gsm8k.environment import Gsm8k, Gsm8kConfig
-from shared.errors import Conflict, Forbidden, InputError, NotFound, Unavailable
+from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
+from shared.files import storage
+from shared.process import telemetry
 
 MAX_VARIANTS = 64
 
-type Build = Callable[[CatalogueEntry, Callable[[], Environment]], Awaitable[Environment]]
-
 _MAX_ERRORS = 10
+_log = telemetry.Log("env")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -51,76 +57,153 @@ KINDS: Mapping[str, EnvironmentKind[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """One environment on offer. `kind` is the built-in it comes from."""
+    """One environment on offer. `kind` is the built-in it comes from, or how it was submitted; `weight` its share of a
+    live run beside the run's own environment of weight 1, 0 if it joins none.
+    """
 
     name: str
     kind: str
-    config: BaseModel
-    environment: Environment
+    config: Mapping[str, Any]
+    backend: Backend
+    weight: float = 0.0
 
     def describe(self) -> dict[str, Any]:
-        return {"name": self.name, "base": self.kind, "config": self.config.model_dump(mode="json")}
+        return {
+            "name": self.name,
+            "base": self.kind,
+            "config": self.config,
+            "state": "active",
+            "version": None,
+            "weight": self.weight,
+        }
+
+
+class VariantRecord(BaseModel):
+    """What was asked for: `base` with some settings changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    base: str
+    config: dict[str, Any]
+    weight: float = 0.0
+
+
+_VARIANTS = TypeAdapter(dict[str, VariantRecord])
 
 
 class Catalogue:
-    """Args: configs: settings of built-in environments that differ from their defaults, by name. Raises NotFound,
-    InputError.
+    """Args: configs: settings of built-in environments that differ from their defaults, by name; variants: the file
+    that keeps what is registered. Raises NotFound, InputError, ConfigError (the file cannot be read).
     """
 
-    def __init__(self, configs: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self, runner: ThreadRunner, configs: Mapping[str, Mapping[str, Any]] | None = None, variants: Path | None = None
+    ) -> None:
+        self._runner, self._file = runner, variants
         given = dict(configs or {})
         self._entries: dict[str, CatalogueEntry] = {}
+        self._variants: dict[str, VariantRecord] = {}
         for name in KINDS:
-            self._entries[name] = _entry(name, name, given.pop(name, {}))
+            self._entries[name] = self._built_in(name, name, _valid(name, given.pop(name, {})))
         for unknown in given:
             self.get(unknown)
+        for name, record in _read(variants).items():
+            self._variants[name] = record
+            try:
+                parent = self.get(record.base)
+                config = _valid(parent.kind, {**parent.config, **record.config})
+            except InputError as error:
+                _log.warning("a registered variant is left out", env=name, reason=str(error))
+            else:
+                self._entries[name] = self._built_in(name, parent.kind, config, record.weight)
 
     def get(self, name: str) -> CatalogueEntry:
         """Raises NotFound listing the environments there are."""
         entry = self._entries.get(name)
         if entry is None:
-            raise NotFound(f"there is no environment {name!r}", f"available: {', '.join(self._entries)}")
+            raise NotFound(f"there is no environment {name[:80]!r}", f"available: {', '.join(self._entries)}")
         return entry
+
+    def has(self, name: str) -> bool:
+        return name in self._entries
 
     def entries(self) -> tuple[CatalogueEntry, ...]:
         return tuple(self._entries.values())
 
+    def offer(self, entry: CatalogueEntry, *names: str) -> None:
+        """Puts an environment on offer under each of `names`, in place of what had them."""
+        for name in names:
+            self._entries[name] = entry
+
+    def withdraw(self, name: str) -> None:
+        self._entries.pop(name, None)
+
+    def built_in(self, name: str) -> InThreads | None:
+        """The backend of a built-in environment or a variant; None for a submitted one. Raises NotFound."""
+        backend = self.get(name).backend
+        return backend if isinstance(backend, InThreads) else None
+
     async def register(
-        self, name: str, base: str, config: Mapping[str, Any], build: Build
+        self, name: str, base: str, config: Mapping[str, Any], weight: float = 0.0
     ) -> tuple[CatalogueEntry, bool]:
         """Adds `base` with some settings changed under a new name; the same request again changes nothing.
 
-        `build` runs what makes the environment and tries it out, as it runs other calls into `base`.
+        It is made and tried out in threads of `base`.
 
         Returns the entry and whether it is new. Raises NotFound (base), InputError (name, settings, too few tasks),
-        Forbidden (private settings), Conflict (the name has another meaning), Unavailable (full).
+        Forbidden (private settings), Conflict (the name has another meaning), Unavailable (full), StorageUnavailable.
         """
-        if not _NAME.fullmatch(name):
-            raise InputError(f"{name[:80]!r} is not a name", "use up to 64 letters, digits, '.', '_' and '-'")
-        parent = self.get(base)
+        check_name(name)
+        parent, running = self.get(base), self.built_in(base)
+        if running is None:
+            raise InputError(f"{base} is a submitted environment", "variants are made of the built-in ones")
         for key in sorted(KINDS[parent.kind].private & config.keys()):
             raise Forbidden(
                 f"{parent.kind}: {key} cannot be set by a request", "it belongs in the configuration of the service"
             )
-        valid = _valid(parent.kind, {**parent.config.model_dump(), **config})
-        if (known := self._known(name, parent.kind, valid)) is not None:
+        entry = self._built_in(name, parent.kind, _valid(parent.kind, {**parent.config, **config}), weight)
+        if (known := self._known(entry)) is not None:
             return known, False
-        environment = await build(parent, lambda: _tried(KINDS[parent.kind].build(valid)))
-        if (known := self._known(name, parent.kind, valid)) is not None:
+        await running.call("list", lambda: try_out(_environment(entry)))
+        if (known := self._known(entry)) is not None:
             return known, False
-        self._entries[name] = entry = CatalogueEntry(name, parent.kind, valid, environment)
+        self._keep(name, VariantRecord(base=base, config=dict(config), weight=weight))
+        self._entries[name] = entry
         return entry, True
 
-    def _known(self, name: str, kind: str, config: BaseModel) -> CatalogueEntry | None:
+    def _built_in(self, name: str, kind: str, config: BaseModel, weight: float = 0.0) -> CatalogueEntry:
+        backend = InThreads(name, kind, lambda: KINDS[kind].build(config), self._runner)
+        return CatalogueEntry(name, kind, config.model_dump(mode="json"), backend, weight)
+
+    def _known(self, wanted: CatalogueEntry) -> CatalogueEntry | None:
         """The entry that is there already, None where there is room for it. Raises Conflict, Unavailable."""
-        known = self._entries.get(name)
-        if known is not None and (known.kind, known.config) != (kind, config):
-            raise Conflict(f"the environment {name!r} exists with other settings", "choose another name")
-        if known is None and len(self._entries) >= len(KINDS) + MAX_VARIANTS:
+        known = self._entries.get(wanted.name)
+        if known is not None and (known.kind, known.config, known.weight) != (
+            wanted.kind,
+            wanted.config,
+            wanted.weight,
+        ):
+            raise Conflict(f"the environment {wanted.name!r} exists with other settings", "choose another name")
+        if known is None and len(self._variants) >= MAX_VARIANTS:
             raise Unavailable(
-                f"{MAX_VARIANTS} environments have been registered", "restart the service to forget them", 60.0
+                f"{MAX_VARIANTS} variants have been registered",
+                f"remove {self._file} and restart the service to forget them" if self._file else "",
+                60.0,
             )
         return known
+
+    def _keep(self, name: str, record: VariantRecord) -> None:
+        kept = {**self._variants, name: record}
+        if self._file is not None:
+            with storage.storage(self._file.parent.parent):
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+            storage.replace(self._file, _VARIANTS.dump_json(kept, indent=1))
+        self._variants = kept
+
+
+def check_name(name: str) -> None:
+    """Raises InputError."""
+    if not _NAME.fullmatch(name):
+        raise InputError(f"{name[:80]!r} is not a name", "use up to 64 letters, digits, '.', '_' and '-'")
 
 
 def try_out(environment: Environment) -> None:
@@ -131,9 +214,19 @@ def try_out(environment: Environment) -> None:
         environment.task(split, 0)
 
 
-def _tried(environment: Environment) -> Environment:
-    try_out(environment)
-    return environment
+def _environment(entry: CatalogueEntry) -> Environment:
+    assert isinstance(entry.backend, InThreads)
+    return entry.backend.environment
+
+
+def _read(file: Path | None) -> Mapping[str, VariantRecord]:
+    """Raises ConfigError."""
+    if file is None or not file.exists():
+        return {}
+    try:
+        return _VARIANTS.validate_json(file.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", "put it back as it was, or remove it") from error
 
 
 def _valid(kind: str, config: Mapping[str, Any]) -> BaseModel:
@@ -141,11 +234,6 @@ def _valid(kind: str, config: Mapping[str, Any]) -> BaseModel:
         return KINDS[kind].config.model_validate(dict(config))
     except ValidationError as error:
         raise InputError(f"{kind}: {'; '.join(_explain(kind, e) for e in error.errors()[:_MAX_ERRORS])}") from error
-
-
-def _entry(name: str, kind: str, config: Mapping[str, Any]) -> CatalogueEntry:
-    valid = _valid(kind, config)
-    return CatalogueEntry(name, kind, valid, KINDS[kind].build(valid))
 
 
 def _explain(kind: str, error: Any) -> str:

@@ -6,6 +6,7 @@ Invariants
 - An episode is stepped by one request at a time, never after its end, and never after a call into it failed.
 - At most `max_episodes` exist, each answers at most MAX_STEPS messages; one that is not touched for `ttl_s` is
   forgotten.
+- What an episode holds (a process, where its code is sandboxed) is freed when it is over, has failed, or is forgotten.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import hashlib
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from services.env.backends.base import Busy, LiveEpisode
 from services.env.catalogue import CatalogueEntry
-from services.env.environments.base import Episode, Message, StepResult, fingerprint
-from services.env.runner import Busy, Runner
-from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
+from services.env.environments.base import Message, StepResult, fingerprint
+from shared.errors import Conflict, InputError, NotFound, RateLimited, Unavailable, VolleyError
 from shared.process import telemetry
 
 MAX_STEPS = 1000
@@ -36,14 +38,29 @@ _EVENTS = telemetry.Counter(
 )
 
 
+class EpisodeWatcher(Protocol):
+    """Is told how the episodes of each environment fare."""
+
+    def stepped(self, env: str, seconds: float) -> None:
+        """A call into the environment took so long."""
+        ...
+
+    def ended(self, env: str, failure: VolleyError | None) -> None:
+        """An episode is over, or failed for a reason that is the environment's."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class EpisodeRequest:
-    """What a create request asks for. `seed: None` stands for one made from the request's id."""
+    """What a create request asks for; `env` is the name it used, `entry` what that stood for when it came. `seed: None`
+    stands for one made from the request's id.
+    """
 
-    entry: CatalogueEntry
+    env: str
     split: str
     index: int
     seed: int | None
+    entry: CatalogueEntry = field(compare=False)
 
 
 @dataclass(slots=True)
@@ -57,14 +74,15 @@ class EpisodeSlot:
     deadline: float
     task: str = ""
     opening: tuple[Message, ...] = ()
-    episode: Episode | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    episode: LiveEpisode | None = None
     over: bool = False
     failure: VolleyError | None = None
     answers: dict[str, tuple[str, StepResult]] = field(default_factory=dict[str, tuple[str, StepResult]])
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
-    def live(self) -> Episode:
+    def live(self) -> LiveEpisode:
         """The episode. Raises Conflict when a call into it failed."""
         if self.failure is not None or self.episode is None:
             raise Conflict(f"episode {self.id} failed: {self.failure}", "create another one")
@@ -72,15 +90,24 @@ class EpisodeSlot:
 
 
 class Episodes:
-    """Args: ttl_s: idle life of an episode; clock: monotonic seconds."""
+    """Args: ttl_s: idle life of an episode; deadline_s: how long a request waits for those before it; clock: monotonic
+    seconds.
+    """
 
     def __init__(
-        self, runner: Runner, *, max_episodes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        max_episodes: int,
+        ttl_s: float,
+        deadline_s: float,
+        watcher: EpisodeWatcher | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ttl_s = ttl_s
-        self._runner, self._max, self._clock = runner, max_episodes, clock
+        self._max, self._deadline_s, self._watcher, self._clock = max_episodes, deadline_s, watcher, clock
         self._slots: OrderedDict[str, EpisodeSlot] = OrderedDict()
         self._by_request: dict[str, EpisodeSlot] = {}
+        self._done: list[LiveEpisode] = []
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -90,6 +117,7 @@ class Episodes:
         took too long).
         """
         slot = self._by_request.get(request_id) or self._admit(request_id, request)
+        await self._free()
         if slot.request != request:
             raise Conflict(f"request {request_id!r} was sent before with another body", "use a new request_id")
         self._touch(slot)
@@ -122,13 +150,20 @@ class Episodes:
             slot.answers[request_id] = (digest, result)
             return result
 
-    def delete(self, episode_id: str) -> None:
+    async def delete(self, episode_id: str) -> None:
         """Forgets an episode; one that does not exist is forgotten already."""
         if (slot := self._slots.get(episode_id)) is not None:
             self._drop(slot)
+        await self._free()
+
+    async def close(self) -> None:
+        """Forgets all episodes."""
+        for slot in list(self._slots.values()):
+            self._drop(slot)
+        await self._free()
 
     def expire(self) -> int:
-        """Forgets the episodes whose time is up; returns how many."""
+        """Forgets the episodes whose time is up; returns how many. What they hold is freed by the next call."""
         now, n = self._clock(), 0
         while self._slots and (slot := next(iter(self._slots.values()))).deadline <= now:
             self._drop(slot)
@@ -141,12 +176,13 @@ class Episodes:
         while True:
             await asyncio.sleep(min(30.0, self.ttl_s / 4))
             self.expire()
+            await self._free()
 
     @asynccontextmanager
     async def _alone(self, slot: EpisodeSlot) -> AsyncIterator[None]:
         """Raises Busy if the requests before this one take too long."""
         try:
-            async with asyncio.timeout(self._runner.deadline_s):
+            async with asyncio.timeout(self._deadline_s):
                 await slot.lock.acquire()
         except TimeoutError:
             raise Busy(f"episode {slot.id} is busy with another request", "send one request at a time") from None
@@ -156,39 +192,63 @@ class Episodes:
             slot.lock.release()
 
     async def _reset(self, slot: EpisodeSlot) -> None:
-        entry, split, index = slot.request.entry, slot.request.split, slot.request.index
-
-        def reset() -> tuple[str, tuple[Message, ...], Episode]:
-            episode = entry.environment.reset(split, index, slot.seed)
-            return entry.environment.task(split, index), episode.opening, episode
-
+        entry, began = slot.request.entry, self._clock()
         try:
-            slot.task, slot.opening, slot.episode = await self._runner.run(entry, "reset", reset)
+            slot.episode = await entry.backend.reset(slot.request.split, slot.request.index, slot.seed)
         except VolleyError as error:
             slot.failure = error
+            self._failed(entry.name, error)
             raise
         finally:
+            self._told_time(entry.name, began)
             if slot.episode is None:
                 slot.failure = slot.failure or Unavailable(f"the reset of episode {slot.id} was given up")
                 self._drop(slot)
+        if self._slots.get(slot.id) is not slot:  # it was deleted meanwhile
+            self._done.append(slot.episode)
+        slot.task, slot.opening, slot.tools = slot.episode.task, slot.episode.opening, slot.episode.tools
         _EVENTS.labels(entry.name, "created").inc()
 
-    async def _step(self, slot: EpisodeSlot, episode: Episode, message: Message) -> StepResult:
-        entry = slot.request.entry
+    async def _step(self, slot: EpisodeSlot, episode: LiveEpisode, message: Message) -> StepResult:
+        entry, began = slot.request.entry, self._clock()
         try:
-            result = await self._runner.run(entry, "step", lambda: episode.step(message))
+            result = await episode.step(message)
         except Busy:
             raise
         except BaseException as error:
-            slot.failure = (
-                error if isinstance(error, VolleyError) else Unavailable(f"a step of episode {slot.id} was given up")
-            )
+            given_up = Unavailable(f"a step of episode {slot.id} was given up")
+            slot.failure = error if isinstance(error, VolleyError) else given_up
+            self._done.append(episode)
+            if isinstance(error, VolleyError):
+                self._failed(entry.name, error)
             raise
+        finally:
+            self._told_time(entry.name, began)
         slot.over = result.over
         if result.over:
             event = "succeeded" if result.info.success else "terminated" if result.terminated else "truncated"
             _EVENTS.labels(entry.name, event).inc()
+            self._done.append(episode)
+            if self._watcher is not None:
+                self._watcher.ended(entry.name, None)
+            await self._free()
         return result
+
+    async def _free(self) -> None:
+        """Frees what is not needed any more; in any order, each once."""
+        while self._done:
+            await self._done.pop().close()
+
+    def _failed(self, env: str, error: VolleyError) -> None:
+        """Whatever the client asked for in vain says nothing about the environment."""
+        if not isinstance(error, Busy | InputError):
+            _EVENTS.labels(env, "failed").inc()
+            if self._watcher is not None:
+                self._watcher.ended(env, error)
+
+    def _told_time(self, env: str, began: float) -> None:
+        if self._watcher is not None:
+            self._watcher.stepped(env, self._clock() - began)
 
     def _admit(self, request_id: str, request: EpisodeRequest) -> EpisodeSlot:
         self.expire()
@@ -217,6 +277,8 @@ class Episodes:
 
     def _drop(self, slot: EpisodeSlot) -> None:
         self._slots.pop(slot.id, None)
+        if slot.episode is not None:
+            self._done.append(slot.episode)
         if self._by_request.get(slot.request_id) is slot:
             del self._by_request[slot.request_id]
         _OPEN.set(len(self._slots))

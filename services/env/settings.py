@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from services.env.sandbox.limits import SandboxLimits
+from shared.run.folder import RunFolder
 from shared.schema import Limits, RunConfig, TokenFiles
 
 DATASETS = frozenset({"gsm8k"})
@@ -23,6 +26,9 @@ class EnvSettings:
     """`env` is the main environment of the run, `others` are the rest of its mixture, all checked at start; `configs`
     holds the settings of each built-in that has some.
 
+    `folder` keeps what is submitted; `unsandboxed` names what may be submitted where nothing confines it, `sandbox` is
+    what one process of submitted code may use, `max_sandboxes` how many there are at once.
+
     ttl_s is the idle life of an episode, in seconds; deadline_s bounds one call into environment code; n_threads is
     how many calls into one kind of environment run at once.
     """
@@ -35,12 +41,16 @@ class EnvSettings:
     n_threads: int
     limits: Limits
     token_files: TokenFiles
+    folder: Path
+    sandbox: SandboxLimits
+    max_sandboxes: int
+    unsandboxed: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
 
 
 def from_config(config: RunConfig) -> EnvSettings:
     """An episode outlives the orchestrator's own deadline, and four times its concurrency fits."""
-    data, orchestrator, limits = config.data, config.orchestrator, config.services.limits
+    data, orchestrator, limits, env = config.data, config.orchestrator, config.services.limits, config.services.env
     files = {"train": data.train, "eval": data.eval}
     configs: dict[str, dict[str, Any]] = {name: {k: v for k, v in files.items() if v is not None} for name in DATASETS}
     played = data.environments
@@ -57,4 +67,8 @@ def from_config(config: RunConfig) -> EnvSettings:
         limits=limits.model_copy(update={"max_body_bytes": min(limits.max_body_bytes, MAX_BODY)}),
         token_files=config.services.token_files,
         others=tuple(name for name in played if name != data.env),
+        folder=env.folder or RunFolder(config.run.folder).environments,
+        sandbox=SandboxLimits(memory_mb=env.sandbox_memory_mb),
+        max_sandboxes=max(64, orchestrator.max_concurrent_episodes + 32),
+        unsandboxed=env.unsandboxed,
     )

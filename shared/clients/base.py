@@ -96,6 +96,9 @@ class HttpClient:
             lambda: self._send("POST", path, codec.pack(body), None, timeout_s, max_objects), attempts=attempts
         )
 
+    async def put(self, path: str, body: Any) -> Any:
+        return await self._send("PUT", path, codec.pack(body), None, None)
+
     async def delete(self, path: str, *, attempts: int = 1) -> Any:
         return await retry(lambda: self._send("DELETE", path, None, None, None), attempts=attempts)
 

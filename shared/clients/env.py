@@ -53,6 +53,34 @@ class EnvClient(HttpClient):
         """The rows of all environments on offer."""
         return await self.get("/environments", attempts=1)
 
+    async def submit(
+        self, name: str, source: str, *, entry: str | None = None, weight: float = 0.0, replace: bool = False
+    ) -> Mapping[str, Any]:
+        """The version that a Python file makes; with `replace` a new one of a name that is there. Raises Conflict,
+        InputError, Forbidden.
+        """
+        body = {"source": source, "entry": entry, "weight": weight, "name": name}
+        row = await (self.put(f"/environments/{name}", body) if replace else self.post("/environments", body))
+        return _read(lambda: {**row, "name": str(row["name"]), "state": str(row["state"])})
+
+    async def versions(self, name: str) -> list[Mapping[str, Any]]:
+        """Of a submitted environment, oldest first; of NAME@VERSION that one. Raises NotFound."""
+        answer = await self.get(f"/environments/{name}")
+        return _read(lambda: list(answer["versions"]))
+
+    async def log(self, name: str) -> str:
+        """What its episodes printed last, and how they failed. Raises NotFound."""
+        answer = await self.get(f"/environments/{name}/logs")
+        return _read(lambda: str(answer["log"]))
+
+    async def activate(self, name: str) -> Mapping[str, Any]:
+        """Raises NotFound, Conflict."""
+        return await self.post(f"/environments/{name}/activate", {})
+
+    async def retire(self, name: str) -> Mapping[str, Any]:
+        """Raises NotFound, Conflict."""
+        return await self.post(f"/environments/{name}/retire", {})
+
     async def num_tasks(self, env: str, split: str) -> int:
         """Raises NotFound for an unknown environment or split."""
         answer = await self.post(f"/{env}/num_tasks", {"split": split})

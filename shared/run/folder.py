@@ -12,8 +12,8 @@ class RunFolder:
 
     `metrics` and `handovers` have a line a step, `ledger` one a ticket, `refused` one a refused step, whose groups are
     below `refused_groups`, `sft` one a report of the warm start (all written by the trainer); `evals` a line an
-    evaluation, `samples` some of its episodes, `mixture` a line a change of the mixture (by the orchestrator). The rest
-    is the supervisor's.
+    evaluation, `samples` some of its episodes, `mixture` a line a change of the mixture (by the orchestrator);
+    `environments` keeps what was submitted (by the environment service). The rest is the supervisor's.
     """
 
     path: Path
@@ -49,6 +49,10 @@ class RunFolder:
     @property
     def ledger(self) -> Path:
         return self.path / "ledger.jsonl"
+
+    @property
+    def environments(self) -> Path:
+        return self.path / "environments"
 
     @property
     def archive(self) -> Path:

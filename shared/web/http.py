@@ -71,6 +71,7 @@ def create_app(
     ready: Callable[[], str | Unavailable | None],
     roles: Mapping[str, Role] | None = None,
     max_objects: int = MAX_OBJECTS,
+    about: Callable[[], Mapping[str, Any]] = dict,
 ) -> FastAPI:
     """An application with the common routes and middleware.
 
@@ -80,6 +81,7 @@ def create_app(
             for admin.
         ready: returns None when requests may be routed here, else the reason why not, as text or as an error.
         max_objects: values that one body may hold.
+        about: what else `/health` tells everybody.
     """
     app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, responses=PROBLEMS)
     app.state.max_objects, app.state.max_body_bytes = max_objects, limits.max_body_bytes
@@ -92,8 +94,8 @@ def create_app(
     docs_page.add(app, declared, secured=tokens is not None)
 
     @app.get("/health", tags=["common"])
-    async def health() -> dict[str, str]:
-        return {"status": "ok", "service": title}
+    async def health() -> dict[str, Any]:
+        return {"status": "ok", "service": title, **about()}
 
     @app.get("/ready", tags=["common"])
     async def readiness() -> dict[str, str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import orjson
 import pytest
 
 from services.env.app import open_env
+from services.env.sandbox.limits import SandboxLimits
 from services.env.settings import EnvSettings
 from shared.schema import Limits, TokenFiles
 
@@ -41,7 +44,7 @@ type OpenClient = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
 
 @asynccontextmanager
-async def _open(**changes: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def _open(folder: Path, **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
     defaults: dict[str, Any] = {
         "env": "frozen_lake",
         "configs": {},
@@ -51,15 +54,24 @@ async def _open(**changes: Any) -> AsyncIterator[httpx.AsyncClient]:
         "n_threads": 2,
         "limits": Limits(max_body_bytes=10_000),
         "token_files": TokenFiles(),
+        "folder": folder,
+        "sandbox": SandboxLimits(),
+        "max_sandboxes": 16,
     }
     async with (
         open_env(EnvSettings(**{**defaults, **changes})) as service,
         httpx.AsyncClient(transport=httpx.ASGITransport(service.app), base_url="http://env") as client,
+        asyncio.TaskGroup() as workers,
     ):
-        yield client
+        tasks = [workers.create_task(work()) for work in service.workers]
+        try:
+            yield client
+        finally:
+            for task in tasks:
+                task.cancel()
 
 
 @pytest.fixture
-def open_client() -> OpenClient:
-    """An HTTP client of the service in this process; keyword arguments change its settings."""
-    return _open
+def open_client(tmp_path: Path) -> OpenClient:
+    """An HTTP client of the service in this process, its workers running; keyword arguments change its settings."""
+    return partial(_open, tmp_path / "environments")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pydantic import BaseModel
-
+from services.env.backends.threads import InThreads, ThreadRunner
 from services.env.catalogue import CatalogueEntry
 from services.env.environments.base import Demonstration, Info, Message, StepResult, assistant, check_task, user
 
@@ -57,12 +56,8 @@ class ScriptedEnvironment:
         return Demonstration((user("?"), assistant("end")), success=True)
 
 
-class NoSettings(BaseModel):
-    pass
-
-
-def entry(env: ScriptedEnvironment) -> CatalogueEntry:
-    return CatalogueEntry("scripted", "scripted", NoSettings(), env)
+def entry(env: ScriptedEnvironment, runner: ThreadRunner, kind: str = "scripted") -> CatalogueEntry:
+    return CatalogueEntry("scripted", kind, {}, InThreads("scripted", kind, lambda: env, runner))
 
 
 def until(event: threading.Event) -> Callable[[], object]:

@@ -1,32 +1,44 @@
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from services.env.app import open_catalogue
+from services.env.app import open_catalogue, try_out_all
+from services.env.backends.threads import ThreadRunner
 from services.env.catalogue import KINDS, MAX_VARIANTS, Catalogue, CatalogueEntry
 from services.env.environments.base import Environment
-from services.env.settings import MAX_BODY, from_config
+from services.env.settings import MAX_BODY, EnvSettings, from_config
 from shared.config import load, validate
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
 
+RUNNER = ThreadRunner(2, 60.0, max_waiting=8)
+
 
 def register(catalogue: Catalogue, name: str, base: str, config: dict[str, Any]) -> tuple[CatalogueEntry, bool]:
-    async def at_once(_base: CatalogueEntry, build: Callable[[], Environment]) -> Environment:
-        return build()
+    return asyncio.run(catalogue.register(name, base, config))
 
-    return asyncio.run(catalogue.register(name, base, config, at_once))
+
+def opened(chosen: EnvSettings) -> Catalogue:
+    """The catalogue of a service that starts."""
+    catalogue = open_catalogue(chosen, RUNNER)
+    try_out_all(chosen, catalogue)
+    return catalogue
+
+
+def environment(catalogue: Catalogue, name: str) -> Environment:
+    backend = catalogue.built_in(name)
+    assert backend is not None
+    return backend.environment
 
 
 def test_an_unknown_environment_is_answered_with_those_there_are() -> None:
     with pytest.raises(NotFound, match=r"'maze'.*gsm8k, frozen_lake, sokoban"):
-        Catalogue().get("maze")
+        Catalogue(RUNNER).get("maze")
 
 
 def test_a_variant_changes_some_settings_of_its_base() -> None:
-    catalogue = Catalogue({"frozen_lake": {"render": "spaced"}})
+    catalogue = Catalogue(RUNNER, {"frozen_lake": {"render": "spaced"}})
     entry, new = register(catalogue, "lake8", "frozen_lake", {"size": 8, "max_actions": 20})
     assert new
     assert catalogue.get("lake8") is entry
@@ -37,7 +49,7 @@ def test_a_variant_changes_some_settings_of_its_base() -> None:
 
 
 def test_registering_again_changes_nothing_and_otherwise_conflicts() -> None:
-    catalogue = Catalogue()
+    catalogue = Catalogue(RUNNER)
     first, _ = register(catalogue, "a", "sokoban", {"num_boxes": 2})
     again, new = register(catalogue, "a", "sokoban", {"num_boxes": 2})
     assert again is first
@@ -61,25 +73,25 @@ def test_registering_again_changes_nothing_and_otherwise_conflicts() -> None:
 )
 def test_bad_settings_are_named(config: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        register(Catalogue(), "a", "frozen_lake", config)
+        register(Catalogue(RUNNER), "a", "frozen_lake", config)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "../a", "é", "x" * 65, "-a"])
 def test_bad_names_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="not a name"):
-        register(Catalogue(), name, "frozen_lake", {})
+        register(Catalogue(RUNNER), name, "frozen_lake", {})
 
 
 def test_a_request_cannot_make_the_service_read_files(gsm8k_files: dict[str, Path]) -> None:
-    catalogue = Catalogue({"gsm8k": gsm8k_files})
+    catalogue = Catalogue(RUNNER, {"gsm8k": gsm8k_files})
     with pytest.raises(Forbidden, match="train"):
         register(catalogue, "a", "gsm8k", {"train": "/etc/passwd"})
-    entry, _ = register(catalogue, "a", "gsm8k", {"tool": "calculator"})
-    assert entry.environment.num_tasks("train") == 2
+    register(catalogue, "a", "gsm8k", {"tool": "calculator"})
+    assert environment(catalogue, "a").num_tasks("train") == 2
 
 
 def test_variants_are_bounded() -> None:
-    catalogue = Catalogue()
+    catalogue = Catalogue(RUNNER)
     for i in range(MAX_VARIANTS):
         register(catalogue, f"v{i}", "frozen_lake", {})
     with pytest.raises(Unavailable):
@@ -88,7 +100,7 @@ def test_variants_are_bounded() -> None:
 
 
 def test_a_variant_whose_tasks_are_too_rare_is_refused_when_it_is_registered() -> None:
-    catalogue = Catalogue()
+    catalogue = Catalogue(RUNNER)
     rare = {"dim_room": (12, 12), "num_boxes": 4, "min_solution": 100, "max_turns": 100, "max_actions": 1000}
     with pytest.raises(InputError, match=r"sokoban found no layout for train task 0 in \d+ draws .*min_solution"):
         register(catalogue, "rare", "sokoban", rare)
@@ -106,10 +118,9 @@ def settings(**data: Any) -> Any:
 
 
 def test_the_runs_configuration_reaches_its_environment(gsm8k_files: dict[str, Path]) -> None:
-    catalogue = open_catalogue(settings(env="gsm8k", env_config={"tool": "calculator"}, **gsm8k_files))
-    entry = catalogue.get("gsm8k")
-    assert entry.environment.num_tasks("eval") == 1
-    assert entry.describe()["config"]["tool"] == "calculator"
+    catalogue = opened(settings(env="gsm8k", env_config={"tool": "calculator"}, **gsm8k_files))
+    assert environment(catalogue, "gsm8k").num_tasks("eval") == 1
+    assert catalogue.get("gsm8k").describe()["config"]["tool"] == "calculator"
 
 
 @pytest.mark.parametrize(
@@ -128,14 +139,15 @@ def test_the_runs_configuration_reaches_its_environment(gsm8k_files: dict[str, P
 )
 def test_a_wrong_configuration_ends_the_start(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        open_catalogue(settings(**data))
+        opened(settings(**data))
 
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("configs/*.yaml")), ids=lambda path: path.stem)
 def test_every_committed_configuration_opens_its_environment(path: Path, gsm8k_files: dict[str, Path]) -> None:
     loaded = load([path], [f"data.{split}={file}" for split, file in gsm8k_files.items()])
-    environment = open_catalogue(from_config(loaded.config)).get(loaded.config.data.env).environment
-    assert environment.demonstration("train", 0).messages[-1]["role"] == "assistant"
+    catalogue = opened(from_config(loaded.config))
+    shown = environment(catalogue, loaded.config.data.env).demonstration("train", 0)
+    assert shown.messages[-1]["role"] == "assistant"
 
 
 def test_a_body_is_no_larger_than_a_message_needs() -> None:

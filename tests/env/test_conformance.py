@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.env import schemas
+from services.env.api import schemas
 from services.env.catalogue import KINDS
 from services.env.environments.base import Environment, Message, StepResult, assistant
 from shared.errors import NotFound

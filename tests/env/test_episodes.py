@@ -3,17 +3,15 @@ import contextlib
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
+from services.env.backends.base import Busy, GivenUp
+from services.env.backends.threads import ThreadRunner
 from services.env.environments.base import assistant
 from services.env.episodes import MAX_STEPS, EpisodeRequest, Episodes
-from services.env.runner import Busy, GivenUp, Runner
 from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
 from tests.env.scripted import ScriptedEnvironment, entry, until
-
-type Open = Callable[..., Episodes]
 
 
 class EpisodeClock:
@@ -28,26 +26,38 @@ def clock() -> EpisodeClock:
     return EpisodeClock()
 
 
+class ScriptedEpisodes(Episodes):
+    """The service's episodes, with the threads that their environments share."""
+
+    def __init__(self, runner: ThreadRunner, max_episodes: int, clock: EpisodeClock) -> None:
+        super().__init__(max_episodes=max_episodes, ttl_s=10, deadline_s=runner.deadline_s, clock=clock)
+        self.runner = runner
+
+    def task(
+        self, env: ScriptedEnvironment, index: int = 0, seed: int | None = None, kind: str = "scripted"
+    ) -> EpisodeRequest:
+        return EpisodeRequest("scripted", "train", index, seed, entry(env, self.runner, kind))
+
+
+type Open = Callable[..., ScriptedEpisodes]
+
+
 @pytest.fixture
 def open_episodes(clock: EpisodeClock) -> Iterator[Open]:
-    runners: list[Runner] = []
+    runners: list[ThreadRunner] = []
 
-    def make(max_episodes: int = 8, deadline_s: float = 5.0, n_threads: int = 2) -> Episodes:
-        runners.append(Runner(n_threads, deadline_s, max_waiting=8))
-        return Episodes(runners[-1], max_episodes=max_episodes, ttl_s=10, clock=clock)
+    def make(max_episodes: int = 8, deadline_s: float = 5.0, n_threads: int = 2) -> ScriptedEpisodes:
+        runners.append(ThreadRunner(n_threads, deadline_s, max_waiting=8))
+        return ScriptedEpisodes(runners[-1], max_episodes, clock)
 
     yield make
     for runner in runners:
         runner.close()
 
 
-def task(env: ScriptedEnvironment, index: int = 0, seed: int | None = None) -> EpisodeRequest:
-    return EpisodeRequest(entry(env), "train", index, seed)
-
-
 async def test_create_and_step_have_one_effect_per_request(open_episodes: Open) -> None:
     episodes, env = open_episodes(), ScriptedEnvironment()
-    request = task(env)
+    request = episodes.task(env)
     first = await episodes.create("r", request)
     answer = await episodes.step(first.id, "s", assistant("a"))
     assert await episodes.create("r", request) is first
@@ -59,7 +69,7 @@ async def test_create_and_step_have_one_effect_per_request(open_episodes: Open) 
 
 async def test_an_answer_is_repeated_after_later_steps_and_after_the_end(open_episodes: Open) -> None:
     episodes, env = open_episodes(), ScriptedEnvironment()
-    slot = await episodes.create("r", task(env))
+    slot = await episodes.create("r", episodes.task(env))
     first = await episodes.step(slot.id, "1", assistant("a"))
     last = await episodes.step(slot.id, "2", assistant("end"))
     assert await episodes.step(slot.id, "1", assistant("a")) is first
@@ -68,9 +78,9 @@ async def test_an_answer_is_repeated_after_later_steps_and_after_the_end(open_ep
 
 async def test_another_request_under_the_same_id_conflicts(open_episodes: Open) -> None:
     episodes, env = open_episodes(), ScriptedEnvironment()
-    slot = await episodes.create("r", task(env))
+    slot = await episodes.create("r", episodes.task(env))
     with pytest.raises(Conflict, match="'r'"):
-        await episodes.create("r", task(env, index=1))
+        await episodes.create("r", episodes.task(env, index=1))
     await episodes.step(slot.id, "s", assistant("a"))
     with pytest.raises(Conflict, match="'s'"):
         await episodes.step(slot.id, "s", assistant("b"))
@@ -78,7 +88,7 @@ async def test_another_request_under_the_same_id_conflicts(open_episodes: Open) 
 
 async def test_a_step_after_the_end_conflicts(open_episodes: Open) -> None:
     episodes = open_episodes()
-    slot = await episodes.create("r", task(ScriptedEnvironment()))
+    slot = await episodes.create("r", episodes.task(ScriptedEnvironment()))
     await episodes.step(slot.id, "1", assistant("end"))
     with pytest.raises(Conflict, match="is over"):
         await episodes.step(slot.id, "2", assistant("a"))
@@ -87,7 +97,7 @@ async def test_a_step_after_the_end_conflicts(open_episodes: Open) -> None:
 async def test_the_same_request_twice_at_once_has_one_effect(open_episodes: Open) -> None:
     episodes, gate = open_episodes(), threading.Event()
     env = ScriptedEnvironment(on_reset=until(gate), on_step=until(gate))
-    request = task(env, seed=1)
+    request = episodes.task(env, seed=1)
     asyncio.get_running_loop().call_later(0.05, gate.set)
     one, two = await asyncio.gather(episodes.create("r", request), episodes.create("r", request))
     assert one is two
@@ -100,15 +110,15 @@ async def test_the_same_request_twice_at_once_has_one_effect(open_episodes: Open
 
 async def test_seeds_come_from_the_request_id_unless_given(open_episodes: Open) -> None:
     episodes, env = open_episodes(), ScriptedEnvironment()
-    a, b, c = [await episodes.create(name, task(env)) for name in "abc"]
+    a, b, c = [await episodes.create(name, episodes.task(env)) for name in "abc"]
     assert len({a.seed, b.seed, c.seed}) == 3
-    assert (await open_episodes().create("a", task(env))).seed == a.seed
-    assert (await episodes.create("d", task(env, seed=7))).seed == 7
+    assert (await open_episodes().create("a", episodes.task(env))).seed == a.seed
+    assert (await episodes.create("d", episodes.task(env, seed=7))).seed == 7
 
 
 async def test_idle_episodes_expire_and_used_ones_do_not(open_episodes: Open, clock: EpisodeClock) -> None:
     episodes, env = open_episodes(), ScriptedEnvironment()
-    idle, used = await episodes.create("idle", task(env)), await episodes.create("used", task(env))
+    idle, used = await episodes.create("idle", episodes.task(env)), await episodes.create("used", episodes.task(env))
     clock.now = 9
     await episodes.step(used.id, "1", assistant("a"))
     clock.now = 11
@@ -124,37 +134,37 @@ async def test_idle_episodes_expire_and_used_ones_do_not(open_episodes: Open, cl
 
 async def test_episodes_are_bounded_until_some_expire(open_episodes: Open, clock: EpisodeClock) -> None:
     episodes, env = open_episodes(max_episodes=2), ScriptedEnvironment()
-    await episodes.create("a", task(env))
-    second = await episodes.create("b", task(env))
+    await episodes.create("a", episodes.task(env))
+    second = await episodes.create("b", episodes.task(env))
     with pytest.raises(RateLimited, match="2 episodes are open") as full:
-        await episodes.create("c", task(env))
+        await episodes.create("c", episodes.task(env))
     assert full.value.retry_after_s > 0
-    assert await episodes.create("b", task(env)) is second
+    assert await episodes.create("b", episodes.task(env)) is second
     clock.now = 11
-    await episodes.create("c", task(env))
+    await episodes.create("c", episodes.task(env))
 
 
 async def test_deleting_is_idempotent_and_frees_the_request_id(open_episodes: Open) -> None:
     episodes, env = open_episodes(max_episodes=1), ScriptedEnvironment()
-    slot = await episodes.create("r", task(env))
-    episodes.delete(slot.id)
-    episodes.delete(slot.id)
-    assert (await episodes.create("r", task(env))).id != slot.id
+    slot = await episodes.create("r", episodes.task(env))
+    await episodes.delete(slot.id)
+    await episodes.delete(slot.id)
+    assert (await episodes.create("r", episodes.task(env))).id != slot.id
     assert len(episodes) == 1
 
 
 async def test_a_failed_reset_leaves_nothing_and_may_be_repeated(open_episodes: Open) -> None:
     episodes, env = open_episodes(), ScriptedEnvironment()
     with pytest.raises(NotFound, match="no task 99"):
-        await episodes.create("r", task(env, index=99))
+        await episodes.create("r", episodes.task(env, index=99))
     assert len(episodes) == 0
-    await episodes.create("r", task(env))
+    await episodes.create("r", episodes.task(env))
 
 
 async def test_a_defect_of_an_environment_is_one_failed_episode(open_episodes: Open) -> None:
     episodes = open_episodes()
     broken, sound = ScriptedEnvironment(on_step=lambda: {}["key"]), ScriptedEnvironment()
-    slot, other = await episodes.create("a", task(broken)), await episodes.create("b", task(sound))
+    slot, other = await episodes.create("a", episodes.task(broken)), await episodes.create("b", episodes.task(sound))
     with pytest.raises(VolleyError, match=r"scripted: step failed with KeyError: 'key'") as failure:
         await episodes.step(slot.id, "1", assistant("a"))
     assert failure.value.status == 500
@@ -175,13 +185,13 @@ def stuck() -> Iterator[Callable[[], object]]:
 async def test_a_reset_that_takes_too_long_leaves_nothing(open_episodes: Open, stuck: Callable[[], object]) -> None:
     episodes = open_episodes(deadline_s=0.1)
     with pytest.raises(Unavailable, match="reset took longer than"):
-        await episodes.create("r", task(ScriptedEnvironment(on_reset=stuck)))
+        await episodes.create("r", episodes.task(ScriptedEnvironment(on_reset=stuck)))
     assert len(episodes) == 0
 
 
 async def test_a_step_that_takes_too_long_ends_the_episode(open_episodes: Open, stuck: Callable[[], object]) -> None:
     episodes = open_episodes(deadline_s=0.5)
-    slot = await episodes.create("r", task(ScriptedEnvironment(on_step=stuck)))
+    slot = await episodes.create("r", episodes.task(ScriptedEnvironment(on_step=stuck)))
     with pytest.raises(Unavailable, match="step took longer than"):
         await episodes.step(slot.id, "1", assistant("a"))
     with pytest.raises(Conflict, match="took longer"):
@@ -192,9 +202,9 @@ async def test_a_slow_call_does_not_hold_up_the_others(open_episodes: Open) -> N
     episodes, gate = open_episodes(), threading.Event()
     slow = ScriptedEnvironment(on_reset=until(gate))
     async with asyncio.TaskGroup() as group:
-        blocked = group.create_task(episodes.create("slow", task(slow)))
+        blocked = group.create_task(episodes.create("slow", episodes.task(slow)))
         await asyncio.sleep(0)
-        quick = await episodes.create("quick", task(ScriptedEnvironment()))
+        quick = await episodes.create("quick", episodes.task(ScriptedEnvironment()))
         await episodes.step(quick.id, "1", assistant("a"))
         assert not blocked.done()
         gate.set()
@@ -207,13 +217,13 @@ async def test_a_hung_environment_starves_only_itself(open_episodes: Open, stuck
     gate = threading.Event()
     episodes = open_episodes(deadline_s=0.5)
     hung, other = ScriptedEnvironment(on_step=until(gate)), ScriptedEnvironment()
-    slots = [await episodes.create(str(i), task(hung)) for i in range(3)]
+    slots = [await episodes.create(str(i), episodes.task(hung)) for i in range(3)]
     for slot in slots[:2]:
         with pytest.raises(GivenUp, match="step took longer than"):
             await episodes.step(slot.id, "1", assistant("a"))
     with pytest.raises(Busy, match="all 2 threads hang"):
         await episodes.step(slots[2].id, "1", assistant("a"))
-    quick = await episodes.create("other", EpisodeRequest(replace(entry(other), kind="other"), "train", 0, None))
+    quick = await episodes.create("other", episodes.task(other, kind="other"))
     await episodes.step(quick.id, "1", assistant("a"))
     gate.set()
     async with asyncio.timeout(60):
@@ -229,8 +239,8 @@ async def test_a_call_that_never_began_may_be_repeated(open_episodes: Open) -> N
     """The only thread is taken: the step waits in vain, its episode goes on afterwards."""
     gate = threading.Event()
     episodes = open_episodes(deadline_s=0.5, n_threads=1)
-    waiting = await episodes.create("a", task(ScriptedEnvironment()))
-    hung = await episodes.create("b", task(ScriptedEnvironment(on_step=until(gate))))
+    waiting = await episodes.create("a", episodes.task(ScriptedEnvironment()))
+    hung = await episodes.create("b", episodes.task(ScriptedEnvironment(on_step=until(gate))))
     async with asyncio.TaskGroup() as group:
         first = group.create_task(_ignoring(GivenUp, episodes.step(hung.id, "1", assistant("a"))))
         await asyncio.sleep(0)
@@ -255,7 +265,7 @@ async def _ignoring(error: type[Exception], call: Awaitable[object]) -> None:
 async def test_waiting_calls_are_bounded(open_episodes: Open) -> None:
     gate = threading.Event()
     episodes = open_episodes(max_episodes=100, n_threads=1)
-    slots = [await episodes.create(str(i), task(ScriptedEnvironment(on_step=until(gate)))) for i in range(9)]
+    slots = [await episodes.create(str(i), episodes.task(ScriptedEnvironment(on_step=until(gate)))) for i in range(9)]
     async with asyncio.TaskGroup() as group:
         for slot in slots[:8]:
             group.create_task(episodes.step(slot.id, "1", assistant("a")))
@@ -267,7 +277,7 @@ async def test_waiting_calls_are_bounded(open_episodes: Open) -> None:
 
 async def test_a_request_behind_another_has_a_deadline(open_episodes: Open) -> None:
     episodes = open_episodes(deadline_s=0.5)
-    slot = await episodes.create("r", task(ScriptedEnvironment()))
+    slot = await episodes.create("r", episodes.task(ScriptedEnvironment()))
     async with slot.lock:
         with pytest.raises(Busy, match="busy with another request"):
             await episodes.step(slot.id, "1", assistant("a"))
@@ -277,7 +287,7 @@ async def test_a_request_behind_another_has_a_deadline(open_episodes: Open) -> N
 async def test_a_step_whose_client_is_cancelled_is_never_taken_twice(open_episodes: Open) -> None:
     episodes, gate = open_episodes(), threading.Event()
     env = ScriptedEnvironment(on_step=until(gate))
-    slot = await episodes.create("r", task(env))
+    slot = await episodes.create("r", episodes.task(env))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.05):
             await episodes.step(slot.id, "1", assistant("a"))
@@ -289,14 +299,14 @@ async def test_a_step_whose_client_is_cancelled_is_never_taken_twice(open_episod
 
 async def test_an_environment_that_exits_is_one_failed_episode(open_episodes: Open) -> None:
     episodes = open_episodes()
-    slot = await episodes.create("r", task(ScriptedEnvironment(on_step=lambda: sys.exit(3))))
+    slot = await episodes.create("r", episodes.task(ScriptedEnvironment(on_step=lambda: sys.exit(3))))
     with pytest.raises(VolleyError, match="SystemExit"):
         await episodes.step(slot.id, "1", assistant("a"))
 
 
 async def test_an_episode_answers_a_bounded_number_of_messages(open_episodes: Open) -> None:
     episodes = open_episodes()
-    slot = await episodes.create("r", task(ScriptedEnvironment()))
+    slot = await episodes.create("r", episodes.task(ScriptedEnvironment()))
     for n in range(MAX_STEPS):
         await episodes.step(slot.id, str(n), assistant("a"))
     with pytest.raises(Conflict, match=f"has answered {MAX_STEPS} messages"):
@@ -304,9 +314,9 @@ async def test_an_episode_answers_a_bounded_number_of_messages(open_episodes: Op
 
 
 async def test_a_service_whose_environment_never_recovers_ends(stuck: Callable[[], object]) -> None:
-    runner = Runner(1, 0.05, max_waiting=8)
+    runner = ThreadRunner(1, 0.05, max_waiting=8)
     with pytest.raises(GivenUp):
-        await runner.run(entry(ScriptedEnvironment()), "step", stuck)
+        await runner.run("scripted", "scripted", "step", stuck)
     assert runner.why_stuck("scripted") == "scripted: all 1 threads hang in calls that were given up"
     assert runner.why_stuck("other") is None
     async with asyncio.timeout(60):

@@ -105,13 +105,13 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_two(tmp_path: Path, dat
 
 HUNG = """
 import asyncio, time
-from services.env.runner import GivenUp, Runner
-from tests.env.scripted import ScriptedEnvironment, entry
+from services.env.backends.base import GivenUp
+from services.env.backends.threads import ThreadRunner
 
 async def main():
-    runner = Runner(1, 0.1, max_waiting=1)
+    runner = ThreadRunner(1, 0.1, max_waiting=1)
     try:
-        await runner.run(entry(ScriptedEnvironment()), "step", lambda: time.sleep(600))
+        await runner.run("scripted", "scripted", "step", lambda: time.sleep(600))
     except GivenUp:
         runner.close()
 

@@ -11,7 +11,7 @@ from tests.support.stack import training
 
 N_STEPS, N_GROUPS = 8, 2
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_a_run_survives_the_loss_of_each_service(tmp_path: Path) -> None:

@@ -58,7 +58,9 @@ def main(
     elif len(targets) > 1:
         raise ConfigError("give one run's folder, or addresses like http://127.0.0.1:8102")
     else:
-        seen, verdict = asyncio.run(_of_run(RunFolder(Path(targets[0]).absolute() if targets else _newest())))
+        seen, verdict = asyncio.run(
+            _of_run(RunFolder(Path(targets[0]).absolute()) if targets else addresses.newest_run())
+        )
     print(_json(seen, verdict) if as_json else _text(seen, verdict))
     return 0 if all(s.error is None and s.not_ready is None for s in seen) and verdict.state != "wedged" else 1
 
@@ -115,13 +117,6 @@ def _services(found: Addresses) -> list[ServiceStatus]:
         )
         for name, url in found.urls.items()
     ]
-
-
-def _newest() -> Path:
-    found = sorted(Path("runs").glob("*/processes.json"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        raise ConfigError("there is no run in runs/", "give RUN_DIR or the services' addresses")
-    return found[-1].parent.absolute()
 
 
 async def ask_all(services: Sequence[ServiceStatus]) -> list[ServiceReport]:

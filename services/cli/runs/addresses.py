@@ -56,6 +56,14 @@ def read(folder: RunFolder) -> Addresses:
     return found.model_copy(update={"token_files": _absolute(found.token_files, base), "ca_file": ca_file})
 
 
+def newest_run() -> RunFolder:
+    """The run of runs/ that was started last. Raises ConfigError if there is none."""
+    found = sorted(Path("runs").glob("*/processes.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ConfigError("there is no run in runs/", "give RUN_DIR or the services' addresses")
+    return RunFolder(found[-1].parent.absolute())
+
+
 def ports_before(folder: RunFolder) -> dict[str, int]:
     """By name of a process started here, the port it had in the run's last session, as far as known."""
     ports: dict[str, int] = {}

@@ -11,40 +11,25 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any
 
-from services.env.catalogue import CatalogueEntry
-from shared.errors import RateLimited, Unavailable, VolleyError
+from services.env.backends.base import CALL_SECONDS, Busy, Call, GivenUp
+from services.env.environments.base import Demonstration, Environment, Episode, Message, StepResult
+from shared.errors import VolleyError
 from shared.process import telemetry
 
-type Call = Literal["list", "reset", "step", "demonstrate"]
-
-_SECONDS = telemetry.Histogram(
-    "volley_env_call_seconds", "Duration of a call into environment code", ["env", "call"], registry=telemetry.REGISTRY
-)
 _HUNG = telemetry.Gauge(
     "volley_env_hung_calls", "Calls that were given up and still run", ["kind"], registry=telemetry.REGISTRY
 )
 _log = telemetry.Log("env")
 
 
-class Busy(RateLimited):
-    """The call has not begun, so it may be repeated."""
-
-    title = "Environment busy"
-
-
-class GivenUp(Unavailable):
-    """The call has begun, and nobody waits for its end."""
-
-    title = "Environment too slow"
-
-
-class Runner:
+class ThreadRunner:
     """Args:
     n_threads: of one kind of environment.
     deadline_s: how long a client waits for a call.
@@ -56,31 +41,29 @@ class Runner:
         self._n_threads, self._max_waiting = n_threads, max_waiting
         self._lanes: dict[str, _Lane] = {}
 
-    async def run[T](self, entry: CatalogueEntry, call: Call, function: Callable[[], T]) -> T:
+    async def run[T](self, name: str, kind: str, call: Call, function: Callable[[], T]) -> T:
         """Raises the environment's VolleyErrors as they are, Busy, GivenUp, and VolleyError for a defect of the
         environment.
         """
-        lane = self._lane(entry.kind)
+        lane = self._lane(kind)
         if lane.is_stuck:
-            raise Busy(f"{entry.name}: {lane.complaint}", retry_after_s=self.deadline_s)
+            raise Busy(f"{name}: {lane.complaint}", retry_after_s=self.deadline_s)
         if lane.n_waiting >= self._max_waiting:
-            raise Busy(f"{entry.name}: {lane.n_waiting} calls are waiting", "try again later", retry_after_s=2.0)
+            raise Busy(f"{name}: {lane.n_waiting} calls are waiting", "try again later", retry_after_s=2.0)
         started = time.perf_counter()
-        work = lane.submit(_guarded(entry.name, call, function))
+        work = lane.submit(_guarded(name, call, function))
         try:
             async with asyncio.timeout(self.deadline_s):
                 return await asyncio.wrap_future(work)
         except TimeoutError:
             if work.cancelled():
                 raise Busy(
-                    f"{entry.name}: no thread was free for {call} within {self.deadline_s:g} s", "try again later"
+                    f"{name}: no thread was free for {call} within {self.deadline_s:g} s", "try again later"
                 ) from None
-            raise GivenUp(
-                f"{entry.name}: {call} took longer than {self.deadline_s:g} s", "the episode is given up"
-            ) from None
+            raise GivenUp(f"{name}: {call} took longer than {self.deadline_s:g} s", "the episode is given up") from None
         finally:
             lane.leave(work)
-            _SECONDS.labels(entry.name, call).observe(time.perf_counter() - started)
+            CALL_SECONDS.labels(name, call).observe(time.perf_counter() - started)
 
     def why_stuck(self, kind: str) -> str | None:
         """Why environments of `kind` cannot be used; None if they can."""
@@ -106,6 +89,74 @@ class Runner:
         if kind not in self._lanes:
             self._lanes[kind] = _Lane(kind, self._n_threads)
         return self._lanes[kind]
+
+
+class InThreads:
+    """The backend of an environment whose code is the service's own. It is made when it is first used.
+
+    Args:
+        kind: whose threads it shares.
+        build: makes the environment; raises InputError.
+    """
+
+    def __init__(self, name: str, kind: str, build: Callable[[], Environment], runner: ThreadRunner) -> None:
+        self.name, self._kind, self._runner = name, kind, runner
+        self._build, self._lock = build, threading.Lock()
+        self._made: Environment | None = None
+
+    @property
+    def environment(self) -> Environment:
+        """The environment. Blocks while it is made; raises InputError."""
+        with self._lock:
+            if self._made is None:
+                self._made = self._build()
+            return self._made
+
+    async def splits(self) -> tuple[str, ...]:
+        return await self.call("list", lambda: self.environment.splits)
+
+    async def num_tasks(self, split: str) -> int:
+        return await self.call("list", lambda: self.environment.num_tasks(split))
+
+    async def task(self, split: str, index: int) -> str:
+        return await self.call("reset", lambda: self.environment.task(split, index))
+
+    async def reset(self, split: str, index: int, seed: int) -> ThreadEpisode:
+        def reset() -> ThreadEpisode:
+            episode = self.environment.reset(split, index, seed)
+            return ThreadEpisode(self, episode, self.environment.task(split, index), episode.opening)
+
+        return await self.call("reset", reset)
+
+    async def demonstration(self, split: str, index: int) -> Demonstration:
+        return await self.call("demonstrate", lambda: self.environment.demonstration(split, index))
+
+    async def call[T](self, call: Call, function: Callable[[], T]) -> T:
+        """Runs `function` as a call into this environment. Raises what `ThreadRunner.run` does."""
+        return await self._runner.run(self.name, self._kind, call, function)
+
+    def why_stuck(self) -> str | None:
+        return self._runner.why_stuck(self._kind)
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadEpisode:
+    """An episode whose steps run in threads."""
+
+    backend: InThreads
+    episode: Episode
+    task: str
+    opening: tuple[Message, ...]
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return self.episode.tools
+
+    async def step(self, message: Message) -> StepResult:
+        return await self.backend.call("step", lambda: self.episode.step(message))
+
+    async def close(self) -> None:
+        """There is nothing to free."""
 
 
 class _Lane:

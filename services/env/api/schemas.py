@@ -10,6 +10,7 @@ from pydantic.config import JsonDict
 
 from services.env.environments.base import Fault, Message, StepResult
 from services.env.episodes import EpisodeSlot
+from services.env.submissions.record import Report, SubmittedVersion
 from shared.types import MAX_MESSAGE
 from shared.web import http
 
@@ -36,12 +37,40 @@ class TaskBody(Body, json_schema_extra=_example(split="train", index=0)):
     index: Annotated[Index, Field(examples=[0])]
 
 
+EnvName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+Weight = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+
+
+class SubmitQuery(Body, json_schema_extra=_example(name="adder", weight=1.0)):
+    """`entry` names the class where the file has several; `weight` is its share of live runs beside their own
+    environment of weight 1, 0 joins none.
+    """
+
+    name: EnvName
+    entry: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")] | None = None
+    weight: Weight = 0.0
+
+
+class SubmitBody(
+    Body,
+    json_schema_extra=_example(name="adder", source='class Adder:\n    splits = {"train": 10}\n    ...', weight=1.0),
+):
+    """One Python file as text; `config` are the arguments of its class."""
+
+    name: EnvName
+    source: Annotated[str, Field(min_length=1)]
+    entry: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")] | None = None
+    config: dict[str, JsonValue] = {}
+    weight: Weight = 0.0
+
+
 class RegisterBody(Body, json_schema_extra=_example(name="frozen_lake-6", base="frozen_lake", config={"size": 6})):
     """A configured variant of the environment `base`."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    name: EnvName
     base: Name
     config: dict[str, JsonValue] = {}
+    weight: Weight = 0.0
 
 
 class CreateBody(Body, json_schema_extra=_example(request_id="1", env="frozen_lake", split="train", index=0)):
@@ -83,11 +112,40 @@ class StepBody(Body, json_schema_extra=_example(request_id="1", message=_ACTION)
 
 
 class Described(BaseModel):
-    """An environment on offer."""
+    """An environment on offer. Of a submitted one, `name` is `NAME@VERSION` and `why` says how it got into its
+    `state`.
+    """
 
     name: str
     base: str
     config: dict[str, Any]
+    state: str
+    version: int | None
+    weight: float
+    why: str = ""
+
+
+class SubmittedShown(Described):
+    """One version of a submitted environment, whole."""
+
+    splits: dict[str, int]
+    protocol: str
+    entry: str | None
+    digest: str
+    size: int
+    submitted_at: float
+    history: list[dict[str, Any]]
+    report: Report | None
+
+
+class VersionsShown(BaseModel):
+    name: str
+    versions: list[SubmittedShown]
+
+
+class LogShown(BaseModel):
+    name: str
+    log: str
 
 
 class Listed(BaseModel):
@@ -155,12 +213,12 @@ async def read[B: Body](request: Request, model: type[B]) -> B:
 
 
 def created(slot: EpisodeSlot, ttl_s: float) -> dict[str, Any]:
-    request, episode = slot.request, slot.live
+    request = slot.request
     return {
         "episode_id": slot.id,
         "task": slot.task,
         "messages": list(slot.opening),
-        "tools": list(episode.tools),
+        "tools": list(slot.tools),
         "info": {"env": request.entry.name, "split": request.split, "index": request.index, "seed": slot.seed},
         "ttl_s": ttl_s,
     }
@@ -179,3 +237,11 @@ def stepped(result: StepResult) -> dict[str, Any]:
         "truncated": result.truncated,
         "info": {**result.info.extra, **known},
     }
+
+
+def submitted(version: SubmittedVersion) -> dict[str, Any]:
+    """One version, whole."""
+    told = version.model_dump(
+        mode="json", include={"splits", "protocol", "entry", "digest", "size", "history", "report"}
+    )
+    return {**version.describe(), **told, "submitted_at": version.history[0].at}

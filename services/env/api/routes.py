@@ -1,29 +1,19 @@
-"""HTTP to catalogue and episodes. Task listing has the Open Reward Standard's names; episodes speak Gymnasium's
+"""HTTP to episodes and tasks. Task listing has the Open Reward Standard's names; episodes speak Gymnasium's
 five-tuple.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 
-from services.env.catalogue import Catalogue
-from services.env.environments.base import Demonstration, Environment
-from services.env.episodes import EpisodeRequest as EpisodeRequest
-from services.env.episodes import Episodes
-from services.env.runner import Call, Runner
-from services.env.schemas import (
+from services.env.api.schemas import (
     Counted,
     CreateBody,
     Created,
-    Described,
-    Listed,
     Named,
-    RegisterBody,
     Shown,
     SplitBody,
     StepBody,
@@ -33,14 +23,15 @@ from services.env.schemas import (
     read,
     stepped,
 )
+from services.env.api.state import state_of
+from services.env.backends.base import Backend
+from services.env.episodes import EpisodeRequest
 from shared.web.access import Role
 from shared.web.http import respond
 from shared.web.openapi import declares
 
 router = APIRouter()
 ROLES = {
-    "GET /environments": Role.VIEWER,
-    "POST /environments": Role.ADMIN,
     "POST /episodes": Role.SERVICE,
     "POST /episodes/{episode_id}/step": Role.SERVICE,
     "DELETE /episodes/{episode_id}": Role.SERVICE,
@@ -53,42 +44,7 @@ ROLES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EnvState:
-    """What the routes work on; lives in `app.state.env`."""
-
-    catalogue: Catalogue
-    episodes: Episodes
-    runner: Runner
-
-
 EnvName = Annotated[str, Path(openapi_examples={"built in": {"value": "frozen_lake"}})]
-
-
-def _state(request: Request) -> EnvState:
-    return request.app.state.env
-
-
-@router.get("/environments", tags=["environments"], openapi_extra=declares(answer=Listed))
-async def list_environments(request: Request) -> Response:
-    """All environments with their settings."""
-    return respond(request, {"environments": [entry.describe() for entry in _state(request).catalogue.entries()]})
-
-
-@router.post(
-    "/environments",
-    status_code=201,
-    tags=["environments"],
-    openapi_extra=declares(body=RegisterBody, answer=Described, statuses=(200, 201)),
-)
-async def register_environment(request: Request) -> Response:
-    """Adds a configured variant of an environment: 201, or 200 when it exists already with these settings."""
-    body = await read(request, RegisterBody)
-    state = _state(request)
-    entry, new = await state.catalogue.register(
-        body.name, body.base, body.config, lambda base, build: state.runner.run(base, "list", build)
-    )
-    return respond(request, entry.describe(), 201 if new else 200)
 
 
 @router.post(
@@ -100,8 +56,8 @@ async def register_environment(request: Request) -> Response:
 async def create_episode(request: Request) -> Response:
     """Starts an episode of one task. Idempotent by `request_id` for as long as the episode lives."""
     body = await read(request, CreateBody)
-    state = _state(request)
-    wanted = EpisodeRequest(state.catalogue.get(body.env), body.split, body.index, body.seed)
+    state = state_of(request)
+    wanted = EpisodeRequest(body.env, body.split, body.index, body.seed, state.catalogue.get(body.env))
     slot = await state.episodes.create(body.request_id, wanted)
     return respond(request, created(slot, state.episodes.ttl_s), 201)
 
@@ -112,14 +68,14 @@ async def step_episode(request: Request, episode_id: str) -> Response:
     `request_id`.
     """
     body = await read(request, StepBody)
-    result = await _state(request).episodes.step(episode_id, body.request_id, body.message.as_message())
+    result = await state_of(request).episodes.step(episode_id, body.request_id, body.message.as_message())
     return respond(request, stepped(result))
 
 
 @router.delete("/episodes/{episode_id}", status_code=204, tags=["episodes"])
 async def delete_episode(request: Request, episode_id: str) -> Response:
     """Forgets an episode, also one that is forgotten already."""
-    _state(request).episodes.delete(episode_id)
+    await state_of(request).episodes.delete(episode_id)
     return Response(status_code=204)
 
 
@@ -128,19 +84,19 @@ async def delete_episode(request: Request, episode_id: str) -> Response:
 )
 async def list_splits(request: Request, env: EnvName) -> Response:
     """The names of the task sets."""
-    return respond(request, list(await _run(request, env, "list", lambda e: e.splits)))
+    return respond(request, list(await _backend(request, env).splits()))
 
 
 async def count_tasks(request: Request, env: EnvName) -> Response:
     """How many tasks a split has."""
     body = await read(request, SplitBody)
-    return respond(request, {"num_tasks": await _run(request, env, "list", lambda e: e.num_tasks(body.split))})
+    return respond(request, {"num_tasks": await _backend(request, env).num_tasks(body.split)})
 
 
 async def show_task(request: Request, env: EnvName) -> Response:
     """The id of a task: split, index, and a digest of what the task is."""
     body = await read(request, TaskBody)
-    return respond(request, {"task": await _run(request, env, "reset", lambda e: e.task(body.split, body.index))})
+    return respond(request, {"task": await _backend(request, env).task(body.split, body.index)})
 
 
 @router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=declares(body=TaskBody, answer=Shown))
@@ -149,7 +105,7 @@ async def demonstrate(request: Request, env: EnvName) -> Response:
     task.
     """
     body = await read(request, TaskBody)
-    shown: Demonstration = await _run(request, env, "demonstrate", lambda e: e.demonstration(body.split, body.index))
+    shown = await _backend(request, env).demonstration(body.split, body.index)
     return respond(request, {"messages": list(shown.messages), "success": shown.success})
 
 
@@ -167,7 +123,5 @@ for _path, _handler, _body, _answer in (
         )
 
 
-async def _run(request: Request, env: str, what: Call, call: Callable[[Environment], Any]) -> Any:
-    state = _state(request)
-    entry = state.catalogue.get(env)
-    return await state.runner.run(entry, what, lambda: call(entry.environment))
+def _backend(request: Request, env: str) -> Backend:
+    return state_of(request).catalogue.get(env).backend

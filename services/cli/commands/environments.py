@@ -1,0 +1,214 @@
+"""`volley env`: write, try, submit and look after environments of one's own.
+
+`init` and `test` need no service: the first writes a template, the second validates a file in the sandbox of this
+machine, as the service would. The others talk to the environment service of a run (default: the newest of runs/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.cli.layout import PROJECT, python_of, variables_of
+from services.cli.runs import addresses
+from shared.clients.env import EnvClient
+from shared.errors import ConfigError, Unavailable
+from shared.run.folder import RunFolder
+from shared.web.access import Role, read_token, token_for
+
+_POLL_S = 0.3
+_WAIT_S = 600.0
+_TEMPLATE = '''# /// script
+# requires-python = ">=3.12"
+# dependencies = []
+# ///
+"""Sums of two numbers. Change it, then: volley env test FILE; volley env submit FILE --weight 1"""
+
+import random
+
+
+class Sums:
+    splits = {"train": 1000, "eval": 100}  # number of tasks of each split
+
+    def reset(self, split, index, seed):
+        """Begins an episode of one task; returns what the model reads first.
+
+        The same (split, index) is the same task everywhere; `seed` is for what is random after it is chosen.
+        """
+        task = 2 * index + (split == "eval")  # an evaluation task is never a training task
+        self.a, self.b = task // 47, task % 47
+        return f"{self.a}+{self.b}="
+
+    def step(self, text):
+        """Answers what the model said: (what it reads next, reward, terminated, truncated, info)."""
+        right = text.strip() == str(self.a + self.b)
+        return "", float(right), True, False, {"success": right}
+
+    def demonstration(self, split, index):
+        """Optional: a conversation to learn from."""
+        prompt = self.reset(split, index, 0)
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": str(self.a + self.b)}]
+'''
+
+
+@dataclass(frozen=True, slots=True)
+class EnvTarget:
+    """Which service: that of a run, or one by its address."""
+
+    run_dir: Path | None = None
+    url: str | None = None
+    token_file: Path | None = None
+    ca_file: Path | None = None
+
+    def client(self) -> EnvClient:
+        """Raises ConfigError."""
+        if self.url is not None:
+            token = read_token(self.token_file, "--token-file") if self.token_file else None
+            return EnvClient(self.url, token=token, ca_file=self.ca_file)
+        folder = RunFolder(self.run_dir.absolute()) if self.run_dir else addresses.newest_run()
+        found = addresses.read(folder)
+        return EnvClient(found.urls["env"], token=token_for(found.token_files, Role.ADMIN), ca_file=found.ca_file)
+
+
+def init(file: Path) -> int:
+    """Raises ConfigError where the file is there already."""
+    try:
+        with file.open("x") as out:
+            out.write(_TEMPLATE)
+    except FileExistsError:
+        raise ConfigError(f"{file} is there already", "choose another name") from None
+    print(f"wrote {file}\ntry it:    volley env test {file}\nsubmit it: volley env submit {file} --weight 1")
+    return 0
+
+
+def test(file: Path, entry: str | None) -> int:
+    """Validates a file in the sandbox of this machine; the exit code is 0 if it would be taken."""
+    if not file.is_file():
+        raise ConfigError(f"there is no file {file}")
+    command = [str(python_of("base")), "-m", "services.env.submissions.check", str(file.absolute())]
+    command += [entry] if entry else []
+    ended = subprocess.run(
+        command, cwd=PROJECT, env=variables_of("base", cpu=True), stdout=subprocess.PIPE, text=True, check=False
+    )
+    if ended.stdout:
+        _print_report(orjson.loads(ended.stdout))
+    return ended.returncode
+
+
+def submit(
+    target: EnvTarget, file: Path, name: str | None, *, entry: str | None, weight: float, replace: bool, wait: bool
+) -> int:
+    """Raises ConfigError (the file), and what the service says. The exit code is 1 if it is rejected."""
+    try:
+        source = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
+    return asyncio.run(_submit(target, name or file.stem, source, entry, weight, replace, wait))
+
+
+async def _submit(
+    target: EnvTarget, name: str, source: str, entry: str | None, weight: float, replace: bool, wait: bool
+) -> int:
+    async with target.client() as client:
+        row = await client.submit(name, source, entry=entry, weight=weight, replace=replace)
+        print(f"{row['name']} is {row['state']}")
+        if not wait:
+            return 0
+        row = await _decided(client, row["name"], row["state"])
+        _print_report(row.get("report"))
+        if row["state"] == "rejected":
+            return 1
+        if row["state"] == "canary":
+            print(f"live runs play it now and then; `volley env show {name}` tells how it fares")
+        return 0
+
+
+async def _decided(client: EnvClient, name: str, told: str) -> Mapping[str, Any]:
+    """The version once its validation is over; its states are printed as they change. Raises Unavailable."""
+    deadline = time.monotonic() + _WAIT_S
+    while time.monotonic() < deadline:
+        row = (await client.versions(name))[0]
+        if row["state"] != told:
+            told = row["state"]
+            print(f"{name} is {told}: {row['why']}" if row["why"] else f"{name} is {told}", flush=True)
+        if told not in ("submitted", "validating"):
+            return row
+        await asyncio.sleep(_POLL_S)
+    raise Unavailable(f"{name} is still {told} after {_WAIT_S:g} s", f"`volley env show {name}` tells more")
+
+
+def listed(target: EnvTarget) -> int:
+    rows: Sequence[Mapping[str, Any]] = asyncio.run(_asked(target, lambda client: client.environments()))[
+        "environments"
+    ]
+    width = max(len(row["name"]) for row in rows)
+    print(f"{'name':<{width}}  {'base':<12}  {'state':<10}  {'weight':>6}  why")
+    for row in rows:
+        told = (
+            f"{row['name']:<{width}}  {row['base']:<12}  {row['state']:<10}  {row['weight']:>6g}  {row.get('why', '')}"
+        )
+        print(told.rstrip())
+    return 0
+
+
+def show(target: EnvTarget, name: str) -> int:
+    """Prints every version with its history, and the newest one's report."""
+    versions: list[Mapping[str, Any]] = asyncio.run(_asked(target, lambda client: client.versions(name)))
+    for row in versions:
+        splits = ", ".join(f"{split}: {n}" for split, n in row["splits"].items())
+        told = f"{row['name']}: {row['state']}, weight {row['weight']:g}, {row['size']} bytes"
+        print(f"{told}; {splits}" if splits else told)
+        for line in row["history"]:
+            at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["at"]))
+            print(f"  {at}  {line['state']:<10}  {line['why']}".rstrip())
+    _print_report(versions[-1].get("report"))
+    return 0
+
+
+def logs(target: EnvTarget, name: str) -> int:
+    print(asyncio.run(_asked(target, lambda client: client.log(name))))
+    return 0
+
+
+def retire(target: EnvTarget, name: str) -> int:
+    return _moved(asyncio.run(_asked(target, lambda client: client.retire(name))))
+
+
+def activate(target: EnvTarget, name: str) -> int:
+    return _moved(asyncio.run(_asked(target, lambda client: client.activate(name))))
+
+
+ABOUT: Mapping[str, Callable[[EnvTarget, str], int]] = {
+    "show": show,
+    "logs": logs,
+    "activate": activate,
+    "retire": retire,
+}
+"""Commands about one environment, by name."""
+
+
+def _moved(row: Mapping[str, Any]) -> int:
+    print(f"{row['name']} is {row['state']}")
+    return 0
+
+
+async def _asked[T](target: EnvTarget, ask: Callable[[EnvClient], Awaitable[T]]) -> T:
+    async with target.client() as client:
+        return await ask(client)
+
+
+def _print_report(report: Mapping[str, Any] | None) -> None:
+    for check in report["checks"] if report else ():
+        hint = f" ({check['hint']})" if check["hint"] and not check["ok"] else ""
+        print(f"  {'ok  ' if check['ok'] else 'FAIL'}  {check['name']}: {check['detail']}{hint}")
+    for warning in report["warnings"] if report else ():
+        print(f"  note  {warning}")
+    if report and report["log"]:
+        print("  it printed:\n" + "\n".join(f"    {line}" for line in report["log"].splitlines()[-20:]))

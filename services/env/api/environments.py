@@ -1,0 +1,139 @@
+"""HTTP to environments as resources: listed, submitted, replaced, looked at, put in use, retired."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from services.env.api.schemas import (
+    Described,
+    Listed,
+    LogShown,
+    RegisterBody,
+    SubmitBody,
+    SubmitQuery,
+    SubmittedShown,
+    VersionsShown,
+    submitted,
+)
+from services.env.api.state import state_of
+from services.env.submissions.record import SubmittedVersion
+from services.env.submissions.submissions import Submission
+from shared.errors import InputError
+from shared.web import http
+from shared.web.access import Role
+from shared.web.http import respond
+from shared.web.openapi import declares
+
+router = APIRouter(tags=["environments"])
+ROLES = {
+    "GET /environments": Role.VIEWER,
+    "POST /environments": Role.ADMIN,
+    "GET /environments/{name}": Role.VIEWER,
+    "PUT /environments/{name}": Role.ADMIN,
+    "GET /environments/{name}/logs": Role.VIEWER,
+    "POST /environments/{name}/activate": Role.ADMIN,
+    "POST /environments/{name}/retire": Role.ADMIN,
+}
+PYTHON = ("text/x-python", "application/x-python", "text/x-script.python")
+
+
+@router.get("/environments", openapi_extra=declares(answer=Listed))
+async def list_environments(request: Request) -> Response:
+    """All environments with their settings and states; every version of the submitted ones."""
+    state = state_of(request)
+    rows = [entry.describe() for entry in state.catalogue.entries() if entry.kind != "python"]
+    rows += [version.describe() for version in state.submissions.all()]
+    return respond(request, {"environments": rows})
+
+
+@router.post(
+    "/environments",
+    status_code=202,
+    openapi_extra=declares(body=SubmitBody, answer=Described, statuses=(200, 201, 202)),
+)
+async def submit_environment(request: Request) -> Response:
+    """Submits an environment: a Python file (its text as the body with Content-Type text/x-python and `?name=`, or
+    `{name, source}`): 202, and it is validated next. With `{name, base, config}` adds a configured variant of a
+    built-in one: 201, or 200 when it exists already with these settings.
+    """
+    state = state_of(request)
+    if _is_python(request):
+        return _told(request, await state.submissions.submit(await _python(request)), 202)
+    raw = await http.read_body(request)
+    if "base" not in raw:
+        return _told(request, await state.submissions.submit(_object(raw)), 202)
+    body = http.validated(RegisterBody, raw, strict=True)
+    entry, new = await state.catalogue.register(body.name, body.base, body.config, body.weight)
+    return respond(request, entry.describe(), 201 if new else 200)
+
+
+@router.put(
+    "/environments/{name}",
+    status_code=202,
+    openapi_extra=declares(body=SubmitBody, answer=SubmittedShown, statuses=(202,)),
+)
+async def replace_environment(request: Request, name: str) -> Response:
+    """Submits a new version; the present one goes on until the new one has proved itself."""
+    given = await _python(request, name) if _is_python(request) else _object(await http.read_body(request), name)
+    return _told(request, await state_of(request).submissions.replace(given), 202)
+
+
+@router.get("/environments/{name}", openapi_extra=declares(answer=VersionsShown))
+async def show_environment(request: Request, name: str) -> Response:
+    """The versions of a submitted environment (of `NAME@VERSION` that one) with history and validation report."""
+    versions = state_of(request).submissions.versions(name)
+    return respond(request, {"name": name, "versions": [submitted(version) for version in versions]})
+
+
+@router.get("/environments/{name}/logs", openapi_extra=declares(answer=LogShown))
+async def show_log(request: Request, name: str) -> Response:
+    """What the newest version's episodes printed last, and how they failed; since the service started."""
+    submissions = state_of(request).submissions
+    version = submissions.versions(name)[-1]
+    return respond(request, {"name": version.full_name, "log": submissions.log(version)})
+
+
+@router.post("/environments/{name}/activate", openapi_extra=declares(answer=SubmittedShown))
+async def activate_environment(request: Request, name: str) -> Response:
+    """Puts a version in use: promotes a canary at once, or goes back to a retired version (`NAME@VERSION`)."""
+    return _told(request, await state_of(request).submissions.activate(name), 200)
+
+
+@router.post("/environments/{name}/retire", openapi_extra=declares(answer=SubmittedShown))
+async def retire_environment(request: Request, name: str) -> Response:
+    """Takes a version back: live runs draw no more groups of it."""
+    return _told(request, await state_of(request).submissions.retire(name), 200)
+
+
+def _told(request: Request, version: SubmittedVersion, status: int) -> Response:
+    return respond(request, submitted(version), status)
+
+
+def _is_python(request: Request) -> bool:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower() in PYTHON
+
+
+async def _python(request: Request, name: str | None = None) -> Submission:
+    """A file as the body, the rest in the query. Args: name: that of the path. Raises InputError."""
+    query = http.validated(SubmitQuery, _named(dict(request.query_params), name), strict=False)
+    return Submission(query.name, await request.body(), query.entry, {}, query.weight)
+
+
+def _object(raw: Mapping[str, Any], name: str | None = None) -> Submission:
+    """Raises InputError."""
+    body = http.validated(SubmitBody, _named(raw, name), strict=True)
+    return Submission(body.name, body.source.encode("utf-8", "surrogatepass"), body.entry, body.config, body.weight)
+
+
+def _named(given: Mapping[str, Any], name: str | None) -> dict[str, Any]:
+    """Raises InputError where the body names another environment than the path, or a version."""
+    if name is not None and given.get("name", name) != name:
+        raise InputError(f"the body's name {str(given['name'])[:80]!r} is not that of the path, {name[:80]!r}")
+    named = {**given, "name": name} if name is not None else dict(given)
+    if "@" in str(named.get("name", "")):
+        raise InputError(f"{str(named['name'])[:80]!r}: versions are numbered by the service", "leave out the @")
+    return named

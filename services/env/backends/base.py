@@ -1,0 +1,77 @@
+"""Where an environment's code runs, as the service sees it: asynchronous calls, each with a deadline, that raise
+VolleyErrors alone.
+
+Invariants: the event loop never runs environment code; what one environment does costs the others nothing but time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from services.env.environments.base import Demonstration, Message, StepResult
+from shared.errors import RateLimited, Unavailable
+from shared.process import telemetry
+
+type Call = Literal["load", "list", "reset", "step", "demonstrate"]
+
+CALL_SECONDS = telemetry.Histogram(
+    "volley_env_call_seconds", "Duration of a call into environment code", ["env", "call"], registry=telemetry.REGISTRY
+)
+
+
+class Busy(RateLimited):
+    """The call has not begun, so it may be repeated."""
+
+    title = "Environment busy"
+
+
+class GivenUp(Unavailable):
+    """The call has begun, and nobody waits for its end."""
+
+    title = "Environment too slow"
+
+
+class LiveEpisode(Protocol):
+    """One conversation in progress: a readable id of its task, the messages the assistant answers first, JSON schemas
+    of the tools in OpenAI's shape.
+    """
+
+    @property
+    def task(self) -> str: ...
+
+    @property
+    def opening(self) -> tuple[Message, ...]: ...
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]: ...
+
+    async def step(self, message: Message) -> StepResult:
+        """Answers one assistant message. Raises Busy (repeat it), GivenUp, VolleyError for a defect."""
+        ...
+
+    async def close(self) -> None:
+        """Frees what the episode holds; it is not stepped again. Repeating it changes nothing; never raises."""
+        ...
+
+
+class Backend(Protocol):
+    """One environment. Every call raises NotFound (split or task), Busy, GivenUp, and VolleyError for a defect of the
+    environment.
+    """
+
+    async def splits(self) -> tuple[str, ...]: ...
+
+    async def num_tasks(self, split: str) -> int: ...
+
+    async def task(self, split: str, index: int) -> str:
+        """A readable id that is unique to the task."""
+        ...
+
+    async def reset(self, split: str, index: int, seed: int) -> LiveEpisode: ...
+
+    async def demonstration(self, split: str, index: int) -> Demonstration: ...
+
+    def why_stuck(self) -> str | None:
+        """Why its calls are refused for now; None if they are not."""
+        ...

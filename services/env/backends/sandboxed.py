@@ -1,0 +1,133 @@
+"""Environments whose code was submitted: every episode is a process of its own, confined by the sandbox.
+
+How many tasks a split has is known from the validation, so a client never depends on what the code says at the moment.
+An episode's process begins with the reset and ends with the episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from services.env.backends.base import CALL_SECONDS, Call
+from services.env.environments.base import Demonstration, Message, StepResult, check_task
+from services.env.sandbox import answers
+from services.env.sandbox.failure import SandboxFailed
+from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
+from services.env.sandbox.sandbox import Sandbox
+from services.env.sandbox.sandboxes import Sandboxes
+from shared.errors import NotFound, VolleyError
+
+LOG_LINES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxedBackend:
+    """Args: splits: number of tasks of each; deadline_s: for one call, the start of the process included; log: the
+    newest lines that the code printed, and how its episodes failed.
+    """
+
+    name: str
+    program: EnvironmentProgram
+    splits_of: Mapping[str, int]
+    has_demonstration: bool
+    sandboxes: Sandboxes
+    limits: SandboxLimits
+    deadline_s: float
+    log: deque[str]
+
+    async def describe(self) -> answers.Description:
+        """What the code says of itself. Raises VolleyError where it does not load."""
+        async with self._process() as sandbox:
+            return answers.read_description(sandbox.description)
+
+    async def splits(self) -> tuple[str, ...]:
+        return tuple(self.splits_of)
+
+    async def num_tasks(self, split: str) -> int:
+        check_task(self.name, self.splits_of, split, 0)
+        return self.splits_of[split]
+
+    async def task(self, split: str, index: int) -> str:
+        check_task(self.name, self.splits_of, split, index)
+        async with self._process() as sandbox:
+            return answers.read_task(await self.call(sandbox, "reset", "task", {"split": split, "index": index}))
+
+    async def reset(self, split: str, index: int, seed: int) -> SandboxedEpisode:
+        check_task(self.name, self.splits_of, split, index)
+        sandbox = await self._start()
+        try:
+            asked = {"split": split, "index": index, "seed": seed}
+            opened = answers.read_opening(await self.call(sandbox, "reset", "reset", asked))
+        except BaseException:
+            await self.end(sandbox)
+            raise
+        return SandboxedEpisode(self, sandbox, opened.task, opened.messages, opened.tools)
+
+    async def demonstration(self, split: str, index: int) -> Demonstration:
+        check_task(self.name, self.splits_of, split, index)
+        if not self.has_demonstration:
+            raise NotFound(f"{self.name} has no demonstrations", "give its class a method demonstration(split, index)")
+        async with self._process() as sandbox:
+            asked = {"split": split, "index": index}
+            return answers.read_demonstration(await self.call(sandbox, "demonstrate", "demonstration", asked))
+
+    def why_stuck(self) -> str | None:
+        return None
+
+    async def call(self, sandbox: Sandbox, call: Call, method: str, params: Mapping[str, Any]) -> Any:
+        """The answer, unchecked. Raises VolleyError for a defect, told in the log."""
+        began = time.perf_counter()
+        try:
+            return await sandbox.call(method, dict(params), self.deadline_s)
+        except VolleyError as error:
+            self.log.append(f"{method}: {error.detail}")
+            raise
+        finally:
+            CALL_SECONDS.labels(self.name, call).observe(time.perf_counter() - began)
+
+    async def end(self, sandbox: Sandbox) -> None:
+        """Ends a process, and keeps what it printed."""
+        await asyncio.shield(sandbox.close())
+        self.log.extend(sandbox.log.splitlines()[-LOG_LINES:])
+
+    @asynccontextmanager
+    async def _process(self) -> AsyncIterator[Sandbox]:
+        sandbox = await self._start()
+        try:
+            yield sandbox
+        finally:
+            await self.end(sandbox)
+
+    async def _start(self) -> Sandbox:
+        """Raises Unavailable, and SandboxFailed where the code does not load, told in the log."""
+        began = time.perf_counter()
+        try:
+            return await self.sandboxes.start(self.program, self.limits, self.deadline_s)
+        except SandboxFailed as error:
+            self.log.append(f"load: {error.detail}")
+            raise
+        finally:
+            CALL_SECONDS.labels(self.name, "load").observe(time.perf_counter() - began)
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxedEpisode:
+    """An episode in a process of its own."""
+
+    backend: SandboxedBackend
+    sandbox: Sandbox
+    task: str
+    opening: tuple[Message, ...]
+    tools: Sequence[Mapping[str, Any]]
+
+    async def step(self, message: Message) -> StepResult:
+        return answers.read_step(await self.backend.call(self.sandbox, "step", "step", {"message": message}))
+
+    async def close(self) -> None:
+        await self.backend.end(self.sandbox)

@@ -1,0 +1,128 @@
+"""A submitted environment: versions of one name, each with a state, a history and the report of its validation.
+
+    submitted ──► validating ──► canary ──► active ──► retired
+        │             │   └─────────────────►│ ▲          │
+        └─────────────┴──► rejected ◄─ canary  └──────────┘
+
+Invariants: a version's source never changes, its state only along these arrows; of one name at most one version is
+active and at most one on its way there; a number is never given twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from shared.errors import Conflict
+
+type State = Literal["submitted", "validating", "canary", "active", "retired", "rejected"]
+
+_NEXT: Mapping[State, frozenset[State]] = {
+    "submitted": frozenset({"validating", "rejected", "retired"}),
+    "validating": frozenset({"canary", "active", "rejected", "retired"}),
+    "canary": frozenset({"active", "rejected", "retired"}),
+    "active": frozenset({"retired"}),
+    "retired": frozenset({"active"}),
+    "rejected": frozenset(),
+}
+STATES: tuple[State, ...] = tuple(_NEXT)
+ON_ITS_WAY: frozenset[State] = frozenset({"submitted", "validating", "canary"})
+LIVING: frozenset[State] = frozenset({*ON_ITS_WAY, "active"})
+PLAYABLE: frozenset[State] = frozenset({"canary", "active", "retired"})
+"""A retired version still answers to its full name: tickets that were drawn for it stay the tasks they are."""
+MAX_HISTORY = 64
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Check(Frozen):
+    """One thing that the validation looked at; `hint` says what its author can do."""
+
+    name: str
+    ok: bool
+    detail: str
+    hint: str = ""
+
+
+class Report(Frozen):
+    """What the validation found. `warnings` do not reject. Times are in seconds of wall time, the most of any call."""
+
+    checks: tuple[Check, ...] = ()
+    warnings: tuple[str, ...] = ()
+    n_episodes: int = 0
+    reward_min: float | None = None
+    reward_max: float | None = None
+    reset_s: float | None = None
+    step_s: float | None = None
+    log: str = ""
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if not check.ok)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failed
+
+
+class Transition(Frozen):
+    """`at` in seconds since 1970."""
+
+    state: State
+    at: float
+    why: str = ""
+
+
+class SubmittedVersion(Frozen):
+    """`splits` are known once it is validated; `digest` is the SHA-256 of what was sent, `size` its bytes."""
+
+    name: str
+    version: int
+    entry: str | None = None
+    config: dict[str, Any] = {}
+    weight: float = 0.0
+    digest: str
+    size: int
+    splits: dict[str, int] = {}
+    tools: tuple[dict[str, Any], ...] = ()
+    has_demonstration: bool = False
+    protocol: str = ""
+    history: tuple[Transition, ...]
+    report: Report | None = None
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name}@{self.version}"
+
+    @property
+    def state(self) -> State:
+        return self.history[-1].state
+
+    @property
+    def why(self) -> str:
+        return self.history[-1].why
+
+    def to(self, state: State, why: str = "", **changes: Any) -> SubmittedVersion:
+        """The version in another state. Raises Conflict where no arrow leads there."""
+        if state not in _NEXT[self.state]:
+            after = ", ".join(sorted(_NEXT[self.state])) or "nothing"
+            raise Conflict(f"{self.full_name} is {self.state}: it cannot become {state}", f"what can follow is {after}")
+        history = (*self.history, Transition(state=state, at=time.time(), why=why))[-MAX_HISTORY:]
+        return self.model_copy(update={**changes, "history": history})
+
+    def describe(self) -> dict[str, Any]:
+        """A row of GET /environments."""
+        return {
+            "name": self.full_name,
+            "base": "python",
+            "config": self.config,
+            "state": self.state,
+            "version": self.version,
+            "weight": self.weight,
+            "why": self.why,
+        }

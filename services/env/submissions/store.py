@@ -1,0 +1,86 @@
+"""Where submitted environments are kept: a folder for each name, in it one for each version.
+
+    NAME/NUMBER/record.json     the version's state and history, replaced whole
+    NAME/NUMBER/source/         what was sent, never changed
+
+Invariants: a version is there whole or not at all (its folder gets its name last); what is answered is durable first.
+Blocks on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from services.env.submissions.record import SubmittedVersion
+from shared.files import storage
+from shared.process import telemetry
+
+_RECORD, _SOURCE = "record.json", "source"
+_log = telemetry.Log("env")
+
+
+class SubmissionStore:
+    """Args: folder: made when it is first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self) -> list[SubmittedVersion]:
+        """All versions, by name and number. One that cannot be read is left where it is, and told in the log."""
+        return [record for path in sorted(self._versions()) if (record := _read(path / _RECORD)) is not None]
+
+    def source(self, version: SubmittedVersion) -> Path:
+        """The folder of what was sent."""
+        return self._path(version) / _SOURCE
+
+    def newest(self, name: str) -> int:
+        """The highest number that a version of this name has had, whether it can be read or not; 0 if none has."""
+        return max((int(path.name) for path in self._versions() if path.parent.name == name), default=0)
+
+    def add(self, version: SubmittedVersion, files: Mapping[str, bytes]) -> None:
+        """Keeps a new version. Args: files: content by path in the source folder. Raises StorageUnavailable."""
+        path = self._path(version)
+        with storage.storage(self.folder.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        made = path.with_name(f".{path.name}")
+        with storage.storage(path.parent):
+            shutil.rmtree(made, ignore_errors=True)
+            (made / _SOURCE).mkdir(parents=True)
+            for name, content in files.items():
+                file = made / _SOURCE / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+                storage.fsync(file)
+            (made / _RECORD).write_text(version.model_dump_json(indent=1))
+            storage.fsync(made / _RECORD)
+            storage.fsync(made)
+            os.rename(made, path)
+            storage.fsync(path.parent)
+            storage.fsync(path.parent.parent)
+
+    def update(self, version: SubmittedVersion) -> None:
+        """Replaces the record. Raises StorageUnavailable; then it is as it was."""
+        storage.replace(self._path(version) / _RECORD, version.model_dump_json(indent=1).encode())
+
+    def _path(self, version: SubmittedVersion) -> Path:
+        return self.folder / version.name / str(version.version)
+
+    def _versions(self) -> Iterator[Path]:
+        return (path for path in self.folder.glob("*/*") if path.name.isdecimal() and path.is_dir())
+
+
+def _read(path: Path) -> SubmittedVersion | None:
+    try:
+        record = SubmittedVersion.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        _log.error("a submitted environment cannot be read", file=str(path), reason=str(error))
+        return None
+    if (record.name, str(record.version)) != (path.parent.parent.name, path.parent.name):
+        _log.error("a submitted environment lies in another's folder", file=str(path))
+        return None
+    return record

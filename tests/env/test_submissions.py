@@ -1,0 +1,211 @@
+"""Submitted environments over HTTP: their life, their versions, what outlives the service, what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from services.env.submissions.canary import MAX_FAILURES, MIN_EPISODES
+from services.env.submissions.submissions import MAX_SOURCE
+from shared.schema import Limits
+from tests.env.conftest import OpenClient
+from tests.env.submitted import ADDER, FAILS_LIVE, PYTHON, decided, play, reached, submit
+
+
+async def test_a_file_is_validated_and_played(open_client: OpenClient) -> None:
+    async with open_client() as client:
+        answer = await submit(client, ADDER, name="adder")
+        assert (answer.status_code, answer.json()["name"], answer.json()["state"]) == (202, "adder@1", "submitted")
+        row = await decided(client, "adder")
+        assert row["state"] == "active", row
+        assert row["splits"] == {"train": 1000, "eval": 50}
+        assert [line["state"] for line in row["history"]] == ["submitted", "validating", "active"]
+        assert [check["name"] for check in row["report"]["checks"] if not check["ok"]] == []
+        shown = (await client.post("/adder/demonstration", json={"split": "train", "index": 7})).json()
+        answer = await play(client, "adder", "1", shown["messages"][-1]["content"], index=7)
+        assert (answer.json()["reward"], answer.json()["terminated"]) == (1.0, True)
+        assert (await play(client, "adder@1", "2", "no")).json()["reward"] == 0.0
+        listed = (await client.get("/environments")).json()["environments"][-1]
+        assert (listed["name"], listed["state"], listed["version"]) == ("adder@1", "active", 1)
+
+
+async def test_a_canary_is_promoted_by_episodes_that_go_well(open_client: OpenClient) -> None:
+    async with open_client() as client:
+        await submit(client, ADDER, name="adder", weight=1)
+        assert (await decided(client, "adder"))["state"] == "canary"
+        for i in range(MIN_EPISODES):
+            assert (await play(client, "adder@1", str(i), "no")).status_code == 200
+        row = await reached(client, "adder", "active")
+        assert f"{MIN_EPISODES} live episodes, 0 failed" in row["why"]
+
+
+async def test_a_canary_that_fails_is_rejected_and_the_version_before_goes_on(open_client: OpenClient) -> None:
+    async with open_client() as client:
+        await submit(client, ADDER, name="adder", weight=1)
+        await decided(client, "adder")
+        assert (await client.post("/environments/adder/activate")).json()["state"] == "active"
+        second = await client.put(
+            "/environments/adder", params={"weight": 1}, content=FAILS_LIVE.encode(), headers=PYTHON
+        )
+        assert (second.status_code, second.json()["name"]) == (202, "adder@2")
+        assert (await decided(client, "adder"))["state"] == "canary"
+        for i in range(MAX_FAILURES):
+            answer = await play(client, "adder@2", str(i), "live")
+            assert (answer.status_code, "KeyError" in answer.json()["detail"]) == (500, True)
+        row = await reached(client, "adder", "rejected")
+        assert f"{MAX_FAILURES} of {MAX_FAILURES} live episodes failed" in row["why"]
+        assert "KeyError" in (await client.get("/environments/adder/logs")).json()["log"]
+        assert (await play(client, "adder", "more", "no")).status_code == 200
+        assert (await client.post("/adder@2/num_tasks", json={"split": "train"})).status_code == 404
+
+
+async def test_a_new_version_takes_the_place_and_can_be_rolled_back(open_client: OpenClient) -> None:
+    async with open_client() as client:
+        await submit(client, ADDER, name="adder")
+        await decided(client, "adder")
+        better = ADDER.replace("float(right)", "2.0 * right")
+        await client.put("/environments/adder", content=better.encode(), headers=PYTHON)
+        assert (await decided(client, "adder@2"))["state"] == "active"
+        assert await states(client) == {"adder@1": "retired", "adder@2": "active"}
+        assert (await client.post("/environments/adder@1/activate")).status_code == 200
+        assert await states(client) == {"adder@1": "active", "adder@2": "retired"}
+        assert (await play(client, "adder@2", "still", "no")).status_code == 200
+        assert (await client.post("/environments/adder/retire")).json()["name"] == "adder@1"
+        assert (await client.post("/adder/num_tasks", json={"split": "train"})).status_code == 404
+
+
+async def test_what_was_submitted_outlives_the_service(open_client: OpenClient) -> None:
+    async with open_client() as client:
+        await submit(client, ADDER, name="adder")
+        await decided(client, "adder")
+        await submit(client, ADDER, name="canary", weight=1)
+        await decided(client, "canary")
+        variant = {"name": "lake6", "base": "frozen_lake", "config": {"size": 6, "max_actions": 20}}
+        assert (await client.post("/environments", json=variant)).status_code == 201
+        await submit(client, ADDER, name="late")
+        before = await states(client)
+    async with open_client() as client:
+        assert (await decided(client, "late"))["state"] == "active"
+        assert await states(client) == {**before, "late@1": "active"}
+        assert (await play(client, "adder", "1", "no")).status_code == 200
+        assert (await client.post("/lake6/num_tasks", json={"split": "eval"})).status_code == 200
+
+
+async def test_a_damaged_record_costs_that_version_alone(open_client: OpenClient, tmp_path: Path) -> None:
+    async with open_client() as client:
+        for name in ("one", "two"):
+            await submit(client, ADDER, name=name)
+            await decided(client, name)
+    (tmp_path / "environments/submitted/one/1/record.json").write_text("{")
+    async with open_client() as client:
+        assert await states(client) == {"two@1": "active"}
+        assert (await submit(client, ADDER, name="one")).json()["name"] == "one@2"
+
+
+async def test_of_two_versions_that_a_crash_left_active_the_later_is_in_use(
+    open_client: OpenClient, tmp_path: Path
+) -> None:
+    async with open_client() as client:
+        await submit(client, ADDER, name="adder")
+        await decided(client, "adder")
+        first = tmp_path / "environments/submitted/adder/1/record.json"
+        before = first.read_text()
+        await client.put("/environments/adder", content=(ADDER + "#").encode(), headers=PYTHON)
+        await decided(client, "adder@2")
+    first.write_text(before)
+    for _ in range(2):
+        async with open_client() as client:
+            assert await states(client) == {"adder@1": "retired", "adder@2": "active"}
+
+
+async def states(client: httpx.AsyncClient) -> dict[str, str]:
+    rows = (await client.get("/environments")).json()["environments"]
+    return {row["name"]: row["state"] for row in rows if row["base"] == "python"}
+
+
+async def test_the_same_submission_again_changes_nothing(open_client: OpenClient) -> None:
+    async with open_client() as client:
+        for _ in range(2):
+            assert (await submit(client, ADDER, name="adder")).json()["name"] == "adder@1"
+        await decided(client, "adder")
+        assert (await submit(client, ADDER, name="adder")).json()["state"] == "active"
+        again = await client.put("/environments/adder", content=ADDER.encode(), headers=PYTHON)
+        assert again.json()["name"] == "adder@1"
+
+
+@pytest.mark.parametrize(
+    ("query", "source", "status", "detail"),
+    [
+        ({}, ADDER, 422, "name is missing"),
+        ({"name": "a b"}, ADDER, 422, "name"),
+        ({"name": "../a"}, ADDER, 422, "name"),
+        ({"name": "adder@3"}, ADDER, 422, "versions are numbered by the service"),
+        ({"name": "splits"}, ADDER, 422, "the service's own paths"),
+        ({"name": "frozen_lake"}, ADDER, 409, "the name of another environment"),
+        ({"name": "a", "weight": "-1"}, ADDER, 422, "weight"),
+        ({"name": "a", "weight": "nan"}, ADDER, 422, "weight"),
+        ({"name": "a", "entry": "not a name"}, ADDER, 422, "entry"),
+        ({"name": "a", "colour": "red"}, ADDER, 422, "unknown field colour"),
+        ({"name": "a"}, " \n", 422, "the source is empty"),
+        ({"name": "a"}, "#" * (MAX_SOURCE + 1), 413, "bytes"),
+    ],
+)
+async def test_bad_submissions_are_refused(
+    open_client: OpenClient, query: dict[str, Any], source: str, status: int, detail: str
+) -> None:
+    async with open_client(limits=Limits()) as client:
+        answer = await submit(client, source, **query)
+        assert (answer.status_code, detail in answer.json()["detail"]) == (status, True), answer.text
+        assert await states(client) == {}
+
+
+async def test_what_is_not_there_or_not_now_is_told(open_client: OpenClient) -> None:
+    cases: list[tuple[str, str, Any, int, str]] = [
+        ("GET", "/environments/nobody", None, 404, "nobody submitted"),
+        ("GET", "/environments/nobody/logs", None, 404, "nobody submitted"),
+        ("POST", "/environments/nobody/retire", None, 404, "nobody submitted"),
+        ("GET", "/environments/adder@9", None, 404, "adder@9"),
+        ("GET", "/environments/adder@x", None, 404, "adder@x"),
+        ("PUT", "/environments/nobody", {"source": "x"}, 404, "nobody submitted"),
+        ("PUT", "/environments/adder", {"source": "x", "name": "other"}, 422, "not that of the path"),
+        ("POST", "/environments", {"name": "adder", "source": "x = 1"}, 409, "adder@1 is active"),
+        ("POST", "/environments", {"name": "new"}, 422, "source is missing"),
+        ("POST", "/environments/adder/activate", None, 409, "it cannot become active"),
+        ("POST", "/environments", {"name": "v", "base": "adder"}, 422, "submitted environment"),
+    ]
+    async with open_client() as client:
+        await submit(client, ADDER, name="adder")
+        await decided(client, "adder")
+        for method, path, body, status, detail in cases:
+            answer = await client.request(method, path, json=body)
+            assert (answer.status_code, detail in answer.json()["detail"]) == (status, True), answer.text
+
+
+@pytest.mark.parametrize(
+    ("source", "check", "detail"),
+    [
+        ("class A:\n  def reset(", "loads", "SyntaxError"),
+        ("import no_such_module\n" + ADDER, "loads", "no_such_module"),
+        ("x = 1\n", "loads", "class"),
+        (ADDER.replace('"train": 1000, ', ""), "splits", "train"),
+        (ADDER.replace("1000", "0"), "loads", "0"),
+        (ADDER.replace("float(right)", 'float("nan")'), "episodes", "reward"),
+        (ADDER.replace('""', "7"), "episodes", "observation"),
+        (ADDER.replace('f"{split}/{index}"', "None"), "determinism", "reset again with the same seed"),
+        (ADDER.replace('f"{split}/{index}"', "index % 3"), "disjoint splits", "begins exactly like train/"),
+        (ADDER.replace("str(self.a + self.b)}]", '"7"}]'), "demonstrations", "does not hold"),
+        ("import os\nos._exit(3)\n" + ADDER, "loads", "ended"),
+    ],
+)
+async def test_what_would_not_work_is_rejected_with_a_reason(
+    open_client: OpenClient, source: str, check: str, detail: str
+) -> None:
+    async with open_client() as client:
+        await submit(client, source, name="bad")
+        row = await decided(client, "bad")
+        assert row["state"] == "rejected"
+        failed = [one for one in row["report"]["checks"] if not one["ok"]]
+        assert [one["name"] for one in failed] == [check]
+        assert detail in failed[0]["detail"], failed
+        assert row["why"].startswith(f"{check}: ")

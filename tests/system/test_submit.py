@@ -1,0 +1,68 @@
+"""The environment on the first page of docs/environments.md, sent into a run that is going on: it is trained on without
+a restart.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import orjson
+import pytest
+
+from services.cli.layout import PROJECT
+from services.cli.runs import addresses
+from services.cli.verify.command import verify
+from shared.run import archive
+from shared.run.folder import RunFolder
+from shared.types import Group
+from shared.web.access import Role, token_for
+from tests.support.net import HTTP
+from tests.support.stack import Training, training
+
+N_STEPS = 14
+LATE_S = 300.0
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_what_is_submitted_into_a_live_run_is_trained_on(tmp_path: Path) -> None:
+    with training(tmp_path, f"trainer.max_steps={N_STEPS}", "data.n_eval_tasks=2") as run:
+        run.wait_for(r"^step +1/", 400)
+        services = {name: run.service(name) for name in ("env", "orchestrator", "rollout", "trainer")}
+        _submit(run)
+        run.wait_for(r"^step +3/", 300)
+        assert {name: run.service(name) for name in services} == services
+        assert run.wait(600) == 0, run.text()
+        assert run.leftovers() == []
+    result = verify(run.folder)
+    assert result["ok"], result["violations"]
+    trained = [group.env for group in _trained(run.folder)]
+    assert trained[0] == "frozen_lake"
+    assert trained.count("compass@1") >= 2
+    assert set(trained) == {"frozen_lake", "compass@1"}
+    summary = orjson.loads(run.folder.summary.read_bytes())
+    assert "compass" in orjson.dumps(summary).decode()
+
+
+def _submit(run: Training) -> None:
+    """As the page says, and until it is in use."""
+    found = re.search(r"```python\n(.*?)```", (PROJECT / "docs" / "environments.md").read_text(), re.DOTALL)
+    assert found is not None
+    at = addresses.read(run.folder)
+    url, token = at.urls["env"], token_for(at.token_files, Role.ADMIN)
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "text/x-python"}
+    answer = HTTP.post(f"{url}/environments?name=compass&weight=1", content=found[1].encode(), headers=headers)
+    assert answer.status_code == 202, answer.text
+    deadline = time.monotonic() + LATE_S
+    while (row := HTTP.get(f"{url}/environments/compass", headers=headers).json()["versions"][0])["state"] != "active":
+        assert row["state"] != "rejected", row
+        assert time.monotonic() < deadline, row
+        time.sleep(0.1)
+
+
+def _trained(folder: RunFolder) -> list[Group]:
+    """All archived groups, in the order they were trained in."""
+    versions = archive.versions(folder.archive)
+    return [Group.decode(data) for version in versions for data in archive.read(folder.archive, folder.name, version)]
