@@ -25,6 +25,8 @@ from services.env.environments.base import Environment
 from services.env.environments.games.frozen_lake import FrozenLakeConfig, frozen_lake
 from services.env.environments.games.sokoban import SokobanConfig, sokoban
 from services.env.environments.gsm8k.environment import Gsm8k, Gsm8kConfig
+from services.env.environments.math.environment import Math, MathConfig
+from services.env.environments.text_to_sql.environment import TextToSql, TextToSqlConfig
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
 from shared.files import storage
 from shared.process import telemetry
@@ -51,6 +53,8 @@ KINDS: Mapping[str, EnvironmentKind[Any]] = {
     "sokoban": EnvironmentKind(SokobanConfig, sokoban),
     "gymnasium": EnvironmentKind(GymnasiumConfig, Gymnasium),
     "reasoning_gym": EnvironmentKind(ReasoningGymConfig, ReasoningGym),
+    "math": EnvironmentKind(MathConfig, Math, frozenset({"train", "eval"})),
+    "text_to_sql": EnvironmentKind(TextToSqlConfig, TextToSql, frozenset({"train", "eval", "databases"})),
 }
 """An environment is added here."""
 

@@ -11,7 +11,7 @@ from services.env.sandbox.limits import SandboxLimits
 from shared.run.folder import RunFolder
 from shared.schema import Limits, RunConfig, TokenFiles
 
-DATASETS = frozenset({"gsm8k"})
+DATASETS = frozenset({"gsm8k", "math", "text_to_sql"})
 """Environments that read data.train and data.eval."""
 
 MAX_BODY = 8 * 2**20

@@ -33,8 +33,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "reasoning_gym",
         {"dataset": "simple_equations", "dataset_config": {"min_terms": 3, "max_terms": 5}, "talk": "bare"},
     ),
+    "text_to_sql": ("text_to_sql", {}),
+    "text_to_sql, three turns": ("text_to_sql", {"max_turns": 3, "format_penalty": -0.1}),
 }
-"""Each kind at least once; `gsm8k` needs files, and has tests of its own."""
+"""Each kind at least once; those that need files have tests of their own."""
+
+FROM_FILES = {"gsm8k", "math"}
 
 SAID = ("", "hello", "<answer>1</answer>", "<answer>Right || Down</answer>", "\\boxed{3}", "```sql\nSELECT 1\n```")
 N_TASKS = 200
@@ -48,7 +52,7 @@ def build(request: pytest.FixtureRequest) -> Callable[[], Environment]:
 
 
 def test_every_kind_is_in_the_table() -> None:
-    assert {kind for kind, _ in CASES.values()} | {"gsm8k"} == KINDS.keys()
+    assert {kind for kind, _ in CASES.values()} | FROM_FILES == KINDS.keys()
 
 
 def played(env: Environment, split: str, index: int, seed: int, said: list[Message]) -> list[Any]:

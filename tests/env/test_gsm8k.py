@@ -1,6 +1,9 @@
+import os
+import re
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -174,3 +177,40 @@ def test_a_split_without_a_file_does_not_exist(gsm8k_files: dict[str, Path]) -> 
 
 def test_an_endless_number_is_not_kept(gsm8k_files: dict[str, Path]) -> None:
     assert len(grade(gsm8k_files, f"#### {'9' * 100_000}").info.extra["answer"]) == 64
+
+
+def files_of_gsm8k() -> list[Path]:
+    """The data set's two files: in the folder VOLLEY_GSM8K names, or in shared/data/gsm8k of a folder around the
+    project. Skips the test where they are not.
+    """
+    around = [folder / "shared" / "data" / "gsm8k" for folder in Path(__file__).resolve().parents[2:]]
+    for folder in [Path(os.environ["VOLLEY_GSM8K"])] if "VOLLEY_GSM8K" in os.environ else around:
+        files = [folder / "train.jsonl", folder / "test.jsonl"]
+        if all(path.is_file() for path in files):
+            return files
+    pytest.skip("GSM8K's train.jsonl and test.jsonl are not here: set VOLLEY_GSM8K to their folder")
+
+
+ANS_RE = re.compile(r"#### (\-?[0-9\.\,]+)")
+"""Of openai/grade-school-math, dataset.py."""
+
+
+def original_answer(completion: str) -> str:
+    """extract_answer of openai/grade-school-math, which `is_correct` compares as text."""
+    match = ANS_RE.search(completion)
+    return match.group(1).strip().replace(",", "") if match else "[invalid]"
+
+
+def test_every_problem_of_gsm8k_is_read_and_graded_as_its_authors_do() -> None:
+    """All 8,792: the gold answer, and the verdict on the solution, near misses and answers without the mark."""
+    train, test = files_of_gsm8k()
+    env = Gsm8k(Gsm8kConfig(train=train, eval=test))
+    assert (env.num_tasks("train"), env.num_tasks("eval")) == (7473, 1319)
+    for split, path in (("train", train), ("eval", test)):
+        for index, line in enumerate(path.read_bytes().splitlines()):
+            gold = original_answer(orjson.loads(line)["answer"])
+            solution = env.demonstration(split, index).messages[-1]["content"]
+            for said in (solution, f"#### {gold}", f"#### {gold}1", f"#### 7{gold}", f"so {gold}", f"####{gold}"):
+                result = env.reset(split, index, 0).step(assistant(said))
+                assert result.info.extra["expected"] == gold
+                assert result.info.success == (original_answer(said) == gold), (path.name, index, said)

@@ -6,6 +6,7 @@ import re
 
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BARE_BOX = re.compile(r"\\boxed\s+([^\s${}\\]{1,100})")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 
 
@@ -23,7 +24,8 @@ def tagged_answer(text: str) -> str | None:
 def boxed_answer(text: str) -> str | None:
     """The text inside the last \\boxed{…} (or \\fbox{…}) whose braces are balanced; None if there is none.
 
-    An inner box does not count as the last one: of \\boxed{1 + \\boxed{2}} it is the outer.
+    An inner box does not count as the last one: of \\boxed{1 + \\boxed{2}} it is the outer. Without any, \\boxed 5
+    counts, as in some solutions of MATH.
     """
     openings = {box.end(): True for box in _BOXED.finditer(text)}
     stack: list[int] = []
@@ -35,4 +37,7 @@ def boxed_answer(text: str) -> str | None:
             start = stack.pop()
             if start in openings:
                 best = start, brace.start()
-    return None if best is None else text[best[0] : best[1]]
+    if best is not None:
+        return text[best[0] : best[1]]
+    bare = _BARE_BOX.findall(text)
+    return bare[-1] if bare else None

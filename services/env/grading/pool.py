@@ -24,7 +24,7 @@ from shared.errors import InputError, Unavailable, VolleyError
 START_S = 25.0
 """How long a library may take to be imported."""
 
-CALL_S = worker.CONFINED_WALL_S + 5.0
+CALL_S = worker.CONFINED_WALL_S + 4.0
 
 _ROOT = Path(__file__).resolve().parents[3]
 _PASSED_ON = ("PATH", "LANG", "PYTHONPYCACHEPREFIX", "LD_LIBRARY_PATH")

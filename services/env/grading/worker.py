@@ -34,8 +34,8 @@ from shared.errors import InputError
 MEMORY_BYTES = 4 * 2**30
 """Address space of the process; what libraries map and never touch counts too."""
 
-CONFINED_CPU_S = 4
-CONFINED_WALL_S = 20.0
+CONFINED_CPU_S = 2
+CONFINED_WALL_S = 24.0
 CONFINED_MEMORY_BYTES = 2**30
 """What a confined call may add to the memory the library takes."""
 

@@ -1,0 +1,59 @@
+"""Problems with an answer that is a mathematical expression, as JSONL: MATH's lines, or any with problem and answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import orjson
+
+from services.env.environments.answers import boxed_answer
+from shared.errors import ConfigError
+
+FORMAT = (
+    'a line is {"problem": "…", "answer": "\\\\frac{1}{2}"}, or has "solution" with a \\boxed{…} instead of "answer"'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MathProblem:
+    """`answer` is LaTeX without its box; `solution` ends with the boxed answer."""
+
+    problem: str
+    answer: str
+    solution: str
+
+
+@lru_cache(maxsize=8)
+def read_math(path: Path) -> tuple[MathProblem, ...]:
+    """All problems of a file, read once in a process. Raises ConfigError naming the file and the line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"data file {path}: {error.strerror}", "point data.train and data.eval to JSONL files"
+        ) from error
+    problems = tuple(_problem(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
+    if not problems:
+        raise ConfigError(f"data file {path} holds no problems")
+    return problems
+
+
+def _problem(line: bytes, where: str) -> MathProblem:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{where} is not valid JSON: {error}") from error
+    row = row if isinstance(row, dict) else {}
+    problem, solution = row.get("problem") or row.get("question"), row.get("solution")
+    answer = row.get("answer")
+    if answer is None and isinstance(solution, str):
+        answer = boxed_answer(solution)
+    if isinstance(answer, int | float):
+        answer = str(answer)
+    if not isinstance(problem, str) or not isinstance(answer, str) or not answer.strip():
+        raise ConfigError(f"{where} is not a math problem", FORMAT)
+    answer = boxed_answer(answer) or answer.strip().strip("$")
+    whole = isinstance(solution, str) and boxed_answer(solution) is not None
+    return MathProblem(problem, answer, str(solution) if whole else f"\\boxed{{{answer}}}")

@@ -1,0 +1,128 @@
+"""Mathematics with a boxed answer: problems from JSONL, one answer an episode, right if it means the same as the gold
+answer.
+
+The same text is right at once; anything else is decided by math-verify, in a grading process (`library.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.env.environments.answers import boxed_answer
+from services.env.environments.base import (
+    EVAL,
+    MAX_REWARD,
+    TRAIN,
+    Demonstration,
+    Info,
+    Message,
+    StepResult,
+    assistant,
+    check_task,
+    user,
+)
+from services.env.environments.math.data import MathProblem, read_math
+from services.env.grading.pool import GradingEnded, GradingPool
+from shared.errors import ConfigError
+
+_LIBRARY = GradingPool("services.env.environments.math.library")
+_ASK = "Think step by step and put the final answer in a box: \\boxed{…}"
+_MAX_SHOWN = 256
+
+
+class MathConfig(BaseModel):
+    """`train` and `eval` are JSONL files with `problem` and `answer`; a split without a file does not exist."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    train: Path | None = None
+    eval: Path | None = None
+    correct_reward: float = Field(default=1.0, gt=0, le=MAX_REWARD)
+    format_reward: float = Field(default=0.0, ge=0, le=MAX_REWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class MathEpisode:
+    """One problem, to be answered once."""
+
+    problem: MathProblem
+    config: MathConfig
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def opening(self) -> tuple[Message, ...]:
+        return (_question(self.problem),)
+
+    def step(self, message: Message) -> StepResult:
+        answer = boxed_answer(message["content"])
+        extra: dict[str, Any] = {"answer": answer and answer[:_MAX_SHOWN], "expected": self.problem.answer[:_MAX_SHOWN]}
+        right = False
+        try:
+            right = answer is not None and is_right(self.problem.answer, answer)
+        except GradingEnded as ended:
+            extra["grading"] = ended.detail
+        rewards = {"correct": self.config.correct_reward if right else 0.0}
+        if self.config.format_reward:
+            rewards["format"] = 0.0 if answer is None else self.config.format_reward
+        info = Info(rewards, right, "format" if answer is None else None, extra)
+        return StepResult((), sum(rewards.values()), True, False, info)
+
+
+class Math:
+    """The environment. Files are read at the first use of a split; raises ConfigError if one is missing or
+    malformed.
+    """
+
+    def __init__(self, config: MathConfig) -> None:
+        self._config = config
+        self._files = {split: path for split, path in ((TRAIN, config.train), (EVAL, config.eval)) if path is not None}
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return tuple(self._problems)
+
+    @cached_property
+    def _problems(self) -> dict[str, tuple[MathProblem, ...]]:
+        if not self._files:
+            raise ConfigError("math has no data", "set data.train and data.eval to JSONL files of problem and answer")
+        return {split: read_math(path) for split, path in self._files.items()}
+
+    def num_tasks(self, split: str) -> int:
+        self._check(split, 0)
+        return len(self._problems[split])
+
+    def task(self, split: str, index: int) -> str:
+        digest = hashlib.blake2b(self._problem(split, index).problem.encode(), digest_size=6).hexdigest()
+        return f"{split}/{index}@{digest}"
+
+    def reset(self, split: str, index: int, seed: int) -> MathEpisode:
+        """Nothing is random: `seed` changes nothing."""
+        return MathEpisode(self._problem(split, index), self._config)
+
+    def demonstration(self, split: str, index: int) -> Demonstration:
+        """The solution of the data set, or the boxed answer alone."""
+        problem = self._problem(split, index)
+        return Demonstration((_question(problem), assistant(problem.solution)), success=True)
+
+    def _problem(self, split: str, index: int) -> MathProblem:
+        self._check(split, index)
+        return self._problems[split][index]
+
+    def _check(self, split: str, index: int) -> None:
+        check_task("math", {name: len(problems) for name, problems in self._problems.items()}, split, index)
+
+
+def is_right(gold: str, answer: str) -> bool:
+    """Whether `answer` means the same as `gold`. Raises GradingEnded when finding out takes more than its share."""
+    return answer.strip() == gold.strip() or _LIBRARY.grade("equal", gold, answer)
+
+
+def _question(problem: MathProblem) -> Message:
+    return user(f"{problem.problem}\n{_ASK}")

@@ -1,0 +1,75 @@
+"""Text-to-SQL tasks as files: one JSON object a line, with the keys of BIRD and Spider, or with the schema as SQL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import orjson
+
+from shared.errors import ConfigError
+
+FORMAT = 'a line is {"question": "…", "sql": "SELECT …", "schema": "CREATE TABLE …"} or has "db_id" instead of "schema"'
+
+
+@dataclass(frozen=True, slots=True)
+class SqlTask:
+    """`source` names the database for `library.py`; `shown` is its CREATE statements, empty if they are to be read."""
+
+    question: str
+    sql: str
+    source: Mapping[str, str]
+    shown: str = ""
+
+    @property
+    def database(self) -> str:
+        """`source` as JSON text."""
+        return orjson.dumps(dict(self.source), option=orjson.OPT_SORT_KEYS).decode()
+
+
+@lru_cache(maxsize=8)
+def read_tasks(path: Path, databases: Path | None) -> tuple[SqlTask, ...]:
+    """All tasks of a JSONL file, read once in a process. Raises ConfigError naming the file and the line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(
+            f"data file {path}: {error.strerror}", "point data.train and data.eval to JSONL files"
+        ) from error
+    tasks = tuple(_task(line, f"{path}:{n}", databases) for n, line in enumerate(lines, 1) if line.strip())
+    if not tasks:
+        raise ConfigError(f"data file {path} holds no tasks")
+    return tasks
+
+
+def _task(line: bytes, where: str, databases: Path | None) -> SqlTask:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(f"{where} is not valid JSON: {error}") from error
+    row = row if isinstance(row, dict) else {}
+    sql = row.get("sql") or row.get("SQL") or row.get("query")
+    match {**row, "sql": sql}:
+        case {"question": str(question), "sql": str(sql), "schema": str(schema)}:
+            return SqlTask(_with_evidence(question, row), sql, {"schema": schema})
+        case {"question": str(question), "sql": str(sql), "db_id": str(name)}:
+            return SqlTask(_with_evidence(question, row), sql, {"file": str(_database(name, where, databases))})
+        case _:
+            raise ConfigError(f"{where} is not a text-to-SQL task", FORMAT)
+
+
+def _with_evidence(question: str, row: Mapping[str, object]) -> str:
+    evidence = row.get("evidence")
+    return f"{question}\n{evidence}" if isinstance(evidence, str) and evidence else question
+
+
+def _database(name: str, where: str, databases: Path | None) -> Path:
+    """BIRD's and Spider's layout: NAME/NAME.sqlite in one folder."""
+    if databases is None:
+        raise ConfigError(f"{where} names the database {name!r}", "set databases to the folder that holds it")
+    path = databases / name / f"{name}.sqlite"
+    if Path(name).name != name or not path.is_file():
+        raise ConfigError(f"{where}: there is no database {path}", "databases holds NAME/NAME.sqlite for each db_id")
+    return path.resolve()
