@@ -1,0 +1,254 @@
+"""Submitted zip files and wheels: unpacked into a folder that sandboxes may read.
+
+The bytes are a stranger's. Nothing is believed of what the archive says of itself: sizes are counted while they come
+out, names are taken to pieces, and only files and folders are made, by us. An archive is unpacked whole or not at all,
+into a folder that is named by its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import stat
+import tomllib
+import unicodedata
+import uuid
+import zipfile
+import zlib
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from services.env.sandbox.packages.dependencies import read_metadata
+from services.env.sandbox.process import workspace
+from shared.errors import DecodeError, InputError, TooLarge
+
+ENTRY_GROUP = "volley.environments"
+"""The group of entry points in which a wheel names its environments: NAME = package.module:Class."""
+MAX_PART = 100
+MAX_DEPTH = 12
+_BLOCK = 2**16
+_ENTRY_MARK = b"PK\x01\x02"
+_FORBIDDEN = frozenset('<>:"|?*\\')
+_MAX_READ = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveLimits:
+    """Bounds of one archive: entries, MiB of one file and of all files when unpacked."""
+
+    entries: int = 2000
+    file_mb: int = 16
+    total_mb: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackedArchive:
+    """An archive on disk.
+
+    Args:
+        folder: from which its modules are imported.
+        modules: names of the modules and packages at its top, in order.
+        requirements: what it declares to need: of a wheel its Requires-Dist, else of pyproject.toml, else of the PEP
+            723 block of its only file.
+        requires_python: which Pythons it declares to run on; empty for any.
+        entries: environments it names itself, as package.module:Class.
+    """
+
+    folder: Path
+    modules: tuple[str, ...]
+    requirements: tuple[str, ...]
+    requires_python: str
+    entries: tuple[str, ...]
+
+    def locate(self, entry: str | None) -> tuple[str, str | None]:
+        """(module, class or None) of `entry`: package.module:Class, a class of the only module, or nothing where there
+        is no choice. Raises InputError.
+        """
+        if entry is not None and ":" in entry:
+            module, _, name = entry.partition(":")
+            return _checked_module(module), name or None
+        if len(self.entries) == 1 and entry is None:
+            module, _, name = self.entries[0].partition(":")
+            return _checked_module(module), name or None
+        if len(self.modules) == 1 and len(self.entries) <= 1:
+            return self.modules[0], entry
+        choice = ", ".join(self.entries or self.modules)[:500] or "no module at all"
+        raise InputError(f"the archive holds {choice}", "say which to use: ?entry=package.module:Class")
+
+
+def unpack(data: bytes, folder: Path, limits: ArchiveLimits | None = None) -> UnpackedArchive:
+    """Unpacks a zip file or a wheel beneath `folder`. The same bytes again change nothing.
+
+    Blocks for as long as it writes. Raises DecodeError (no zip file), InputError (what may not be in it), TooLarge.
+    """
+    limits = limits or ArchiveLimits()
+    if data.count(_ENTRY_MARK) > limits.entries:
+        raise TooLarge(f"the archive has more than {limits.entries} entries", "leave out what is not needed")
+    place = folder / hashlib.sha256(data).hexdigest()[:32]
+    if not place.is_dir():
+        work = folder / f".new-{uuid.uuid4().hex}"
+        work.mkdir(parents=True)
+        try:
+            _extract(data, work, limits)
+            _described(work)
+            work.rename(place)
+        finally:
+            workspace.remove(work)
+    return _described(place)
+
+
+def _extract(data: bytes, folder: Path, limits: ArchiveLimits) -> None:
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            plan = _planned(archive.infolist(), limits)
+            left = limits.total_mb * 2**20
+            for path, info in plan.items():
+                target = folder / path
+                if info.is_dir():
+                    _make_folder(target, folder)
+                    continue
+                _make_folder(target.parent, folder)
+                left -= _write(archive, info, target, min(left, limits.file_mb * 2**20))
+    except (zipfile.BadZipFile, zipfile.LargeZipFile, zlib.error, EOFError, NotImplementedError) as error:
+        raise DecodeError(f"the archive cannot be unpacked: {str(error)[:200]}", "send a zip file or a wheel") from None
+    except (RuntimeError, ValueError, UnicodeError, OverflowError, IndexError) as error:
+        raise DecodeError(f"the archive is malformed: {str(error)[:200]}", "send a zip file or a wheel") from None
+
+
+def _planned(entries: list[zipfile.ZipInfo], limits: ArchiveLimits) -> dict[PurePosixPath, zipfile.ZipInfo]:
+    """Where each entry goes. Raises InputError for one that may not go anywhere, or where another one goes."""
+    if len(entries) > limits.entries:
+        raise TooLarge(f"the archive has {len(entries)} entries; at most {limits.entries} are taken")
+    plan: dict[PurePosixPath, zipfile.ZipInfo] = {}
+    taken: dict[str, bool] = {}
+    for info in entries:
+        path = _safe_path(info)
+        key = _folded(path)
+        if key in taken and not (taken[key] and info.is_dir()):
+            raise InputError(
+                f"the archive has {info.filename[:MAX_PART]!r} twice, or two names that some systems confuse"
+            )
+        for parent in path.parents[:-1]:
+            if taken.setdefault(_folded(parent), True) is False:
+                raise InputError(f"in the archive {str(parent)[:MAX_PART]!r} is a file and a folder")
+        taken[key] = info.is_dir()
+        plan[path] = info
+    return plan
+
+
+def _safe_path(info: zipfile.ZipInfo) -> PurePosixPath:
+    """Raises InputError unless an entry is a plain file or folder with a plain name beneath the archive's top."""
+    name, mode = info.orig_filename, info.external_attr >> 16
+    shown = repr(name[:MAX_PART])
+    if stat.S_IFMT(mode) not in (0, stat.S_IFREG, stat.S_IFDIR):
+        raise InputError(f"{shown} is a link or a device", "archives may hold files and folders only")
+    if info.flag_bits & 0x1:
+        raise InputError(f"{shown} is encrypted")
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise InputError(f"{shown} is compressed in a way that is not taken", "use deflate, as zip does by default")
+    if name.startswith("/") or not name.isprintable() or _FORBIDDEN & set(name):
+        raise InputError(f"{shown} is not a name for a file in an archive", "use relative names with / between folders")
+    parts = name.rstrip("/").split("/")
+    if len(parts) > MAX_DEPTH or any(len(part.encode()) > MAX_PART for part in parts):
+        raise InputError(f"{shown} is too long or too deep", f"at most {MAX_DEPTH} parts of {MAX_PART} bytes")
+    if any(part in ("", ".", "..") or part != part.rstrip(". ") for part in parts):
+        raise InputError(f"{shown} leads out of the archive, or is no plain name")
+    return PurePosixPath(*parts)
+
+
+def _folded(path: PurePosixPath) -> str:
+    """Equal for names that some file system takes for the same."""
+    return unicodedata.normalize("NFKC", str(path)).casefold()
+
+
+def _make_folder(path: Path, top: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    while path != top.parent:
+        path.chmod(0o755)
+        path = path.parent
+
+
+def _write(archive: zipfile.ZipFile, info: zipfile.ZipInfo, target: Path, most: int) -> int:
+    """The bytes of one entry, however many it says it has. Raises TooLarge."""
+    n = 0
+    with archive.open(info) as source, target.open("xb") as file:
+        while block := source.read(_BLOCK):
+            n += len(block)
+            if n > most:
+                raise TooLarge("the archive is too large when it is unpacked", "leave out what is not needed")
+            file.write(block)
+    target.chmod(0o644)
+    return n
+
+
+def _described(top: Path) -> UnpackedArchive:
+    infos = sorted(top.glob("*.dist-info"))
+    folder = top / "src" if not infos and (top / "src").is_dir() else top
+    modules = tuple(sorted(_modules(folder)))
+    if infos:
+        requirements, python = _of_wheel(infos[0])
+        return UnpackedArchive(folder, modules, requirements, python, _entry_points(infos[0]))
+    if (top / "pyproject.toml").is_file():
+        requirements, python, entries = _of_project(top / "pyproject.toml")
+        return UnpackedArchive(folder, modules, requirements, python, entries)
+    alone = folder / f"{modules[0]}.py" if len(modules) == 1 else None
+    found = read_metadata(_text(alone) if alone is not None and alone.is_file() else "")
+    return UnpackedArchive(folder, modules, found.dependencies, found.requires_python, ())
+
+
+def _modules(folder: Path) -> set[str]:
+    files = {path.stem for path in folder.glob("*.py") if path.stem.isidentifier() and path.stem != "setup"}
+    return files | {path.parent.name for path in folder.glob("*/__init__.py") if path.parent.name.isidentifier()}
+
+
+def _of_wheel(info: Path) -> tuple[tuple[str, ...], str]:
+    """What a wheel requires, without its extras."""
+    if "Root-Is-Purelib: true" not in _text(info / "WHEEL"):
+        raise InputError("the wheel holds compiled code for one platform, or says nothing of it", "send a pure one")
+    metadata = HeaderParser().parsestr(_text(info / "METADATA"))
+    requirements = tuple(str(one) for one in metadata.get_all("Requires-Dist", []))
+    return tuple(one for one in requirements if "extra" not in one.partition(";")[2]), metadata.get(
+        "Requires-Python", ""
+    )
+
+
+def _of_project(path: Path) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    try:
+        project: Any = tomllib.loads(_text(path)).get("project", {})
+        dependencies, python = project.get("dependencies", []), project.get("requires-python", "")
+        entries = tuple(project.get("entry-points", {}).get(ENTRY_GROUP, {}).values())
+    except (tomllib.TOMLDecodeError, RecursionError, AttributeError) as error:
+        raise InputError(f"pyproject.toml of the archive cannot be read: {error}") from None
+    if not isinstance(python, str) or not isinstance(dependencies, list):
+        raise InputError("pyproject.toml: dependencies must be a list of texts, requires-python a text")
+    if not all(isinstance(one, str) for one in [*dependencies, *entries]):
+        raise InputError("pyproject.toml: dependencies and entry points must be texts")
+    return tuple(dependencies), python, entries
+
+
+def _entry_points(info: Path) -> tuple[str, ...]:
+    parser = ConfigParser(delimiters=("=",), interpolation=None)
+    try:
+        parser.read_string(_text(info / "entry_points.txt"))
+    except ConfigParserError as error:
+        raise InputError(f"entry_points.txt of the wheel cannot be read: {str(error)[:200]}") from None
+    return tuple(parser[ENTRY_GROUP].values()) if parser.has_section(ENTRY_GROUP) else ()
+
+
+def _text(path: Path) -> str:
+    """The text of a file of ours; empty if there is none."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_READ).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _checked_module(name: str) -> str:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise InputError(f"{name[:MAX_PART]!r} is not the name of a module", "say package.module:Class")
+    return name
