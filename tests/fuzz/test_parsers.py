@@ -15,7 +15,7 @@ from fastapi import Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.env import schemas
+from services.env.api import schemas
 from services.env.catalogue import KINDS, Catalogue
 from services.env.environments.base import assistant
 from services.env.environments.gsm8k.data import Problem
@@ -27,7 +27,7 @@ from shared.errors import ConfigError, DecodeError, InputError, VolleyError
 from shared.schema import Limits
 from shared.types import WeightVersion
 from shared.web.http import create_app
-from tests.env.test_catalogue import register
+from tests.env.test_catalogue import RUNNER, register
 from tests.fuzz.values import CASES, EXAMPLES, JSON, KEYS, TEXTS, WIRE, changed
 from tests.support.tokenizer import FOLDER
 
@@ -145,7 +145,7 @@ CONFIGS = {
 def test_variants_have_bounded_rewards(case: tuple[str, dict[str, Any]]) -> None:
     kind, changes = case
     with suppress(VolleyError):
-        entry, _ = register(Catalogue(), "v", kind, changes)
+        entry, _ = register(Catalogue(RUNNER), "v", kind, changes)
         described = json.loads(orjson.dumps(entry.describe()))["config"]
         assert all(abs(value) <= 2**31 for value in described.values() if isinstance(value, int | float))
 

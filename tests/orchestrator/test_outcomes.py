@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.env import runner
+from services.env.backends import base as backends
 from services.env.grading import pool
 from services.env.sandbox import failure
 from services.orchestrator.episodes import failures
@@ -66,9 +66,8 @@ def test_a_class_from_elsewhere_is_judged_like_its_ancestor():
 
 
 def error(name):
-    return next(getattr(module, name) for module in (errors, failures, runner, failure, pool) if hasattr(module, name))(
-        "planted"
-    )
+    modules = (errors, failures, backends, failure, pool)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))("planted")
 
 
 async def group_with(name, place, n_failures):

@@ -6,7 +6,8 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from services.env import routes as env
+from services.env.api import environments
+from services.env.api import routes as env
 from services.orchestrator import routes as orchestrator
 from services.rollout.api import openai
 from services.rollout.api import routes as rollout
@@ -19,7 +20,7 @@ from shared.web.http import COMMON_ROLES, create_app
 from tests.support.tokens import write_private, write_tokens
 
 SERVICES = {
-    "env": ([env.router], env.ROLES),
+    "env": ([environments.router, env.router], {**environments.ROLES, **env.ROLES}),
     "orchestrator": ([orchestrator.router], orchestrator.ROLES),
     "rollout": ([rollout.router, openai.router], {**rollout.ROLES, **openai.ROLES}),
     "trainer": ([trainer.router], trainer.ROLES),
@@ -37,6 +38,11 @@ common        anyone  GET /docs/swagger-ui.css
 common        anyone  GET /openapi.json
 env           viewer  GET /environments
 env           admin   POST /environments
+env           viewer  GET /environments/{name}
+env           admin   PUT /environments/{name}
+env           viewer  GET /environments/{name}/logs
+env           admin   POST /environments/{name}/activate
+env           admin   POST /environments/{name}/retire
 env           service POST /episodes
 env           service POST /episodes/{episode_id}/step
 env           service DELETE /episodes/{episode_id}
@@ -48,6 +54,7 @@ env           service POST /{env}/task
 env           service POST /{env}/demonstration
 orchestrator  viewer  GET /runs
 orchestrator  viewer  GET /runs/{name}
+orchestrator  admin   PATCH /runs/{name}
 orchestrator  admin   POST /runs/{name}/pause
 orchestrator  admin   POST /runs/{name}/resume
 rollout       service POST /generate
