@@ -44,6 +44,8 @@ _PATHS = (
     "data.eval",
     "run.dir",
     "services.redis_password_file",
+    "services.env.folder",
+    "services.env.remote_tokens_file",
     *(f"services.token_files.{role}" for role in TokenFiles.model_fields),
     *(f"services.tls.{file}" for file in Tls.model_fields),
 )

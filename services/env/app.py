@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from services.env.api import environments
 from services.env.api.routes import ROLES, router
 from services.env.api.state import EnvState
+from services.env.backends.remote.site import open_access
 from services.env.backends.threads import ThreadRunner
 from services.env.catalogue import Catalogue, try_out
 from services.env.episodes import Episodes
@@ -39,11 +40,13 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     """The service from plain settings. Raises ConfigError."""
     runner = ThreadRunner(settings.n_threads, settings.deadline_s, settings.max_episodes)
     catalogue = open_catalogue(settings, runner)
+    remotes = open_access(settings.remote_tokens_file, settings.ca_file, settings.deadline_s)
     async with Sandboxes(max_running=settings.max_sandboxes) as sandboxes:
         submissions = Submissions(
             SubmissionStore(settings.folder / "submitted"),
             catalogue,
             sandboxes,
+            remotes,
             limits=settings.sandbox,
             deadline_s=settings.deadline_s,
             unsandboxed=settings.unsandboxed,

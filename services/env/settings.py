@@ -26,6 +26,9 @@ class EnvSettings:
     """`env` is the main environment of the run, `others` are the rest of its mixture, all checked at start; `configs`
     holds the settings of each built-in that has some.
 
+    `remote_tokens_file` holds the tokens that remote environments are sent, by their address; `ca_file` who vouches for
+    those at https.
+
     `folder` keeps what is submitted; `unsandboxed` names what may be submitted where nothing confines it, `sandbox` is
     what one process of submitted code may use, `max_sandboxes` how many there are at once.
 
@@ -46,6 +49,8 @@ class EnvSettings:
     max_sandboxes: int
     unsandboxed: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    remote_tokens_file: Path | None = None
+    ca_file: Path | None = None
 
 
 def from_config(config: RunConfig) -> EnvSettings:
@@ -71,4 +76,6 @@ def from_config(config: RunConfig) -> EnvSettings:
         sandbox=SandboxLimits(memory_mb=env.sandbox_memory_mb),
         max_sandboxes=max(64, orchestrator.max_concurrent_episodes + 32),
         unsandboxed=env.unsandboxed,
+        remote_tokens_file=env.remote_tokens_file,
+        ca_file=config.services.tls.ca_file,
     )

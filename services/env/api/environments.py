@@ -13,6 +13,7 @@ from services.env.api.schemas import (
     Listed,
     LogShown,
     RegisterBody,
+    RemoteBody,
     SubmitBody,
     SubmitQuery,
     SubmittedShown,
@@ -20,6 +21,8 @@ from services.env.api.schemas import (
     submitted,
 )
 from services.env.api.state import state_of
+from services.env.backends.remote.protocols import RemoteEnvironment
+from services.env.catalogue import CatalogueEntry
 from services.env.submissions.record import SubmittedVersion
 from services.env.submissions.submissions import Submission
 from shared.errors import InputError
@@ -45,8 +48,12 @@ PYTHON = ("text/x-python", "application/x-python", "text/x-script.python")
 async def list_environments(request: Request) -> Response:
     """All environments with their settings and states; every version of the submitted ones."""
     state = state_of(request)
-    rows = [entry.describe() for entry in state.catalogue.entries() if entry.kind != "python"]
-    rows += [version.describe() for version in state.submissions.all()]
+    entries = {entry.name: entry for entry in state.catalogue.entries()}
+    submitted_ones = state.submissions.all()
+    theirs = {version.full_name for version in submitted_ones}
+    rows = [entry.describe() for entry in entries.values() if entry.name not in theirs]
+    rows += [version.describe() for version in submitted_ones]
+    rows = [{**row, "trouble": _trouble(entries.get(row["name"]))} for row in rows]
     return respond(request, {"environments": rows})
 
 
@@ -57,8 +64,8 @@ async def list_environments(request: Request) -> Response:
 )
 async def submit_environment(request: Request) -> Response:
     """Submits an environment: a Python file (its text as the body with Content-Type text/x-python and `?name=`, or
-    `{name, source}`): 202, and it is validated next. With `{name, base, config}` adds a configured variant of a
-    built-in one: 201, or 200 when it exists already with these settings.
+    `{name, source}`), or a remote one (`{name, url, protocol, config}`): 202, and it is validated next. With `{name,
+    base, config}` adds a configured variant of a built-in one: 201, or 200 when it exists already with these settings.
     """
     state = state_of(request)
     if _is_python(request):
@@ -109,6 +116,10 @@ async def retire_environment(request: Request, name: str) -> Response:
     return _told(request, await state_of(request).submissions.retire(name), 200)
 
 
+def _trouble(entry: CatalogueEntry | None) -> str | None:
+    return None if entry is None else entry.backend.why_stuck()
+
+
 def _told(request: Request, version: SubmittedVersion, status: int) -> Response:
     return respond(request, submitted(version), status)
 
@@ -125,6 +136,9 @@ async def _python(request: Request, name: str | None = None) -> Submission:
 
 def _object(raw: Mapping[str, Any], name: str | None = None) -> Submission:
     """Raises InputError."""
+    if "url" in raw:
+        far = http.validated(RemoteBody, _named(raw, name), strict=True)
+        return Submission(far.name, RemoteEnvironment(far.protocol, far.url, far.config), None, far.config, far.weight)
     body = http.validated(SubmitBody, _named(raw, name), strict=True)
     return Submission(body.name, body.source.encode("utf-8", "surrogatepass"), body.entry, body.config, body.weight)
 

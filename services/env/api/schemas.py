@@ -8,6 +8,7 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic.config import JsonDict
 
+from services.env.backends.remote.address import MAX_URL
 from services.env.environments.base import Fault, Message, StepResult
 from services.env.episodes import EpisodeSlot
 from services.env.submissions.record import Report, SubmittedVersion
@@ -64,6 +65,21 @@ class SubmitBody(
     weight: Weight = 0.0
 
 
+class RemoteBody(
+    Body,
+    json_schema_extra=_example(
+        name="echo", url="http://127.0.0.1:8000", protocol="openenv", config={"action_field": "message"}, weight=1.0
+    ),
+):
+    """An environment on somebody else's server; `config` are the settings of the protocol."""
+
+    name: EnvName
+    url: Annotated[str, Field(min_length=1, max_length=MAX_URL)]
+    protocol: Annotated[str, Field(min_length=1, max_length=80)]
+    config: dict[str, JsonValue] = {}
+    weight: Weight = 0.0
+
+
 class RegisterBody(Body, json_schema_extra=_example(name="frozen_lake-6", base="frozen_lake", config={"size": 6})):
     """A configured variant of the environment `base`."""
 
@@ -113,7 +129,8 @@ class StepBody(Body, json_schema_extra=_example(request_id="1", message=_ACTION)
 
 class Described(BaseModel):
     """An environment on offer. Of a submitted one, `name` is `NAME@VERSION` and `why` says how it got into its
-    `state`.
+    `state`; of a remote one, `url` says where it is. `trouble` is why its episodes fail for now, null while they do
+    not.
     """
 
     name: str
@@ -123,6 +140,8 @@ class Described(BaseModel):
     version: int | None
     weight: float
     why: str = ""
+    url: str | None = None
+    trouble: str | None = None
 
 
 class SubmittedShown(Described):

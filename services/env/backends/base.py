@@ -6,6 +6,7 @@ Invariants: the event loop never runs environment code; what one environment doe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -73,5 +74,48 @@ class Backend(Protocol):
     async def demonstration(self, split: str, index: int) -> Demonstration: ...
 
     def why_stuck(self) -> str | None:
-        """Why its calls are refused for now; None if they are not."""
+        """Why its calls are refused, or fail, for now; None if they do not."""
+        ...
+
+
+class EnvironmentDescription(Protocol):
+    """What a submitted environment says of itself. `entry` is the class of its file, if it came as one."""
+
+    @property
+    def protocol(self) -> str: ...
+
+    @property
+    def entry(self) -> str | None: ...
+
+    @property
+    def splits(self) -> Mapping[str, int]: ...
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]: ...
+
+    @property
+    def has_demonstration(self) -> bool: ...
+
+
+class SubmittedBackend(Backend, Protocol):
+    """A backend of something submitted, which is validated before it is used.
+
+    `splits_of` is the number of tasks of each split. `is_remote`: it is played at somebody else's server, which nothing
+    makes repeat itself. `log`: the newest lines that it printed, and how its episodes failed.
+    """
+
+    @property
+    def splits_of(self) -> Mapping[str, int]: ...
+
+    @property
+    def has_demonstration(self) -> bool: ...
+
+    @property
+    def is_remote(self) -> bool: ...
+
+    @property
+    def log(self) -> deque[str]: ...
+
+    async def describe(self) -> EnvironmentDescription:
+        """Raises VolleyError where it cannot be used."""
         ...

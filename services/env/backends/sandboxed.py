@@ -80,6 +80,10 @@ class SandboxedBackend:
     def why_stuck(self) -> str | None:
         return None
 
+    @property
+    def is_remote(self) -> bool:
+        return False
+
     async def call(self, sandbox: Sandbox, call: Call, method: str, params: Mapping[str, Any]) -> Any:
         """The answer, unchecked. Raises VolleyError for a defect, told in the log."""
         began = time.perf_counter()

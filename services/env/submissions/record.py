@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from shared.errors import Conflict
 
+type Kind = Literal["python", "remote"]
 type State = Literal["submitted", "validating", "canary", "active", "retired", "rejected"]
 
 _NEXT: Mapping[State, frozenset[State]] = {
@@ -79,10 +80,13 @@ class Transition(Frozen):
 
 
 class SubmittedVersion(Frozen):
-    """`splits` are known once it is validated; `digest` is the SHA-256 of what was sent, `size` its bytes."""
+    """`splits` are known once it is validated; `digest` is the SHA-256 of what was sent, `size` its bytes. `url` is
+    where a remote environment is; one that came as a file has none.
+    """
 
     name: str
     version: int
+    url: str | None = None
     entry: str | None = None
     config: dict[str, Any] = {}
     weight: float = 0.0
@@ -98,6 +102,10 @@ class SubmittedVersion(Frozen):
     @property
     def full_name(self) -> str:
         return f"{self.name}@{self.version}"
+
+    @property
+    def kind(self) -> Kind:
+        return "python" if self.url is None else "remote"
 
     @property
     def state(self) -> State:
@@ -119,10 +127,11 @@ class SubmittedVersion(Frozen):
         """A row of GET /environments."""
         return {
             "name": self.full_name,
-            "base": "python",
+            "base": self.kind,
             "config": self.config,
             "state": self.state,
             "version": self.version,
             "weight": self.weight,
             "why": self.why,
+            "url": self.url,
         }

@@ -15,9 +15,12 @@ import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from services.env.backends.base import SubmittedBackend
+from services.env.backends.remote.protocols import RemoteEnvironment, checked, open_remote
+from services.env.backends.remote.site import RemoteAccess
 from services.env.backends.sandboxed import LOG_LINES, SandboxedBackend
 from services.env.catalogue import Catalogue, CatalogueEntry, check_name
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
@@ -55,23 +58,34 @@ _log = telemetry.Log("env")
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What is sent: one Python file. `entry` names its class where there are several, `config` are its arguments;
-    `weight` its share of live runs beside their own environment of weight 1, 0 if it joins none.
+    """What is sent: one Python file, or where a remote environment is. `entry` names the file's class where there are
+    several, `config` are its arguments, or the settings of the remote's protocol; `weight` is the share of live runs
+    beside their own environment of weight 1, 0 if it joins none.
     """
 
     name: str
-    source: bytes
+    source: bytes | RemoteEnvironment
     entry: str | None = None
     config: Mapping[str, Any] | None = None
     weight: float = 0.0
 
     @property
+    def remote(self) -> RemoteEnvironment | None:
+        return self.source if isinstance(self.source, RemoteEnvironment) else None
+
+    @property
+    def content(self) -> bytes:
+        """What a version's digest is made of."""
+        return self.source if isinstance(self.source, bytes) else f"{self.source.protocol} {self.source.url}".encode()
+
+    @property
     def digest(self) -> str:
-        return hashlib.sha256(self.source).hexdigest()
+        return hashlib.sha256(self.content).hexdigest()
 
 
 class Submissions:
     """Args:
+    remotes: how remote environments are reached.
     unsandboxed: names that may be submitted where this machine has no sandbox worth the name.
     deadline_s: for one call into submitted code.
     """
@@ -81,12 +95,13 @@ class Submissions:
         store: SubmissionStore,
         catalogue: Catalogue,
         sandboxes: Sandboxes,
+        remotes: RemoteAccess,
         *,
         limits: SandboxLimits,
         deadline_s: float,
         unsandboxed: Iterable[str] = (),
     ) -> None:
-        self._store, self._catalogue, self._sandboxes = store, catalogue, sandboxes
+        self._store, self._catalogue, self._sandboxes, self._remotes = store, catalogue, sandboxes, remotes
         self._limits, self._deadline_s, self._unsandboxed = limits, deadline_s, frozenset(unsandboxed)
         self._versions: dict[str, dict[int, SubmittedVersion]] = {}
         self._canaries: dict[str, Canary] = {}
@@ -109,7 +124,7 @@ class Submissions:
                 if version.state in ("submitted", "validating"):
                     self._waiting.put_nowait(version)
                 elif version.state in PLAYABLE and version.splits:
-                    self._offer(version)
+                    self._offer_again(version)
         self._count()
 
     async def submit(self, wanted: Submission) -> SubmittedVersion:
@@ -119,7 +134,7 @@ class Submissions:
         StorageUnavailable.
         """
         async with self._lock:
-            await self._check(wanted)
+            wanted = await self._checked(wanted)
             if known := self._versions.get(wanted.name):
                 newest = known[max(known)]
                 if _same(newest, wanted) and newest.state in LIVING:
@@ -141,7 +156,7 @@ class Submissions:
         Raises NotFound, Conflict (another version is on its way), and what `submit` raises.
         """
         async with self._lock:
-            await self._check(wanted)
+            wanted = await self._checked(wanted)
             known = self._named(wanted.name)
             newest = known[max(known)]
             if _same(newest, wanted) and newest.state in LIVING:
@@ -237,24 +252,21 @@ class Submissions:
                 except Unavailable as error:
                     _log.warning("a canary's verdict waits", env=name, reason=str(error))
 
-    async def _check(self, wanted: Submission) -> None:
+    async def _checked(self, wanted: Submission) -> Submission:
+        """Raises InputError, TooLarge, Forbidden."""
         check_name(wanted.name)
         if wanted.name in _RESERVED:
             raise InputError(f"{wanted.name!r} is a part of the service's own paths", "choose another name")
-        if len(wanted.source) > MAX_SOURCE:
-            raise TooLarge(f"the source has {len(wanted.source)} bytes", f"at most {MAX_SOURCE} are taken")
-        if not wanted.source.strip():
-            raise InputError("the source is empty", "send a Python file: curl --data-binary @environment.py")
-        try:
-            wanted.source.decode()
-        except UnicodeDecodeError as error:
-            raise InputError(f"the source is not UTF-8: {error}", "send a Python file in UTF-8") from error
+        if isinstance(wanted.source, RemoteEnvironment):
+            return replace(wanted, source=checked(wanted.source))
+        _check_source(wanted.source)
         tier = await self._sandboxes.probe()
         if tier.level < MIN_TIER and wanted.name not in self._unsandboxed:
             raise Forbidden(
                 f"this machine cannot confine submitted code: {'; '.join(tier.missing)}",
                 f"services.env.unsandboxed: [{wanted.name}] in the run's configuration allows it by name",
             )
+        return wanted
 
     async def _add(self, wanted: Submission) -> SubmittedVersion:
         known = self._versions.get(wanted.name, {})
@@ -267,11 +279,14 @@ class Submissions:
             entry=wanted.entry,
             config=dict(wanted.config or {}),
             weight=wanted.weight,
+            url=wanted.remote.url if wanted.remote else None,
+            protocol=wanted.remote.protocol if wanted.remote else "",
             digest=wanted.digest,
-            size=len(wanted.source),
+            size=len(wanted.content),
             history=(Transition(state="submitted", at=time.time()),),
         )
-        await asyncio.to_thread(self._store.add, version, {MAIN: wanted.source})
+        files = {MAIN: wanted.source} if isinstance(wanted.source, bytes) else {}
+        await asyncio.to_thread(self._store.add, version, files)
         self._versions.setdefault(wanted.name, {})[number] = version
         self._waiting.put_nowait(version)
         self._count()
@@ -293,7 +308,7 @@ class Submissions:
                 await self._judge(version, found)
 
     async def _validated(self, version: SubmittedVersion) -> Validated:
-        def open_backend(splits: Mapping[str, int], has_demonstration: bool) -> SandboxedBackend:
+        def open_backend(splits: Mapping[str, int], has_demonstration: bool) -> SubmittedBackend:
             return self._backend(version.model_copy(update={"splits": splits, "has_demonstration": has_demonstration}))
 
         try:
@@ -361,11 +376,18 @@ class Submissions:
             self._point(name)
         self._count()
 
+    def _offer_again(self, version: SubmittedVersion) -> None:
+        """One whose settings this version of the service does not know is left out, as one that cannot be read."""
+        try:
+            self._offer(version)
+        except InputError as error:
+            _log.error("a submitted environment is left out", env=version.full_name, reason=str(error))
+
     def _offer(self, version: SubmittedVersion) -> None:
         if version.state == "canary":
             self._canaries.setdefault(version.full_name, Canary())
         entry = CatalogueEntry(
-            version.full_name, "python", version.config, self._backend(version), weight=version.weight
+            version.full_name, version.kind, version.config, self._backend(version), weight=version.weight
         )
         self._catalogue.offer(entry, version.full_name)
         self._point(version.name)
@@ -379,18 +401,21 @@ class Submissions:
         else:
             self._catalogue.withdraw(name)
 
-    def _backend(self, version: SubmittedVersion) -> SandboxedBackend:
+    def _backend(self, version: SubmittedVersion) -> SubmittedBackend:
+        log = self._logs.setdefault(version.full_name, deque(maxlen=LOG_LINES))
+        if version.url is not None:
+            remote = RemoteEnvironment(version.protocol, version.url, version.config)
+            return open_remote(version.full_name, remote, self._remotes, log)
         source = (self._store.source(version) / MAIN).read_text()
-        program = EnvironmentProgram(source, f"{version.name}.py", version.entry, version.config)
         return SandboxedBackend(
             version.full_name,
-            program,
+            EnvironmentProgram(source, f"{version.name}.py", version.entry, version.config),
             version.splits,
             version.has_demonstration,
             self._sandboxes,
             self._limits,
             self._deadline_s,
-            self._logs.setdefault(version.full_name, deque(maxlen=LOG_LINES)),
+            log,
         )
 
     def _named(self, name: str) -> dict[int, SubmittedVersion]:
@@ -411,3 +436,15 @@ def _same(version: SubmittedVersion, wanted: Submission) -> bool:
     """Whether a submission says again what a version was made from. (A class that was found is not asked for again.)"""
     told = (version.digest, version.config, version.weight)
     return told == (wanted.digest, dict(wanted.config or {}), wanted.weight) and wanted.entry in (None, version.entry)
+
+
+def _check_source(source: bytes) -> None:
+    """Raises InputError, TooLarge."""
+    if len(source) > MAX_SOURCE:
+        raise TooLarge(f"the source has {len(source)} bytes", f"at most {MAX_SOURCE} are taken")
+    if not source.strip():
+        raise InputError("the source is empty", "send a Python file: curl --data-binary @environment.py")
+    try:
+        source.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"the source is not UTF-8: {error}", "send a Python file in UTF-8") from error

@@ -1,0 +1,60 @@
+"""The protocols that remote environments speak, by name, with the settings that each takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from services.env.backends.base import SubmittedBackend
+from services.env.backends.remote.address import RemoteAddress, read_address
+from services.env.backends.remote.openenv import OpenEnvBackend, OpenEnvConfig
+from services.env.backends.remote.site import RemoteAccess
+from shared.errors import InputError
+from shared.web.http import validated
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteEnvironment:
+    """What a submission names: an address, the protocol that is spoken there, and its settings."""
+
+    protocol: str
+    url: str
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteProtocol[C: BaseModel]:
+    config: type[C]
+    open: Callable[[str, RemoteAddress, C, RemoteAccess, deque[str]], SubmittedBackend]
+
+
+PROTOCOLS: Mapping[str, RemoteProtocol[Any]] = {
+    "openenv": RemoteProtocol(OpenEnvConfig, OpenEnvBackend),
+}
+
+
+def checked(wanted: RemoteEnvironment) -> RemoteEnvironment:
+    """The same, its address written in one way. Raises InputError."""
+    protocol = _protocol(wanted)
+    try:
+        validated(protocol.config, wanted.config, strict=False)
+    except InputError as error:
+        raise InputError(f"config: {error.detail}", error.hint) from error
+    return RemoteEnvironment(wanted.protocol, str(read_address(wanted.url)), wanted.config)
+
+
+def open_remote(name: str, wanted: RemoteEnvironment, access: RemoteAccess, log: deque[str]) -> SubmittedBackend:
+    """The backend of what `checked` has found right; nothing is connected yet. Raises InputError."""
+    protocol = _protocol(wanted)
+    config = validated(protocol.config, wanted.config, strict=False)
+    return protocol.open(name, read_address(wanted.url), config, access, log)
+
+
+def _protocol(wanted: RemoteEnvironment) -> RemoteProtocol[Any]:
+    if wanted.protocol not in PROTOCOLS:
+        raise InputError(f"protocol: there is none {wanted.protocol[:80]!r}", f"there are: {', '.join(PROTOCOLS)}")
+    return PROTOCOLS[wanted.protocol]

@@ -1,0 +1,155 @@
+"""A remote environment's site: how it is reached, with which token, how many sessions it takes, what is the matter with
+it.
+
+Invariants: a token goes only to the address that the service's own configuration names it for; nothing that is
+submitted can add one. Whatever goes wrong on the way is a ServiceUnreachable that names the address, so that the
+episode is played again; the next episode tries anew, and needs nobody's help when the site is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ssl
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from services.env.backends.base import Busy, Call, GivenUp
+from services.env.backends.remote.address import RemoteAddress, read_address
+from shared.errors import ConfigError, InputError, ServiceUnreachable
+from shared.web.access import read_secret
+from shared.web.tls import client_context
+
+CONNECT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteAccess:
+    """Args: tokens: bearer tokens by origin (`https://host:port`); ca_file: who vouches for https (default: the
+    system's authorities); deadline_s: for one call.
+    """
+
+    tokens: Mapping[str, str] = field(repr=False)
+    ca_file: Path | None
+    deadline_s: float
+
+
+def open_access(tokens_file: Path | None, ca_file: Path | None, deadline_s: float) -> RemoteAccess:
+    """Args: tokens_file: a secret file with a line `URL TOKEN` for each server that wants one. Raises ConfigError."""
+    tokens: dict[str, str] = {}
+    lines = read_secret(tokens_file, _TOKENS_KEY).splitlines() if tokens_file is not None else ()
+    for number, line in enumerate(lines, 1):
+        url, _, token = line.strip().partition(" ")
+        try:
+            tokens[read_address(url).origin] = checked_token(token.strip())
+        except (InputError, ValueError) as error:
+            told = f"{_TOKENS_KEY}: line {number} of {tokens_file}: {getattr(error, 'detail', error)}"
+            raise ConfigError(told, "a line is URL TOKEN, for example http://10.0.0.7:8000 6c2f…") from error
+    return RemoteAccess(tokens, ca_file, deadline_s)
+
+
+def checked_token(token: str) -> str:
+    """Raises ValueError."""
+    if not token.isascii() or not token.isprintable() or not token or " " in token:
+        raise ValueError("the token must be printable ASCII characters, none of them blank")
+    return token
+
+
+_TOKENS_KEY = "services.env.remote_tokens_file"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteDescription:
+    """What is known of a remote environment once it was played. It has no class that could be named."""
+
+    protocol: str
+    splits: Mapping[str, int]
+    tools: Sequence[Mapping[str, Any]] = ()
+    has_demonstration: bool = False
+    entry: None = None
+
+
+class RemoteSite:
+    """Args: max_sessions: that are used at once; log: how its episodes failed, the newest last."""
+
+    def __init__(self, address: RemoteAddress, access: RemoteAccess, max_sessions: int, log: deque[str]) -> None:
+        self.address, self.deadline_s, self.log = address, access.deadline_s, log
+        self.trouble: str | None = None
+        """Why it cannot be reached, since the last attempt; None where that went well."""
+        self._token, self._ca_file = access.tokens.get(address.origin), access.ca_file
+        self._max_sessions, self._sessions = max_sessions, asyncio.Semaphore(max_sessions)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._token}"} if self._token else {}
+
+    @property
+    def token(self) -> str | None:
+        return self._token
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        return client_context(self._ca_file) if self.address.secure else None
+
+    async def enter(self) -> None:
+        """Takes one of the sessions, to be followed by `leave`. Raises Busy."""
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                await self._sessions.acquire()
+        except TimeoutError:
+            raise Busy(
+                f"{self.address}: all {self._max_sessions} sessions are in use",
+                "config.max_sessions says how many it has",
+                retry_after_s=2.0,
+            ) from None
+
+    def leave(self) -> None:
+        self._sessions.release()
+
+    async def within[T](self, call: Call, work: Awaitable[T]) -> T:
+        """Raises GivenUp after the deadline."""
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                return await work
+        except TimeoutError:
+            told = f"{self.address}: {call} took longer than {self.deadline_s:g} s"
+            raise GivenUp(told, "the episode is given up") from None
+
+    def unreachable(self, what: str, error: BaseException) -> ServiceUnreachable:
+        """The error for a connection that failed or broke, which is remembered. Args: what: was going on, if anything."""
+        reason = f"{what}{reason_of(error)}"
+        at = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        self.trouble = f"{self.address}: {reason} (since {at})" if self.trouble is None else self.trouble
+        self.log.append(f"{at} {reason}")
+        return ServiceUnreachable(f"{self.address}: {reason}", "is that server running?")
+
+    def reached(self) -> None:
+        self.trouble = None
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[None]:
+        """One of the sessions, given back where what follows fails."""
+        await self.enter()
+        try:
+            yield
+        except BaseException:
+            self.leave()
+            raise
+
+
+def reason_of(error: BaseException) -> str:
+    """In plain words, without the address."""
+    if isinstance(error, TimeoutError):
+        return "no connection within the time there is"
+    if isinstance(error, ssl.SSLError):
+        return f"no TLS connection can be made: {getattr(error, 'verify_message', None) or error.reason or error}"
+    if isinstance(error, OSError):
+        if error.errno == errno.ECONNREFUSED:
+            return "nothing listens there"
+        return error.strerror or str(error) or type(error).__name__
+    return str(error)[:200] or type(error).__name__
