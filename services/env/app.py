@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.env.api import environments
+from services.env.api import environments, openenv
 from services.env.api.routes import ROLES, router
 from services.env.api.state import EnvState
 from services.env.backends.remote.site import open_access
@@ -64,12 +64,13 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
             limits=settings.limits,
             tokens=read_tokens(settings.token_files),
             ready=lambda: _why_not(catalogue, settings.env),
-            roles={**ROLES, **environments.ROLES},
+            roles={**ROLES, **environments.ROLES, **openenv.ROLES},
             max_objects=MAX_OBJECTS,
             about=lambda: {"sandbox": sandboxes.tier.describe() if sandboxes.tier else None},
         )
-        app.state.env = EnvState(catalogue, episodes, submissions)
+        app.state.env, app.state.websockets = EnvState(catalogue, episodes, submissions), True
         app.include_router(environments.router)
+        app.include_router(openenv.router)
         app.include_router(router)
         _log.info("environments ready", env=settings.env, available=[entry.name for entry in catalogue.entries()])
         workers = [episodes.sweep, runner.watch, submissions.validate_waiting, submissions.judge_canaries]

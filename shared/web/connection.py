@@ -106,6 +106,10 @@ class Connection(HttpToolsProtocol):
             else:
                 self._feed(data[:n])
                 data = data[n:]
+                if (now := self.transport.get_protocol()) is not self:  # it is a WebSocket's from here on
+                    if data and isinstance(now, asyncio.Protocol):
+                        now.data_received(data)
+                    return
 
     def _next_part(self, data: bytes) -> int:
         """How many bytes of `data` belong to the head or the body that is arriving. Raises ChunkError."""

@@ -221,6 +221,9 @@ class _Edge:
         self._arriving = 0  # bytes of bodies that are not whole yet
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._websocket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -244,6 +247,15 @@ class _Edge:
             _REQUESTS.labels(
                 scope["method"] if scope["method"] in _METHODS_COUNTED else "other", route, status
             ).observe(time.perf_counter() - started)
+
+    async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A WebSocket, whose role is that of `WS /path`; who may not open it gets the same answer as to a request."""
+        try:
+            self._admit(scope, self._roles.role_for("WS", scope["path"]) or Role.ADMIN)
+        except VolleyError as error:
+            await problem_response(error, scope["path"])(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -57,11 +57,16 @@ class HttpServer(uvicorn.Server):
 
 
 def make_server(app: FastAPI, services: ServicesSection) -> HttpServer:
-    """For a certificate that `shared.web.tls.check_certificate` has found usable."""
+    """For a certificate that `shared.web.tls.check_certificate` has found usable. WebSockets are spoken where
+    `app.state.websockets` says so.
+    """
+    known = getattr(app.state, "max_body_bytes", services.limits.max_body_bytes)
     config = uvicorn.Config(
         app,
         lifespan="off",
-        ws="none",
+        ws="websockets-sansio" if getattr(app.state, "websockets", False) else "none",
+        ws_max_size=known,
+        ws_per_message_deflate=False,
         log_config=None,
         log_level="error",
         access_log=False,
@@ -72,7 +77,6 @@ def make_server(app: FastAPI, services: ServicesSection) -> HttpServer:
         timeout_graceful_shutdown=max(1, int(services.limits.grace_s)),
         timeout_keep_alive=_KEEP_ALIVE_S,
     )
-    known = getattr(app.state, "max_body_bytes", services.limits.max_body_bytes)
     return HttpServer(config, services.limits.model_copy(update={"max_body_bytes": known}))
 
 

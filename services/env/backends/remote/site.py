@@ -121,7 +121,7 @@ class RemoteSite:
             raise GivenUp(told, "the episode is given up") from None
 
     def unreachable(self, what: str, error: BaseException) -> ServiceUnreachable:
-        """The error for a connection that failed or broke, which is remembered. Args: what: was going on, if anything."""
+        """The error for a connection that failed or broke, which is remembered. Args: what: what it was used for."""
         reason = f"{what}{reason_of(error)}"
         at = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
         self.trouble = f"{self.address}: {reason} (since {at})" if self.trouble is None else self.trouble

@@ -1,0 +1,251 @@
+"""Volley's environments as OpenEnv servers: whoever has an OpenEnv client plays them at `/openenv/{env}`.
+
+One WebSocket is one session, which plays one episode at a time, with the frames of OpenEnv 0.10 (see
+backends/remote/openenv.py). Invariants: an episode is that of any other client (`Episodes`: the same bounds, the same
+life); it ends with its session; a frame that is wrong gets an error frame, and the session goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import APIRouter, Request, WebSocket, WebSocketDisconnect
+from fastapi.responses import Response
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from services.env.api.routes import EnvName
+from services.env.api.schemas import AssistantMessage, Index, Name, stepped
+from services.env.api.state import EnvState, state_of
+from services.env.environments.base import TRAIN, Message, StepResult
+from services.env.episodes import EpisodeRequest, EpisodeSlot
+from shared import codec
+from shared.errors import InputError, NotFound, RateLimited, VolleyError
+from shared.process import offload
+from shared.web.access import Role
+from shared.web.http import respond, validated
+from shared.web.openapi import declares
+
+router = APIRouter(tags=["openenv"])
+ROLES = {
+    "GET /openenv/{env}/health": Role.ANYONE,
+    "GET /openenv/{env}/metadata": Role.VIEWER,
+    "GET /openenv/{env}/schema": Role.VIEWER,
+    "WS /openenv/{env}/ws": Role.SERVICE,
+}
+_SEND_S = 30.0
+MAX_SEED = 2**63
+
+
+class ResetData(BaseModel):
+    """What a client may give to `reset`; anything else is ignored, as OpenEnv does. Without `index`, `seed` chooses the
+    task; without both, chance does.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    split: Name = TRAIN
+    index: Index | None = None
+    seed: Annotated[int, Field(ge=0, lt=MAX_SEED)] | None = None
+    episode_id: Annotated[str, Field(max_length=255)] | None = None
+
+
+class OpenEnvAction(BaseModel):
+    """What the assistant says; `tool_calls` as OpenAI writes them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    message: str
+    tool_calls: list[JsonValue] | None = None
+    metadata: dict[str, JsonValue] = {}
+
+
+class OpenEnvObservation(BaseModel):
+    """The messages that the assistant answers next, and all their text."""
+
+    text: str
+    messages: list[dict[str, JsonValue]]
+    task: str
+    tools: list[dict[str, JsonValue]] = []
+
+
+class OpenEnvState(BaseModel):
+    episode_id: str | None
+    step_count: int
+    task: str | None
+
+
+class SchemasShown(BaseModel):
+    action: dict[str, Any]
+    observation: dict[str, Any]
+    state: dict[str, Any]
+
+
+class MetadataShown(BaseModel):
+    name: str
+    description: str
+
+
+class HealthShown(BaseModel):
+    status: Literal["healthy"]
+
+
+@router.get("/openenv/{env}/health", openapi_extra=declares(answer=HealthShown))
+async def show_health(request: Request, env: EnvName) -> Response:
+    """Whether there is such an environment."""
+    state_of(request).catalogue.get(env)
+    return respond(request, {"status": "healthy"})
+
+
+@router.get("/openenv/{env}/metadata", openapi_extra=declares(answer=MetadataShown))
+async def show_metadata(request: Request, env: EnvName) -> Response:
+    """What the environment is called."""
+    entry = state_of(request).catalogue.get(env)
+    return respond(request, {"name": entry.name, "description": f"{entry.name}, played through Volley"})
+
+
+@router.get("/openenv/{env}/schema", openapi_extra=declares(answer=SchemasShown))
+async def show_schema(request: Request, env: EnvName) -> Response:
+    """JSON schemas of actions, observations and states: the same for all environments."""
+    state_of(request).catalogue.get(env)
+    models = {"action": OpenEnvAction, "observation": OpenEnvObservation, "state": OpenEnvState}
+    return respond(request, {name: model.model_json_schema() for name, model in models.items()})
+
+
+@router.websocket("/openenv/{env}/ws")
+async def play(websocket: WebSocket, env: str) -> None:
+    """A session: frames `{"type": "reset" | "step" | "state" | "close", "data": {…}}`, each answered by one."""
+    session = OpenEnvSession(websocket.app.state.env, env)
+    max_objects: int = websocket.app.state.max_objects
+    await websocket.accept()
+    try:
+        while True:
+            async with asyncio.timeout(session.idle_s):
+                raw = (await websocket.receive_text()).encode("utf-8", "surrogatepass")
+            answer = await session.answer(raw, max_objects)
+            if answer is None:
+                break
+            async with asyncio.timeout(_SEND_S):
+                await websocket.send_text(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+        await websocket.close()
+    except (WebSocketDisconnect, KeyError, TimeoutError):
+        return  # gone, sent no text, idle, or does not read: the server closes what is still open
+    finally:
+        await session.end()
+
+
+class OpenEnvSession:
+    """One session and the episode it plays, if any."""
+
+    def __init__(self, state: EnvState, env: str) -> None:
+        self._state, self._env = state, env
+        self._id, self._numbers = secrets.token_hex(8), itertools.count()
+        self._slot: EpisodeSlot | None = None
+        self._episode_id: str | None = None
+        self._n_steps = 0
+
+    @property
+    def idle_s(self) -> float:
+        """How long a session may say nothing: as long as its episode lives."""
+        return self._state.episodes.ttl_s
+
+    async def answer(self, raw: bytes, max_objects: int) -> dict[str, Any] | None:
+        """The frame that answers a frame; None to end the session."""
+        try:
+            frame = await offload.by_size(len(raw), lambda: codec.from_json(raw, "the frame", max_objects))
+            return await self._answered(frame)
+        except VolleyError as error:
+            return {"type": "error", "data": {"message": str(error), "code": _code(error)}}
+
+    async def end(self) -> None:
+        """Forgets the episode."""
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            await self._state.episodes.delete(slot.id)
+
+    async def _answered(self, frame: Any) -> dict[str, Any] | None:
+        """Raises VolleyError."""
+        kind = frame.get("type") if isinstance(frame, dict) else None
+        data = frame.get("data", {}) if isinstance(frame, dict) else None
+        if not isinstance(data, dict):
+            raise InputError('a frame is {"type": "reset" | "step" | "state" | "close", "data": {…}}')
+        if kind == "step":
+            return await self._step(validated(OpenEnvAction, data, strict=True))
+        if kind == "reset":
+            return await self._reset(validated(ResetData, data, strict=True))
+        if kind == "state":
+            task = self._slot.task if self._slot else None
+            return {"type": "state", "data": _state(self._episode_id, self._n_steps, task)}
+        if kind == "close":
+            return None
+        raise UnknownFrame(f"there is no frame of type {str(kind)[:80]!r}", "there are: reset, step, state, close")
+
+    async def _reset(self, data: ResetData) -> dict[str, Any]:
+        """Raises VolleyError."""
+        await self.end()
+        entry = self._state.catalogue.get(self._env)
+        seed, index = data.seed, data.index
+        if index is None:
+            seed = secrets.randbelow(MAX_SEED) if seed is None else seed
+            index = seed % await entry.backend.num_tasks(data.split)
+        wanted = EpisodeRequest(entry.name, data.split, index, seed, entry)
+        slot = await self._state.episodes.create(f"openenv-{self._id}-{next(self._numbers)}", wanted)
+        self._slot, self._n_steps, self._episode_id = slot, 0, data.episode_id or slot.id
+        info = {"split": data.split, "index": index, "seed": slot.seed, "episode_id": slot.id}
+        return _frame(slot, slot.opening, None, False, info, first=True)
+
+    async def _step(self, action: OpenEnvAction) -> dict[str, Any]:
+        """Raises VolleyError."""
+        slot = self._slot
+        if slot is None:
+            raise NotFound("there is no episode in this session", 'send {"type": "reset", "data": {}} first')
+        said = validated(AssistantMessage, {"content": action.message, "tool_calls": action.tool_calls}, strict=True)
+        result = await self._state.episodes.step(slot.id, str(next(self._numbers)), said.as_message())
+        self._n_steps += 1
+        return _stepped(slot, result)
+
+
+class UnknownFrame(InputError):
+    """A frame of a type that there is not."""
+
+
+def _code(error: VolleyError) -> str:
+    """OpenEnv's name for an error (WSErrorCode)."""
+    if isinstance(error, RateLimited):
+        return "CAPACITY_REACHED"
+    if isinstance(error, UnknownFrame):
+        return "UNKNOWN_TYPE"
+    return "VALIDATION_ERROR" if isinstance(error, InputError) else "EXECUTION_ERROR"
+
+
+def _stepped(slot: EpisodeSlot, result: StepResult) -> dict[str, Any]:
+    told = stepped(result)
+    info = {**told["info"], "terminated": result.terminated, "truncated": result.truncated}
+    return _frame(slot, result.messages, told["reward"], result.over, info)
+
+
+def _frame(
+    slot: EpisodeSlot,
+    messages: tuple[Message, ...],
+    reward: float | None,
+    done: bool,
+    metadata: Mapping[str, Any],
+    first: bool = False,
+) -> dict[str, Any]:
+    observation: dict[str, Any] = {
+        "text": "\n\n".join(message["content"] for message in messages),
+        "messages": list(messages),
+        "task": slot.task,
+    }
+    if first:
+        observation["tools"] = list(slot.tools)
+    data = {"observation": observation, "reward": reward, "done": done, "metadata": metadata}
+    return {"type": "observation", "data": data}
+
+
+def _state(episode_id: str | None, n_steps: int, task: str | None) -> dict[str, Any]:
+    return OpenEnvState(episode_id=episode_id, step_count=n_steps, task=task).model_dump()
