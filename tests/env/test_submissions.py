@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from services.env.submissions.canary import MAX_FAILURES, MIN_EPISODES
-from services.env.submissions.submissions import MAX_SOURCE
+from services.env.submissions.submission import MAX_SOURCE
 from shared.schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.submitted import ADDER, FAILS_LIVE, PYTHON, decided, play, reached, submit

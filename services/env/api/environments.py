@@ -24,7 +24,7 @@ from services.env.api.state import state_of
 from services.env.backends.remote.protocols import RemoteEnvironment
 from services.env.catalogue import CatalogueEntry
 from services.env.submissions.record import SubmittedVersion
-from services.env.submissions.submissions import Submission
+from services.env.submissions.submission import Submission
 from shared.errors import InputError
 from shared.web import http
 from shared.web.access import Role

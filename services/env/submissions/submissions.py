@@ -11,11 +11,10 @@ Invariants (see `record` for the states)
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from services.env.backends.base import SubmittedBackend
@@ -38,13 +37,12 @@ from services.env.submissions.record import (
     Transition,
 )
 from services.env.submissions.store import SubmissionStore
+from services.env.submissions.submission import Submission, check_source, is_same
 from services.env.submissions.validation import Validated, validate
-from shared.errors import Conflict, Forbidden, InputError, NotFound, TooLarge, Unavailable, VolleyError
+from shared.errors import Conflict, Forbidden, InputError, NotFound, Unavailable, VolleyError
 from shared.process import telemetry
 
 MAX_NAMES, MAX_VERSIONS = 64, 256
-MAX_SOURCE = 256 * 1024
-"""Bytes of one Python file."""
 MIN_TIER = 1
 MAIN = "environment.py"
 _RESERVED = frozenset({"environments", "episodes", "splits", "num_tasks", "task", "demonstration", "test"})
@@ -54,33 +52,6 @@ _VERSIONS = telemetry.Gauge(
     "volley_env_submissions", "Versions of submitted environments by state", ["state"], registry=telemetry.REGISTRY
 )
 _log = telemetry.Log("env")
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """What is sent: one Python file, or where a remote environment is. `entry` names the file's class where there are
-    several, `config` are its arguments, or the settings of the remote's protocol; `weight` is the share of live runs
-    beside their own environment of weight 1, 0 if it joins none.
-    """
-
-    name: str
-    source: bytes | RemoteEnvironment
-    entry: str | None = None
-    config: Mapping[str, Any] | None = None
-    weight: float = 0.0
-
-    @property
-    def remote(self) -> RemoteEnvironment | None:
-        return self.source if isinstance(self.source, RemoteEnvironment) else None
-
-    @property
-    def content(self) -> bytes:
-        """What a version's digest is made of."""
-        return self.source if isinstance(self.source, bytes) else f"{self.source.protocol} {self.source.url}".encode()
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.content).hexdigest()
 
 
 class Submissions:
@@ -137,7 +108,7 @@ class Submissions:
             wanted = await self._checked(wanted)
             if known := self._versions.get(wanted.name):
                 newest = known[max(known)]
-                if _same(newest, wanted) and newest.state in LIVING:
+                if is_same(newest, wanted) and newest.state in LIVING:
                     return newest
                 if any(version.state in LIVING for version in known.values()):
                     raise Conflict(
@@ -159,7 +130,7 @@ class Submissions:
             wanted = await self._checked(wanted)
             known = self._named(wanted.name)
             newest = known[max(known)]
-            if _same(newest, wanted) and newest.state in LIVING:
+            if is_same(newest, wanted) and newest.state in LIVING:
                 return newest
             for version in known.values():
                 if version.state in ON_ITS_WAY:
@@ -259,7 +230,7 @@ class Submissions:
             raise InputError(f"{wanted.name!r} is a part of the service's own paths", "choose another name")
         if isinstance(wanted.source, RemoteEnvironment):
             return replace(wanted, source=checked(wanted.source))
-        _check_source(wanted.source)
+        check_source(wanted.source)
         tier = await self._sandboxes.probe()
         if tier.level < MIN_TIER and wanted.name not in self._unsandboxed:
             raise Forbidden(
@@ -430,21 +401,3 @@ class Submissions:
         counted = Counter(version.state for version in self.all())
         for state in STATES:
             _VERSIONS.labels(state).set(counted[state])
-
-
-def _same(version: SubmittedVersion, wanted: Submission) -> bool:
-    """Whether a submission says again what a version was made from. (A class that was found is not asked for again.)"""
-    told = (version.digest, version.config, version.weight)
-    return told == (wanted.digest, dict(wanted.config or {}), wanted.weight) and wanted.entry in (None, version.entry)
-
-
-def _check_source(source: bytes) -> None:
-    """Raises InputError, TooLarge."""
-    if len(source) > MAX_SOURCE:
-        raise TooLarge(f"the source has {len(source)} bytes", f"at most {MAX_SOURCE} are taken")
-    if not source.strip():
-        raise InputError("the source is empty", "send a Python file: curl --data-binary @environment.py")
-    try:
-        source.decode()
-    except UnicodeDecodeError as error:
-        raise InputError(f"the source is not UTF-8: {error}", "send a Python file in UTF-8") from error

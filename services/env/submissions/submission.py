@@ -1,0 +1,60 @@
+"""What is sent to be an environment: a Python file, or where a remote one is."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.env.backends.remote.protocols import RemoteEnvironment
+from services.env.submissions.record import SubmittedVersion
+from shared.errors import InputError, TooLarge
+
+MAX_SOURCE = 256 * 1024
+"""Bytes of one Python file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What is sent: one Python file, or where a remote environment is. `entry` names the file's class where there are
+    several, `config` are its arguments, or the settings of the remote's protocol; `weight` is the share of live runs
+    beside their own environment of weight 1, 0 if it joins none.
+    """
+
+    name: str
+    source: bytes | RemoteEnvironment
+    entry: str | None = None
+    config: Mapping[str, Any] | None = None
+    weight: float = 0.0
+
+    @property
+    def remote(self) -> RemoteEnvironment | None:
+        return self.source if isinstance(self.source, RemoteEnvironment) else None
+
+    @property
+    def content(self) -> bytes:
+        """What a version's digest is made of."""
+        return self.source if isinstance(self.source, bytes) else f"{self.source.protocol} {self.source.url}".encode()
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+
+def check_source(source: bytes) -> None:
+    """Raises InputError, TooLarge."""
+    if len(source) > MAX_SOURCE:
+        raise TooLarge(f"the source has {len(source)} bytes", f"at most {MAX_SOURCE} are taken")
+    if not source.strip():
+        raise InputError("the source is empty", "send a Python file: curl --data-binary @environment.py")
+    try:
+        source.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(f"the source is not UTF-8: {error}", "send a Python file in UTF-8") from error
+
+
+def is_same(version: SubmittedVersion, wanted: Submission) -> bool:
+    """Whether a submission says again what a version was made from. (A class that was found is not asked for again.)"""
+    told = (version.digest, version.config, version.weight)
+    return told == (wanted.digest, dict(wanted.config or {}), wanted.weight) and wanted.entry in (None, version.entry)
