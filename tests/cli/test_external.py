@@ -78,6 +78,11 @@ async def test_it_must_answer_be_ready_and_offer_the_environment_as_configured()
             await check(f"services.env.url={url}", "data.env=chess")
         with pytest.raises(ConfigError, match=r"data\.env_config\.max_turns=3: .* serves frozen_lake with "):
             await check(f"services.env.url={url}", "data.env_config.max_turns=3")
+        with pytest.raises(ConfigError, match=r"data\.mixture\.chess: .*there is no environment 'chess'"):
+            await check(f"services.env.url={url}", "data.mixture.chess=1")
+        with pytest.raises(ConfigError, match=r"data\.mixture\.sokoban\.env_config\.max_turns=3: .* serves sokoban"):
+            await check(f"services.env.url={url}", "data.mixture.sokoban.env_config.max_turns=3")
+        await check(f"services.env.url={url}", "data.mixture.sokoban=2")
 
 
 async def test_a_rollout_server_must_answer_and_take_weights_from_us(tmp_path):

@@ -61,7 +61,7 @@ async def check(config: RunConfig) -> None:
         async with HttpClient(url, token=token, timeout_s=_TIMEOUT_S, ca_file=config.services.tls.ca_file) as client:
             await _answers(client, key)
             try:
-                await (_offers_environment(client, config) if name == "env" else _takes_weights(client))
+                await (_offers_environments(client, config) if name == "env" else _takes_weights(client))
             except Forbidden as error:
                 raise _refused(f"{key}: {url}", error, role, given=token is not None) from error
 
@@ -90,26 +90,29 @@ async def _answers(client: HttpClient, key: str) -> None:
         ) from error
 
 
-async def _offers_environment(client: HttpClient, config: RunConfig) -> None:
+async def _offers_environments(client: HttpClient, config: RunConfig) -> None:
     """Raises Unavailable, Forbidden or ConfigError."""
-    try:
-        await client.get("/ready")
-        await client.get(f"/{config.data.env}/splits")
-        listed = (await client.get("/environments"))["environments"]
-    except Unavailable as error:
-        raise Unavailable(f"services.env.url: {client.base_url} is not ready: {error.detail}", error.hint) from error
-    except NotFound as error:
-        raise ConfigError(
-            f"data.env={config.data.env}: services.env.url: {client.base_url} says: {error.detail}", error.hint
-        ) from error
-    settings: Mapping[str, Any] = next((entry["config"] for entry in listed if entry["name"] == config.data.env), {})
-    for name, wanted in config.data.env_config.items():
-        if name in settings and settings[name] != wanted:
-            raise ConfigError(
-                f"data.env_config.{name}={wanted!r}: {client.base_url} serves {config.data.env} with"
-                f" {settings[name]!r}",
-                "start that service with this run's configuration, or write its settings into data.env_config",
-            )
+    for env, entry in config.data.environments.items():
+        section = "data" if env == config.data.env else f"data.mixture.{env}"
+        try:
+            await client.get("/ready")
+            await client.get(f"/{env}/splits")
+            listed = (await client.get("/environments"))["environments"]
+        except Unavailable as error:
+            raise Unavailable(
+                f"services.env.url: {client.base_url} is not ready: {error.detail}", error.hint
+            ) from error
+        except NotFound as error:
+            key = f"data.env={env}" if section == "data" else section
+            raise ConfigError(f"{key}: services.env.url: {client.base_url} says: {error.detail}", error.hint) from error
+        settings: Mapping[str, Any] = next((one["config"] for one in listed if one["name"] == env), {})
+        for name, wanted in entry.env_config.items():
+            if name in settings and settings[name] != wanted:
+                raise ConfigError(
+                    f"{section}.env_config.{name}={wanted!r}: {client.base_url} serves {env} with {settings[name]!r}",
+                    "start that service with this run's configuration, or write its settings into "
+                    f"{section}.env_config",
+                )
 
 
 async def _takes_weights(client: HttpClient) -> None:

@@ -87,11 +87,16 @@ class RunMixture:
 
     async def watch(self) -> None:
         """Follows what the environment service offers until cancelled; while it does not answer, nothing changes."""
+        problem = ""
         while True:
             try:
                 await self.look()
             except VolleyError as error:
-                _log.debug("the mixture was not looked after", error=str(error))
+                if str(error) != problem:
+                    problem = str(error)
+                    _log.warning("the mixture stays as it is", reason=problem)
+            else:
+                problem = ""
             try:
                 async with asyncio.timeout(_LOOK_S):
                     await self._wake.wait()
@@ -122,7 +127,7 @@ class RunMixture:
         if offers is None:
             return
         async with self._settling:
-            found = await self._sizes_of_newcomers({**self._log.current.chosen, **asked}, strict=bool(asked))
+            found = await self._sizes_of_newcomers({**self._log.current.chosen, **asked}, asked)
             trials = self._suspensions.taken()
             try:
                 changed = await self._log.change(lambda last: self._following(last, offers, asked, found, trials))
@@ -136,7 +141,7 @@ class RunMixture:
     def set_aside(self, env: str, why: str) -> bool:
         """Whether the run goes on without groups of this environment: it has another one, and this is not the main."""
         others = self._log.current.weights.keys() - {env} - self._suspensions.failing.keys()
-        if env == self._configured.main or self._offers is None or not others:
+        if env == self._configured.main or not others:
             return False
         if env in self._log.current.weights:
             self._suspensions.fail(env, why)
@@ -173,16 +178,18 @@ class RunMixture:
             return "left"
         return "canary" if member.canary else "active"
 
-    async def _sizes_of_newcomers(self, chosen: Mapping[str, float], *, strict: bool) -> dict[str, SplitSizes]:
-        """Of those that would be played, but never were. One that does not tell is left out, and asked again later;
-        where that is `strict` it raises instead.
+    async def _sizes_of_newcomers(
+        self, chosen: Mapping[str, float], asked: Mapping[str, float]
+    ) -> dict[str, SplitSizes]:
+        """Of those that would be played, but never were. One that does not tell is left out, and asked again later; one
+        that a person asked for raises instead.
         """
         found, self._unplayable = dict[str, SplitSizes](), {}
         for env in members_of(self._configured.members, self._offers or {}, chosen).keys() - self.sizes.keys():
             try:
                 found[env] = await self._asked_sizes(env)
             except VolleyError as error:
-                if strict:
+                if base_name(env) in asked:
                     raise
                 self._unplayable[env] = str(error)
         return found
