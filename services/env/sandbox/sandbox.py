@@ -10,14 +10,14 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.limits import LOG_FACTOR, SandboxLimits, Why
-from services.env.sandbox.process import frames
+from services.env.sandbox.process import frames, workspace
 from services.env.sandbox.process.zygote import ProcessEnd, SpawnedProcess, ZygoteProcess
 from shared.process import telemetry
 
@@ -37,7 +37,7 @@ class Sandbox:
         limits: SandboxLimits,
         zygote: ZygoteProcess,
         tmp: Path,
-        forget: Callable[[Sandbox], Awaitable[None]],
+        forget: Callable[[Sandbox], None],
     ) -> None:
         self.description: Any = None
         self.number, self.limits, self.zygote, self.tmp = number, limits, zygote, tmp
@@ -117,7 +117,11 @@ class Sandbox:
                 self._writer.transport.abort()
             if self._log_transport is not None:
                 self._log_transport.close()
-            await self._forget(self)
+            if self._process is not None and not self._process.end.done():
+                self._process.end.add_done_callback(lambda end: self._forget(self))
+            else:
+                self._forget(self)
+                await asyncio.shield(asyncio.to_thread(self._remove_folder))
 
     async def connect(self) -> None:
         """Forks the process and takes its ends. Raises Unavailable."""
@@ -144,7 +148,9 @@ class Sandbox:
         return SandboxFailed(f"{method}: {detail}", why=why)
 
     async def _end(self) -> ProcessEnd:
-        """How the process ended; it is killed if it only closed its channel."""
+        """How the process ended; it is killed if it only closed its channel. One that does not even end then (it may
+        wait for a disk) is left behind, and its number stays taken until it is gone.
+        """
         if self._process is None:
             return ProcessEnd(error="it was never started")
         end = self._process.end
@@ -153,9 +159,15 @@ class Sandbox:
             if done:
                 return end.result()
             self.end("protocol", "it closed its channel and went on")
-        _log.error("a sandbox does not end; its zygote is ended", sandbox=self.number)
-        self.zygote.destroy()
-        return await end
+        _log.error("a sandbox does not end", sandbox=self.number, pid=self.pid)
+        return ProcessEnd(error="its process does not end")
+
+    def _remove_folder(self) -> None:
+        if self.zygote.tmp is None:
+            try:
+                workspace.remove(self.tmp)
+            except OSError as error:
+                _log.error("the folder of a sandbox is left behind", folder=str(self.tmp), error=str(error))
 
     def _flooded(self) -> None:
         self.end("output", f"it wrote more than {LOG_FACTOR * self.limits.log_bytes} bytes to stdout and stderr")

@@ -18,7 +18,6 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from itertools import count
 from pathlib import Path
@@ -67,7 +66,7 @@ class Sandboxes:
         self._zygotes: dict[_Key, ZygoteProcess] = {}
         self._starting = asyncio.Lock()
         self._running: dict[int, Sandbox] = {}
-        self._numbers: Iterator[int] = count()
+        self._numbers, self._names = count(), count()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -107,21 +106,16 @@ class Sandboxes:
             raise
         return sandbox
 
-    async def _forget(self, sandbox: Sandbox) -> None:
-        """Removes what is left of a sandbox whose process has ended."""
-        try:
-            if not sandbox.zygote.tier.namespaces:
-                await asyncio.to_thread(workspace.remove, sandbox.tmp)
-        except OSError as error:
-            _log.error("the folder of a sandbox cannot be removed", folder=str(sandbox.tmp), error=str(error))
-        finally:
-            self._running.pop(sandbox.number, None)
+    def _forget(self, sandbox: Sandbox) -> None:
+        """Its process has ended: its number may be used again."""
+        self._running.pop(sandbox.number, None)
 
     def _enroll(self, limits: SandboxLimits, zygote: ZygoteProcess) -> Sandbox:
         if len(self._running) >= self._max_running:
             raise RateLimited(f"{len(self._running)} sandboxes run already", "try again later", 1.0)
         number = next(n for n in (i % MAX_RUNNING for i in self._numbers) if n not in self._running)
-        sandbox = Sandbox(number, limits, zygote, self.folder / f"tmp-{number}", self._forget)
+        tmp = self.folder / f"tmp-{next(self._names)}"
+        sandbox = Sandbox(number, limits, zygote, tmp, self._forget)
         self._running[number] = sandbox
         return sandbox
 
@@ -148,7 +142,7 @@ class Sandboxes:
         await self._zygotes.pop(idle).close()
 
     async def _open(self, key: _Key) -> ZygoteProcess:
-        root = self.folder / f"root-{next(self._numbers)}"
+        root = self.folder / f"root-{next(self._names)}"
         if self._namespaces:
             try:
                 return await open_zygote(*key, root, namespaces=True, landlock=self._landlock)

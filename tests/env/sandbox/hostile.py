@@ -906,4 +906,125 @@ for number in (275, 276, 278, 27):
     attempt(lambda: system_call(number, r, 0, w, 0, 10, 0))
 """,
     ),
+    Script(
+        "a link by a descriptor",
+        """
+for path in ("@SECRET@", "/etc/passwd", os.__file__):
+    try:
+        fd = os.open(path, os.O_PATH)
+    except OSError:
+        continue
+    attempt(lambda: 1 / (libc.linkat(fd, b"", -100, b"hard", 0x1000) == 0))
+    attempt(lambda: os.link(f"/proc/self/fd/{fd}", "hard2", follow_symlinks=True))
+    attempt(lambda: open("hard").read())
+    attempt(lambda: open(f"/dev/fd/{fd}", "a").write("x"))
+    attempt(lambda: os.read(fd, 10))
+    os.close(fd)
+""",
+    ),
+    Script(
+        "from inside another folder",
+        """
+for path in ("/", "/etc", "/root", "@FOLDER@", "@REPOSITORY@"):
+    try:
+        os.chdir(path)
+        fd = os.open(".", os.O_PATH)
+    except OSError:
+        continue
+    attempt(lambda: os.listdir("."))
+    attempt(lambda: open("secret.txt").read())
+    attempt(lambda: open("passwd").read())
+    attempt(lambda: os.open("secret.txt", os.O_RDONLY, dir_fd=fd))
+    attempt(lambda: os.mkdir("made", dir_fd=fd))
+    attempt(lambda: os.rename("secret.txt", "moved", src_dir_fd=fd, dst_dir_fd=fd))
+    os.close(fd)
+""",
+    ),
+    Script(
+        "moves and exchanges files across",
+        """
+AT = -100
+open("mine", "w").write("x")
+for flags in (0, 1, 2, 4):
+    attempt(lambda: 1 / (libc.renameat2(AT, b"mine", AT, b"@SECRET@", flags) == 0))
+    attempt(lambda: 1 / (libc.renameat2(AT, b"@SECRET@", AT, b"mine", flags) == 0))
+attempt(lambda: os.rename(".", "@FOLDER@/taken"))
+""",
+    ),
+    Script(
+        "locks and leases",
+        """
+import fcntl
+file = open(os.__file__)
+attempt(lambda: fcntl.flock(file, fcntl.LOCK_EX))
+attempt(lambda: fcntl.fcntl(file, 1024, 0))
+attempt(lambda: fcntl.fcntl(file, 1026, 1))
+attempt(lambda: fcntl.lockf(file, fcntl.LOCK_EX))
+""",
+    ),
+    Script(
+        "races a link",
+        """
+import threading
+stop = time.monotonic() + 0.5
+def swap():
+    while time.monotonic() < stop:
+        for target in ("@SECRET@", "own"):
+            try:
+                os.unlink("swapped")
+            except OSError:
+                pass
+            try:
+                os.symlink(target, "swapped")
+            except OSError:
+                pass
+open("own", "w").write("own")
+threading.Thread(target=swap).start()
+seen = set()
+while time.monotonic() < stop:
+    try:
+        seen.add(open("swapped").read())
+    except OSError:
+        pass
+if seen - {"own"}: print("ESCAPED", seen)
+""",
+    ),
+    Script(
+        "many timers, pipes and pollers",
+        """
+import select, socket
+kept = []
+for make in (os.pipe, socket.socketpair, select.epoll, lambda: os.eventfd(0), lambda: open("f", "w")):
+    try:
+        for _ in range(1000): kept.append(make())
+    except OSError as error:
+        print("held", len(kept))
+if len(kept) > 64: print("ESCAPED", len(kept))
+timer = ctypes.c_void_p()
+n = sum(libc.timer_create(1, None, ctypes.byref(timer)) == 0 for _ in range(2000))
+if n > 256: print("ESCAPED", n)
+""",
+    ),
+    may_end(
+        "more memory than its address space",
+        """
+import mmap
+page = mmap.mmap(-1, 1 << 20)
+size = 0
+try:
+    while True:
+        f = open("m%d" % size, "wb+")
+        f.truncate(8 << 20)
+        m = mmap.mmap(f.fileno(), 8 << 20)
+        m.write(b"x" * (8 << 20))
+        m.close()
+        size += 8
+except (OSError, ValueError, SystemError) as error:
+    print("held", size)
+if size > 64: print("ESCAPED", size)
+""",
+        "crash",
+        "memory",
+        "output",
+    ),
 ]

@@ -22,7 +22,7 @@ stat statfs statx symlink symlinkat umask unlink unlinkat link linkat write writ
 """
 _METADATA = "chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat truncate"
 """Calls on files that Landlock does not look at (truncate: before its third version)."""
-_MEMORY = "brk madvise mmap mprotect mremap msync munmap membarrier mlock munlock rseq"
+_MEMORY = "brk madvise mmap mprotect mremap msync munmap mlock munlock rseq"
 _TIME = """
 alarm clock_getres clock_gettime clock_nanosleep getitimer gettimeofday nanosleep setitimer time timer_create
 timer_delete timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime times
