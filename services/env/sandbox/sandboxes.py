@@ -29,7 +29,7 @@ from services.env.sandbox.process import workspace
 from services.env.sandbox.process.zygote import MAX_LANDLOCK, ZygoteProcess, open_zygote
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.tier import Tier
-from shared.errors import InputError, RateLimited, Unavailable
+from shared.errors import InputError, RateLimited
 from shared.process import telemetry
 
 MAX_RUNNING = 4096
@@ -62,7 +62,6 @@ class Sandboxes:
         self._max_running = min(max_running, MAX_RUNNING)
         self._given, self.folder = folder, Path()
         self._namespaces, self._landlock = namespaces and sys.platform == "linux", landlock
-        self._missing = () if self._namespaces else ("namespaces are switched off, or not Linux's",)
         self._zygotes: dict[_Key, ZygoteProcess] = {}
         self._starting = asyncio.Lock()
         self._running: dict[int, Sandbox] = {}
@@ -129,8 +128,12 @@ class Sandboxes:
                 _log.error("a zygote was lost and is started again", python=str(key[0]))
                 await self._zygotes.pop(key).close()
             await self._make_room()
-            self._zygotes[key] = zygote = await self._open(key)
-            self.tier = zygote.tier
+            root = self.folder / f"root-{next(self._names)}"
+            zygote = await open_zygote(*key, root, namespaces=self._namespaces, landlock=self._landlock)
+            self._zygotes[key] = zygote
+            if self.tier is None or key == (_service_python(), ()):
+                self.tier = zygote.tier
+                _log.info("sandboxes can be started", **zygote.tier.describe())
             return zygote
 
     async def _make_room(self) -> None:
@@ -140,18 +143,6 @@ class Sandboxes:
         if idle is None:
             raise RateLimited(f"sandboxes of {MAX_ZYGOTES} interpreters run already", "try again later", 5.0)
         await self._zygotes.pop(idle).close()
-
-    async def _open(self, key: _Key) -> ZygoteProcess:
-        root = self.folder / f"root-{next(self._names)}"
-        if self._namespaces:
-            try:
-                return await open_zygote(*key, root, namespaces=True, landlock=self._landlock)
-            except Unavailable as error:
-                self._namespaces, self._missing = False, (f"namespaces: {error.detail}",)
-                _log.warning("no namespaces for sandboxes", reason=error.detail)
-        zygote = await open_zygote(*key, root, namespaces=False, landlock=self._landlock)
-        zygote.tier = _with_missing(zygote.tier, self._missing)
-        return zygote
 
     async def _watch(self) -> None:
         """Looks at what the kernel does not bound: private folders without a tmpfs, threads of an ordinary user."""
@@ -216,7 +207,3 @@ def _n_threads(pid: int | None) -> int:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
         return 0
-
-
-def _with_missing(tier: Tier, missing: tuple[str, ...]) -> Tier:
-    return Tier(tier.landlock, tier.seccomp, tier.namespaces, tier.bounds_threads, tier.missing + missing)

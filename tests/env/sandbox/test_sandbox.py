@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits, ScriptProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
-from shared.errors import InputError, RateLimited
+from shared.errors import InputError, RateLimited, Unavailable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -439,6 +440,33 @@ def zygotes() -> set[int]:
     """The zygotes that are children of this process."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return {pid for pid in map(int, children) if is_zygote(pid)}
+
+
+async def test_an_interpreter_that_is_none_changes_nothing_for_others(sandboxes: Sandboxes):
+    before = await sandboxes.probe()
+    for python, match in (("/nowhere", "cannot be started"), ("/bin/true", "ended at once|is gone")):
+        with pytest.raises(Unavailable, match=match):
+            await sandboxes.start(ScriptProgram(python=Path(python)))
+    sandbox = await sandboxes.start(ScriptProgram())
+    assert sandbox.zygote.tier == before == sandboxes.tier
+    await sandbox.close()
+
+
+def other_pythons() -> list[Path]:
+    """Interpreters on this machine that a sandbox can have, beside our own."""
+    places = [Path("/usr/bin"), Path("/usr/local/bin"), *Path.home().glob(".pyenv/versions/3.*/bin")]
+    found = {place / f"python3.{minor}" for place in places for minor in range(10, 15)}
+    return sorted({path.resolve() for path in found if os.access(path, os.X_OK)} - {Path(sys.executable).resolve()})
+
+
+async def test_other_versions_of_python(sandboxes: Sandboxes):
+    found = other_pythons()
+    if not found:
+        pytest.skip("no other Python is installed")
+    for python in found:
+        sandbox = await sandboxes.start(EnvironmentProgram(ASYNCHRONOUS, python=python))
+        assert (await opened(sandbox)).task == "slow 0"
+        await sandbox.close()
 
 
 async def test_nothing_lives_on_after_the_service():

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +73,8 @@ class ZygoteProcess:
     def n_children(self) -> int:
         return len(self._children)
 
-    async def prepare(self, folders: Sequence[str], namespaces: bool, landlock: int) -> None:
-        """Raises Unavailable saying what is not possible here."""
+    async def prepare(self, folders: Sequence[str], namespaces: bool, landlock: int) -> str | None:
+        """Returns None when it is ready, else why it cannot enter namespaces. Raises Unavailable."""
         await self._send(
             {
                 "op": "start",
@@ -85,7 +85,9 @@ class ZygoteProcess:
             }
         )
         said = await self._hello()
-        missing = [] if said["landlock"] or not namespaces else ["the kernel has no Landlock (since Linux 5.13)"]
+        if said["op"] == "failed":
+            return said["error"]
+        missing = [] if said["landlock"] else ["the kernel has no Landlock (since Linux 5.13)"]
         program = b""
         if sys.platform == "linux":
             signals = said["landlock"] >= _LANDLOCK_SCOPES_SIGNALS
@@ -104,6 +106,7 @@ class ZygoteProcess:
             bounds_threads=said["bounds_threads"],
             missing=tuple(missing),
         )
+        return None
 
     async def spawn(self, number: int, limits: Mapping[str, int], tmp: str, channel: int, log: int) -> SpawnedProcess:
         """Forks a sandbox that has the descriptors `channel` and `log`, which stay the caller's here too.
@@ -156,8 +159,8 @@ class ZygoteProcess:
                 said = await self._ready
         except TimeoutError:
             raise Unavailable(f"the sandbox's zygote did not start within {START_S:g} s") from None
-        if said["op"] != "ready":
-            raise Unavailable(f"the sandbox's zygote could not start: {said['error']}")
+        if said["op"] == "lost":
+            raise Unavailable("the sandbox's zygote ended at once", "is its interpreter a Python 3.10 or newer?")
         return said
 
     async def _send(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -217,7 +220,7 @@ class ZygoteProcess:
         for number in list(self._children):
             self._ended(number, ProcessEnd(error="the process that sandboxes are forked from is gone"))
         if not self._ready.done():
-            self._ready.set_result({"op": "failed", "error": "it ended at once"})
+            self._ready.set_result({"op": "lost"})
 
 
 async def open_zygote(
@@ -229,12 +232,31 @@ async def open_zygote(
         python: the interpreter it runs.
         folders: what its sandboxes may read beside that interpreter's own.
         root: an empty folder that it may mount on; it is made here.
-        namespaces: whether to enter namespaces.
+        namespaces: whether to enter namespaces where that is allowed; its tier says what came of it.
         landlock: the newest version of Landlock to use.
 
     Raises Unavailable saying what is not possible here.
     """
     await asyncio.to_thread(root.mkdir, parents=True, exist_ok=True)
+    why = "namespaces are switched off, or not Linux's"
+    for wanted in (True, False) if namespaces else (False,):
+        zygote = await _started(python, root)
+        try:
+            refused = await zygote.prepare([str(folder) for folder in folders], wanted, landlock)
+        except BaseException:
+            await zygote.close()
+            raise
+        if refused is None:
+            if not wanted:
+                zygote.tier = replace(zygote.tier, missing=(*zygote.tier.missing, why))
+            return zygote
+        why = f"namespaces are not allowed: {refused}"
+        await zygote.close()
+        await asyncio.to_thread(root.mkdir, parents=True, exist_ok=True)
+    raise Unavailable(f"the sandbox's zygote could not start: {why}")
+
+
+async def _started(python: Path, root: Path) -> ZygoteProcess:
     kind = socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_DGRAM
     ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
     ours.setblocking(False)
@@ -247,7 +269,7 @@ async def open_zygote(
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
-            stderr=None if os.environ.get("VOLLEY_SANDBOX_STDERR") else asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )
     except OSError as error:
@@ -255,10 +277,4 @@ async def open_zygote(
         raise Unavailable(f"the sandbox's interpreter {python} cannot be started: {error}") from error
     finally:
         theirs.close()
-    zygote = ZygoteProcess(ours, process, root)
-    try:
-        await zygote.prepare([str(folder) for folder in folders], namespaces, landlock)
-    except BaseException:
-        await zygote.close()
-        raise
-    return zygote
+    return ZygoteProcess(ours, process, root)
