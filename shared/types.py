@@ -25,6 +25,8 @@ from shared.outcomes import ENDS, End
 SCHEMA = 1
 Status = Literal["completed", "truncated"]
 Message = Mapping[str, Any]
+ASSISTANT = "assistant"
+"""Role of the turns that the model sampled."""
 MAX_MESSAGE = 2**20
 """Characters of one message that the environment service takes."""
 MAX_GROUP_OBJECTS = 2**19

@@ -147,6 +147,15 @@ def _add_proving(commands: _Commands) -> None:
     replay.add_argument("--json", action="store_true", help="for programs")
     replay.set_defaults(command=_replay)
 
+    reverify = commands.add_parser(
+        "reverify", help="play archived episodes to the environments of today: what their rewards would be now"
+    )
+    reverify.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    reverify.add_argument("--env", metavar="NAME", help="only episodes of that environment")
+    reverify.add_argument("--by", metavar="NAME", help="the environment that judges them, e.g. its next version NAME@2")
+    reverify.add_argument("--json", action="store_true", help="for programs")
+    reverify.set_defaults(command=_reverify)
+
     chaos = commands.add_parser(
         "chaos", help="break a run in every way, and require that nothing is lost, doubled or different"
     )
@@ -271,6 +280,12 @@ def _replay(arguments: argparse.Namespace) -> int:
     from services.cli.commands import replay
 
     return replay.main(arguments.run_dir, arguments.from_step, arguments.to_step, arguments.refused, arguments.json)
+
+
+def _reverify(arguments: argparse.Namespace) -> int:
+    from services.cli.reverify import command
+
+    return command.main(arguments.run_dir, only=arguments.env, instead=arguments.by, as_json=arguments.json)
 
 
 def _chaos(arguments: argparse.Namespace) -> int:

@@ -13,13 +13,13 @@ from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.groups import GroupPlan
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.turn import SamplingSpec, TokenBounds
-from services.orchestrator.schedule.seeding import TaskOrder, TicketTask
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening, StepReply
 from shared.clients.rollout import Generation, ServerWeights
 from shared.errors import NotFound, QueueUnavailable, ServiceUnreachable, VolleyError
 from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
+from shared.run.seeding import TaskOrder, TicketTask
 from shared.types import VersionSpan, WeightVersion
 from tests.support.tokenizer import tiny_tokenizer
 

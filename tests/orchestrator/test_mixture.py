@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 
 from services.orchestrator.mixture.suspension import Suspensions
-from services.orchestrator.schedule.seeding import TaskOrder
 from shared.errors import InputError, QueueUnavailable, StorageUnavailable, Unavailable, VolleyError
+from shared.run.seeding import TaskOrder
 from tests.orchestrator.fakes import MemoryQueue
 from tests.orchestrator.mixtures import MixtureUnderTest, RowSource, row
 

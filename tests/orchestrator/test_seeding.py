@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.orchestrator.schedule.seeding import TaskOrder, env_seed, sampling_seed
+from shared.run.seeding import TaskOrder, env_seed, sampling_seed
 
 
 @given(seed=st.integers(0, 2**31), n_tasks=st.integers(1, 300), turn=st.integers(0, 3))

@@ -7,11 +7,13 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
 from services.cli.layout import PROJECT
+from services.cli.reverify import command as reverify
 from services.cli.runs import addresses
 from services.cli.verify.command import verify
 from shared.run import archive
@@ -27,7 +29,9 @@ LATE_S = 300.0
 pytestmark = pytest.mark.timeout(900)
 
 
-def test_what_is_submitted_into_a_live_run_is_trained_on(tmp_path: Path) -> None:
+def test_what_is_submitted_into_a_live_run_is_trained_on_and_judged_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with training(tmp_path, f"trainer.max_steps={N_STEPS}", "data.n_eval_tasks=2") as run:
         run.wait_for(r"^step +1/", 400)
         services = {name: run.service(name) for name in ("env", "orchestrator", "rollout", "trainer")}
@@ -44,6 +48,17 @@ def test_what_is_submitted_into_a_live_run_is_trained_on(tmp_path: Path) -> None
     assert set(trained) == {"frozen_lake", "compass@1"}
     summary = orjson.loads(run.folder.summary.read_bytes())
     assert "compass" in orjson.dumps(summary).decode()
+    before = _reverified(run.folder, capsys)
+    assert before["changed"] == []
+    assert {name: row["groups"] for name, row in before["environments"].items()} == {
+        "compass@1": trained.count("compass@1"),
+        "frozen_lake": trained.count("frozen_lake"),
+    }
+    source = run.folder.environments / "submitted" / "compass" / "1" / "source" / "environment.py"
+    source.write_text(source.read_text().replace("float(right)", "float(not right)"))
+    after = _reverified(run.folder, capsys)["environments"]
+    assert after["compass@1"]["changed"] == after["compass@1"]["episodes"] > 0
+    assert after["frozen_lake"]["changed"] == 0
 
 
 def _submit(run: Training) -> None:
@@ -60,6 +75,12 @@ def _submit(run: Training) -> None:
         assert row["state"] != "rejected", row
         assert time.monotonic() < deadline, row
         time.sleep(0.1)
+
+
+def _reverified(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert reverify.main(folder.path, only=None, instead=None, as_json=True) == 0
+    return orjson.loads(capsys.readouterr().out)
 
 
 def _trained(folder: RunFolder) -> list[Group]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.turn import SamplingSpec
-from services.orchestrator.schedule.seeding import TicketTask
+from shared.run.seeding import TicketTask
 from services.orchestrator.servers.balancer import VersionBounds
 from shared.errors import VolleyError, first_error
 from shared.process import telemetry

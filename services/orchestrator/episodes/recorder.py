@@ -17,9 +17,9 @@ import numpy as np
 from services.orchestrator.episodes.failures import PrefixBroken
 from shared.clients.rollout import Generation
 from shared.outcomes import End, Fault
-from shared.types import Status, Trajectory, Turn, VersionSpan
+from shared.types import ASSISTANT, Status, Trajectory, Turn, VersionSpan
 
-PROMPT, ASSISTANT = "prompt", "assistant"
+PROMPT = "prompt"
 
 
 class Recorder:

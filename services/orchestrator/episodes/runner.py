@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 from services.orchestrator.episodes.failures import EpisodeLost, EpisodeTimeout, PromptTooLong
 from services.orchestrator.episodes.recorder import Recorder
 from services.orchestrator.episodes.turn import EpisodeState, SamplingSpec, TokenBounds, TokenBudget, TurnSampler
-from services.orchestrator.schedule import seeding
+from shared.run import seeding
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening, StepReply

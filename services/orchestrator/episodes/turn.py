@@ -18,7 +18,7 @@ from typing import Any
 from services.orchestrator import metrics
 from services.orchestrator.episodes.failures import WrongVersion
 from services.orchestrator.episodes.recorder import Recorder
-from services.orchestrator.schedule import seeding
+from shared.run import seeding
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.clients.rollout import Generation

@@ -18,13 +18,12 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from services.orchestrator.episodes.recorder import ASSISTANT
 from services.orchestrator.schedule.lineage import Lineage
 from shared.errors import DecodeError, StorageUnavailable
 from shared.files import storage
 from shared.process import telemetry
 from shared.run.state import in_lineage
-from shared.types import Trajectory, WeightVersion
+from shared.types import ASSISTANT, Trajectory, WeightVersion
 
 _RETRY_S = 1.0
 _log = telemetry.Log("records")

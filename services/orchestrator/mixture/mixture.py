@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.mixture.members import Offer, members_of, offers_in
 from services.orchestrator.mixture.suspension import Suspensions, Verdicts
-from services.orchestrator.schedule.seeding import TaskOrder, TicketTask
+from shared.run.seeding import TaskOrder, TicketTask
 from services.orchestrator.status import RunStatus
 from shared.errors import InputError, NotFound, Unavailable, VolleyError
 from shared.process import telemetry

@@ -1,0 +1,96 @@
+"""Plays what a trajectory's model said to an environment again, and compares what it is worth."""
+
+from __future__ import annotations
+
+import math
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from shared.clients.env import EnvClient
+from shared.errors import DecodeError, VolleyError
+from shared.models.chat import ChatTokenizer
+from shared.run import seeding
+from shared.types import ASSISTANT, MAX_MESSAGE, Trajectory
+
+_TASK = re.compile(r"(train|eval)/(\d+)(?![\w.])")
+
+
+@dataclass(frozen=True, slots=True)
+class Rejudged:
+    """One archived episode, and what the environment of today says of it. `reward` and `success` are None where it
+    could not be played again, and `why` says why not.
+    """
+
+    env: str
+    task: str
+    ticket: int
+    sample_index: int
+    was: float
+    was_success: bool
+    reward: float | None = None
+    success: bool | None = None
+    why: str = ""
+
+    @property
+    def changed(self) -> bool:
+        return self.reward is not None and (
+            not math.isclose(self.reward, self.was, rel_tol=1e-9, abs_tol=1e-9) or self.success != self.was_success
+        )
+
+
+async def rejudge(client: EnvClient, tokenizer: ChatTokenizer, trajectory: Trajectory, seed: int, env: str) -> Rejudged:
+    """Args: seed: the run's; env: the environment to ask. What it refuses is told, and never raised."""
+    known = Rejudged(
+        trajectory.env,
+        trajectory.task,
+        trajectory.ticket,
+        trajectory.sample_index,
+        trajectory.reward,
+        trajectory.success,
+    )
+    try:
+        reward, success = await _played(client, trajectory, said(tokenizer, trajectory), seed, env)
+    except VolleyError as error:
+        return replace(known, why=f"{type(error).__name__}: {error.detail}")
+    return replace(known, reward=reward, success=success)
+
+
+def said(tokenizer: ChatTokenizer, trajectory: Trajectory) -> list[str]:
+    """What the model said, turn by turn, as the environment got it."""
+    turns = [turn for turn in trajectory.turns if turn.role == ASSISTANT]
+    return [
+        tokenizer.message_text(trajectory.token_ids[turn.start : turn.end].tolist())[:MAX_MESSAGE] for turn in turns
+    ]
+
+
+async def _played(
+    client: EnvClient, trajectory: Trajectory, replies: Sequence[str], seed: int, env: str
+) -> tuple[float, bool]:
+    """Reward and success. Raises VolleyError, DecodeError where it is not the same task or takes another course."""
+    split, index = _where(trajectory.task)
+    request_id = uuid.uuid4().hex
+    env_seed = seeding.env_seed(seed, trajectory.ticket, trajectory.sample_index)
+    opening = await client.create(request_id, env, split, index, seed=env_seed)
+    rewards, success, over = list[float](), False, False
+    try:
+        if opening.task != trajectory.task:
+            raise DecodeError(f"{env} has the task {opening.task[:100]} there, the archive {trajectory.task[:100]}")
+        for n, text in enumerate(replies):
+            if over:
+                raise DecodeError(f"{env} ends the episode after {n} turns, the archive after {len(replies)}")
+            reply = await client.step(opening.episode_id, f"{request_id}-{n}", text)
+            rewards.append(reply.reward)
+            success, over = reply.success, reply.terminated or reply.truncated
+    finally:
+        await client.delete_episode(opening.episode_id)
+    return sum(rewards), success
+
+
+def _where(task: str) -> tuple[str, int]:
+    """Split and index. Raises DecodeError where the task's id does not begin with them."""
+    found = _TASK.match(task)
+    if found is None:
+        raise DecodeError(f"the task {task[:100]!r} does not say its split and index")
+    return found[1], int(found[2])
