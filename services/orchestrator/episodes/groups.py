@@ -11,10 +11,10 @@ from typing import Any
 
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.turn import SamplingSpec
-from shared.run.seeding import TicketTask
 from services.orchestrator.servers.balancer import VersionBounds
 from shared.errors import VolleyError, first_error
 from shared.process import telemetry
+from shared.run.seeding import TicketTask
 from shared.types import Group, Trajectory
 
 _log = telemetry.Log("groups")

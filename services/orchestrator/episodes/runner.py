@@ -18,7 +18,6 @@ from typing import Literal, Protocol
 from services.orchestrator.episodes.failures import EpisodeLost, EpisodeTimeout, PromptTooLong
 from services.orchestrator.episodes.recorder import Recorder
 from services.orchestrator.episodes.turn import EpisodeState, SamplingSpec, TokenBounds, TokenBudget, TurnSampler
-from shared.run import seeding
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.status import RunStatus
 from shared.clients.env import Opening, StepReply
@@ -26,6 +25,7 @@ from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyEr
 from shared.models.chat import ChatTokenizer
 from shared.outcomes import End, end_of_turn
 from shared.process import telemetry
+from shared.run import seeding
 from shared.types import MAX_MESSAGE, Message, Status, Trajectory
 
 _DELETE_S = 2.0

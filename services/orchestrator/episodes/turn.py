@@ -18,11 +18,11 @@ from typing import Any
 from services.orchestrator import metrics
 from services.orchestrator.episodes.failures import WrongVersion
 from services.orchestrator.episodes.recorder import Recorder
-from shared.run import seeding
 from services.orchestrator.servers.balancer import Balancer, ServerLoad, VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.clients.rollout import Generation
 from shared.errors import RateLimited, Unavailable, VolleyError
+from shared.run import seeding
 from shared.types import WeightVersion
 
 _ABORT_S = 2.0
