@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import IO
 
 from services.cli.layout import PROJECT, python_of, variables_of
 from services.cli.runs import addresses, identity
@@ -45,6 +46,18 @@ async def environments_of(folder: RunFolder) -> AsyncIterator[EnvClient]:
 @asynccontextmanager
 async def _started(folder: RunFolder) -> AsyncIterator[str]:
     """A service with the run's configuration, and what was submitted to the run. Raises Unavailable."""
+    with tempfile.TemporaryFile() as log:
+        process, url = await asyncio.to_thread(_launched, folder, log)
+        try:
+            await _ready(url, process, log.fileno())
+            yield url
+        finally:
+            process.terminate()
+            await asyncio.to_thread(_wait, process)
+
+
+def _launched(folder: RunFolder, log: IO[bytes]) -> tuple[subprocess.Popen[bytes], str]:
+    """Its process and its address."""
     record = read_record(folder)
     base = Path(record.cwd) if record is not None and Path(record.cwd).is_dir() else PROJECT
     with hold_free("127.0.0.1") as held:
@@ -52,15 +65,9 @@ async def _started(folder: RunFolder) -> AsyncIterator[str]:
     command = [str(python_of("base")), "-m", "services.env", "--config", str(folder.config)]
     command += [f"services.env.port={port}", "services.env.host=127.0.0.1", "services.token_files={}"]
     command += [f"services.env.folder={folder.environments}"]
-    environment = {**variables_of("base", cpu=True), "PYTHONPATH": os.pathsep.join([str(PROJECT)])}
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, cwd=base, env=environment, stdout=log, stderr=log)
-        try:
-            await _ready(f"http://127.0.0.1:{port}", process, log.fileno())
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            await asyncio.to_thread(_wait, process)
+    environment = {**variables_of("base", cpu=True), "PYTHONPATH": str(PROJECT)}
+    process = subprocess.Popen(command, cwd=base, env=environment, stdout=log, stderr=log)
+    return process, f"http://127.0.0.1:{port}"
 
 
 async def _ready(url: str, process: subprocess.Popen[bytes], log: int) -> None:
