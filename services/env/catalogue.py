@@ -22,8 +22,10 @@ from services.env.backends.threads import InThreads, ThreadRunner
 from services.env.environments.adapters.gymnasium import Gymnasium, GymnasiumConfig
 from services.env.environments.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
 from services.env.environments.base import Environment
+from services.env.environments.games.blocksworld import BlocksworldConfig, blocksworld
 from services.env.environments.games.frozen_lake import FrozenLakeConfig, frozen_lake
 from services.env.environments.games.sokoban import SokobanConfig, sokoban
+from services.env.environments.games.tetris import TetrisConfig, tetris
 from services.env.environments.gsm8k.environment import Gsm8k, Gsm8kConfig
 from services.env.environments.math.environment import Math, MathConfig
 from services.env.environments.text_to_sql.environment import TextToSql, TextToSqlConfig
@@ -51,6 +53,8 @@ KINDS: Mapping[str, EnvironmentKind[Any]] = {
     "gsm8k": EnvironmentKind(Gsm8kConfig, Gsm8k, frozenset({"train", "eval"})),
     "frozen_lake": EnvironmentKind(FrozenLakeConfig, frozen_lake),
     "sokoban": EnvironmentKind(SokobanConfig, sokoban),
+    "blocksworld": EnvironmentKind(BlocksworldConfig, blocksworld),
+    "tetris": EnvironmentKind(TetrisConfig, tetris),
     "gymnasium": EnvironmentKind(GymnasiumConfig, Gymnasium),
     "reasoning_gym": EnvironmentKind(ReasoningGymConfig, ReasoningGym),
     "math": EnvironmentKind(MathConfig, Math, frozenset({"train", "eval"})),

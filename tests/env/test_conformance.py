@@ -13,11 +13,19 @@ import pytest
 from services.env.api import schemas
 from services.env.catalogue import KINDS
 from services.env.environments.base import Environment, Message, StepResult, assistant
+from services.env.environments.games.tetris import Tetris
 from shared.errors import NotFound
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "frozen_lake": ("frozen_lake", {}),
     "sokoban": ("sokoban", {}),
+    "blocksworld": ("blocksworld", {"eval_tasks": 200}),
+    "blocksworld, plain": ("blocksworld", {"protocol": "plain", "talk": "bare", "render": "2d", "num_blocks": 5}),
+    "tetris": ("tetris", {}),
+    "tetris, squares": (
+        "tetris",
+        {"box_type": 3, "dim_y": 6, "demo_actions_per_turn": 1, "max_turns": 40, "eval_tasks": 100},
+    ),
     "gymnasium": ("gymnasium", {}),
     "gymnasium, named": (
         "gymnasium",
@@ -84,18 +92,20 @@ def test_the_same_task_and_seed_give_the_same_episode(build: Callable[[], Enviro
     assert [first.task(*task) for task in tasks] == [second.task(*task) for task in tasks]
 
 
+def shown(env: Environment, split: str, index: int) -> tuple[Message, ...]:
+    """What tells a task: its opening, or, where that hides what comes, the whole of a demonstration."""
+    return env.demonstration(split, index).messages if isinstance(env, Tetris) else env.reset(split, index, 0).opening
+
+
 def test_no_task_is_in_two_splits(build: Callable[[], Environment]) -> None:
     env = build()
-    shown = {
-        split: {
-            orjson.dumps(list(env.reset(split, index, 0).opening))
-            for index in range(min(N_TASKS, env.num_tasks(split)))
-        }
+    told = {
+        split: {orjson.dumps(list(shown(env, split, index))) for index in range(min(N_TASKS, env.num_tasks(split)))}
         for split in env.splits
     }
-    assert len(shown["eval"]) == min(N_TASKS, env.num_tasks("eval")), "an evaluation task is there twice"
-    assert len(shown["train"]) > 1
-    assert not shown["train"] & shown["eval"]
+    assert len(told["eval"]) == min(N_TASKS, env.num_tasks("eval")), "an evaluation task is there twice"
+    assert len(told["train"]) > 1
+    assert not told["train"] & told["eval"]
 
 
 def test_demonstrations_play_to_what_they_promise(build: Callable[[], Environment]) -> None:
@@ -103,19 +113,19 @@ def test_demonstrations_play_to_what_they_promise(build: Callable[[], Environmen
     promised = 0
     for split in env.splits:
         for index in range(N_DEMONSTRATIONS):
-            shown = env.demonstration(split, index)
-            promised += shown.success
+            demonstration = env.demonstration(split, index)
+            promised += demonstration.success
             episode = env.reset(split, index, 0)
             replayed, result = list(episode.opening), None
-            for message in shown.messages:
+            for message in demonstration.messages:
                 if message["role"] == "assistant":
                     assert result is None or not result.over
                     result = episode.step(message)
                     check(result)
                     replayed += [message, *(() if result.over else result.messages)]
-            assert tuple(replayed) == shown.messages
+            assert tuple(replayed) == demonstration.messages
             assert result is not None
-            assert result.info.success == shown.success
+            assert result.info.success == demonstration.success
     assert promised == N_DEMONSTRATIONS * len(env.splits)
 
 

@@ -21,7 +21,7 @@ from pydantic import Field, JsonValue, model_validator
 from services.env.environments.adapters.tabular import Policy
 from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Demonstration, check_task
 from services.env.environments.games.actions import ActionProtocol
-from services.env.environments.games.layouts import DrawnLayout, Effort, Layouts, as_it_is, seed_of
+from services.env.environments.games.layouts import MAX_DISTINCT, DrawnLayout, Effort, Layouts, as_it_is, seed_of
 from services.env.environments.games.text_game import GameConfig, GameEpisode, MoveOutcome, instructions, play
 from shared.errors import InputError, NotFound
 
@@ -56,7 +56,7 @@ class GymnasiumConfig(GameConfig):
     distinct_starts: bool = True
     max_turns: int = Field(default=20, ge=1, le=100)
     max_actions: int = Field(default=100, ge=1, le=1000)
-    eval_tasks: int = Field(default=50, ge=1, le=10_000)
+    eval_tasks: int = Field(default=50, ge=1, le=MAX_DISTINCT)
 
     @model_validator(mode="after")
     def _writable(self) -> GymnasiumConfig:

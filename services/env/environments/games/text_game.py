@@ -135,13 +135,18 @@ class GameEpisode:
         )
 
 
-def instructions(rules: str, config: GameConfig, protocol: ActionProtocol) -> str:
-    """The text before the first board: the rules, then the protocol and the budget."""
+def instructions(rules: str, config: GameConfig, protocol: ActionProtocol, n_named: int | None = None) -> str:
+    """The text before the first board: the rules, then the protocol and the budget.
+
+    Args: n_named: how many actions are named, where they explain themselves; all of them otherwise.
+    """
     if config.talk == "bare":
         return ""
     example = protocol.write(protocol.names[:2])
+    named = protocol.names[:n_named]
+    more = ", …" if len(named) < len(protocol.names) else ""
     return (
-        f"{rules}\nActions: {', '.join(protocol.names)}. Answer with up to "
+        f"{rules}\nActions: {', '.join(named)}{more}. Answer with up to "
         f"{config.max_actions_per_turn} actions a turn, "
         f"like {example}. You have {config.max_turns} turns and {config.max_actions} actions.\n"
     )
