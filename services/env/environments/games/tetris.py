@@ -2,8 +2,8 @@
 
 Nothing falls by itself. A piece that has something below it after an action stays there; when it leaves no line full
 and reaches the top row, the game is lost, else the next piece comes. Rewards are GRL's: -0.1 an action, +10 a line;
-`reward_scale` multiplies both. A level is told by the pieces its solution uses: levels that agree in them, or are mirror
-images, belong to the same split.
+`reward_scale` multiplies both. A level is told by the pieces its solution uses: levels that agree in them, or are
+mirror images, belong to the same split.
 """
 
 from __future__ import annotations
