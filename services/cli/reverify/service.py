@@ -29,18 +29,25 @@ _STOP_S = 20.0
 @asynccontextmanager
 async def environments_of(folder: RunFolder) -> AsyncIterator[EnvClient]:
     """That of the run if it is at work, else one that lives as long as the context. Raises VolleyError."""
-    try:
-        found = addresses.read(folder)
-        known = await identity.met(folder, found)
-    except ConfigError:
-        known = {}
-    if known.get("env") and (known.get("orchestrator") or known.get("trainer")):
-        token = token_for(found.token_files, Role.SERVICE)
-        async with EnvClient(found.urls["env"], token=token, ca_file=found.ca_file) as client:
+    own = await _own(folder)
+    if own is not None:
+        async with own as client:
             yield client
         return
     async with _started(folder) as url, EnvClient(url) as client:
         yield client
+
+
+async def _own(folder: RunFolder) -> EnvClient | None:
+    """Of the run's service, if the run is at work."""
+    try:
+        found = addresses.read(folder)
+        known = await identity.met(folder, found)
+    except ConfigError:
+        return None
+    if not known.get("env") or not (known.get("orchestrator") or known.get("trainer")):
+        return None
+    return EnvClient(found.urls["env"], token=token_for(found.token_files, Role.SERVICE), ca_file=found.ca_file)
 
 
 @asynccontextmanager
