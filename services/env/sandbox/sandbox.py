@@ -22,6 +22,7 @@ from services.env.sandbox.process.zygote import ProcessEnd, SpawnedProcess, Zygo
 from shared.process import telemetry
 
 END_S = 5.0
+DRAIN_S = 0.5
 _log = telemetry.Log("sandbox")
 
 
@@ -105,13 +106,15 @@ class Sandbox:
         self.zygote.kill(self.number)
 
     async def close(self) -> None:
-        """Ends the process and removes its private folder. May be called again."""
+        """Ends the process and removes its private folder; `log` is then all there will be. May be called again."""
         if self._closed:
             return
         self._closed = True
         self.end("crash", "the sandbox was closed")
         try:
             await self._end()
+            if self._log_transport is not None:
+                await self._output.drain()
         finally:
             if self._writer is not None:
                 self._writer.transport.abort()
@@ -179,6 +182,15 @@ class LogPipe(asyncio.Protocol):
     def __init__(self, most: int, flooded: Callable[[], None]) -> None:
         self.tail = bytearray()
         self._most, self._flooded, self._n = most, flooded, 0
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def drain(self) -> None:
+        """Until the other end is closed, or DRAIN_S."""
+        await asyncio.wait([self._closed], timeout=DRAIN_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._closed.done():
+            self._closed.set_result(None)
 
     def data_received(self, data: bytes) -> None:
         self.tail += data
