@@ -59,7 +59,7 @@ def test_a_run_leaves_its_phases_the_curve_and_a_sentence(tmp_path: Path, monkey
     assert not screen.cursor_hidden
     kinds = [line.split()[1] for line in text.splitlines() if line.startswith("✓")]
     assert kinds[0] == "services"
-    assert sorted(kinds[1:]) == ["RL", "evaluation", "evaluation"]
+    assert sorted(kinds[1:]) == ["RL", *["evaluation"] * 4]  # of two environments, before and after
     assert "held-out success, ░ 95% interval" in text
     assert "6 groups trained exactly once, none lost (verified)." in " ".join(text.split())
     assert text.splitlines()[-1].startswith("DONE: steps=3 ")
