@@ -60,12 +60,14 @@ class ModelSection(Section):
 
 class MixtureEntry(Section):
     """One environment of several: `weight` in proportion to the others' (0 only evaluates), never less than `min_share`
-    of the groups, and settings of a built-in. A plain number is its weight.
+    of the groups, and settings of a built-in: of the one with this name, or of `base`, of which it is then a variant. A
+    plain number is its weight.
     """
 
     weight: Weight = 1.0
     min_share: Fraction = 0.0
     env_config: dict[str, Any] = {}
+    base: str | None = None
 
 
 def _entry(value: Any) -> Any:
@@ -101,8 +103,8 @@ class DataSection(Section):
         if len(self.mixture) >= MOST_ENVIRONMENTS:
             raise ValueError(f"data.mixture names more than {MOST_ENVIRONMENTS - 1} environments")
         main = self.mixture.get(self.env)
-        if main is not None and main.env_config:
-            raise ValueError(f"data.mixture.{self.env}.env_config: settings of data.env belong into data.env_config")
+        if main is not None and (main.env_config or main.base):
+            raise ValueError(f"data.mixture.{self.env}: settings of data.env belong into data.env_config")
         rows = self.environments.values()
         if not any(row.weight for row in rows):
             raise ValueError("data.mixture leaves no environment a weight above 0, so there is nothing to train on")

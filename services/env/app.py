@@ -84,9 +84,10 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
 def open_catalogue(settings: EnvSettings, runner: ThreadRunner) -> Catalogue:
     """The built-in environments and their variants. Raises ConfigError."""
     try:
-        return Catalogue(runner, settings.configs, settings.folder / "variants.json")
+        return Catalogue(runner, settings.configs, settings.folder / "variants.json", settings.variants)
     except InputError as error:
-        raise ConfigError(f"data.env={settings.env}: {error.detail}", error.hint) from error
+        keys = f"data.env={settings.env}" if not settings.others else "data.env, data.mixture"
+        raise ConfigError(f"{keys}: {error.detail}", error.hint) from error
 
 
 def try_out_all(settings: EnvSettings, catalogue: Catalogue) -> None:

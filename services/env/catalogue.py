@@ -100,11 +100,16 @@ _VARIANTS = TypeAdapter(dict[str, VariantRecord])
 
 class Catalogue:
     """Args: configs: settings of built-in environments that differ from their defaults, by name; variants: the file
-    that keeps what is registered. Raises NotFound, InputError, ConfigError (the file cannot be read).
+    that keeps what is registered; configured: variants of the configuration, (base, settings) by name. Raises NotFound,
+    InputError, ConfigError (the file cannot be read).
     """
 
     def __init__(
-        self, runner: ThreadRunner, configs: Mapping[str, Mapping[str, Any]] | None = None, variants: Path | None = None
+        self,
+        runner: ThreadRunner,
+        configs: Mapping[str, Mapping[str, Any]] | None = None,
+        variants: Path | None = None,
+        configured: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
     ) -> None:
         self._runner, self._file = runner, variants
         given = dict(configs or {})
@@ -117,12 +122,12 @@ class Catalogue:
         for name, record in _read(variants).items():
             self._variants[name] = record
             try:
-                parent = self.get(record.base)
-                config = _valid(parent.kind, {**parent.config, **record.config})
+                self._entries[name] = self._variant(name, record)
             except InputError as error:
                 _log.warning("a registered variant is left out", env=name, reason=str(error))
-            else:
-                self._entries[name] = self._built_in(name, parent.kind, config, record.weight)
+        for name, (base, config) in (configured or {}).items():
+            check_name(name)
+            self._entries[name] = self._variant(name, VariantRecord(base=base, config=dict(config)))
 
     def get(self, name: str) -> CatalogueEntry:
         """Raises NotFound listing the environments there are."""
@@ -177,6 +182,13 @@ class Catalogue:
         self._keep(name, VariantRecord(base=base, config=dict(config), weight=weight))
         self._entries[name] = entry
         return entry, True
+
+    def _variant(self, name: str, record: VariantRecord) -> CatalogueEntry:
+        """Raises NotFound, InputError."""
+        parent = self.get(record.base)
+        return self._built_in(
+            name, parent.kind, _valid(parent.kind, {**parent.config, **record.config}), record.weight
+        )
 
     def _built_in(self, name: str, kind: str, config: BaseModel, weight: float = 0.0) -> CatalogueEntry:
         backend = InThreads(name, kind, lambda: KINDS[kind].build(config), self._runner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ MAX_OBJECTS = 2**14
 @dataclass(frozen=True, slots=True)
 class EnvSettings:
     """`env` is the main environment of the run, `others` are the rest of its mixture, all checked at start; `configs`
-    holds the settings of each built-in that has some.
+    holds the settings of each built-in that has some, `variants` by name the built-ins and settings of what the run
+    plays under names of its own.
 
     `remote_tokens_file` holds the tokens that remote environments are sent, by their address; `ca_file` who vouches for
     those at https.
@@ -49,6 +50,9 @@ class EnvSettings:
     max_sandboxes: int
     unsandboxed: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    variants: Mapping[str, tuple[str, Mapping[str, Any]]] = field(
+        default_factory=dict[str, tuple[str, Mapping[str, Any]]]
+    )
     remote_tokens_file: Path | None = None
     ca_file: Path | None = None
 
@@ -60,7 +64,7 @@ def from_config(config: RunConfig) -> EnvSettings:
     configs: dict[str, dict[str, Any]] = {name: {k: v for k, v in files.items() if v is not None} for name in DATASETS}
     played = data.environments
     for name, entry in played.items():
-        if name == data.env or entry.env_config:
+        if (name == data.env or entry.env_config) and not entry.base:
             configs[name] = {**configs.get(name, {}), **entry.env_config}
     return EnvSettings(
         env=data.env,
@@ -72,6 +76,7 @@ def from_config(config: RunConfig) -> EnvSettings:
         limits=limits.model_copy(update={"max_body_bytes": min(limits.max_body_bytes, MAX_BODY)}),
         token_files=config.services.token_files,
         others=tuple(name for name in played if name != data.env),
+        variants={name: (entry.base, entry.env_config) for name, entry in played.items() if entry.base},
         folder=env.folder or RunFolder(config.run.folder).environments,
         sandbox=SandboxLimits(memory_mb=env.sandbox_memory_mb),
         max_sandboxes=max(64, orchestrator.max_concurrent_episodes + 32),
