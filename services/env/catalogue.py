@@ -186,9 +186,7 @@ class Catalogue:
     def _variant(self, name: str, record: VariantRecord) -> CatalogueEntry:
         """Raises NotFound, InputError."""
         parent = self.get(record.base)
-        return self._built_in(
-            name, parent.kind, _valid(parent.kind, {**parent.config, **record.config}), record.weight
-        )
+        return self._built_in(name, parent.kind, _valid(parent.kind, {**parent.config, **record.config}), record.weight)
 
     def _built_in(self, name: str, kind: str, config: BaseModel, weight: float = 0.0) -> CatalogueEntry:
         backend = InThreads(name, kind, lambda: KINDS[kind].build(config), self._runner)

@@ -123,9 +123,29 @@ def test_the_runs_configuration_reaches_its_environment(gsm8k_files: dict[str, P
     assert catalogue.get("gsm8k").describe()["config"]["tool"] == "calculator"
 
 
+def test_a_mixture_configures_built_ins_and_names_variants_of_them() -> None:
+    mixture = {
+        "frozen_lake": 3,
+        "sokoban": {"weight": 1, "env_config": {"spaced": True}},
+        "small": {"base": "frozen_lake", "env_config": {"size": 3}},
+    }
+    catalogue = opened(settings(env="frozen_lake", env_config={"talk": "bare"}, mixture=mixture))
+    configs = {name: catalogue.get(name).describe()["config"] for name in mixture}
+    assert (configs["frozen_lake"]["size"], configs["small"]["size"], configs["sokoban"]["spaced"]) == (4, 3, True)
+    assert (configs["frozen_lake"]["talk"], configs["small"]["talk"]) == ("bare", "bare")
+    assert catalogue.get("small").describe()["weight"] == 0
+    with pytest.raises(Conflict):
+        register(catalogue, "small", "frozen_lake", {"size": 5})
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        ({"env": "frozen_lake", "mixture": {"maze": 1}}, "data.mixture.maze: there is no environment"),
+        ({"env": "frozen_lake", "mixture": {"m": {"base": "maze"}}}, "data.mixture: there is no environment 'maze'"),
+        ({"env": "frozen_lake", "mixture": {"a/b": {"base": "sokoban"}}}, "'a/b' is not a name"),
+        ({"env": "frozen_lake", "mixture": {"sokoban": {"env_config": {"sise": 4}}}}, "unknown setting sise"),
+        ({"env": "frozen_lake", "mixture": {"gsm8k": 1}}, "gsm8k has no data"),
         ({"env": "maze"}, "data.env=maze: there is no environment"),
         ({"env": "frozen_lake", "env_config": {"sise": 4}}, "unknown setting sise"),
         (

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from shared import config
 from shared.errors import ConfigError
+from shared.run.shares import configured, weights_of
 from shared.schema import RunConfig, Section
 
 ROOT = Path(__file__).parents[2]
@@ -26,6 +27,16 @@ def write(tmp_path, text, name="c.yaml"):
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda p: p.name)
 def test_every_committed_config_parses(path):
     assert config.load([path]).config.run.name
+
+
+def test_a_mixture_is_weights_or_more_beside_the_main_environment(tmp_path):
+    path = write(tmp_path, "model: {path: m}\ndata: {env: frozen_lake, env_config: {size: 5}, mixture: {sokoban: 3}}\n")
+    data = config.load([path]).config.data
+    assert [(name, one.weight) for name, one in data.environments.items()] == [("frozen_lake", 1.0), ("sokoban", 3.0)]
+    assert data.environments["frozen_lake"].env_config == {"size": 5}
+    data = config.load([path], ["data.mixture={frozen_lake: {weight: 2, min_share: 0.5}, sokoban: 9}"]).config.data
+    assert weights_of(configured(data)) == {"frozen_lake": 1, "sokoban": 1}
+    assert data.environments["frozen_lake"].env_config == {"size": 5}
 
 
 def test_later_files_and_overrides_win(tmp_path):
@@ -56,6 +67,13 @@ def test_the_written_config_is_the_same_config(tmp_path):
         (["trainer.groups_per_step=100001"], "100001, more than 100000: a checkpoint carries a line of each group"),
         (["run.name=../x"], "run.name"),
         (["trainer.mesh.shape=[1]"], "trainer.mesh"),
+        (["data.mixture.sokoban.wieght=3"], r"unknown key data\.mixture\.sokoban\.wieght"),
+        (["data.mixture.sokoban=-1"], r"data\.mixture\.sokoban\.weight"),
+        (["data.mixture.sokoban=lots"], r"data\.mixture\.sokoban"),
+        (["data.mixture.frozen_lake=0"], "leaves no environment a weight above 0"),
+        (["data.mixture.sokoban.min_share=0.6", "data.mixture.frozen_lake.min_share=0.5"], "1.1 together, more than 1"),
+        (["data.mixture.sokoban={weight: 0, min_share: 0.5}"], r"data\.mixture\.sokoban\.min_share needs a weight"),
+        (["data.mixture.frozen_lake.env_config.size=3"], r"data\.mixture\.frozen_lake: .*belong into data\.env_config"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_key(tmp_path, overrides, message):
