@@ -127,20 +127,19 @@ class Sandbox:
                 await asyncio.shield(asyncio.to_thread(self._remove_folder))
 
     async def connect(self) -> None:
-        """Forks the process and takes its ends. Raises Unavailable."""
+        """Forks the process and takes its ends. Raises Unavailable, OSError (no descriptors left)."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        log_reader, log_writer = os.pipe()
-        try:
+        with theirs:
             ours.setblocking(False)
-            loop = asyncio.get_running_loop()
             self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=2**16)
-            log = os.fdopen(log_reader, "rb", buffering=0)
-            self._log_transport, _ = await loop.connect_read_pipe(lambda: self._output, log)
-            tmp = self.zygote.tmp or str(self.tmp)
-            self._process = await self.zygote.spawn(self.number, asdict(self.limits), tmp, theirs.fileno(), log_writer)
-        finally:
-            theirs.close()
-            os.close(log_writer)
+            log_reader, log_writer = os.pipe()
+            with os.fdopen(log_writer, "wb", buffering=0) as log:
+                kept = os.fdopen(log_reader, "rb", buffering=0)
+                self._log_transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: self._output, kept)
+                tmp = self.zygote.tmp or str(self.tmp)
+                self._process = await self.zygote.spawn(
+                    self.number, asdict(self.limits), tmp, theirs.fileno(), log.fileno()
+                )
 
     async def _why_dead(self, method: str) -> SandboxFailed:
         """Why it does not answer; its process has ended when this returns, or is given up."""

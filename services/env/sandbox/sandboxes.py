@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import sys
 import tempfile
@@ -29,10 +30,12 @@ from services.env.sandbox.process import workspace
 from services.env.sandbox.process.zygote import MAX_LANDLOCK, ZygoteProcess, open_zygote
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.tier import Tier
-from shared.errors import InputError, RateLimited
+from shared.errors import InputError, RateLimited, Unavailable
 from shared.process import telemetry
+from shared.process.descriptors import HINT, exhausted
 
 MAX_RUNNING = 4096
+_PREFIX = "volley-sandbox-"
 MAX_ZYGOTES = 16
 LOOK_S = 0.5
 _log = telemetry.Log("sandbox")
@@ -69,7 +72,8 @@ class Sandboxes:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self.folder = await asyncio.to_thread(_make_folder, self._given)
+        self.folder, lock = await asyncio.to_thread(_make_folder, self._given)
+        self._stack.callback(os.close, lock)
         self._stack.push_async_callback(asyncio.to_thread, workspace.remove, self.folder)
         self._stack.push_async_callback(self._close_all)
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
@@ -100,6 +104,9 @@ class Sandboxes:
             method, params = _opening(program)
             said = await sandbox.call(method, params, deadline_s)
             sandbox.description = said if isinstance(program, EnvironmentProgram) else None
+        except OSError as error:
+            await sandbox.close()
+            raise Unavailable(f"no sandbox can be started: {exhausted(error) or error}", HINT) from error
         except BaseException:
             await sandbox.close()
             raise
@@ -192,13 +199,41 @@ def _service_python() -> Path:
     return Path(sys.executable).resolve()
 
 
-def _make_folder(given: Path | None) -> Path:
-    """Others may pass through it, and not look into it: sandboxes of root have users of their own."""
-    if given is not None:
-        given.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="volley-sandbox-", dir=given))
-    folder.chmod(0o711)
-    return folder
+def _make_folder(given: Path | None) -> tuple[Path, int]:
+    """A folder for this process, and a descriptor that locks it. Those that a killed process left behind are removed.
+
+    Others may pass through it, and not look into it: sandboxes of root have users of their own.
+    """
+    place = given or Path(tempfile.gettempdir())
+    place.mkdir(parents=True, exist_ok=True)
+    for left in place.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = _locked(left)
+            try:
+                workspace.remove(left)
+            finally:
+                os.close(lock)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
+        try:
+            lock = _locked(folder)
+            folder.chmod(0o711)
+        except (BlockingIOError, FileNotFoundError):
+            continue  # another process, which starts at this moment, took it for one that was left behind
+        return folder, lock
+
+
+def _locked(folder: Path) -> int:
+    """Raises OSError if somebody else has it, or if it is somebody else's."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(f"{folder} belongs to another user")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _n_threads(pid: int | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits, Scrip
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
 from shared.errors import InputError, RateLimited, Unavailable
+
+ROOT = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -474,3 +477,66 @@ async def test_nothing_lives_on_after_the_service():
     assert not sandbox.alive
     assert not folder.exists()
     assert zygotes() == before
+
+
+SERVICE = """
+import asyncio, sys
+from pathlib import Path
+from services.env.sandbox.limits import ScriptProgram
+from services.env.sandbox.sandboxes import Sandboxes
+
+async def main():
+    async with Sandboxes(folder=Path(sys.argv[1]), namespaces=sys.argv[2] == "True") as sandboxes:
+        sandbox = await sandboxes.start(ScriptProgram())
+        source = "import time\\nopen('left', 'w')\\nwhile True: time.sleep(1)"
+        request = {"source": source, "stdin": "", "max_output": 1}
+        call = asyncio.ensure_future(sandbox.call("run", request, 600))
+        await asyncio.sleep(0.3)
+        print("ready", flush=True)
+        await call
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+async def test_a_service_that_is_killed_leaves_no_process_and_its_folder_goes_with_the_next(
+    namespaces: bool, tmp_path: Path
+):
+    command = [sys.executable, "-c", SERVICE, str(tmp_path), str(namespaces)]
+    service = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=asyncio.subprocess.PIPE)
+    assert service.stdout is not None
+    assert await service.stdout.readline() == b"ready\n"
+    family = descendants(service.pid)
+    assert len(family) >= 2
+    service.kill()
+    await service.wait()
+    while any(is_zygote(pid) for pid in family):
+        await asyncio.sleep(0.01)
+    assert len(folders_in(tmp_path)) == 1
+    async with Sandboxes(folder=tmp_path) as own:
+        assert folders_in(tmp_path) == [own.folder]
+    assert folders_in(tmp_path) == []
+
+
+def folders_in(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
+
+
+def descendants(pid: int) -> set[int]:
+    found = {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    return found.union(*map(descendants, found))
+
+
+async def test_a_process_without_descriptors():
+    async with Sandboxes() as own:
+        kept = await own.start(ScriptProgram())
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))
+        try:
+            with pytest.raises(Unavailable, match="no file descriptor left"):
+                await own.start(ScriptProgram())
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert await kept.call("ping", {}, 30) == "pong"
+        await (await own.start(ScriptProgram())).close()
