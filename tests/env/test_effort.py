@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from services.env.catalogue import KINDS
+from services.env.environments.base import Environment
 from services.env.environments.games import layouts
 from services.env.environments.games.frozen_lake import (
-    FrozenLake,
     FrozenLakeConfig,
     distances,
     frozen_lake,
     shortest_path,
     way,
 )
-from services.env.environments.games.sokoban import Sokoban, SokobanConfig, sokoban
+from services.env.environments.games.sokoban import SokobanConfig
 from shared.errors import InputError, RateLimited
 
 N_CONFIGS = 15
@@ -43,6 +44,12 @@ WORST: list[tuple[str, dict[str, Any]]] = [
         {"size": 16, "frozen_probability": 0.65, "is_slippery": True, "max_turns": 100, "max_actions": 1000},
     ),
     ("frozen_lake", {"size": 3, "frozen_probability": 1, "eval_tasks": 10_000}),
+    ("blocksworld", {"num_blocks": 6, "min_solution": 10, "eval_tasks": 10_000}),
+    ("blocksworld", {"num_blocks": 5, "min_solution": 8, "eval_tasks": 10_000, "max_turns": 100, "max_actions": 1000}),
+    ("blocksworld", {"num_blocks": 2, "min_solution": 2, "eval_tasks": 10_000}),
+    ("tetris", {"dim_x": 5, "dim_y": 8, "box_type": 1, "max_turns": 100, "max_actions": 1000}),
+    ("tetris", {"dim_x": 5, "dim_y": 8, "box_type": 3, "n_pieces": 20, "max_actions": 12}),
+    ("tetris", {"dim_x": 3, "dim_y": 3, "n_pieces": 2, "eval_tasks": 10_000}),
     ("frozen_lake", {"size": 4, "eval_tasks": 10_000, "distinct_train": True, "train_tasks": 10_000}),
 ]
 
@@ -96,8 +103,8 @@ def legal(dice: random.Random) -> tuple[str, dict[str, Any]]:
         return kind, config
 
 
-def built(kind: str, config: dict[str, Any]) -> FrozenLake | Sokoban:
-    return frozen_lake(FrozenLakeConfig(**config)) if kind == "frozen_lake" else sokoban(SokobanConfig(**config))
+def built(kind: str, config: dict[str, Any]) -> Environment:
+    return KINDS[kind].build(KINDS[kind].config.model_validate(config))
 
 
 def slowest(kind: str, config: dict[str, Any]) -> int:

@@ -7,15 +7,15 @@ on stdout; the end of stdin ends the process. Whatever the library prints goes t
 confined call is what a model wrote; MODULE's `prepare` gets the others first, outside the fork.
 
 Invariants
-- A call that carries text of a model is `confined`: it runs in a fork with limits on CPU, memory, files and processes,
-  which ends with the call. It cannot change how another answer is graded, and a loop or a leak costs that call alone.
+- A call that carries text of a model is `confined`: it runs in a fork with limits on CPU and memory, which ends with
+  the call. It cannot change how another answer is graded, and a loop or a leak costs that call alone. Where the kernel
+  has Landlock and libseccomp is there, the fork writes no file, opens no socket, starts and signals no process.
 - The process has one thread, so a fork of it is whole. Its random numbers and PYTHONHASHSEED are the same every time:
   the same call gives the same answer in every process.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -29,7 +29,9 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-from shared.errors import InputError
+from services.env.sandbox.inside import linux
+from services.env.sandbox.process.seccomp import build_program
+from shared.errors import InputError, Unavailable
 
 MEMORY_BYTES = 4 * 2**30
 """Address space of the process; what libraries map and never touch counts too."""
@@ -40,7 +42,6 @@ CONFINED_MEMORY_BYTES = 2**30
 """What a confined call may add to the memory the library takes."""
 
 MAX_ANSWER = 2**20
-_NO_NEW_PRIVILEGES = 38
 
 
 def main(module: str) -> int:
@@ -53,12 +54,24 @@ def main(module: str) -> int:
     except ImportError as error:
         _send(answers, {"error": "input", "detail": str(error), "hint": "install the package, or choose another one"})
         return 1
+    filter_ = _filter()
     _send(answers, {"value": "ready"})
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        call = _confined if request["confined"] else _called
-        _send(answers, call(library, request["function"], request["arguments"]))
+        function, arguments = request["function"], request["arguments"]
+        if request["confined"]:
+            _send(answers, _confined(library, function, arguments, filter_))
+        else:
+            _send(answers, _called(library, function, arguments))
     return 0
+
+
+def _filter() -> bytes:
+    """The system calls a fork may make, as for sandboxes; empty where libseccomp is missing."""
+    try:
+        return build_program(signals=False, metadata=False)
+    except Unavailable:
+        return b""
 
 
 def _called(library: ModuleType, function: str, arguments: Sequence[Any]) -> dict[str, Any]:
@@ -67,11 +80,13 @@ def _called(library: ModuleType, function: str, arguments: Sequence[Any]) -> dic
         return {"value": getattr(library, function)(*arguments)}
     except InputError as error:
         return {"error": "input", "detail": error.detail, "hint": error.hint}
+    except (MemoryError, RecursionError):
+        return {"error": "ended", "detail": "its limits on memory or depth ended it"}
     except Exception as error:  # noqa: BLE001 - it is told to the caller, who raises it
         return {"error": "defect", "detail": f"{type(error).__name__}: {error}"[:300]}
 
 
-def _confined(library: ModuleType, function: str, arguments: Sequence[Any]) -> dict[str, Any]:
+def _confined(library: ModuleType, function: str, arguments: Sequence[Any], filter_: bytes) -> dict[str, Any]:
     """The answer of a fork, {"error": "ended"} if its limits ended it, {"error": "late"} if the machine did not give it
     enough time to reach them.
     """
@@ -80,7 +95,7 @@ def _confined(library: ModuleType, function: str, arguments: Sequence[Any]) -> d
     readable, writable = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _grade_and_exit(library, function, arguments, writable)
+        _grade_and_exit(library, function, arguments, filter_, writable)
     os.close(writable)
     try:
         said, in_time = _read(readable, time.monotonic() + CONFINED_WALL_S)
@@ -96,7 +111,9 @@ def _confined(library: ModuleType, function: str, arguments: Sequence[Any]) -> d
         return {"error": "ended", "detail": "its limits on CPU or memory ended it"}
 
 
-def _grade_and_exit(library: ModuleType, function: str, arguments: Sequence[Any], writable: int) -> None:
+def _grade_and_exit(
+    library: ModuleType, function: str, arguments: Sequence[Any], filter_: bytes, writable: int
+) -> None:
     """In the fork; never returns. What is open besides its own pipe is closed, so it reaches no other answer."""
     try:
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -104,7 +121,7 @@ def _grade_and_exit(library: ModuleType, function: str, arguments: Sequence[Any]
             os.dup2(nothing, standard)
         mine = os.dup2(writable, 3)
         os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        _confine()
+        _confine(filter_)
         os.write(mine, json.dumps(_called(library, function, arguments)).encode()[:MAX_ANSWER])
     except BaseException:  # noqa: BLE001, S110 - whatever it is, an answer that is not whole says it
         pass
@@ -112,7 +129,7 @@ def _grade_and_exit(library: ModuleType, function: str, arguments: Sequence[Any]
         os._exit(0)
 
 
-def _confine() -> None:
+def _confine(filter_: bytes) -> None:
     with open("/proc/self/statm", "rb") as pages:
         size = int(pages.read().split()[0]) * resource.getpagesize()
     memory = size + CONFINED_MEMORY_BYTES
@@ -124,7 +141,11 @@ def _confine() -> None:
         (resource.RLIMIT_NOFILE, 32),
     ):
         resource.setrlimit(limit, (value, value))
-    ctypes.CDLL(None).prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    linux.forbid_new_privileges()
+    if version := linux.landlock_abi():
+        linux.restrict_files(version, ["/"], [], [])
+    if filter_:
+        linux.install_filter(filter_)
 
 
 def _read(readable: int, deadline: float) -> tuple[bytes, bool]:
