@@ -136,7 +136,7 @@ def test_steps_of_a_tool_environment_are_total(text: str, calls: Any) -> None:
 
 CONFIGS = {
     kind: {name: field.default for name, field in KINDS[kind].config.model_fields.items()}
-    for kind in ("frozen_lake", "sokoban")
+    for kind in ("frozen_lake", "sokoban", "blocksworld", "tetris")
 }
 
 
