@@ -220,6 +220,7 @@ n = 0
 try:
     for n in range(5000): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 except Exception as error: print('held', n)
+time.sleep(1.5)
 if n > 64: print('ESCAPED', n)
 """,
         "refused",

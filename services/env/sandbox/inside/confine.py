@@ -78,14 +78,22 @@ def hides_python(paths: list[str], parents: bool) -> bool:
     return False
 
 
-def is_privileged() -> bool:
-    """Whether this is root, with the rights to become another user and to give files away; containers may lack them."""
-    if not linux.IS_LINUX or os.getuid() != 0:
-        return False
+def capabilities() -> int:
+    """The effective ones, as a mask; 0 where there is no such thing."""
+    if not linux.IS_LINUX:
+        return 0
     with open("/proc/self/status") as file:
-        effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
-    wanted = 1 << linux.CAP_CHOWN | 1 << linux.CAP_SETGID | 1 << linux.CAP_SETUID
-    return effective & wanted == wanted
+        return next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
+
+
+def is_privileged(reads_all: bool) -> bool:
+    """Whether this is root, with the rights to make processes of other users, to end them and to remove what they
+    leave. Containers may lack some. `reads_all`: whether those processes need the right to read everything.
+    """
+    wanted = {linux.CAP_CHOWN, linux.CAP_DAC_OVERRIDE, linux.CAP_FOWNER, linux.CAP_KILL}
+    wanted |= {linux.CAP_SETGID, linux.CAP_SETUID} | ({linux.CAP_DAC_READ_SEARCH} if reads_all else set())
+    mask = sum(1 << number for number in wanted)
+    return os.getuid() == 0 and capabilities() & mask == mask
 
 
 def be_first_to_go() -> None:

@@ -59,10 +59,13 @@ def main() -> None:
 def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confinement:
     """Enters namespaces if wanted, says what can be done, and takes the filter. Raises OSError."""
     folders = [path for path in [*confine.python_folders(), *request["folders"]] if os.path.exists(path)]
-    proc, privileged = None, confine.is_privileged()
+    proc = None
+    reads_all = os.getuid() == 0 and confine.hides_python(folders, parents=not request["namespaces"])
+    privileged = confine.is_privileged(reads_all)
+    if request["namespaces"] and os.getuid() == 0 and not privileged:
+        raise OSError("this is root without all of root's rights")  # of whom the kernel does not count the threads
     confine.be_first_to_go()
     os.umask(0o022)  # other users go through the folders of the new root
-    reads_all = privileged and confine.hides_python(folders, parents=not request["namespaces"])
     if request["namespaces"]:
         hidden = [path for path in confine.site_packages() if not any(one.startswith(path) for one in folders)]
         proc = namespaces.enter(request["root"], privileged, folders, confine.DEVICES, hidden)
@@ -90,7 +93,7 @@ def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confine
         tuple(folders),
         proc,
         request["namespaces"],
-        reads_all and bool(landlock),
+        reads_all and privileged and bool(landlock),
         privileged,
     )
 
