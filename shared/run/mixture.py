@@ -27,8 +27,11 @@ from shared import codec
 from shared.errors import DecodeError
 from shared.schema import MAX_WEIGHT, MOST_ENVIRONMENTS
 
-_PARTS = 10**6
-"""Shares are whole numbers of these parts where their exact weights would be greater."""
+_PARTS = 10_000
+"""Shares are whole numbers of these parts where their exact weights would be greater: so many tickets are worked out at
+most before a mixture repeats itself.
+"""
+_LONGEST_PERIOD = 2 * 10**6
 MOST_CHANGES = 100_000
 """Lines of a file that are looked at where anybody may have written them."""
 _MOST_WRONG = 100
@@ -252,7 +255,7 @@ def _weights(value: Any) -> dict[str, int]:
     if not value or len(value) > MOST_ENVIRONMENTS:
         raise ValueError("a mixture has at least one environment, and not too many")
     weights = {_name(name): _whole(weight, 1) for name, weight in value.items()}
-    if sum(weights.values()) > 2 * _PARTS:
+    if sum(weights.values()) > _LONGEST_PERIOD:
         raise ValueError("the weights are too large")
     return weights
 

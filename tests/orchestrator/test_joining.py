@@ -153,7 +153,7 @@ async def test_what_is_submitted_joins_is_trained_on_breaks_and_comes_back_and_t
     envs = {g.env for _, g in trainer.groups}
     assert envs == {"frozen_lake", "adder"}
     whys = [orjson.loads(line)["why"] for line in (tmp_path / "demo" / "mixture.jsonl").read_text().splitlines()]
-    assert whys[:2] == ["adder joined", "weights changed"]
+    assert whys[:2] == ["adder joined", "the shares changed"]
     assert any("is back" in why for why in whys)
     assert whys[-1] == "adder left"
     measured = [(one.get("env"), one["n_tasks"]) for one in evals(tmp_path)]

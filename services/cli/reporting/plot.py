@@ -32,12 +32,13 @@ def draw(
     changed: Sequence[int] = (),
     environments: Sequence[EnvironmentCurve] = (),
 ) -> None:
-    """Writes a PNG of about 1200 × 900 pixels. Rows are those of metrics.jsonl and evals.jsonl, in the order of steps.
+    """Writes a PNG of about 1200 × 900 pixels, wider where there are several environments. Rows are those of
+    metrics.jsonl and evals.jsonl, in the order of steps.
 
     `changed` are the steps from which on other settings were in force, `environments` the curves of each where there
     are several: `evals` are then those of the first.
     """
-    figure = Figure(figsize=(8, 6), dpi=150, layout="constrained")
+    figure = Figure(figsize=(10.5 if environments else 8, 6), dpi=150, layout="constrained")
     success, reward = figure.subplots(2, 1, sharex=True)
     figure.suptitle(f"Run {run}: what the policy learns during RL", fontsize=13)
     _draw_success(success, steps, evals)
@@ -46,7 +47,10 @@ def draw(
     for axes in (success, reward):
         for i, step in enumerate(changed):
             axes.axvline(step, color=_CHANGED, linestyle="--", linewidth=1, label=None if i else "settings changed")
-        axes.legend(loc="best", fontsize=9 if len(environments) < 3 else 7)
+        if environments:
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
+        else:
+            axes.legend(loc="best", fontsize=9)
     figure.savefig(path, format="png")
 
 

@@ -244,4 +244,4 @@ def _why(
     told += [f"{env} is tried again" for env in due]
     told += [f"{env} joined" for env in weights if env not in last.weights and env not in last.suspended]
     told += [f"{env} left" for env in last.weights if env not in weights and env not in suspended]
-    return "; ".join(told) or "weights changed"
+    return "; ".join(told) or "the shares changed"
