@@ -20,6 +20,7 @@ import os
 import sys
 import tempfile
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -95,6 +96,7 @@ class Sandboxes:
         """
         if isinstance(program, EnvironmentProgram) and len(program.source or "") > MAX_SOURCE:
             raise InputError(f"a source of {len(program.source or '')} characters", f"send at most {MAX_SOURCE}")
+        program = replace(program, folders=tuple(Path(os.path.abspath(folder)) for folder in program.folders))
         zygote = await self._zygote_of((program.python or _service_python(), program.folders))
         sandbox = self._enroll(limits or SandboxLimits(), zygote)
         try:
