@@ -96,7 +96,7 @@ class Sandboxes:
         """
         if isinstance(program, EnvironmentProgram) and len(program.source or "") > MAX_SOURCE:
             raise InputError(f"a source of {len(program.source or '')} characters", f"send at most {MAX_SOURCE}")
-        program = replace(program, folders=tuple(Path(os.path.abspath(folder)) for folder in program.folders))
+        program = _absolute(program)
         zygote = await self._zygote_of((program.python or _service_python(), program.folders))
         sandbox = self._enroll(limits or SandboxLimits(), zygote)
         try:
@@ -180,6 +180,11 @@ class Sandboxes:
                 await sandbox.close()
         for zygote in self._zygotes.values():
             await zygote.close()
+
+
+def _absolute(program: Program) -> Program:
+    """A zygote has another working folder."""
+    return replace(program, folders=tuple(Path(os.path.abspath(folder)) for folder in program.folders))
 
 
 def _opening(program: Program) -> tuple[str, dict[str, Any]]:
