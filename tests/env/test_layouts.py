@@ -112,6 +112,25 @@ def test_a_call_draws_with_a_bounded_effort_and_the_next_goes_on(monkeypatch: py
     assert refusals > 0
 
 
+def test_a_call_that_takes_long_leaves_the_rest_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time at all: each call still draws one layout, and the layouts are those of a patient call."""
+
+    def make(seed: int, effort: Effort) -> tuple[str, ...]:
+        effort.spend(1)
+        return (f"{seed}",)
+
+    def layouts() -> Layouts[tuple[str, ...]]:
+        return Layouts("slow", make, lambda rows: rows, {"train": 50, "eval": 50})
+
+    patient = layouts().get("eval", 5)
+    monkeypatch.setattr("services.env.environments.games.layouts.DRAW_S", -1.0)
+    hasty = layouts()
+    for _ in range(5):
+        with pytest.raises(RateLimited, match="eval task 5 is not among them"):
+            hasty.get("eval", 5)
+    assert hasty.get("eval", 5) == patient
+
+
 def test_a_layout_that_takes_too_much_is_refused_with_the_settings_that_make_it_rare(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

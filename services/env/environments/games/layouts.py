@@ -7,14 +7,16 @@ Two independent guarantees:
   the layout's smallest rotation or reflection, so an evaluation layout is not even a mirrored training layout. Tasks
   that are text (`form=as_it_is`) are hashed as they are.
 Evaluation layouts, and on request training layouts, are also pairwise different. Nothing depends on process, time or
-Python's hash seed. Work is bounded in steps of search, not in seconds: a call takes MAX_EFFORT and a little. Memory is
-bounded: of a layout that was drawn its seed is kept, and a few are kept whole.
+Python's hash seed. Work is bounded in steps of search, not in seconds: a call takes MAX_EFFORT and a little; time only
+decides how many layouts a call draws ahead, never which. Memory is bounded: of a layout that was drawn its seed is
+kept, and a few are kept whole.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,6 +35,9 @@ MAX_DISTINCT = 10_000
 MAX_EFFORT = 200_000
 """Steps of search that one call may take, some ten microseconds each; what it has found by then is kept for the next.
 """
+
+DRAW_S = 8.0
+"""After this a call draws no further layout, and the next goes on: where one is made outside, it may take a second."""
 
 WAIT_S = 5.0
 """How long a call waits for another one that draws."""
@@ -151,8 +156,9 @@ class Layouts[L]:
         if not self._lock.acquire(timeout=WAIT_S):
             raise self._later(split, index)
         try:
+            until = time.monotonic() + DRAW_S
             while len(known) <= index:
-                if effort.is_over:
+                if effort.is_over or (effort.spent and time.monotonic() > until):
                     raise self._later(split, index)
                 drawn = self._draw(split, len(known), Effort(), effort)
                 self._seen.add(_identity(self._rows(drawn.layout)))
