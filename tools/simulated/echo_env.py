@@ -1,0 +1,75 @@
+"""The env service with an environment that says what it was told and counts, the one of tools/openenv/echo_server.py:
+what a benchmark of the service measures it with. Run like `python -m services.env`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from services.env import app, catalogue
+from services.env.environments.base import Demonstration, Info, Message, StepResult, check_task, user
+from shared.errors import NotFound
+from shared.process import boot
+from shared.process.boot import RunningService
+from shared.schema import RunConfig
+
+N_STEPS = 1000
+_COUNTS = {"train": 100_000, "eval": 1000}
+
+
+class EchoConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class EchoEpisode:
+    """Over after N_STEPS steps; the last is worth 1."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def __init__(self, seed: int) -> None:
+        self.opening: tuple[Message, ...] = (user(f"seed {seed}"),)
+        self._count = 0
+
+    def step(self, message: Message) -> StepResult:
+        self._count += 1
+        over = self._count >= N_STEPS or message["content"] == "stop"
+        said = user(f"{self._count}: {message['content']}")
+        return StepResult((said,), float(over), over, False, Info({"reward": float(over)}, success=over))
+
+
+class EchoEnvironment:
+    splits = tuple(_COUNTS)
+
+    def __init__(self, config: EchoConfig) -> None:
+        self.config = config
+
+    def num_tasks(self, split: str) -> int:
+        check_task("echo", _COUNTS, split, 0)
+        return _COUNTS[split]
+
+    def task(self, split: str, index: int) -> str:
+        check_task("echo", _COUNTS, split, index)
+        return f"{split}/{index}"
+
+    def reset(self, split: str, index: int, seed: int) -> EchoEpisode:
+        check_task("echo", _COUNTS, split, index)
+        return EchoEpisode(seed)
+
+    def demonstration(self, split: str, index: int) -> Demonstration:
+        raise NotFound("echo has no demonstrations")
+
+
+@asynccontextmanager
+async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
+    kinds = {**catalogue.KINDS, "echo": catalogue.EnvironmentKind(EchoConfig, EchoEnvironment)}
+    catalogue.KINDS = kinds
+    async with app.open_service(config) as service:
+        yield service
+
+
+if __name__ == "__main__":
+    boot.main("env", open_service=open_service)
