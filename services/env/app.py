@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from services.env.api import environments, openenv
-from services.env.api.routes import ROLES, router
+from services.env.api.routes import ROLES, direct_routes, router
 from services.env.api.state import EnvState
 from services.env.backends.remote.site import open_access
 from services.env.backends.threads import ThreadRunner
@@ -72,6 +72,7 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
         app.include_router(environments.router)
         app.include_router(openenv.router)
         app.include_router(router)
+        app.router.routes[:0] = direct_routes()
         _log.info("environments ready", env=settings.env, available=[entry.name for entry in catalogue.entries()])
         workers = [episodes.sweep, runner.watch, submissions.validate_waiting, submissions.judge_canaries]
         try:

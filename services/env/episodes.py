@@ -16,8 +16,7 @@ import hashlib
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -121,11 +120,14 @@ class Episodes:
         if slot.request != request:
             raise Conflict(f"request {request_id!r} was sent before with another body", "use a new request_id")
         self._touch(slot)
-        async with self._alone(slot):
+        await self._enter(slot)
+        try:
             if slot.failure is not None:
                 raise slot.failure
             if slot.episode is None:
                 await self._reset(slot)
+        finally:
+            slot.lock.release()
         return slot
 
     async def step(self, episode_id: str, request_id: str, message: Message) -> StepResult:
@@ -133,7 +135,8 @@ class Episodes:
         time).
         """
         slot = self._find(episode_id)
-        async with self._alone(slot):
+        await self._enter(slot)
+        try:
             digest = fingerprint(message)
             if (answered := slot.answers.get(request_id)) is not None:
                 if answered[0] != digest:
@@ -149,6 +152,8 @@ class Episodes:
             result = await self._step(slot, episode, message)
             slot.answers[request_id] = (digest, result)
             return result
+        finally:
+            slot.lock.release()
 
     async def delete(self, episode_id: str) -> None:
         """Forgets an episode; one that does not exist is forgotten already."""
@@ -178,18 +183,16 @@ class Episodes:
             self.expire()
             await self._free()
 
-    @asynccontextmanager
-    async def _alone(self, slot: EpisodeSlot) -> AsyncIterator[None]:
-        """Raises Busy if the requests before this one take too long."""
+    async def _enter(self, slot: EpisodeSlot) -> None:
+        """Waits for the requests before this one; the lock is to be released. Raises Busy if they take too long."""
+        if not slot.lock.locked():
+            await slot.lock.acquire()  # at once
+            return
         try:
             async with asyncio.timeout(self._deadline_s):
                 await slot.lock.acquire()
         except TimeoutError:
             raise Busy(f"episode {slot.id} is busy with another request", "send one request at a time") from None
-        try:
-            yield
-        finally:
-            slot.lock.release()
 
     async def _reset(self, slot: EpisodeSlot) -> None:
         entry, began = slot.request.entry, self._clock()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 import stat
 from collections.abc import Mapping
 from enum import IntEnum
@@ -69,7 +70,10 @@ class RoleTable:
         for key, role in declared.items():
             method, _, path = key.partition(" ")
             rows.append((method, path, role))
-        self._patterns = [(method, compile_path(path)[0], role) for method, path, role in rows if "{" in path]
+        self._patterns: dict[str, list[tuple[re.Pattern[str], Role]]] = {}
+        for method, path, role in rows:
+            if "{" in path:
+                self._patterns.setdefault(method, []).append((compile_path(path)[0], role))
         exact = [row for row in rows if "{" not in row[1]]
         self._exact = {
             f"{method} {path}": max(role, self._by_pattern(method, path) or role) for method, path, role in exact
@@ -81,9 +85,7 @@ class RoleTable:
         return self._by_pattern(method, path) if exact is None else exact
 
     def _by_pattern(self, method: str, path: str) -> Role | None:
-        return max(
-            (role for known, regex, role in self._patterns if known == method and regex.match(path)), default=None
-        )
+        return max((role for regex, role in self._patterns.get(method, ()) if regex.match(path)), default=None)
 
 
 def read_tokens(files: TokenFiles) -> AccessTokens | None:

@@ -19,13 +19,14 @@ from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from services.env.api.routes import EnvName
-from services.env.api.schemas import AssistantMessage, Index, Name, stepped
+from services.env.api.schemas import Index, Name, stepped
 from services.env.api.state import EnvState, state_of
 from services.env.environments.base import TRAIN, Message, StepResult
 from services.env.episodes import EpisodeRequest, EpisodeSlot
 from shared import codec
 from shared.errors import InputError, NotFound, RateLimited, VolleyError
 from shared.process import offload
+from shared.types import MAX_MESSAGE
 from shared.web.access import Role
 from shared.web.http import respond, validated
 from shared.web.openapi import declares
@@ -37,7 +38,6 @@ ROLES = {
     "GET /openenv/{env}/schema": Role.VIEWER,
     "WS /openenv/{env}/ws": Role.SERVICE,
 }
-_SEND_S = 30.0
 MAX_SEED = 2**63
 
 
@@ -55,13 +55,17 @@ class ResetData(BaseModel):
 
 
 class OpenEnvAction(BaseModel):
-    """What the assistant says; `tool_calls` as OpenAI writes them."""
+    """What the assistant says; `tool_calls` as OpenAI writes them. OpenEnv's clients may add `metadata`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    message: str
-    tool_calls: list[JsonValue] | None = None
-    metadata: dict[str, JsonValue] = {}
+    message: Annotated[str, Field(max_length=MAX_MESSAGE)]
+    tool_calls: Annotated[list[JsonValue], Field(max_length=64)] | None = None
+    metadata: dict[str, JsonValue] | None = None
+
+    def as_message(self) -> Message:
+        message = Message(role="assistant", content=self.message)
+        return {**message, "tool_calls": self.tool_calls} if self.tool_calls else message
 
 
 class OpenEnvObservation(BaseModel):
@@ -121,16 +125,20 @@ async def play(websocket: WebSocket, env: str) -> None:
     """A session: frames `{"type": "reset" | "step" | "state" | "close", "data": {…}}`, each answered by one."""
     session = OpenEnvSession(websocket.app.state.env, env)
     max_objects: int = websocket.app.state.max_objects
+    loop = asyncio.get_running_loop()
     await websocket.accept()
     try:
-        while True:
-            async with asyncio.timeout(session.idle_s):
+        async with asyncio.timeout(session.idle_s) as idle:
+            rearm_at = loop.time() + session.idle_s / 8
+            while True:
                 raw = (await websocket.receive_text()).encode("utf-8", "surrogatepass")
-            answer = await session.answer(raw, max_objects)
-            if answer is None:
-                break
-            async with asyncio.timeout(_SEND_S):
+                answer = await session.answer(raw, max_objects)
+                if answer is None:
+                    break
                 await websocket.send_text(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+                if (now := loop.time()) > rearm_at:  # seldom, since timers cost more than steps
+                    rearm_at = now + session.idle_s / 8
+                    idle.reschedule(now + session.idle_s)
         await websocket.close()
     except (WebSocketDisconnect, KeyError, TimeoutError):
         return  # gone, sent no text, idle, or does not read: the server closes what is still open
@@ -150,7 +158,7 @@ class OpenEnvSession:
 
     @property
     def idle_s(self) -> float:
-        """How long a session may say nothing: as long as its episode lives."""
+        """How long a session may say nothing, about: as long as its episode lives."""
         return self._state.episodes.ttl_s
 
     async def answer(self, raw: bytes, max_objects: int) -> dict[str, Any] | None:
@@ -203,8 +211,7 @@ class OpenEnvSession:
         slot = self._slot
         if slot is None:
             raise NotFound("there is no episode in this session", 'send {"type": "reset", "data": {}} first')
-        said = validated(AssistantMessage, {"content": action.message, "tool_calls": action.tool_calls}, strict=True)
-        result = await self._state.episodes.step(slot.id, str(next(self._numbers)), said.as_message())
+        result = await self._state.episodes.step(slot.id, str(next(self._numbers)), action.as_message())
         self._n_steps += 1
         return _stepped(slot, result)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 from services.env.environments.base import Demonstration, Message, StepResult
@@ -19,6 +20,12 @@ type Call = Literal["load", "list", "reset", "step", "demonstrate"]
 CALL_SECONDS = telemetry.Histogram(
     "volley_env_call_seconds", "Duration of a call into environment code", ["env", "call"], registry=telemetry.REGISTRY
 )
+
+
+@lru_cache(maxsize=1024)
+def call_seconds(env: str, call: Call) -> telemetry.Histogram:
+    """Where the durations of one environment's calls are counted; looked up once, for steps are many."""
+    return CALL_SECONDS.labels(env, call)
 
 
 class Busy(RateLimited):

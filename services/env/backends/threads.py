@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from services.env.backends.base import CALL_SECONDS, Busy, Call, GivenUp
+from services.env.backends.base import Busy, Call, GivenUp, call_seconds
 from services.env.environments.base import Demonstration, Environment, Episode, Message, StepResult
 from shared.errors import VolleyError
 from shared.process import telemetry
@@ -51,19 +51,24 @@ class ThreadRunner:
         if lane.n_waiting >= self._max_waiting:
             raise Busy(f"{name}: {lane.n_waiting} calls are waiting", "try again later", retry_after_s=2.0)
         started = time.perf_counter()
-        work = lane.submit(_guarded(name, call, function))
+        work = lane.submit(function)
         try:
-            async with asyncio.timeout(self.deadline_s):
-                return await asyncio.wrap_future(work)
-        except TimeoutError:
-            if work.cancelled():
-                raise Busy(
-                    f"{name}: no thread was free for {call} within {self.deadline_s:g} s", "try again later"
-                ) from None
-            raise GivenUp(f"{name}: {call} took longer than {self.deadline_s:g} s", "the episode is given up") from None
+            return await work.answer
+        except _Late as late:
+            if late.begun:
+                told = f"{name}: {call} took longer than {self.deadline_s:g} s"
+                raise GivenUp(told, "the episode is given up") from None
+            told = f"{name}: no thread was free for {call} within {self.deadline_s:g} s"
+            raise Busy(told, "try again later") from None
+        except VolleyError:
+            raise
+        except (Exception, SystemExit) as error:
+            _log.exception("environment failed", env=name, call=call)
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise VolleyError(f"{name}: {call} failed with {what}", "a defect of the environment") from error
         finally:
             lane.leave(work)
-            CALL_SECONDS.labels(name, call).observe(time.perf_counter() - started)
+            call_seconds(name, call).observe(time.perf_counter() - started)
 
     def why_stuck(self, kind: str) -> str | None:
         """Why environments of `kind` cannot be used; None if they can."""
@@ -87,7 +92,7 @@ class ThreadRunner:
 
     def _lane(self, kind: str) -> _Lane:
         if kind not in self._lanes:
-            self._lanes[kind] = _Lane(kind, self._n_threads)
+            self._lanes[kind] = _Lane(kind, self._n_threads, self.deadline_s)
         return self._lanes[kind]
 
 
@@ -159,68 +164,131 @@ class ThreadEpisode:
         """There is nothing to free."""
 
 
-class _Lane:
-    """The threads of one kind. They are daemons: a call that never returns must not keep the process from ending."""
+class _Late(Exception):
+    """A call's deadline has passed. `begun`: a thread is at it."""
 
-    def __init__(self, kind: str, n_threads: int) -> None:
-        self.n_waiting = 0
+    def __init__(self, begun: bool) -> None:
+        self.begun = begun
+
+
+class _Work:
+    """One call. Whoever takes the token decides: a thread begins it, or the event loop takes it back. `ended`: no
+    thread is at it, nor will be.
+    """
+
+    __slots__ = ("_token", "answer", "deadline", "ended", "error", "function", "result")
+
+    def __init__(self, function: Callable[[], Any], answer: asyncio.Future[Any], deadline: float) -> None:
+        self.function, self.answer, self.deadline = function, answer, deadline
+        self.ended = False
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self._token = [None]
+
+    def take(self) -> bool:
+        """Whether the caller is the first to take it. Atomic."""
+        try:
+            self._token.pop()
+        except IndexError:
+            return False
+        return True
+
+
+class _Lane:
+    """The threads of one kind. They are daemons: a call that never returns must not keep the process from ending.
+
+    What goes to the threads and comes back is kept cheap, for it is most of a small step's cost: answers that end
+    together wake the event loop once, and one timer watches all deadlines, which are in the order of the calls.
+    """
+
+    def __init__(self, kind: str, n_threads: int, deadline_s: float) -> None:
         self.complaint = f"all {n_threads} threads hang in calls that were given up"
-        self._kind, self._n_threads = kind, n_threads
-        self._given_up: list[Future[Any]] = []
-        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._kind, self._n_threads, self._deadline_s = kind, n_threads, deadline_s
+        self._loop = asyncio.get_running_loop()
+        self._given_up: list[_Work] = []
+        self._running: dict[_Work, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended: deque[_Work] = deque()
+        self._waking = False
+        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
         for i in range(n_threads):
-            threading.Thread(target=_serve, args=(self._work,), name=f"env-{kind}-{i}", daemon=True).start()
+            threading.Thread(target=self._serve, name=f"env-{kind}-{i}", daemon=True).start()
+
+    @property
+    def n_waiting(self) -> int:
+        """Calls that wait or run."""
+        return len(self._running)
 
     @property
     def is_stuck(self) -> bool:
-        self._given_up = [work for work in self._given_up if not work.done()]
-        _HUNG.labels(self._kind).set(len(self._given_up))
+        if self._given_up:
+            self._given_up = [work for work in self._given_up if not work.ended]
+            _HUNG.labels(self._kind).set(len(self._given_up))
         return len(self._given_up) >= self._n_threads
 
-    def submit[T](self, function: Callable[[], T]) -> Future[T]:
+    def submit(self, function: Callable[[], Any]) -> _Work:
         """To be followed by `leave`."""
-        work: Future[T] = Future()
-        self.n_waiting += 1
-        self._work.put((work, function))
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # the threads outlive an event loop
+            self._loop, self._timer, self._waking = loop, None, False
+        work = _Work(function, self._loop.create_future(), self._loop.time() + self._deadline_s)
+        self._running[work] = None
+        if self._timer is None:
+            self._timer = self._loop.call_at(work.deadline, self._expire)
+        self._queue.put(work)
         return work
 
-    def leave(self, work: Future[Any]) -> None:
+    def leave(self, work: _Work) -> None:
         """Nobody waits for `work` any more: it is done, never begins, or is given up."""
-        self.n_waiting -= 1
-        if not work.done() and not work.cancel():
+        del self._running[work]
+        if not work.ended and not work.take():
             self._given_up.append(work)
+            _HUNG.labels(self._kind).set(len(self._given_up))
 
     def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         for _ in range(self._n_threads):
-            self._work.put(None)
+            self._queue.put(None)
 
+    def _expire(self) -> None:
+        self._timer = None
+        for work in list(self._running):
+            if work.deadline > self._loop.time():
+                self._timer = self._loop.call_at(work.deadline, self._expire)
+                return
+            if not work.answer.done():
+                taken_back = work.take()
+                if taken_back:
+                    work.ended = True
+                work.answer.set_exception(_Late(begun=not taken_back))
 
-def _serve(work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (item := work.get()) is not None:
-        future, function = item
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - it is the caller's, on the event loop
-            future.set_exception(error)
+    def _serve(self) -> None:
+        """A thread."""
+        while (work := self._queue.get()) is not None:
+            if not work.take():
+                continue
+            try:
+                work.result = work.function()
+            except BaseException as error:  # noqa: BLE001 - it is the caller's, on the event loop
+                work.error = error
+            work.ended = True
+            self._ended.append(work)
+            if not self._waking:
+                self._waking = True
+                with suppress(RuntimeError):  # the loop is closed: nobody waits
+                    self._loop.call_soon_threadsafe(self._deliver)
 
-
-def _guarded[T](name: str, call: Call, function: Callable[[], T]) -> Callable[[], T]:
-    def run() -> T:
-        with _failures(name, call):
-            return function()
-
-    return run
-
-
-@contextmanager
-def _failures(name: str, call: Call) -> Iterator[None]:
-    try:
-        yield
-    except VolleyError:
-        raise
-    except (Exception, SystemExit) as error:
-        _log.exception("environment failed", env=name, call=call)
-        what = f"{type(error).__name__}: {str(error)[:200]}"
-        raise VolleyError(f"{name}: {call} failed with {what}", "a defect of the environment") from error
+    def _deliver(self) -> None:
+        """On the event loop. The flag goes first, so that whoever ends after the last look wakes it again."""
+        self._waking = False
+        while self._ended:
+            work = self._ended.popleft()
+            if work.answer.done():
+                continue
+            if work.error is None:
+                work.answer.set_result(work.result)
+            elif isinstance(work.error, StopIteration):
+                work.answer.set_exception(RuntimeError("StopIteration"))
+            else:
+                work.answer.set_exception(work.error)

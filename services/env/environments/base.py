@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, Protocol, TypedDict
 
+import orjson
+
 from shared.errors import NotFound
 
 TRAIN, EVAL = "train", "eval"
@@ -135,4 +137,8 @@ def check_task(env: str, counts: Mapping[str, int], split: str, index: int) -> N
 
 def fingerprint(message: Message) -> str:
     """Equal for equal messages: tells a repeated request from another one that reuses its id."""
-    return hashlib.blake2b(json.dumps(message, sort_keys=True).encode(), digest_size=16).hexdigest()
+    try:
+        content = orjson.dumps(message, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # half of a surrogate pair, or an integer beyond 64 bits, which only Python writes
+        content = json.dumps(message, sort_keys=True).encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
