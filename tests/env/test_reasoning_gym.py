@@ -52,7 +52,7 @@ def upstream(asked: Sequence[tuple[str, int, Sequence[str]]]) -> list[tuple[str,
         input=json.dumps(asked),
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
         env={"PYTHONHASHSEED": "0", "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
@@ -78,7 +78,7 @@ def score(env: ReasoningGym, question: Question, answer: str) -> float:
     return env.score(question, answer)
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("names", "per_dataset"),
     [pytest.param(QUICK, 1, id="ten"), pytest.param(SINGLE, 2, id="all", marks=pytest.mark.long)],
@@ -95,7 +95,7 @@ def test_questions_and_scores_are_upstreams(names: list[str], per_dataset: int) 
 
 
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_every_dataset_has_a_demonstration_that_its_scorer_takes() -> None:
     missing, short = set(), set()
     for name in SINGLE:

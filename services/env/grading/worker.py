@@ -121,8 +121,13 @@ def _grade_and_exit(
             os.dup2(nothing, standard)
         mine = os.dup2(writable, 3)
         os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        _confine(filter_)
-        os.write(mine, json.dumps(_called(library, function, arguments)).encode()[:MAX_ANSWER])
+        try:
+            _confine(filter_)
+        except (OSError, ValueError) as error:
+            answer = {"error": "defect", "detail": f"it cannot be confined: {error}"}
+        else:
+            answer = _called(library, function, arguments)
+        os.write(mine, json.dumps(answer).encode()[:MAX_ANSWER])
     except BaseException:  # noqa: BLE001, S110 - whatever it is, an answer that is not whole says it
         pass
     finally:
@@ -132,7 +137,7 @@ def _grade_and_exit(
 def _confine(filter_: bytes) -> None:
     with open("/proc/self/statm", "rb") as pages:
         size = int(pages.read().split()[0]) * resource.getpagesize()
-    memory = size + CONFINED_MEMORY_BYTES
+    memory = min(size + CONFINED_MEMORY_BYTES, MEMORY_BYTES)
     for limit, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, CONFINED_CPU_S),
