@@ -20,10 +20,12 @@ from services.env.catalogue import KINDS, Catalogue
 from services.env.environments.base import assistant
 from services.env.environments.gsm8k.data import Problem
 from services.env.environments.gsm8k.environment import Gsm8kConfig, Gsm8kEpisode
+from services.orchestrator.mixture.members import offers_in
 from services.rollout.api.validation import NEUTRAL, generate_request
 from services.rollout.engines.base import EngineInfo
 from shared import codec, config
 from shared.errors import ConfigError, DecodeError, InputError, VolleyError
+from shared.run import mixture
 from shared.schema import Limits
 from shared.types import WeightVersion
 from shared.web.http import create_app
@@ -199,3 +201,35 @@ def test_configuration_files(tmp_path_factory: pytest.TempPathFactory, data: byt
 def test_weight_versions(text: str) -> None:
     with suppress(DecodeError):
         assert str(WeightVersion.parse(text)) == text
+
+
+MIXTURE = {
+    "from_ticket": 3,
+    "weights": {"a": 1, "b@2": 3},
+    "first": ["b@2"],
+    "sizes": {"b@2": [5, 0]},
+    "chosen": {"a": 1.5},
+    "suspended": {"c@1": "failed"},
+    "why": "b@2 joined",
+    "at": 1.0,
+}
+ROW = {"name": "adder@1", "state": "active", "weight": 1, "version": 1}
+
+
+@EXAMPLES
+@given(changed(MIXTURE, JSON) | JSON)
+def test_lines_of_a_mixture(line: Any) -> None:
+    with suppress(DecodeError):
+        change = mixture.parse(json.dumps(line).encode())
+        assert mixture.parse(change.encode()) == change
+        assignment = mixture.TicketAssignment({"a": 1})
+        assignment.add(change)
+        assert assignment.of(change.from_ticket).ordinal >= 1
+
+
+@EXAMPLES
+@given(changed(ROW, WIRE) | WIRE)
+def test_rows_of_environments(row: Any) -> None:
+    with suppress(DecodeError):
+        for offer in offers_in({"environments": [row]}).values():
+            assert offer.weight >= 0

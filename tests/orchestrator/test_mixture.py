@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from services.orchestrator.mixture.suspension import Suspensions
-from shared.errors import InputError, QueueUnavailable, StorageUnavailable, Unavailable, VolleyError
+from shared.errors import DecodeError, InputError, QueueUnavailable, StorageUnavailable, Unavailable, VolleyError
 from shared.run.seeding import TaskOrder
 from tests.orchestrator.fakes import MemoryQueue
 from tests.orchestrator.mixtures import MixtureUnderTest, RowSource, row
@@ -70,6 +70,12 @@ async def test_two_versions_are_two_environments(tmp_path):
     assert Counter(await run.play(40)) == {"frozen_lake": 20, "adder@2": 20}
 
 
+async def test_a_version_of_what_is_configured_without_one_does_not_join_beside_it(tmp_path):
+    run = MixtureUnderTest(tmp_path, members={"frozen_lake": 1, "adder": 1})
+    await run.look(row("adder@1"), row("adder@2", "canary"))
+    assert Counter(await run.play(20)) == {"frozen_lake": 10, "adder": 10}
+
+
 @pytest.mark.parametrize(
     "one",
     [
@@ -95,6 +101,14 @@ async def test_a_list_that_cannot_be_read_changes_nothing(tmp_path, rows):
     with pytest.raises(VolleyError):
         await run.look()
     assert Counter(await run.play(41)) == {"frozen_lake": 20, "adder@1": 21}
+
+
+async def test_what_could_not_be_read_back_is_not_written(tmp_path):
+    run = MixtureUnderTest(tmp_path)
+    with pytest.raises(DecodeError):
+        await run.look(row("a" * 300 + "@1"))
+    assert not run.path.exists()
+    assert await run.play(3) == ["frozen_lake"] * 3
 
 
 async def test_a_service_that_is_away_is_waited_for(tmp_path):

@@ -19,7 +19,7 @@ from pathlib import Path
 from shared.files import locks, storage
 from shared.files.reading import ended_lines, open_file
 from shared.process import telemetry
-from shared.run.mixture import Drawn, MixtureChange, TicketAssignment, Weights, replayed
+from shared.run.mixture import Drawn, MixtureChange, TicketAssignment, Weights, parse, replayed
 
 _POLL_S = 0.02
 _log = telemetry.Log("mixture")
@@ -58,7 +58,8 @@ class MixtureLog:
         From which ticket on is decided here. What was to play first and has not been reserved yet still plays first,
         unless it has left.
 
-        Returns whether anything changed. Raises QueueUnavailable and StorageUnavailable; then nothing has.
+        Returns whether anything changed. Raises QueueUnavailable, StorageUnavailable, and DecodeError for what could
+        not be read back; then nothing has.
         """
         self._read()
         if make(self.current) is None:
@@ -73,7 +74,9 @@ class MixtureLog:
             still = (e for e in last.first[begins - last.from_ticket :] if e in wanted.weights or e in wanted.suspended)
             first = tuple(dict.fromkeys((*still, *wanted.first)))
             change = replace(wanted, from_ticket=begins, first=first, at=round(time.time(), 3))
-            await asyncio.to_thread(storage.append, self._path, change.encode(), durable=True)
+            line = change.encode()
+            parse(line)
+            await asyncio.to_thread(storage.append, self._path, line, durable=True)
             self._read()
         _log.info("mixture changed", from_ticket=begins, weights=dict(change.weights), why=change.why)
         return True

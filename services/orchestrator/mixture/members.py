@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from shared.clients.base import MALFORMED
 from shared.errors import DecodeError
 from shared.run.mixture import base_name
 from shared.run.shares import Member, exact
 from shared.schema import MOST_ENVIRONMENTS
+
+_MAX_DETAIL = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +32,26 @@ def offers_in(answer: Any) -> dict[str, Offer]:
     by themselves. Raises DecodeError.
     """
     try:
-        rows: list[Mapping[str, Any]] = answer["environments"]
-        found = [Offer(str(row["name"]), str(row.get("state", "active")), exact(row.get("weight", 0))) for row in rows]
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DecodeError(f"the list of environments lacks or mistypes a field: {error!r}") from error
+        found = [_offer(row) for row in answer["environments"]]
+    except MALFORMED as error:
+        raise DecodeError(f"the list of environments lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error
     return {offer.name: offer for offer in found}
+
+
+def _offer(row: Mapping[str, Any]) -> Offer:
+    if not isinstance(row, dict) or not isinstance(name := row["name"], str):
+        raise TypeError("a row is an object with a name")
+    return Offer(name, str(row.get("state", "active")), exact(row.get("weight", 0)))
 
 
 def members_of(
     configured: Mapping[str, Member], offers: Mapping[str, Offer], chosen: Mapping[str, float]
 ) -> dict[str, Member]:
-    """Who is to be played. Args: chosen: weights that people gave by name without version; they outrank all others."""
+    """Who is to be played. A version of what the configuration names without one does not join beside it.
+
+    Args:
+        chosen: weights that people gave by name without version; they outrank all others.
+    """
     found = dict[str, Member]()
     for name, member in configured.items():
         weight = exact(chosen[name]) if name in chosen else member.weight
@@ -48,6 +60,6 @@ def members_of(
     for name, offer in sorted(offers.items()):
         said = chosen.get(base_name(name))
         weight = offer.weight if said is None else exact(said)
-        if name not in configured and weight and offer.state in ("active", "canary"):
+        if not {name, base_name(name)} & configured.keys() and weight and offer.state in ("active", "canary"):
             found[name] = Member(weight, canary=offer.state == "canary")
     return dict(list(found.items())[:MOST_ENVIRONMENTS])
