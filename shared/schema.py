@@ -257,14 +257,15 @@ class Endpoint(Section):
 class EnvEndpoint(Endpoint):
     """`folder` keeps submitted environments (default: in the run's folder). `unsandboxed` names those that may be
     submitted where this machine cannot confine their code. `sandbox_memory_mb` is what one episode's process may use.
-    `remote_tokens_file` is a secret file with a line `URL TOKEN` for each server of remote environments that asks for
-    a token.
+    `package_index` is the only place that their dependencies come from. `remote_tokens_file` is a secret file with a
+    line `URL TOKEN` for each server of remote environments that asks for a token.
     """
 
     port: Port = SERVICES["env"].port
     folder: Path | None = None
     unsandboxed: tuple[str, ...] = ()
     sandbox_memory_mb: PositiveInt = 512
+    package_index: Url = "https://pypi.org/simple"
     remote_tokens_file: Path | None = None
 
 

@@ -16,6 +16,7 @@ from services.env.catalogue import Catalogue, try_out
 from services.env.episodes import Episodes
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.settings import MAX_OBJECTS, EnvSettings, from_config
+from services.env.submissions.programs import Programs
 from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submissions import Submissions
 from shared.errors import ConfigError, InputError
@@ -42,11 +43,13 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     catalogue = open_catalogue(settings, runner)
     remotes = open_access(settings.remote_tokens_file, settings.ca_file, settings.deadline_s)
     async with Sandboxes(max_running=settings.max_sandboxes) as sandboxes:
+        store = SubmissionStore(settings.folder / "submitted")
         submissions = Submissions(
-            SubmissionStore(settings.folder / "submitted"),
+            store,
             catalogue,
             sandboxes,
             remotes,
+            Programs(store, settings.folder, settings.package_index),
             limits=settings.sandbox,
             deadline_s=settings.deadline_s,
             unsandboxed=settings.unsandboxed,

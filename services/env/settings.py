@@ -31,7 +31,8 @@ class EnvSettings:
     those at https.
 
     `folder` keeps what is submitted; `unsandboxed` names what may be submitted where nothing confines it, `sandbox` is
-    what one process of submitted code may use, `max_sandboxes` how many there are at once.
+    what one process of submitted code may use, `max_sandboxes` how many there are at once, `package_index` where their
+    dependencies come from.
 
     ttl_s is the idle life of an episode, in seconds; deadline_s bounds one call into environment code; n_threads is
     how many calls into one kind of environment run at once.
@@ -48,6 +49,7 @@ class EnvSettings:
     folder: Path
     sandbox: SandboxLimits
     max_sandboxes: int
+    package_index: str
     unsandboxed: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     variants: Mapping[str, tuple[str, Mapping[str, Any]]] = field(
@@ -80,6 +82,7 @@ def from_config(config: RunConfig) -> EnvSettings:
         folder=env.folder or RunFolder(config.run.folder).environments,
         sandbox=SandboxLimits(memory_mb=env.sandbox_memory_mb),
         max_sandboxes=max(64, orchestrator.max_concurrent_episodes + 32),
+        package_index=env.package_index,
         unsandboxed=env.unsandboxed,
         remote_tokens_file=env.remote_tokens_file,
         ca_file=config.services.tls.ca_file,

@@ -57,6 +57,7 @@ async def _open(folder: Path, **changes: Any) -> AsyncIterator[httpx.AsyncClient
         "folder": folder,
         "sandbox": SandboxLimits(),
         "max_sandboxes": 16,
+        "package_index": "http://127.0.0.1:9/simple",
     }
     async with (
         open_env(EnvSettings(**{**defaults, **changes})) as service,

@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from services.cli.layout import PROJECT, python_of, variables_of
+from services.cli.layout import CACHE, PROJECT, python_of, variables_of
 from services.cli.runs import addresses
 from shared.clients.env import EnvClient
 from shared.errors import ConfigError, Unavailable
@@ -92,7 +92,13 @@ def test(file: Path, entry: str | None) -> int:
     """Validates a file in the sandbox of this machine; the exit code is 0 if it would be taken."""
     if not file.is_file():
         raise ConfigError(f"there is no file {file}")
-    command = [str(python_of("base")), "-m", "services.env.submissions.check", str(file.absolute())]
+    command = [
+        str(python_of("base")),
+        "-m",
+        "services.env.submissions.check",
+        str(file.absolute()),
+        str(CACHE / "packages"),
+    ]
     command += [entry] if entry else []
     ended = subprocess.run(
         command, cwd=PROJECT, env=variables_of("base", cpu=True), stdout=subprocess.PIPE, text=True, check=False

@@ -42,6 +42,7 @@ ROLES = {
     "POST /environments/{name}/retire": Role.ADMIN,
 }
 PYTHON = ("text/x-python", "application/x-python", "text/x-script.python")
+ARCHIVE = ("application/zip", "application/x-zip-compressed", "application/x-wheel+zip")
 
 
 @router.get("/environments", openapi_extra=declares(answer=Listed))
@@ -64,12 +65,13 @@ async def list_environments(request: Request) -> Response:
 )
 async def submit_environment(request: Request) -> Response:
     """Submits an environment: a Python file (its text as the body with Content-Type text/x-python and `?name=`, or
-    `{name, source}`), or a remote one (`{name, url, protocol, config}`): 202, and it is validated next. With `{name,
-    base, config}` adds a configured variant of a built-in one: 201, or 200 when it exists already with these settings.
+    `{name, source}`), a zip file or wheel (application/zip), or a remote one (`{name, url, protocol, config}`): 202,
+    and it is validated next. With `{name, base, config}` adds a configured variant of a built-in one: 201, or 200 when
+    it exists already with these settings.
     """
     state = state_of(request)
-    if _is_python(request):
-        return _told(request, await state.submissions.submit(await _python(request)), 202)
+    if _is_file(request):
+        return _told(request, await state.submissions.submit(await _file(request)), 202)
     raw = await http.read_body(request)
     if "base" not in raw:
         return _told(request, await state.submissions.submit(_object(raw)), 202)
@@ -85,7 +87,7 @@ async def submit_environment(request: Request) -> Response:
 )
 async def replace_environment(request: Request, name: str) -> Response:
     """Submits a new version; the present one goes on until the new one has proved itself."""
-    given = await _python(request, name) if _is_python(request) else _object(await http.read_body(request), name)
+    given = await _file(request, name) if _is_file(request) else _object(await http.read_body(request), name)
     return _told(request, await state_of(request).submissions.replace(given), 202)
 
 
@@ -124,14 +126,19 @@ def _told(request: Request, version: SubmittedVersion, status: int) -> Response:
     return respond(request, submitted(version), status)
 
 
-def _is_python(request: Request) -> bool:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower() in PYTHON
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-async def _python(request: Request, name: str | None = None) -> Submission:
+def _is_file(request: Request) -> bool:
+    return _media_type(request) in (*PYTHON, *ARCHIVE)
+
+
+async def _file(request: Request, name: str | None = None) -> Submission:
     """A file as the body, the rest in the query. Args: name: that of the path. Raises InputError."""
     query = http.validated(SubmitQuery, _named(dict(request.query_params), name), strict=False)
-    return Submission(query.name, await request.body(), query.entry, {}, query.weight)
+    archive = _media_type(request) in ARCHIVE
+    return Submission(query.name, await request.body(), query.entry, {}, query.weight, archive)
 
 
 def _object(raw: Mapping[str, Any], name: str | None = None) -> Submission:

@@ -39,6 +39,7 @@ class TaskBody(Body, json_schema_extra=_example(split="train", index=0)):
 
 
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+EntryName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]{0,99}(:[A-Za-z_][A-Za-z0-9_]{0,99})?$")]
 Weight = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 
 
@@ -48,7 +49,7 @@ class SubmitQuery(Body, json_schema_extra=_example(name="adder", weight=1.0)):
     """
 
     name: EnvName
-    entry: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")] | None = None
+    entry: EntryName | None = None
     weight: Weight = 0.0
 
 
@@ -60,7 +61,7 @@ class SubmitBody(
 
     name: EnvName
     source: Annotated[str, Field(min_length=1)]
-    entry: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,99}$")] | None = None
+    entry: EntryName | None = None
     config: dict[str, JsonValue] = {}
     weight: Weight = 0.0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +28,13 @@ LOG_LINES = 200
 
 @dataclass(frozen=True, slots=True)
 class SandboxedBackend:
-    """Args: splits: number of tasks of each; deadline_s: for one call, the start of the process included; log: the
+    """Args: program: what its processes run, made when it is first needed; splits: number of tasks of each; deadline_s:
+    for one call, the start of the process included; log: the
     newest lines that the code printed, and how its episodes failed.
     """
 
     name: str
-    program: EnvironmentProgram
+    program: Callable[[], Awaitable[EnvironmentProgram]]
     splits_of: Mapping[str, int]
     has_demonstration: bool
     sandboxes: Sandboxes
@@ -112,7 +113,7 @@ class SandboxedBackend:
         """Raises Unavailable, and SandboxFailed where the code does not load, told in the log."""
         began = time.perf_counter()
         try:
-            return await self.sandboxes.start(self.program, self.limits, self.deadline_s)
+            return await self.sandboxes.start(await self.program(), self.limits, self.deadline_s)
         except SandboxFailed as error:
             self.log.append(f"load: {error.detail}")
             raise

@@ -1,4 +1,4 @@
-"""`python -m services.env.submissions.check FILE [CLASS]`: the validation of a file, without a service.
+"""`python -m services.env.submissions.check FILE PACKAGES [CLASS]`: the validation of a file, without a service.
 
 Prints the report as JSON; the exit code is 0 if the environment would be taken, 1 if not, 2 if it cannot be tried here.
 """
@@ -6,14 +6,17 @@ Prints the report as JSON; the exit code is 0 if the environment would be taken,
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
 from services.env.backends.sandboxed import LOG_LINES, SandboxedBackend
-from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
+from services.env.sandbox.limits import SandboxLimits
+from services.env.sandbox.packages.dependencies import PYPI, DependencyStore
 from services.env.sandbox.sandboxes import Sandboxes
+from services.env.submissions.programs import of_source
 from services.env.submissions.submissions import MIN_TIER
 from services.env.submissions.validation import Validated, validate
 from shared.errors import VolleyError
@@ -21,8 +24,10 @@ from shared.errors import VolleyError
 _DEADLINE_S = 30.0
 
 
-async def checked(file: Path, source: str, entry: str | None) -> Validated:
-    """Raises Unavailable where no sandbox can be started."""
+async def checked(file: Path, source: str, packages: Path, entry: str | None) -> Validated:
+    """Args: packages: where dependencies are installed. Raises Unavailable where no sandbox can be started."""
+    dependencies = DependencyStore(packages, os.environ.get("UV_DEFAULT_INDEX", PYPI))
+
     async with Sandboxes() as sandboxes:
         tier = await sandboxes.probe()
         if tier.level < MIN_TIER:
@@ -30,18 +35,24 @@ async def checked(file: Path, source: str, entry: str | None) -> Validated:
         log: deque[str] = deque(maxlen=LOG_LINES)
 
         def open_backend(splits: Mapping[str, int], has_demonstration: bool) -> SandboxedBackend:
-            program = EnvironmentProgram(source, file.name, entry)
             return SandboxedBackend(
-                file.stem, program, splits, has_demonstration, sandboxes, SandboxLimits(), _DEADLINE_S, log
+                file.stem,
+                lambda: of_source(source, file.name, entry, {}, dependencies),
+                splits,
+                has_demonstration,
+                sandboxes,
+                SandboxLimits(),
+                _DEADLINE_S,
+                log,
             )
 
         return await validate(open_backend)
 
 
 def main() -> None:
-    file, entry = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
+    file, packages = Path(sys.argv[1]), Path(sys.argv[2])
     try:
-        found = asyncio.run(checked(file, file.read_text(), entry))
+        found = asyncio.run(checked(file, file.read_text(), packages, *(sys.argv[3:4] or [None])))
     except (VolleyError, OSError, UnicodeDecodeError) as error:
         sys.stderr.write(f"volley: {error}\n")
         raise SystemExit(2) from None

@@ -87,6 +87,7 @@ class SubmittedVersion(Frozen):
     name: str
     version: int
     url: str | None = None
+    archive: bool = False
     entry: str | None = None
     config: dict[str, Any] = {}
     weight: float = 0.0

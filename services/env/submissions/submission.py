@@ -1,4 +1,4 @@
-"""What is sent to be an environment: a Python file, or where a remote one is."""
+"""What is sent to be an environment: a Python file, a zip file or wheel, or where a remote one is."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from shared.errors import InputError, TooLarge
 
 MAX_SOURCE = 256 * 1024
 """Bytes of one Python file."""
+MAX_ARCHIVE = 4 * 2**20
+"""Bytes of a zip file or wheel, packed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What is sent: one Python file, or where a remote environment is. `entry` names the file's class where there are
-    several, `config` are its arguments, or the settings of the remote's protocol; `weight` is the share of live runs
-    beside their own environment of weight 1, 0 if it joins none.
+    """What is sent: one Python file, an `archive` (zip or wheel), or where a remote environment is. `entry` names the
+    class where there are several (of an archive `package.module:Class`), `config` are its arguments, or the settings of
+    the remote's protocol; `weight` is the share of live runs beside their own environment of weight 1, 0 if it joins
+    none.
     """
 
     name: str
@@ -27,6 +30,7 @@ class Submission:
     entry: str | None = None
     config: Mapping[str, Any] | None = None
     weight: float = 0.0
+    archive: bool = False
 
     @property
     def remote(self) -> RemoteEnvironment | None:
@@ -42,14 +46,17 @@ class Submission:
         return hashlib.sha256(self.content).hexdigest()
 
 
-def check_source(source: bytes) -> None:
+def check_size(content: bytes, *, archive: bool) -> None:
     """Raises InputError, TooLarge."""
-    if len(source) > MAX_SOURCE:
-        raise TooLarge(f"the source has {len(source)} bytes", f"at most {MAX_SOURCE} are taken")
-    if not source.strip():
+    most = MAX_ARCHIVE if archive else MAX_SOURCE
+    if len(content) > most:
+        raise TooLarge(f"the source has {len(content)} bytes", f"at most {most} are taken")
+    if not content.strip():
         raise InputError("the source is empty", "send a Python file: curl --data-binary @environment.py")
+    if archive:
+        return
     try:
-        source.decode()
+        content.decode()
     except UnicodeDecodeError as error:
         raise InputError(f"the source is not UTF-8: {error}", "send a Python file in UTF-8") from error
 

@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +23,10 @@ from services.env.backends.remote.protocols import RemoteEnvironment, checked, o
 from services.env.backends.remote.site import RemoteAccess
 from services.env.backends.sandboxed import LOG_LINES, SandboxedBackend
 from services.env.catalogue import Catalogue, CatalogueEntry, check_name
-from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
+from services.env.sandbox.limits import SandboxLimits
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.canary import Canary
+from services.env.submissions.programs import Programs
 from services.env.submissions.record import (
     LIVING,
     ON_ITS_WAY,
@@ -37,17 +39,16 @@ from services.env.submissions.record import (
     Transition,
 )
 from services.env.submissions.store import SubmissionStore
-from services.env.submissions.submission import Submission, check_source, is_same
+from services.env.submissions.submission import Submission, is_same
 from services.env.submissions.validation import Validated, validate
-from shared.errors import Conflict, Forbidden, InputError, NotFound, Unavailable, VolleyError
+from shared.errors import Conflict, Forbidden, InputError, NotFound, StorageUnavailable, Unavailable, VolleyError
 from shared.process import telemetry
 
 MAX_NAMES, MAX_VERSIONS = 64, 256
 MIN_TIER = 1
-MAIN = "environment.py"
 _RESERVED = frozenset({"environments", "episodes", "splits", "num_tasks", "task", "demonstration", "test"})
 """Names that are parts of paths."""
-_RETRY_S = 5.0
+_RETRY_S, _PATIENCE_S = 5.0, 600.0
 _VERSIONS = telemetry.Gauge(
     "volley_env_submissions", "Versions of submitted environments by state", ["state"], registry=telemetry.REGISTRY
 )
@@ -56,7 +57,7 @@ _log = telemetry.Log("env")
 
 class Submissions:
     """Args:
-    remotes: how remote environments are reached.
+    remotes: how remote environments are reached; programs: what is run for the others.
     unsandboxed: names that may be submitted where this machine has no sandbox worth the name.
     deadline_s: for one call into submitted code.
     """
@@ -67,12 +68,14 @@ class Submissions:
         catalogue: Catalogue,
         sandboxes: Sandboxes,
         remotes: RemoteAccess,
+        programs: Programs,
         *,
         limits: SandboxLimits,
         deadline_s: float,
         unsandboxed: Iterable[str] = (),
     ) -> None:
         self._store, self._catalogue, self._sandboxes, self._remotes = store, catalogue, sandboxes, remotes
+        self._programs = programs
         self._limits, self._deadline_s, self._unsandboxed = limits, deadline_s, frozenset(unsandboxed)
         self._versions: dict[str, dict[int, SubmittedVersion]] = {}
         self._canaries: dict[str, Canary] = {}
@@ -202,9 +205,20 @@ class Submissions:
             try:
                 await self._validate(version)
             except Unavailable as error:
-                _log.warning("validation put off", env=version.full_name, reason=str(error))
-                await asyncio.sleep(_RETRY_S)
-                self._waiting.put_nowait(version)
+                await self._put_off(version, error)
+
+    async def _put_off(self, version: SubmittedVersion, error: Unavailable) -> None:
+        """Validates it later; what could not be validated for long is rejected, with the reason."""
+        _log.warning("validation put off", env=version.full_name, reason=str(error))
+        await asyncio.sleep(_RETRY_S)
+        async with self._lock:
+            version = self._versions[version.name][version.version]
+            began = next(line.at for line in reversed(version.history) if line.state == "submitted")
+            if version.state == "validating" and time.time() - began > _PATIENCE_S:
+                with suppress(StorageUnavailable):
+                    await self._move(version, "rejected", f"it could not be validated: {error.detail}")
+                    return
+        self._waiting.put_nowait(version)
 
     async def judge_canaries(self) -> None:
         """Worker: promotes or rejects canaries by what was seen of them."""
@@ -230,7 +244,6 @@ class Submissions:
             raise InputError(f"{wanted.name!r} is a part of the service's own paths", "choose another name")
         if isinstance(wanted.source, RemoteEnvironment):
             return replace(wanted, source=checked(wanted.source))
-        check_source(wanted.source)
         tier = await self._sandboxes.probe()
         if tier.level < MIN_TIER and wanted.name not in self._unsandboxed:
             raise Forbidden(
@@ -240,6 +253,7 @@ class Submissions:
         return wanted
 
     async def _add(self, wanted: Submission) -> SubmittedVersion:
+        files = {} if wanted.remote else await self._programs.check(wanted)
         known = self._versions.get(wanted.name, {})
         number = 1 + max(max(known, default=0), await asyncio.to_thread(self._store.newest, wanted.name))
         if len(known) >= MAX_VERSIONS:
@@ -251,12 +265,12 @@ class Submissions:
             config=dict(wanted.config or {}),
             weight=wanted.weight,
             url=wanted.remote.url if wanted.remote else None,
+            archive=wanted.archive,
             protocol=wanted.remote.protocol if wanted.remote else "",
             digest=wanted.digest,
             size=len(wanted.content),
             history=(Transition(state="submitted", at=time.time()),),
         )
-        files = {MAIN: wanted.source} if isinstance(wanted.source, bytes) else {}
         await asyncio.to_thread(self._store.add, version, files)
         self._versions.setdefault(wanted.name, {})[number] = version
         self._waiting.put_nowait(version)
@@ -303,7 +317,7 @@ class Submissions:
             "tools": tuple(description.tools),
             "has_demonstration": description.has_demonstration,
             "protocol": description.protocol,
-            "entry": description.entry,
+            "entry": version.entry if version.entry or version.archive else description.entry,
         }
         if version.weight > 0:
             await self._move(version, "canary", "validated; a small share of live groups decides", **known)
@@ -377,10 +391,9 @@ class Submissions:
         if version.url is not None:
             remote = RemoteEnvironment(version.protocol, version.url, version.config)
             return open_remote(version.full_name, remote, self._remotes, log)
-        source = (self._store.source(version) / MAIN).read_text()
         return SandboxedBackend(
             version.full_name,
-            EnvironmentProgram(source, f"{version.name}.py", version.entry, version.config),
+            lambda: self._programs.of(version),
             version.splits,
             version.has_demonstration,
             self._sandboxes,

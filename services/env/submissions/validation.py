@@ -19,7 +19,7 @@ from typing import Any
 from services.env.backends.base import EnvironmentDescription, LiveEpisode, SubmittedBackend
 from services.env.environments.base import EVAL, TRAIN, Message, StepResult, assistant, fingerprint
 from services.env.submissions.record import Check, Report
-from shared.errors import VolleyError
+from shared.errors import Unavailable, VolleyError
 
 MAX_CALL_S = 5.0
 """Seconds that a reset or a step may take while it is validated."""
@@ -102,6 +102,7 @@ async def _described(backend: SubmittedBackend, findings: _Findings) -> Environm
     try:
         description = await backend.describe()
     except VolleyError as error:
+        _raise_if_ours(error, backend)
         findings.failed(check, error.detail, error.hint)
         return None
     findings.passed(check, ", ".join(filter(None, (description.entry, f"{description.protocol} protocol"))))
@@ -138,6 +139,12 @@ async def _played(backend: SubmittedBackend, findings: _Findings) -> None:
     elif low == high:
         told += "; the replies of the validation know nothing of the task, a demonstration would show more"
     findings.passed("rewards", told)
+
+
+def _raise_if_ours(error: VolleyError, backend: SubmittedBackend) -> None:
+    """Raises what says nothing of the environment: no sandbox is free, the package index does not answer."""
+    if isinstance(error, Unavailable) and not backend.is_remote:
+        raise error
 
 
 class _Failed(Exception):
@@ -239,6 +246,7 @@ async def _demonstrated(backend: SubmittedBackend, findings: _Findings) -> None:
             try:
                 shown = await backend.demonstration(split, index)
             except VolleyError as error:
+                _raise_if_ours(error, backend)
                 raise _Failed("demonstrations", f"{split}/{index}: {error.detail}", error.hint) from error
             says = [message["content"] for message in shown.messages if message["role"] == "assistant"]
             play = await _play(backend, findings, split, index, lambda step, says=says: says[step], len(says))
@@ -269,6 +277,7 @@ async def _play(
             results.append(await episode.step(assistant(reply(len(results)))))
             findings.step_s = max(findings.step_s, time.perf_counter() - began)
     except VolleyError as error:
+        _raise_if_ours(error, backend)
         raise _Failed("episodes", f"{split}/{index}, step {len(results)}: {error.detail}", error.hint) from error
     finally:
         await episode.close()
@@ -282,13 +291,14 @@ async def _timed_reset(backend: SubmittedBackend, findings: _Findings, split: st
     try:
         return await backend.reset(split, index, index)
     except VolleyError as error:
+        _raise_if_ours(error, backend)
         raise _Failed("episodes", f"{split}/{index}, reset: {error.detail}", error.hint) from error
     finally:
         findings.reset_s = max(findings.reset_s, time.perf_counter() - began)
 
 
 async def _gathered[T](calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
-    """The results in order, a few at once. Raises _Failed: the first of them."""
+    """The results in order, a few at once. Raises _Failed or Unavailable: the first of them."""
     slots = asyncio.Semaphore(_AT_ONCE)
 
     async def one(call: Callable[[], Awaitable[Any]]) -> Any:
@@ -298,8 +308,8 @@ async def _gathered[T](calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one(call)) for call in calls]
-    except* _Failed as errors:
-        failed = next(error for error in errors.exceptions if isinstance(error, _Failed))
+    except* (_Failed, Unavailable) as errors:
+        failed = next(error for error in errors.exceptions if not isinstance(error, BaseExceptionGroup))
     else:
         return [task.result() for task in tasks]
     raise failed
