@@ -31,6 +31,7 @@ from tests.support.stack import SMALL
 BLOCKS = blocks()
 SCRIPTS = [block for block in BLOCKS if block.script]
 LINES = [pytest.param(line, id=line[:60]) for block in BLOCKS if not block.script for line in block.lines]
+ENVIRONMENTS = ROOT / "docs" / "environments.md"
 RUNS = ("gsm8k", "quickstart", "NAME")
 FILES = {"run.yaml": "configs/gsm8k_qwen3_4b_tpu.yaml"}
 """Which file the pages mean by a name that the reader chooses."""
@@ -61,6 +62,7 @@ def place(tmp_path_factory):
     (folder / "bin" / "docker").write_text(DOCKER)
     (folder / "bin" / "docker").chmod(0o755)
     (folder / "stack").mkdir()
+    (folder / "compass.py").write_text(re.search(r"```python\n(.*?)```", ENVIRONMENTS.read_text(), re.DOTALL)[1])
     with embedded_server(folder / "redis") as redis:
         run = run_config(folder / "stack", redis.url)
         run = run.model_copy(update={"run": run.run.model_copy(update={"name": small_run.RUN})})
@@ -87,7 +89,7 @@ def shell(place, script, timeout_s=120):
 
 def test_the_pages_have_commands_and_each_is_known():
     assert len(LINES) > 30
-    assert len(SCRIPTS) == 6
+    assert len(SCRIPTS) == 8
     first = {re.sub(r"^([A-Z_]+=(\"[^\"]*\"|\S*) )+", "", line.values[0]).split()[0] for line in LINES}
     assert first == {"make", "volley", "docker", "source", "python"}
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from shared.queue.server import embedded_server
+from tests.env.submitted import ADDER
 from tests.fuzz.driver import Fuzzer, in_a_thread
 from tests.fuzz.stack import OPENERS, RUN, TOKEN, open_stack, run_config
 from tests.fuzz.values import CASES
+from tests.support.net import HTTP
 
 SEED = int(os.environ.get("VOLLEY_FUZZ_SEED", "1"))
+SUBMITTED = ("s1", "s2")
 FIRST = "e000001-s000000"
 CALL = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "40+2"}'}}
 TAGGED = '<tool_call>{"name":"calculator","arguments":{"expression":"1/0"}}</tool_call>'
@@ -27,7 +31,10 @@ KNOWN: dict[str, dict[str, list[Any]]] = {
     "env": {
         "env": ["frozen_lake", "sokoban", "gsm8k", "v1"],
         "base": ["frozen_lake", "sokoban", "gsm8k", "v1"],
-        "name": ["v1", "v2", "v3"],
+        "name": ["v1", "v2", "v3", *SUBMITTED * 4],
+        "source": [ADDER, ADDER, "class A: pass", "(" * 50],
+        "entry": [None, None, "Adder", "a.b:C"],
+        "weight": [0.0, 0.0, 1.0, -1.0],
         "config": [
             {},
             {},
@@ -87,7 +94,23 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
         embedded_server(folder / "redis") as redis,
         in_a_thread(lambda: open_stack(run_config(folder, redis.url))) as urls,
     ):
+        _submit(urls["env"])
         yield urls
+
+
+def _submit(url: str) -> None:
+    """Something to do with: one environment that can be put in use, and one that can be retired."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    for name in SUBMITTED:
+        body = {"name": name, "source": ADDER}
+        assert HTTP.post(f"{url}/environments", json=body, headers=headers).status_code == 202
+    deadline = time.monotonic() + 120
+    for name in SUBMITTED:
+        shown = f"{url}/environments/{name}"
+        while (row := HTTP.get(shown, headers=headers).json()["versions"][0])["state"] != "active":
+            assert time.monotonic() < deadline, row
+            time.sleep(0.2)
+    assert HTTP.post(f"{url}/environments/{SUBMITTED[0]}/retire", headers=headers).status_code == 200
 
 
 @pytest.mark.timeout(3600)

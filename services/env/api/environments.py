@@ -14,6 +14,7 @@ from services.env.api.schemas import (
     LogShown,
     RegisterBody,
     RemoteBody,
+    ReplaceBody,
     SubmitBody,
     SubmitQuery,
     SubmittedShown,
@@ -83,7 +84,7 @@ async def submit_environment(request: Request) -> Response:
 @router.put(
     "/environments/{name}",
     status_code=202,
-    openapi_extra=declares(body=SubmitBody, answer=SubmittedShown, statuses=(202,)),
+    openapi_extra=declares(body=ReplaceBody, answer=SubmittedShown, statuses=(202,)),
 )
 async def replace_environment(request: Request, name: str) -> Response:
     """Submits a new version; the present one goes on until the new one has proved itself."""

@@ -66,6 +66,15 @@ class SubmitBody(
     weight: Weight = 0.0
 
 
+class ReplaceBody(Body, json_schema_extra=_example(source='class Adder:\n    splits = {"train": 10}\n    ...')):
+    """The next version of the environment that the path names."""
+
+    source: Annotated[str, Field(min_length=1)]
+    entry: EntryName | None = None
+    config: dict[str, JsonValue] = {}
+    weight: Weight = 0.0
+
+
 class RemoteBody(
     Body,
     json_schema_extra=_example(
