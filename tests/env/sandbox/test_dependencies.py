@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import io
 import os
-import threading
-import zipfile
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -26,27 +19,7 @@ from services.env.sandbox.packages.dependencies import (
 )
 from services.env.sandbox.sandboxes import Sandboxes
 from shared.errors import InputError, TooLarge, Unavailable
-
-
-def wheel(name: str, version: str, files: dict[str, str | bytes], requires: str = "") -> bytes:
-    info = f"{name}-{version}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}"
-    kept: dict[str, str | bytes] = {
-        **files,
-        f"{info}/METADATA": metadata,
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    data = {path: content.encode() if isinstance(content, str) else content for path, content in kept.items()}
-    record = "".join(
-        f"{path},sha256={base64.urlsafe_b64encode(hashlib.sha256(c).digest()).decode().rstrip('=')},{len(c)}\n"
-        for path, c in data.items()
-    )
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path, content in {**data, f"{info}/RECORD": f"{record}{info}/RECORD,,\n".encode()}.items():
-            archive.writestr(path, content)
-    return out.getvalue()
-
+from tests.env.sandbox.packages import package_index, wheel
 
 PACKAGES = {
     "greeting-1.0-py3-none-any.whl": wheel(
@@ -71,27 +44,11 @@ def names_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
 
-class Index(SimpleHTTPRequestHandler):
-    def log_message(self, *arguments: object) -> None:
-        pass
-
-
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a package index."""
-    root = tmp_path_factory.mktemp("index")
-    for name, content in PACKAGES.items():
-        folder = root / "simple" / name.partition("-")[0]
-        folder.mkdir(parents=True)
-        (folder / name).write_bytes(content)
-        (folder / "index.html").write_text(f'<a href="{name}">{name}</a>')
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Index, directory=str(root)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/simple"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with package_index(tmp_path_factory.mktemp("index"), PACKAGES) as url:
+        yield url
 
 
 SCRIPT = """
