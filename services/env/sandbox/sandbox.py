@@ -23,6 +23,9 @@ from shared.process import telemetry
 
 END_S = 5.0
 DRAIN_S = 0.5
+_FAILURES = telemetry.Counter(
+    "volley_env_sandbox_failures_total", "Calls that sandboxes failed, by why", ["why"], registry=telemetry.REGISTRY
+)
 _log = telemetry.Log("sandbox")
 
 
@@ -90,6 +93,7 @@ class Sandbox:
                 self.end("time", f"{method} took longer than {deadline_s:g} s")
                 raise await self._why_dead(method) from None
             except SandboxFailed as failed:
+                _FAILURES.labels(failed.why).inc()
                 if not failed.alive:
                     self.end(failed.why, failed.detail)
                 raise
@@ -147,6 +151,7 @@ class Sandbox:
         if self._ended_for is None:
             self._ended_for = _cause(end, self.limits)
         why, detail = self._ended_for
+        _FAILURES.labels(why).inc()
         return SandboxFailed(f"{method}: {detail}", why=why)
 
     async def _end(self) -> ProcessEnd:

@@ -19,6 +19,7 @@ import fcntl
 import os
 import sys
 import tempfile
+import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import count
@@ -39,6 +40,13 @@ MAX_RUNNING = 4096
 _PREFIX = "volley-sandbox-"
 MAX_ZYGOTES = 16
 LOOK_S = 0.5
+_RUNNING = telemetry.Gauge("volley_env_sandboxes", "Sandboxes that run", registry=telemetry.REGISTRY)
+_START_SECONDS = telemetry.Histogram(
+    "volley_env_sandbox_start_seconds",
+    "Duration of starting a sandbox and loading its program",
+    buckets=(0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5, 30),
+    registry=telemetry.REGISTRY,
+)
 _log = telemetry.Log("sandbox")
 
 type _Key = tuple[Path, tuple[Path, ...]]
@@ -99,6 +107,7 @@ class Sandboxes:
         program = _absolute(program)
         zygote = await self._zygote_of((program.python or _service_python(), program.folders))
         sandbox = self._enroll(limits or SandboxLimits(), zygote)
+        began = time.perf_counter()
         try:
             if not zygote.tier.namespaces:
                 await asyncio.to_thread(sandbox.tmp.mkdir, 0o700)
@@ -112,11 +121,13 @@ class Sandboxes:
         except BaseException:
             await sandbox.close()
             raise
+        _START_SECONDS.observe(time.perf_counter() - began)
         return sandbox
 
     def _forget(self, sandbox: Sandbox) -> None:
         """Its process has ended: its number may be used again."""
         self._running.pop(sandbox.number, None)
+        _RUNNING.set(len(self._running))
 
     def _enroll(self, limits: SandboxLimits, zygote: ZygoteProcess) -> Sandbox:
         if len(self._running) >= self._max_running:
@@ -125,6 +136,7 @@ class Sandboxes:
         tmp = self.folder / f"tmp-{next(self._names)}"
         sandbox = Sandbox(number, limits, zygote, tmp, self._forget)
         self._running[number] = sandbox
+        _RUNNING.set(len(self._running))
         return sandbox
 
     async def _zygote_of(self, key: _Key) -> ZygoteProcess:
