@@ -8,7 +8,8 @@ application directly. Retries: only what the caller marks as safe to repeat, onl
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping
+import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
@@ -29,6 +30,10 @@ _CONNECT_TIMEOUT_S = 5.0
 _NO_ADDRESS = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError)
 MAX_ANSWER_BYTES = 64 * 2**20
 _KEEPALIVE_S = 4.0  # well below that of shared.web.serving, so that no request meets a connection that is being closed
+
+
+type SocketFactory = Callable[[Any], socket.socket]
+"""From what getaddrinfo says of an address."""
 
 
 class _HttpReply(NamedTuple):
@@ -52,6 +57,7 @@ class HttpClient:
         timeout_s: of a whole call, unless the call says otherwise.
         ca_file: who vouches for a service at https:// (default: the system's authorities).
         transport: replaces the network in tests (e.g. httpx.ASGITransport(app)).
+        socket_factory: makes the socket for an address, and may refuse to (PermissionError).
     """
 
     def __init__(
@@ -62,15 +68,17 @@ class HttpClient:
         timeout_s: float = 60.0,
         ca_file: Path | None = None,
         transport: AsyncBaseTransport | None = None,
+        socket_factory: SocketFactory | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._timeout_s, self._ca_file, self._transport = timeout_s, ca_file, transport
+        self._socket_factory = socket_factory
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._wire: _Wire | None = None
 
     async def __aenter__(self) -> Self:
         if self._transport is None:
-            self._wire = _Network(self.base_url, self._headers, self._ca_file)
+            self._wire = _Network(self.base_url, self._headers, self._ca_file, self._socket_factory)
         else:
             self._wire = _Direct(self.base_url, self._headers, self._transport)
         return self
@@ -135,9 +143,17 @@ MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, Overfl
 class _Network:
     """One pool without a limit of its own: concurrency is bounded where episodes are started."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str], ca_file: Path | None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        headers: Mapping[str, str],
+        ca_file: Path | None,
+        socket_factory: SocketFactory | None,
+    ) -> None:
         trusted = client_context(ca_file) if base_url.startswith("https:") else True
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=trusted)
+        connector = aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=trusted, socket_factory=socket_factory
+        )
         skip = ("User-Agent", "Accept-Encoding")
         self._base_url = base_url
         self._session = aiohttp.ClientSession(

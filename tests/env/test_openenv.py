@@ -21,7 +21,7 @@ from services.env.backends.remote.protocols import RemoteEnvironment, checked, o
 from services.env.backends.remote.site import RemoteAccess
 from services.env.environments.base import assistant
 from services.env.submissions.validation import validate
-from shared.errors import Unavailable
+from shared.errors import Unauthorized, Unavailable
 from shared.process.ports import free_port
 from tools.openenv import ECHO_SERVER, PLAYER
 from tools.openenv.installed import openenv_python
@@ -181,9 +181,60 @@ async def test_our_client_plays_what_we_serve(service: str) -> None:
     assert found.report.reward_min == -0.1
 
 
+async def test_another_env_service_is_played_by_its_own_requests(service: str) -> None:
+    few = {"name": "few", "base": "frozen_lake", "config": {"eval_tasks": 16}}
+    async with httpx.AsyncClient(trust_env=False, headers={"Authorization": f"Bearer {TOKENS['admin']}"}) as client:
+        assert (await client.post(f"{service}/environments", json=few)).status_code == 201
+    access = RemoteAccess({service: TOKENS["service"]}, None, 30.0)
+    wanted = checked(RemoteEnvironment("volley", service, {"environment": "few"}))
+    log: deque[str] = deque(maxlen=100)
+    found = await validate(lambda splits, shown: open_remote("far", wanted, access, log, splits, shown))
+    assert found.report.passed, found.report
+    assert found.description is not None
+    assert (found.description.splits["eval"], found.description.has_demonstration) == (16, True)
+    assert "demonstrations" in {check.name for check in found.report.checks}
+    backend = open_remote("far", wanted, access, log, found.description.splits, True)
+    episode = await backend.reset("eval", 3, 0)
+    assert episode.task == await backend.task("eval", 3)
+    assert (await episode.step(assistant("no action"))).info.error == "format"
+    await episode.close()
+    assert await metric(service, "volley_env_episodes ") == 0
+    stranger = open_remote("far", wanted, RemoteAccess({}, None, 30.0), log, found.description.splits, True)
+    with pytest.raises(Unauthorized):
+        await stranger.reset("eval", 3, 0)
+
+
+async def test_another_env_service_is_killed_and_comes_back(tmp_path: Path) -> None:
+    port = free_port()
+    url, config = f"http://127.0.0.1:{port}", tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {{path: none}}\ndata: {{env: sokoban}}\nrun: {{name: x, dir: {tmp_path}}}\n"
+        f"services: {{env: {{port: {port}}}}}\n"
+    )
+    server = (sys.executable, "-m", "services.env", "--config", config)
+    wanted = checked(RemoteEnvironment("volley", url, {"environment": "sokoban"}))
+    log: deque[str] = deque(maxlen=100)
+    backend = open_remote("far", wanted, RemoteAccess({}, None, 30.0), log, {"train": 10}, False)
+    with running(*server, ready=f"{url}/ready") as process:
+        lost = await backend.reset("train", 0, 0)
+        process.kill()
+        process.wait()
+        with pytest.raises(Unavailable, match=f"{port}.*nothing listens there"):
+            await backend.reset("train", 1, 0)
+        assert str(port) in (backend.why_stuck() or "")
+    with running(*server, ready=f"{url}/ready"):
+        with pytest.raises(Unavailable, match="lost the episode"):
+            await lost.step(assistant("<answer>Up</answer>"))
+        await lost.close()
+        episode = await backend.reset("train", 1, 0)
+        assert not (await episode.step(assistant("<answer>Up</answer>"))).over
+        assert backend.why_stuck() is None
+        await episode.close()
+
+
 def backend_of(url: str, config: Mapping[str, Any], tokens: Mapping[str, str] | None = None) -> Any:
     access = RemoteAccess(tokens or {}, None, 30.0)
-    return open_remote("far", checked(RemoteEnvironment("openenv", url, config)), access, deque(maxlen=100))
+    return open_remote("far", checked(RemoteEnvironment("openenv", url, config)), access, deque(maxlen=100), {}, False)
 
 
 @pytest.fixture(scope="module")

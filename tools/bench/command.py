@@ -45,6 +45,12 @@ BENCHMARKS = {
     "abuse": Benchmark(
         "tools.bench.abuse", "base", "latency of a route while 27 rude clients are at work, against without them"
     ),
+    "environments": Benchmark(
+        "tools.bench.environments",
+        "base",
+        "2,000 sessions of the env service beside OpenEnv's own server (aim 4x)",
+        1800.0,
+    ),
     "handover": Benchmark(
         "tools.bench.handover", "base", "weights from the optimizer step to the last server serving them"
     ),

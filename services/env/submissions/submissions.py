@@ -390,7 +390,8 @@ class Submissions:
         log = self._logs.setdefault(version.full_name, deque(maxlen=LOG_LINES))
         if version.url is not None:
             remote = RemoteEnvironment(version.protocol, version.url, version.config)
-            return open_remote(version.full_name, remote, self._remotes, log)
+            known = (version.splits, version.has_demonstration)
+            return open_remote(version.full_name, remote, self._remotes, log, *known)
         return SandboxedBackend(
             version.full_name,
             lambda: self._programs.of(version),

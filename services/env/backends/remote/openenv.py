@@ -97,10 +97,18 @@ class OpenEnvBackend:
     is_remote, has_demonstration = True, False
 
     def __init__(
-        self, name: str, address: RemoteAddress, config: OpenEnvConfig, access: RemoteAccess, log: deque[str]
+        self,
+        name: str,
+        address: RemoteAddress,
+        config: OpenEnvConfig,
+        access: RemoteAccess,
+        log: deque[str],
+        splits: Mapping[str, int],
+        has_demonstration: bool,
     ) -> None:
+        """`splits` and `has_demonstration` are what a validation found, which here is what `config` says."""
         self.name, self.config, self.log = name, config, log
-        self.splits_of: Mapping[str, int] = config.num_tasks
+        self.splits_of: Mapping[str, int] = splits or config.num_tasks
         self.site = RemoteSite(address, access, config.max_sessions, log)
 
     async def describe(self) -> RemoteDescription:

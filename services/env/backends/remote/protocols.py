@@ -13,6 +13,7 @@ from services.env.backends.base import SubmittedBackend
 from services.env.backends.remote.address import RemoteAddress, read_address
 from services.env.backends.remote.openenv import OpenEnvBackend, OpenEnvConfig
 from services.env.backends.remote.site import RemoteAccess
+from services.env.backends.remote.volley import VolleyBackend, VolleyConfig
 from shared.errors import InputError
 from shared.web.http import validated
 
@@ -29,11 +30,12 @@ class RemoteEnvironment:
 @dataclass(frozen=True, slots=True)
 class RemoteProtocol[C: BaseModel]:
     config: type[C]
-    open: Callable[[str, RemoteAddress, C, RemoteAccess, deque[str]], SubmittedBackend]
+    open: Callable[[str, RemoteAddress, C, RemoteAccess, deque[str], Mapping[str, int], bool], SubmittedBackend]
 
 
 PROTOCOLS: Mapping[str, RemoteProtocol[Any]] = {
     "openenv": RemoteProtocol(OpenEnvConfig, OpenEnvBackend),
+    "volley": RemoteProtocol(VolleyConfig, VolleyBackend),
 }
 
 
@@ -47,11 +49,18 @@ def checked(wanted: RemoteEnvironment) -> RemoteEnvironment:
     return RemoteEnvironment(wanted.protocol, str(read_address(wanted.url)), wanted.config)
 
 
-def open_remote(name: str, wanted: RemoteEnvironment, access: RemoteAccess, log: deque[str]) -> SubmittedBackend:
+def open_remote(
+    name: str,
+    wanted: RemoteEnvironment,
+    access: RemoteAccess,
+    log: deque[str],
+    splits: Mapping[str, int],
+    has_demonstration: bool,
+) -> SubmittedBackend:
     """The backend of what `checked` has found right; nothing is connected yet. Raises InputError."""
     protocol = _protocol(wanted)
     config = validated(protocol.config, wanted.config, strict=False)
-    return protocol.open(name, read_address(wanted.url), config, access, log)
+    return protocol.open(name, read_address(wanted.url), config, access, log, splits, has_demonstration)
 
 
 def _protocol(wanted: RemoteEnvironment) -> RemoteProtocol[Any]:

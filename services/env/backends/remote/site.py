@@ -12,8 +12,8 @@ import asyncio
 import errno
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,11 +21,11 @@ from typing import Any
 
 from services.env.backends.base import Busy, Call, GivenUp
 from services.env.backends.remote.address import RemoteAddress, read_address
-from shared.errors import ConfigError, InputError, ServiceUnreachable
+from shared.errors import ConfigError, InputError, ServiceUnreachable, VolleyError
 from shared.web.access import read_secret
 from shared.web.tls import client_context
 
-CONNECT_S = 5.0
+CONNECT_S, _FORGET_S = 5.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +123,32 @@ class RemoteSite:
     def unreachable(self, what: str, error: BaseException) -> ServiceUnreachable:
         """The error for a connection that failed or broke, which is remembered. Args: what: what it was used for."""
         reason = f"{what}{reason_of(error)}"
-        at = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-        self.trouble = f"{self.address}: {reason} (since {at})" if self.trouble is None else self.trouble
-        self.log.append(f"{at} {reason}")
+        self._note(reason)
         return ServiceUnreachable(f"{self.address}: {reason}", "is that server running?")
 
     def reached(self) -> None:
         self.trouble = None
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Around calls of a client that names the address itself: notes whether the site was reached."""
+        try:
+            yield
+        except ServiceUnreachable as error:
+            self._note(error.detail)
+            raise
+        self.reached()
+
+    async def forget(self, call: Awaitable[object]) -> None:
+        """A call that tidies up: whether it succeeds does not matter."""
+        with suppress(VolleyError, TimeoutError):
+            async with asyncio.timeout(_FORGET_S):
+                await call
+
+    def _note(self, reason: str) -> None:
+        at = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+        self.trouble = f"{self.address}: {reason} (since {at})" if self.trouble is None else self.trouble
+        self.log.append(f"{at} {reason}")
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
