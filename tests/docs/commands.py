@@ -28,6 +28,13 @@ class Block:
         return f"{self.page}: {self.lines[0][:40]}"
 
 
+def first_example() -> str:
+    """The environment on the first page of docs/environments.md."""
+    found = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
 def blocks() -> list[Block]:
     """Every block of the pages without a language, or with that of a shell: all others are data, code or pictures."""
     found = []

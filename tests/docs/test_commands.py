@@ -20,7 +20,7 @@ from services.cli.runs import addresses
 from shared import config
 from shared.queue.server import embedded_server
 from shared.run.folder import RunFolder
-from tests.docs.commands import ROOT, blocks, yaml_of
+from tests.docs.commands import ROOT, blocks, first_example, yaml_of
 from tests.fuzz.driver import in_a_thread
 from tests.fuzz.stack import open_stack, run_config
 from tests.support import small_run
@@ -31,7 +31,6 @@ from tests.support.stack import SMALL
 BLOCKS = blocks()
 SCRIPTS = [block for block in BLOCKS if block.script]
 LINES = [pytest.param(line, id=line[:60]) for block in BLOCKS if not block.script for line in block.lines]
-ENVIRONMENTS = ROOT / "docs" / "environments.md"
 RUNS = ("gsm8k", "quickstart", "NAME")
 FILES = {"run.yaml": "configs/gsm8k_qwen3_4b_tpu.yaml"}
 """Which file the pages mean by a name that the reader chooses."""
@@ -62,7 +61,7 @@ def place(tmp_path_factory):
     (folder / "bin" / "docker").write_text(DOCKER)
     (folder / "bin" / "docker").chmod(0o755)
     (folder / "stack").mkdir()
-    (folder / "compass.py").write_text(re.search(r"```python\n(.*?)```", ENVIRONMENTS.read_text(), re.DOTALL)[1])
+    (folder / "compass.py").write_text(first_example())
     with embedded_server(folder / "redis") as redis:
         run = run_config(folder / "stack", redis.url)
         run = run.model_copy(update={"run": run.run.model_copy(update={"name": small_run.RUN})})

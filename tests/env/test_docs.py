@@ -1,9 +1,9 @@
 """The example of docs/environments.md, run as it is printed."""
 
-import re
 from pathlib import Path
 
 from services.env import catalogue
+from tests.docs.commands import first_example
 from tests.env.conftest import OpenClient
 from tests.env.submitted import decided, play, submit
 
@@ -11,10 +11,8 @@ DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
 
 
 async def test_the_documented_environment_is_taken_and_played(open_client: OpenClient) -> None:
-    found = re.search(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    assert found is not None
     async with open_client() as client:
-        await submit(client, found[1], name="compass")
+        await submit(client, first_example(), name="compass")
         row = await decided(client, "compass")
         assert (row["state"], row["report"]["warnings"]) == ("active", []), row
         replies = ("Left", "Down", "Right", "Up")

@@ -4,7 +4,6 @@ a restart.
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.layout import PROJECT
 from services.cli.reverify import command as reverify
 from services.cli.runs import addresses
 from services.cli.verify.command import verify
@@ -20,6 +18,7 @@ from shared.run import archive
 from shared.run.folder import RunFolder
 from shared.types import Group
 from shared.web.access import Role, token_for
+from tests.docs.commands import first_example
 from tests.support.net import HTTP
 from tests.support.stack import Training, training
 
@@ -63,12 +62,10 @@ def test_what_is_submitted_into_a_live_run_is_trained_on_and_judged_again(
 
 def _submit(run: Training) -> None:
     """As the page says, and until it is in use."""
-    found = re.search(r"```python\n(.*?)```", (PROJECT / "docs" / "environments.md").read_text(), re.DOTALL)
-    assert found is not None
     at = addresses.read(run.folder)
     url, token = at.urls["env"], token_for(at.token_files, Role.ADMIN)
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "text/x-python"}
-    answer = HTTP.post(f"{url}/environments?name=compass&weight=1", content=found[1].encode(), headers=headers)
+    answer = HTTP.post(f"{url}/environments?name=compass&weight=1", content=first_example().encode(), headers=headers)
     assert answer.status_code == 202, answer.text
     deadline = time.monotonic() + LATE_S
     while (row := HTTP.get(f"{url}/environments/compass", headers=headers).json()["versions"][0])["state"] != "active":
