@@ -158,6 +158,8 @@ class Episodes:
     async def delete(self, episode_id: str) -> None:
         """Forgets an episode; one that does not exist is forgotten already."""
         if (slot := self._slots.get(episode_id)) is not None:
+            if slot.answers and not slot.over and slot.failure is None and self._watcher is not None:
+                self._watcher.ended(slot.request.entry.name, None)  # its client has had enough: no fault of anybody
             self._drop(slot)
         await self._free()
 

@@ -59,10 +59,14 @@ async def reached(client: httpx.AsyncClient, name: str, state: str) -> Mapping[s
     return row
 
 
+def opened(env: str, request_id: str, index: int = 0) -> dict[str, Any]:
+    """The request for an episode."""
+    return {"request_id": request_id, "env": env, "split": "train", "index": index}
+
+
 async def play(client: httpx.AsyncClient, env: str, request_id: str, reply: str, index: int = 0) -> httpx.Response:
     """One episode of one step; the answer to the step."""
-    body = {"request_id": request_id, "env": env, "split": "train", "index": index}
-    made = await client.post("/episodes", json=body)
+    made = await client.post("/episodes", json=opened(env, request_id, index))
     assert made.status_code == 201, made.text
     message = {"role": "assistant", "content": reply}
     return await client.post(

@@ -10,7 +10,7 @@ from services.env.submissions.canary import MAX_FAILURES, MIN_EPISODES
 from services.env.submissions.submission import MAX_SOURCE
 from shared.schema import Limits
 from tests.env.conftest import OpenClient
-from tests.env.submitted import ADDER, FAILS_LIVE, PYTHON, decided, play, reached, submit
+from tests.env.submitted import ADDER, FAILS_LIVE, PYTHON, decided, opened, play, reached, submit
 
 
 async def test_a_file_is_validated_and_played(open_client: OpenClient) -> None:
@@ -38,6 +38,23 @@ async def test_a_canary_is_promoted_by_episodes_that_go_well(open_client: OpenCl
             assert (await play(client, "adder@1", str(i), "no")).status_code == 200
         row = await reached(client, "adder", "active")
         assert f"{MIN_EPISODES} live episodes, 0 failed" in row["why"]
+
+
+async def test_an_episode_that_its_client_ends_counts_as_one_that_went_well(open_client: OpenClient) -> None:
+    """A run's own bound of turns ends episodes that would go on: the service sees them deleted, and never over."""
+    endless = ADDER.replace("float(right), True, False", "float(right), False, False").replace(
+        'return "", ', 'return "?", '
+    )
+    endless = endless.partition("    def demonstration")[0]
+    async with open_client() as client:
+        await submit(client, endless, name="adder", weight=1)
+        assert (await decided(client, "adder"))["state"] == "canary"
+        for i in range(MIN_EPISODES):
+            answer = await play(client, "adder@1", str(i), "no")
+            assert answer.json()["terminated"] is False
+            made = (await client.post("/episodes", json=opened("adder@1", str(i)))).json()
+            await client.delete(f"/episodes/{made['episode_id']}")
+        assert f"{MIN_EPISODES} live episodes, 0 failed" in (await reached(client, "adder", "active"))["why"]
 
 
 async def test_a_canary_that_fails_is_rejected_and_the_version_before_goes_on(open_client: OpenClient) -> None:

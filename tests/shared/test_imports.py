@@ -19,13 +19,14 @@ WEB = {"annotated_doc", "anyio", "click", "fastapi", "httptools", "opentelemetry
 MODELS = {"annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection"}
 WIRE = {"blake3", "msgpack", "numpy", "orjson", "prometheus_client"}
 COMMON = OURS | WEB | MODELS | WIRE | {"yaml"}
+SOCKETS = {"websockets"}
 GYMNASIUM = {"cloudpickle", "farama_notifications", "gymnasium"}
 CLIENTS = {"aiohappyeyeballs", "aiohttp", "aiosignal", "attr", "frozenlist", "idna", "multidict", "propcache", "yarl"}
 QUEUE = {"cryptography", "hiredis", "redis", "zstandard"}
 CHAT = {"jinja2", "markupsafe", "tokenizers"}
 ALLOWED = {
-    ("env", "sokoban"): COMMON,
-    ("env", "frozen_lake"): COMMON | GYMNASIUM,
+    ("env", "sokoban"): COMMON | SOCKETS,
+    ("env", "frozen_lake"): COMMON | SOCKETS | GYMNASIUM,
     ("orchestrator", "frozen_lake"): COMMON | CLIENTS | QUEUE | CHAT,
 }
 """By service and environment, the packages it may import; who adds one has looked what its import costs."""

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 
 from services.env.backends.base import SubmittedBackend
 from services.env.backends.remote.address import RemoteAddress, read_address
-from services.env.backends.remote.openenv import OpenEnvBackend, OpenEnvConfig
 from services.env.backends.remote.site import RemoteAccess
-from services.env.backends.remote.volley import VolleyBackend, VolleyConfig
 from shared.errors import InputError
 from shared.web.http import validated
 
@@ -33,10 +32,16 @@ class RemoteProtocol[C: BaseModel]:
     open: Callable[[str, RemoteAddress, C, RemoteAccess, deque[str], Mapping[str, int], bool], SubmittedBackend]
 
 
-PROTOCOLS: Mapping[str, RemoteProtocol[Any]] = {
-    "openenv": RemoteProtocol(OpenEnvConfig, OpenEnvBackend),
-    "volley": RemoteProtocol(VolleyConfig, VolleyBackend),
-}
+@cache
+def protocols() -> Mapping[str, RemoteProtocol[Any]]:
+    """By name. Their clients are imported when somebody submits, or has submitted, a remote environment."""
+    from services.env.backends.remote.openenv import OpenEnvBackend, OpenEnvConfig
+    from services.env.backends.remote.volley import VolleyBackend, VolleyConfig
+
+    return {
+        "openenv": RemoteProtocol(OpenEnvConfig, OpenEnvBackend),
+        "volley": RemoteProtocol(VolleyConfig, VolleyBackend),
+    }
 
 
 def checked(wanted: RemoteEnvironment) -> RemoteEnvironment:
@@ -64,6 +69,7 @@ def open_remote(
 
 
 def _protocol(wanted: RemoteEnvironment) -> RemoteProtocol[Any]:
-    if wanted.protocol not in PROTOCOLS:
-        raise InputError(f"protocol: there is none {wanted.protocol[:80]!r}", f"there are: {', '.join(PROTOCOLS)}")
-    return PROTOCOLS[wanted.protocol]
+    known = protocols()
+    if wanted.protocol not in known:
+        raise InputError(f"protocol: there is none {wanted.protocol[:80]!r}", f"there are: {', '.join(known)}")
+    return known[wanted.protocol]

@@ -23,10 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.utils import canonicalize_name
-
 from services.env.sandbox.process import workspace
 from shared.errors import InputError, TooLarge, Unavailable
 
@@ -81,6 +77,8 @@ def read_metadata(source: str) -> ScriptMetadata:
 
 def check_python(requires: str, version: tuple[int, int, int] = sys.version_info[:3]) -> None:
     """Raises InputError if a script does not run on this version of Python."""
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
     try:
         fits = SpecifierSet(requires).contains(".".join(map(str, version)))
     except InvalidSpecifier:
@@ -93,6 +91,9 @@ def check_python(requires: str, version: tuple[int, int, int] = sys.version_info
 
 def check_requirement(text: str) -> str:
     """A requirement in its normal form: a name, extras, versions, a marker. Raises InputError for all else."""
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
+
     if len(text) > MAX_REQUIREMENT:
         raise InputError(f"a requirement of {len(text)} characters", f"at most {MAX_REQUIREMENT} are taken")
     try:
