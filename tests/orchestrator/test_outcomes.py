@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from services.env.api import openenv as served
 from services.env.backends import base as backends
+from services.env.backends.remote import openenv
 from services.env.grading import pool
 from services.env.sandbox import failure
 from services.orchestrator.episodes import failures
@@ -66,7 +68,7 @@ def test_a_class_from_elsewhere_is_judged_like_its_ancestor():
 
 
 def error(name):
-    modules = (errors, failures, backends, failure, pool)
+    modules = (errors, failures, backends, failure, pool, openenv, served)
     return next(getattr(module, name) for module in modules if hasattr(module, name))("planted")
 
 

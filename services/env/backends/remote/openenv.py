@@ -214,7 +214,7 @@ class OpenEnvBackend:
             code, told = str(data.get("code", "")), _complaint(data)
             if code == "CAPACITY_REACHED":
                 raise Busy(f"{self.site.address}: {told}", "config.max_sessions says how many sessions it has")
-            raise OpenEnvRefused(code, f"{self.site.address} answered {frame['type']} with {code}: {told}", told)
+            raise OpenEnvRefused(f"{self.site.address} answered {frame['type']} with {code}: {told}", code, told)
         return data
 
     def text(self, observation: Any) -> str:
@@ -232,11 +232,11 @@ class OpenEnvBackend:
 
 
 class OpenEnvRefused(VolleyError):
-    """The server answered with an error frame. `told` is its message alone."""
+    """The server answered with an error frame, of that `code`. `told` is its message alone."""
 
     title = "Refused by the OpenEnv server"
 
-    def __init__(self, code: str, detail: str, told: str) -> None:
+    def __init__(self, detail: str, code: str = "", told: str = "") -> None:
         super().__init__(detail, "a defect of the server, or an action that it does not take")
         self.code, self.told = code, told
 
