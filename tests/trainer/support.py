@@ -48,7 +48,7 @@ def group(ticket: int, version: str, *, n: int = 2, seed: int = 0, length: int =
     """A complete group whose content is a pure function of (ticket, seed); all tokens are labelled `version`."""
     rng = np.random.default_rng([seed, ticket])
     return Group(
-        ticket, "toy", f"train/{ticket}", tuple(_trajectory(rng, ticket, i, version, length, vocab) for i in range(n))
+        ticket, "frozen_lake", f"train/{ticket}", tuple(_trajectory(rng, ticket, i, version, length, vocab) for i in range(n))
     )
 
 
@@ -61,7 +61,7 @@ def _trajectory(
         ticket=ticket,
         sample_index=sample_index,
         attempt=0,
-        env="toy",
+        env="frozen_lake",
         task=f"train/{ticket}",
         prompt_len=4,
         token_ids=row.ids,
