@@ -224,7 +224,15 @@ class Bench:
         )
         rules = AdmissionRules(self.order, self.max_staleness, 32, 96, 2)
         plan = TrainPlan(
-            self.max_steps, 2, self.interval, self.grace_s, 0, False, rules, on_nonfinite=self.on_nonfinite, env="frozen_lake"
+            self.max_steps,
+            2,
+            self.interval,
+            self.grace_s,
+            0,
+            False,
+            rules,
+            on_nonfinite=self.on_nonfinite,
+            env="frozen_lake",
         )
         return TrainerWorker(plan, parts, self.status)
 

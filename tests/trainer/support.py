@@ -48,7 +48,10 @@ def group(ticket: int, version: str, *, n: int = 2, seed: int = 0, length: int =
     """A complete group whose content is a pure function of (ticket, seed); all tokens are labelled `version`."""
     rng = np.random.default_rng([seed, ticket])
     return Group(
-        ticket, "frozen_lake", f"train/{ticket}", tuple(_trajectory(rng, ticket, i, version, length, vocab) for i in range(n))
+        ticket,
+        "frozen_lake",
+        f"train/{ticket}",
+        tuple(_trajectory(rng, ticket, i, version, length, vocab) for i in range(n)),
     )
 
 
