@@ -22,7 +22,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     port = free_port()
     config = folder / "run.yaml"
     config.write_text(
-        f"run: {{dir: {folder}}}\nmodel: {{path: none}}\ndata: {{env: sokoban}}\nservices: {{env: {{port: {port}}}}}\n"
+        f"run: {{dir: {folder}}}\nmodel: {{path: none}}\ndata: {{env: sokoban}}\n"
+        f"services: {{env: {{port: {port}, unsandboxed: [sums, broken]}}}}\n"
     )
     with subprocess.Popen([sys.executable, "-m", "services.env", "--config", str(config)], cwd=PROJECT) as process:
         try:

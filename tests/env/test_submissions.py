@@ -6,8 +6,17 @@ from typing import Any
 import httpx
 import pytest
 
+from services.env.backends.remote.site import open_access
+from services.env.backends.threads import ThreadRunner
+from services.env.catalogue import Catalogue
+from services.env.sandbox.limits import SandboxLimits
+from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.canary import MAX_FAILURES, MIN_EPISODES
-from services.env.submissions.submission import MAX_SOURCE
+from services.env.submissions.programs import Programs
+from services.env.submissions.store import SubmissionStore
+from services.env.submissions.submission import MAX_SOURCE, Submission
+from services.env.submissions.submissions import Submissions
+from shared.errors import Forbidden
 from shared.schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.submitted import ADDER, FAILS_LIVE, PYTHON, decided, opened, play, reached, submit
@@ -226,3 +235,22 @@ async def test_what_would_not_work_is_rejected_with_a_reason(
         assert [one["name"] for one in failed] == [check]
         assert detail in failed[0]["detail"], failed
         assert row["why"].startswith(f"{check}: ")
+
+
+async def test_where_nothing_is_confined_only_what_is_named_is_taken(tmp_path: Path) -> None:
+    store, runner = SubmissionStore(tmp_path / "submitted"), ThreadRunner(1, 5.0, max_waiting=1)
+    programs, remotes = Programs(store, tmp_path, "http://127.0.0.1:9/simple"), open_access(None, None, 5.0)
+    async with Sandboxes(namespaces=False, landlock=0) as sandboxes:
+        submissions = Submissions(
+            store,
+            Catalogue(runner),
+            sandboxes,
+            remotes,
+            programs,
+            limits=SandboxLimits(),
+            deadline_s=5.0,
+            unsandboxed=["known"],
+        )
+        with pytest.raises(Forbidden, match="this machine cannot confine submitted code"):
+            await submissions.submit(Submission("adder", ADDER.encode()))
+        assert (await submissions.submit(Submission("known", ADDER.encode()))).state == "submitted"

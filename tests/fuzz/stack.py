@@ -51,6 +51,7 @@ def run_config(folder: Path, redis_url: str, max_body_bytes: int = 100_000) -> R
             "token_files": files.model_dump(mode="json"),
             "limits": {"max_body_bytes": max_body_bytes, "admin_per_s": 100_000},
             **{name: {"port": free_port()} for name in OPENERS},
+            "env": {"port": free_port(), "unsandboxed": ["s1", "s2"]},
         },
     }
     return config.validate(tree).config

@@ -37,6 +37,7 @@ MIXTURE = (
     "data.mixture.reasoning_gym.env_config.dataset=chain_sum",
     "data.mixture.reasoning_gym.env_config.talk=bare",
 )
+UNCONFINED = "services.env.unsandboxed=[compass]"
 ALL = {"frozen_lake", "reasoning_gym", "compass@1", "echo@1"}
 
 
@@ -60,7 +61,7 @@ def echo_server(python: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 def test_each_is_trained_on_and_the_remote_one_comes_back(tmp_path: Path, openenv: Path) -> None:
     port = free_port()
-    changes = (f"trainer.max_steps={N_STEPS}", "trainer.groups_per_step=4", "data.n_eval_tasks=2", *MIXTURE)
+    changes = (f"trainer.max_steps={N_STEPS}", "trainer.groups_per_step=4", "data.n_eval_tasks=2", *MIXTURE, UNCONFINED)
     with training(tmp_path, *changes) as run:
         run.wait_for(r"^step +1/", 400)
         with echo_server(openenv, port):

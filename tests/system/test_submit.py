@@ -31,7 +31,8 @@ pytestmark = pytest.mark.timeout(900)
 def test_what_is_submitted_into_a_live_run_is_trained_on_and_judged_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with training(tmp_path, f"trainer.max_steps={N_STEPS}", "data.n_eval_tasks=2") as run:
+    changes = (f"trainer.max_steps={N_STEPS}", "data.n_eval_tasks=2", "services.env.unsandboxed=[compass]")
+    with training(tmp_path, *changes) as run:
         run.wait_for(r"^step +1/", 400)
         services = {name: run.service(name) for name in ("env", "orchestrator", "rollout", "trainer")}
         _submit(run)
