@@ -50,7 +50,7 @@ def lanes(*, long: bool) -> tuple[tuple[Suite, ...], ...]:
         fuzz = Suite("fuzz", ("fuzz/test_services.py",), options=(), variables={"VOLLEY_FUZZ_CASES": _FUZZ_CASES})
         beside = Suite("long", (*rest, *_STACK, "system"), options=_LONG)
         trainer = Suite("trainer", ("trainer",), "trainer", options=_LONG)
-        return (Suite("chaos", ("chaos",), options=_LONG), trainer), (beside, fuzz)
+        return (Suite("chaos", ("chaos",), options=_LONG), trainer, fuzz), (beside,)
     base, stack = Suite("base", rest), Suite("stack", _STACK)
     trainer, rollout = Suite("trainer", ("trainer",), "trainer"), Suite("rollout", ("rollout",), "rollout")
     return (base,), (trainer,), (rollout,), (Suite("faults", _FAULTS),), (stack,)
