@@ -141,7 +141,7 @@ class FakeQueue:
         await self._answer()
         if version >= self.fenced_after:
             raise Fenced("epoch 1 was replaced")
-        if self.hangs_at_commit:
+        if finished and self.hangs_at_commit:
             await asyncio.sleep(3600)
         self.attended += 1
         if not finished:
