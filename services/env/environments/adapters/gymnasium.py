@@ -117,7 +117,7 @@ class Gymnasium:
             self._name,
             self._start,
             lambda start: (start.text,),
-            {TRAIN: config.train_tasks, EVAL: config.eval_tasks},
+            config.counts,
             distinct_train=config.distinct_train,
             advice="set distinct_starts to false, for splits that differ in their seeds alone",
             form=as_it_is,

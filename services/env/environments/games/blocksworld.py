@@ -16,10 +16,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Demonstration
+from services.env.environments.base import MAX_REWARD, Demonstration
 from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, Rows
-from services.env.environments.games.text_game import GameConfig, GameEpisode, MoveOutcome, demonstrate, instructions
+from services.env.environments.games.text_game import GameConfig, GameEnvironment, GameEpisode, MoveOutcome, demonstrate
 
 type Blocks = tuple[int, ...]
 """What each block stands on: blocks[i] is the number of the block below block i + 1, or 0 for the table."""
@@ -94,25 +94,14 @@ class BlocksworldGame:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocksworld:
+class Blocksworld(GameEnvironment[BlocksworldConfig, BlocksTask]):
     """The environment; build it with `blocksworld`."""
-
-    config: BlocksworldConfig
-    layouts: Layouts[BlocksTask]
-    protocol: ActionProtocol
-    splits: tuple[str, ...] = (TRAIN, EVAL)
-
-    def num_tasks(self, split: str) -> int:
-        return self.layouts.count(split)
-
-    def task(self, split: str, index: int) -> str:
-        return f"{split}/{index}@{self.layouts.get(split, index).digest}"
 
     def reset(self, split: str, index: int, seed: int) -> GameEpisode:
         """The game has no chance in it: `seed` changes nothing."""
         task = self.layouts.get(split, index).layout
-        rules = instructions(RULES.format(n=self.config.num_blocks), self.config, self.protocol, n_named=4)
-        return GameEpisode(BlocksworldGame(task.start, task.goal, self.config), self.config, self.protocol, rules)
+        game = BlocksworldGame(task.start, task.goal, self.config)
+        return self.played(game, RULES.format(n=self.config.num_blocks), n_named=4)
 
     def demonstration(self, split: str, index: int) -> Demonstration:
         return demonstrate(self.reset(split, index, 0))
@@ -135,7 +124,7 @@ def blocksworld(config: BlocksworldConfig) -> Blocksworld:
         "blocksworld",
         make,
         lambda task: (_listed(task.start), _listed(task.goal)),
-        {TRAIN: config.train_tasks, EVAL: config.eval_tasks},
+        config.counts,
         distinct_train=config.distinct_train,
         advice="raise num_blocks, or lower min_solution",
         form=renumbered,

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
-from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Demonstration
+from services.env.environments.base import MAX_REWARD, Demonstration
 from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import DrawnLayout, Effort, Layouts, Rows
-from services.env.environments.games.text_game import GameConfig, GameEpisode, MoveOutcome, instructions, play
+from services.env.environments.games.text_game import GameConfig, GameEnvironment, GameEpisode, MoveOutcome, play
 from shared.errors import InputError
 
 if TYPE_CHECKING:
@@ -96,19 +96,8 @@ class LakeGame:
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenLake:
+class FrozenLake(GameEnvironment[FrozenLakeConfig, Rows]):
     """The environment; build it with `frozen_lake`."""
-
-    config: FrozenLakeConfig
-    layouts: Layouts[Rows]
-    protocol: ActionProtocol
-    splits: tuple[str, ...] = (TRAIN, EVAL)
-
-    def num_tasks(self, split: str) -> int:
-        return self.layouts.count(split)
-
-    def task(self, split: str, index: int) -> str:
-        return f"{split}/{index}@{self.layouts.get(split, index).digest}"
 
     def reset(self, split: str, index: int, seed: int) -> GameEpisode:
         return self._episode(self._game(self.layouts.get(split, index), seed))
@@ -140,8 +129,7 @@ class FrozenLake:
         return LakeGame(drawn.layout, lake, self.config)
 
     def _episode(self, game: LakeGame) -> GameEpisode:
-        intro = instructions(RULES + (SLIPPERY if self.config.is_slippery else ""), self.config, self.protocol)
-        return GameEpisode(game, self.config, self.protocol, intro)
+        return self.played(game, RULES + (SLIPPERY if self.config.is_slippery else ""))
 
 
 def frozen_lake(config: FrozenLakeConfig) -> FrozenLake:
@@ -156,10 +144,9 @@ def frozen_lake(config: FrozenLakeConfig) -> FrozenLake:
         return rows if path is not None and len(path) <= config.budget else None
 
     advice = "change size, raise frozen_probability, or raise max_actions and max_turns"
-    counts = {TRAIN: config.train_tasks, EVAL: config.eval_tasks}
     protocol = ActionProtocol(ACTIONS, config.protocol, config.max_actions_per_turn)
     layouts = Layouts(
-        "frozen_lake", make, lambda rows: rows, counts, distinct_train=config.distinct_train, advice=advice
+        "frozen_lake", make, lambda rows: rows, config.counts, distinct_train=config.distinct_train, advice=advice
     )
     return FrozenLake(config, layouts, protocol)
 

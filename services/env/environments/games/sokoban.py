@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from pydantic import Field, model_validator
 
-from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Demonstration
+from services.env.environments.base import MAX_REWARD, Demonstration
 from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import Effort, Layouts
 from services.env.environments.games.sokoban_level import MOVES, Level, Position, draw, generate, move, solve, solved
-from services.env.environments.games.text_game import GameConfig, GameEpisode, MoveOutcome, demonstrate, instructions
+from services.env.environments.games.text_game import GameConfig, GameEnvironment, GameEpisode, MoveOutcome, demonstrate
 from shared.errors import InputError
 
 RULES = (
@@ -84,25 +84,13 @@ class SokobanGame:
 
 
 @dataclass(frozen=True, slots=True)
-class Sokoban:
+class Sokoban(GameEnvironment[SokobanConfig, Level]):
     """The environment; build it with `sokoban`."""
-
-    config: SokobanConfig
-    layouts: Layouts[Level]
-    protocol: ActionProtocol
-    splits: tuple[str, ...] = (TRAIN, EVAL)
-
-    def num_tasks(self, split: str) -> int:
-        return self.layouts.count(split)
-
-    def task(self, split: str, index: int) -> str:
-        return f"{split}/{index}@{self.layouts.get(split, index).digest}"
 
     def reset(self, split: str, index: int, seed: int) -> GameEpisode:
         """The game has no chance in it: `seed` changes nothing."""
         level = self.layouts.get(split, index).layout
-        game = SokobanGame(level, level.start, self.config)
-        return GameEpisode(game, self.config, self.protocol, instructions(RULES, self.config, self.protocol))
+        return self.played(SokobanGame(level, level.start, self.config), RULES)
 
     def demonstration(self, split: str, index: int) -> Demonstration:
         """Raises InputError when the level is too large for the solver."""
@@ -122,12 +110,11 @@ def sokoban(config: SokobanConfig) -> Sokoban:
         return generate(seed, height, width, config.num_boxes, config.min_solution, config.budget, effort)
 
     advice = "change dim_room, lower num_boxes or min_solution, or raise max_actions and max_turns"
-    counts = {TRAIN: config.train_tasks, EVAL: config.eval_tasks}
     layouts = Layouts(
         "sokoban",
         make,
         lambda level: draw(level.room, level.start),
-        counts,
+        config.counts,
         distinct_train=config.distinct_train,
         advice=advice,
     )

@@ -16,10 +16,10 @@ from itertools import count
 
 from pydantic import Field, model_validator
 
-from services.env.environments.base import EVAL, MAX_REWARD, TRAIN, Demonstration
+from services.env.environments.base import MAX_REWARD, Demonstration
 from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, Rows
-from services.env.environments.games.text_game import GameConfig, GameEpisode, MoveOutcome, demonstrate, instructions
+from services.env.environments.games.text_game import GameConfig, GameEnvironment, GameEpisode, MoveOutcome, demonstrate
 from shared.errors import InputError
 
 ACTIONS = ("Left", "Right", "Down")
@@ -165,25 +165,13 @@ class TetrisGame:
 
 
 @dataclass(frozen=True, slots=True)
-class Tetris:
+class Tetris(GameEnvironment[TetrisConfig, TetrisLevel]):
     """The environment; build it with `tetris`."""
-
-    config: TetrisConfig
-    layouts: Layouts[TetrisLevel]
-    protocol: ActionProtocol
-    splits: tuple[str, ...] = (TRAIN, EVAL)
-
-    def num_tasks(self, split: str) -> int:
-        return self.layouts.count(split)
-
-    def task(self, split: str, index: int) -> str:
-        return f"{split}/{index}@{self.layouts.get(split, index).digest}"
 
     def reset(self, split: str, index: int, seed: int) -> GameEpisode:
         """The game has no chance in it: `seed` changes nothing."""
         level = self.layouts.get(split, index).layout
-        intro = instructions(RULES, self.config, self.protocol)
-        return GameEpisode(TetrisGame(level, level.first(), self.config), self.config, self.protocol, intro)
+        return self.played(TetrisGame(level, level.first(), self.config), RULES)
 
     def demonstration(self, split: str, index: int) -> Demonstration:
         """Raises InputError when the turns do not suffice for the plan."""
@@ -212,7 +200,7 @@ def tetris(config: TetrisConfig) -> Tetris:
         "tetris",
         make,
         _rows,
-        {TRAIN: config.train_tasks, EVAL: config.eval_tasks},
+        config.counts,
         distinct_train=config.distinct_train,
         advice="change box_type, raise dim_x, dim_y, max_actions or max_turns",
         form=mirrored,

@@ -13,9 +13,19 @@ from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.env.environments.base import MAX_REWARD, Demonstration, Info, Message, StepResult, assistant, user
+from services.env.environments.base import (
+    EVAL,
+    MAX_REWARD,
+    TRAIN,
+    Demonstration,
+    Info,
+    Message,
+    StepResult,
+    assistant,
+    user,
+)
 from services.env.environments.games.actions import ActionProtocol, Style
-from services.env.environments.games.layouts import MAX_DISTINCT
+from services.env.environments.games.layouts import MAX_DISTINCT, Layouts
 
 type Talk = Literal["chat", "bare"]
 
@@ -50,6 +60,11 @@ class GameConfig(BaseModel):
     def budget(self) -> int:
         """Actions one episode may play at most."""
         return min(self.max_actions, self.max_turns * self.max_actions_per_turn)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Tasks by split."""
+        return {TRAIN: self.train_tasks, EVAL: self.eval_tasks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +148,27 @@ class GameEpisode:
             if well_formed
             else f"Not a valid answer; write {self.protocol.write(self.protocol.names[:2])}.\n{left}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GameEnvironment[C: GameConfig, L]:
+    """What the environments of drawn layouts share; each adds `reset` and `demonstration`."""
+
+    config: C
+    layouts: Layouts[L]
+    protocol: ActionProtocol
+    splits: tuple[str, ...] = (TRAIN, EVAL)
+
+    def num_tasks(self, split: str) -> int:
+        return self.layouts.count(split)
+
+    def task(self, split: str, index: int) -> str:
+        return f"{split}/{index}@{self.layouts.get(split, index).digest}"
+
+    def played(self, game: Game, rules: str, n_named: int | None = None) -> GameEpisode:
+        """`game` behind its instructions; `n_named` as there."""
+        intro = instructions(rules, self.config, self.protocol, n_named)
+        return GameEpisode(game, self.config, self.protocol, intro)
 
 
 def instructions(rules: str, config: GameConfig, protocol: ActionProtocol, n_named: int | None = None) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
-
-import orjson
+from typing import Any, Literal
 
 from services.env.environments.base import Message, assistant
 from services.env.environments.gsm8k.calculator import CalculatorError, calculate
+from services.env.environments.problem_files import read_rows
 from services.env.environments.tool_calls import write_call
 from shared.errors import ConfigError
 
@@ -37,24 +37,11 @@ def read_problems(path: Path) -> tuple[Problem, ...]:
     """All problems of a JSONL file, read once in a process. Raises ConfigError naming the file, and the line if one is
     malformed.
     """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(
-            f"data file {path}: {error.strerror}",
-            "point data.train and data.eval to GSM8K's train.jsonl and test.jsonl",
-        ) from error
-    problems = tuple(_problem(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
-    if not problems:
-        raise ConfigError(f"data file {path} holds no problems")
-    return problems
+    hint = "point data.train and data.eval to GSM8K's train.jsonl and test.jsonl"
+    return read_rows(path, _problem, noun="problems", hint=hint)
 
 
-def _problem(line: bytes, where: str) -> Problem:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not valid JSON: {error}") from error
+def _problem(row: Mapping[str, Any], where: str) -> Problem:
     match row:
         case {"question": str(question), "answer": str(solution)} if (
             answer := read_number(solution, "strict")

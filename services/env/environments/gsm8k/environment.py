@@ -7,24 +7,19 @@ calculator, its `<<48/2=24>>` annotations become calls.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.env.environments.base import (
-    EVAL,
     MAX_REWARD,
-    TRAIN,
     Demonstration,
     Info,
     Message,
     StepResult,
-    check_task,
     user,
 )
 from services.env.environments.gsm8k.calculator import CalculatorError, calculate
@@ -37,8 +32,8 @@ from services.env.environments.gsm8k.data import (
     solution_messages,
     solution_text,
 )
+from services.env.environments.problem_files import ProblemFiles, files_of_splits
 from services.env.environments.tool_calls import ToolCall, tool_calls, write_call
-from shared.errors import ConfigError
 
 CALCULATOR: Mapping[str, Any] = {
     "type": "function",
@@ -112,53 +107,28 @@ class Gsm8kEpisode:
         return StepResult((), sum(rewards.values()), True, False, info)
 
 
-class Gsm8k:
+class Gsm8k(ProblemFiles[Problem]):
     """The environment. Files are read at the first use of a split; raises ConfigError if one is missing or
     malformed.
     """
 
     def __init__(self, config: Gsm8kConfig) -> None:
+        hint = "set data.train and data.eval to the dataset's train.jsonl and test.jsonl"
+        files = files_of_splits(config.train, config.eval)
+        super().__init__("gsm8k", files, read_problems, lambda problem: problem.question, hint)
         self._config = config
-        self._files = {split: path for split, path in ((TRAIN, config.train), (EVAL, config.eval)) if path is not None}
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        return tuple(self._problems)
-
-    @cached_property
-    def _problems(self) -> dict[str, tuple[Problem, ...]]:
-        if not self._files:
-            raise ConfigError(
-                "gsm8k has no data", "set data.train and data.eval to the dataset's train.jsonl and test.jsonl"
-            )
-        return {split: read_problems(path) for split, path in self._files.items()}
-
-    def num_tasks(self, split: str) -> int:
-        self._check(split, 0)
-        return len(self._problems[split])
-
-    def task(self, split: str, index: int) -> str:
-        digest = hashlib.blake2b(self._problem(split, index).question.encode(), digest_size=6).hexdigest()
-        return f"{split}/{index}@{digest}"
 
     def reset(self, split: str, index: int, seed: int) -> Gsm8kEpisode:
         """Nothing is random: `seed` changes nothing."""
-        return Gsm8kEpisode(self._problem(split, index), self._config)
+        return Gsm8kEpisode(self.problem(split, index), self._config)
 
     def demonstration(self, split: str, index: int) -> Demonstration:
         """The dataset's own solution."""
-        problem = self._problem(split, index)
+        problem = self.problem(split, index)
         ask = user(_question(problem, self._config))
         if self._config.tool == "calculator":
             return Demonstration((ask, *solution_messages(problem, self._config.max_turns)), success=True)
         return Demonstration((ask, {"role": "assistant", "content": solution_text(problem)}), success=True)
-
-    def _problem(self, split: str, index: int) -> Problem:
-        self._check(split, index)
-        return self._problems[split][index]
-
-    def _check(self, split: str, index: int) -> None:
-        check_task("gsm8k", {name: len(problems) for name, problems in self._problems.items()}, split, index)
 
 
 def _question(problem: Problem, config: Gsm8kConfig) -> str:

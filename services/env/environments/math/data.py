@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-
-import orjson
+from typing import Any
 
 from services.env.environments.answers import boxed_answer
+from services.env.environments.problem_files import read_rows
 from shared.errors import ConfigError
 
 FORMAT = (
@@ -28,24 +29,10 @@ class MathProblem:
 @lru_cache(maxsize=8)
 def read_math(path: Path) -> tuple[MathProblem, ...]:
     """All problems of a file, read once in a process. Raises ConfigError naming the file and the line."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(
-            f"data file {path}: {error.strerror}", "point data.train and data.eval to JSONL files"
-        ) from error
-    problems = tuple(_problem(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip())
-    if not problems:
-        raise ConfigError(f"data file {path} holds no problems")
-    return problems
+    return read_rows(path, _problem, noun="problems", hint="point data.train and data.eval to JSONL files")
 
 
-def _problem(line: bytes, where: str) -> MathProblem:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not valid JSON: {error}") from error
-    row = row if isinstance(row, dict) else {}
+def _problem(row: Mapping[str, Any], where: str) -> MathProblem:
     problem, solution = row.get("problem") or row.get("question"), row.get("solution")
     answer = row.get("answer")
     if answer is None and isinstance(solution, str):

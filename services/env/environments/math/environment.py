@@ -6,10 +6,8 @@ The same text is right at once; anything else is decided by math-verify, in a gr
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +15,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.env.environments.answers import boxed_answer
 from services.env.environments.base import (
-    EVAL,
     MAX_REWARD,
-    TRAIN,
     Demonstration,
     Info,
     Message,
     StepResult,
     assistant,
-    check_task,
     user,
 )
 from services.env.environments.math.data import MathProblem, read_math
+from services.env.environments.problem_files import ProblemFiles, files_of_splits
 from services.env.grading.pool import GradingEnded, GradingPool
-from shared.errors import ConfigError
 
 _LIBRARY = GradingPool("services.env.environments.math.library")
 _ASK = "Think step by step and put the final answer in a box: \\boxed{…}"
@@ -75,48 +70,25 @@ class MathEpisode:
         return StepResult((), sum(rewards.values()), True, False, info)
 
 
-class Math:
+class Math(ProblemFiles[MathProblem]):
     """The environment. Files are read at the first use of a split; raises ConfigError if one is missing or
     malformed.
     """
 
     def __init__(self, config: MathConfig) -> None:
+        hint = "set data.train and data.eval to JSONL files of problem and answer"
+        files = files_of_splits(config.train, config.eval)
+        super().__init__("math", files, read_math, lambda problem: problem.problem, hint)
         self._config = config
-        self._files = {split: path for split, path in ((TRAIN, config.train), (EVAL, config.eval)) if path is not None}
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        return tuple(self._problems)
-
-    @cached_property
-    def _problems(self) -> dict[str, tuple[MathProblem, ...]]:
-        if not self._files:
-            raise ConfigError("math has no data", "set data.train and data.eval to JSONL files of problem and answer")
-        return {split: read_math(path) for split, path in self._files.items()}
-
-    def num_tasks(self, split: str) -> int:
-        self._check(split, 0)
-        return len(self._problems[split])
-
-    def task(self, split: str, index: int) -> str:
-        digest = hashlib.blake2b(self._problem(split, index).problem.encode(), digest_size=6).hexdigest()
-        return f"{split}/{index}@{digest}"
 
     def reset(self, split: str, index: int, seed: int) -> MathEpisode:
         """Nothing is random: `seed` changes nothing."""
-        return MathEpisode(self._problem(split, index), self._config)
+        return MathEpisode(self.problem(split, index), self._config)
 
     def demonstration(self, split: str, index: int) -> Demonstration:
         """The solution of the data set, or the boxed answer alone."""
-        problem = self._problem(split, index)
+        problem = self.problem(split, index)
         return Demonstration((_question(problem), assistant(problem.solution)), success=True)
-
-    def _problem(self, split: str, index: int) -> MathProblem:
-        self._check(split, index)
-        return self._problems[split][index]
-
-    def _check(self, split: str, index: int) -> None:
-        check_task("math", {name: len(problems) for name, problems in self._problems.items()}, split, index)
 
 
 def is_right(gold: str, answer: str) -> bool:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import orjson
 
+from services.env.environments.problem_files import read_rows
 from shared.errors import ConfigError
 
 FORMAT = 'a line is {"question": "…", "sql": "SELECT …", "schema": "CREATE TABLE …"} or has "db_id" instead of "schema"'
@@ -32,24 +34,11 @@ class SqlTask:
 @lru_cache(maxsize=8)
 def read_tasks(path: Path, databases: Path | None) -> tuple[SqlTask, ...]:
     """All tasks of a JSONL file, read once in a process. Raises ConfigError naming the file and the line."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(
-            f"data file {path}: {error.strerror}", "point data.train and data.eval to JSONL files"
-        ) from error
-    tasks = tuple(_task(line, f"{path}:{n}", databases) for n, line in enumerate(lines, 1) if line.strip())
-    if not tasks:
-        raise ConfigError(f"data file {path} holds no tasks")
-    return tasks
+    hint = "point data.train and data.eval to JSONL files"
+    return read_rows(path, lambda row, where: _task(row, where, databases), noun="tasks", hint=hint)
 
 
-def _task(line: bytes, where: str, databases: Path | None) -> SqlTask:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not valid JSON: {error}") from error
-    row = row if isinstance(row, dict) else {}
+def _task(row: Mapping[str, Any], where: str, databases: Path | None) -> SqlTask:
     sql = row.get("sql") or row.get("SQL") or row.get("query")
     match {**row, "sql": sql}:
         case {"question": str(question), "sql": str(sql), "schema": str(schema)}:

@@ -31,6 +31,7 @@ from services.env.environments.base import (
     user,
 )
 from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, as_it_is
+from services.env.environments.problem_files import files_of_splits
 from services.env.environments.text_to_sql.data import SqlTask, read_tasks
 from services.env.environments.text_to_sql.samples import sample
 from services.env.grading.pool import GradingEnded, GradingPool
@@ -110,7 +111,7 @@ class TextToSql:
 
     def __init__(self, config: TextToSqlConfig) -> None:
         self._config = config
-        self._files = {split: path for split, path in ((TRAIN, config.train), (EVAL, config.eval)) if path is not None}
+        self._files = files_of_splits(config.train, config.eval)
         self._samples = Layouts(
             "text_to_sql",
             _sample,
