@@ -23,7 +23,15 @@ from typing import Any, Protocol
 from services.env.backends.base import Busy, LiveEpisode
 from services.env.catalogue import CatalogueEntry
 from services.env.environments.base import Message, StepResult, fingerprint
-from shared.errors import Conflict, InputError, NotFound, RateLimited, Unavailable, VolleyError
+from shared.errors import (
+    Conflict,
+    InputError,
+    NotFound,
+    RateLimited,
+    StorageUnavailable,
+    Unavailable,
+    VolleyError,
+)
 from shared.process import telemetry
 
 MAX_STEPS = 1000
@@ -245,8 +253,10 @@ class Episodes:
             await self._done.pop().close()
 
     def _failed(self, env: str, error: VolleyError) -> None:
-        """Whatever the client asked for in vain says nothing about the environment."""
-        if not isinstance(error, Busy | InputError):
+        """What the client asked for in vain, and what the service had no room for, says nothing about the
+        environment.
+        """
+        if not isinstance(error, InputError | RateLimited | StorageUnavailable):
             _EVENTS.labels(env, "failed").inc()
             if self._watcher is not None:
                 self._watcher.ended(env, error)

@@ -1,5 +1,6 @@
 """Submitted environments over HTTP: their life, their versions, what outlives the service, what is refused."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,15 @@ import pytest
 from services.env.backends.remote.site import open_access
 from services.env.backends.threads import ThreadRunner
 from services.env.catalogue import Catalogue
-from services.env.sandbox.limits import SandboxLimits
+from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.canary import MAX_FAILURES, MIN_EPISODES
 from services.env.submissions.programs import Programs
+from services.env.submissions.record import SubmittedVersion, Transition
 from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submission import MAX_SOURCE, Submission
 from services.env.submissions.submissions import Submissions
-from shared.errors import Forbidden
+from shared.errors import Forbidden, Unavailable
 from shared.schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.submitted import ADDER, FAILS_LIVE, PYTHON, decided, opened, play, reached, submit
@@ -84,6 +86,50 @@ async def test_a_canary_that_fails_is_rejected_and_the_version_before_goes_on(op
         assert "KeyError" in (await client.get("/environments/adder/logs")).json()["log"]
         assert (await play(client, "adder", "more", "no")).status_code == 200
         assert (await client.post("/adder@2/num_tasks", json={"split": "train"})).status_code == 404
+
+
+async def test_a_service_without_room_for_more_sandboxes_blames_no_environment(open_client: OpenClient) -> None:
+    async with open_client(max_sandboxes=2) as client:
+        await submit(client, ADDER, name="adder", weight=1)
+        assert (await decided(client, "adder"))["state"] == "canary"
+        held = [(await client.post("/episodes", json=opened("adder@1", f"held {i}"))).json() for i in range(2)]
+        for i in range(MAX_FAILURES):
+            refused = await client.post("/episodes", json=opened("adder@1", f"refused {i}"))
+            assert (refused.status_code, "2 sandboxes run already" in refused.json()["detail"]) == (429, True)
+        for episode in held:
+            await client.delete(f"/episodes/{episode['episode_id']}")
+        for i in range(MIN_EPISODES):
+            assert (await play(client, "adder@1", str(i), "no")).status_code == 200
+        assert f"{MIN_EPISODES} live episodes, 0 failed" in (await reached(client, "adder", "active"))["why"]
+
+
+async def test_how_episodes_failed_outlives_the_service(open_client: OpenClient, tmp_path: Path) -> None:
+    kept = tmp_path / "environments/submitted/adder/1/failures.log"
+    async with open_client() as client:
+        await submit(client, FAILS_LIVE, name="adder")
+        await decided(client, "adder")
+        assert (await play(client, "adder", "1", "live")).status_code == 500
+        async with asyncio.timeout(30):
+            while not kept.exists():
+                await asyncio.sleep(0.05)
+    async with open_client() as client:
+        log = (await client.get("/environments/adder/logs")).json()["log"]
+        assert ("UTC an episode failed: " in log, "KeyError" in log, log.count("\n")) == (True, True, 0)
+
+
+async def test_versions_at_rest_are_listed_by_name_alone(open_client: OpenClient) -> None:
+    """Whoever follows GET /environments is told what is in use, not everything that ever was."""
+    async with open_client() as client:
+        await submit(client, ADDER, name="adder")
+        await decided(client, "adder")
+        for number in (2, 3):
+            await client.put("/environments/adder", content=f"{ADDER}#{number}".encode(), headers=PYTHON)
+            assert (await decided(client, f"adder@{number}"))["state"] == "active"
+        assert await states(client) == {"adder@2": "retired", "adder@3": "active"}
+        versions = (await client.get("/environments/adder")).json()["versions"]
+        assert [row["state"] for row in versions] == ["retired", "retired", "active"]
+        names = [row["name"] for row in (await client.get("/environments")).json()["environments"]]
+        assert {"adder", "adder@1"} & {*names} == set()
 
 
 async def test_a_new_version_takes_the_place_and_can_be_rolled_back(open_client: OpenClient) -> None:
@@ -235,6 +281,52 @@ async def test_what_would_not_work_is_rejected_with_a_reason(
         assert [one["name"] for one in failed] == [check]
         assert detail in failed[0]["detail"], failed
         assert row["why"].startswith(f"{check}: ")
+
+
+async def test_settings_are_bounded(open_client: OpenClient) -> None:
+    """They are kept and shown with every version, and whoever reads the list takes so much and no more."""
+    async with open_client(limits=Limits()) as client:
+        for config, detail in (({"a": "x" * 20_000}, "at most 16384 are taken"), ({"a": [0] * 300}, "256 values")):
+            body = {"name": "a", "source": ADDER, "config": config}
+            answer = await client.post("/environments", json=body)
+            assert (400 <= answer.status_code < 500, detail in answer.json()["detail"]) == (True, True), answer.text
+
+
+class NoIndex(Programs):
+    """Its package index never answers."""
+
+    async def of(self, version: SubmittedVersion) -> EnvironmentProgram:
+        raise Unavailable(f"the package index of {version.name} cannot be reached")
+
+
+async def test_patience_with_what_cannot_be_validated_begins_with_the_process(tmp_path: Path) -> None:
+    """One that was submitted long ago, and is taken up by a service that starts again, is not rejected at once."""
+    store, runner = SubmissionStore(tmp_path / "submitted"), ThreadRunner(1, 5.0, max_waiting=1)
+    programs, remotes = NoIndex(store, tmp_path, "http://127.0.0.1:9/simple"), open_access(None, None, 5.0)
+    long_ago = (Transition(state="submitted", at=0), Transition(state="validating", at=1))
+    store.add(SubmittedVersion(name="adder", version=1, digest="0" * 64, size=1, history=long_ago), {})
+    clock = [601.0, 599.0, 0.0]
+    async with Sandboxes() as sandboxes, asyncio.TaskGroup() as workers:
+        submissions = Submissions(
+            store,
+            Catalogue(runner),
+            sandboxes,
+            remotes,
+            programs,
+            limits=SandboxLimits(),
+            deadline_s=5.0,
+            retry_s=0.01,
+            patience_s=600.0,
+            clock=clock.pop,
+        )
+        await submissions.open()
+        worker = workers.create_task(submissions.validate_waiting())
+        async with asyncio.timeout(60):
+            while (row := submissions.versions("adder")[0]).state == "validating":
+                await asyncio.sleep(0.05)
+        worker.cancel()
+    assert (row.state, clock) == ("rejected", [])
+    assert row.why.startswith("it could not be validated: the package index of adder")
 
 
 async def test_where_nothing_is_confined_only_what_is_named_is_taken(tmp_path: Path) -> None:

@@ -48,13 +48,14 @@ ARCHIVE = ("application/zip", "application/x-zip-compressed", "application/x-whe
 
 @router.get("/environments", openapi_extra=declares(answer=Listed))
 async def list_environments(request: Request) -> Response:
-    """All environments with their settings and states; every version of the submitted ones."""
+    """All environments with their settings and states; of the submitted ones the versions that are in use or on their
+    way there, and the newest of the others. `GET /environments/NAME` has every version.
+    """
     state = state_of(request)
     entries = {entry.name: entry for entry in state.catalogue.entries()}
-    submitted_ones = state.submissions.all()
-    theirs = {version.full_name for version in submitted_ones}
+    theirs = {version.full_name for version in state.submissions.all()}
     rows = [entry.describe() for entry in entries.values() if entry.name not in theirs]
-    rows += [version.describe() for version in submitted_ones]
+    rows += [version.describe() for version in state.submissions.listed()]
     rows = [{**row, "trouble": _trouble(entries.get(row["name"]))} for row in rows]
     return respond(request, {"environments": rows})
 
@@ -101,7 +102,7 @@ async def show_environment(request: Request, name: str) -> Response:
 
 @router.get("/environments/{name}/logs", openapi_extra=declares(answer=LogShown))
 async def show_log(request: Request, name: str) -> Response:
-    """What the newest version's episodes printed last, and how they failed; since the service started."""
+    """What the newest version's episodes printed last, since the service started, and how the last ones failed."""
     submissions = state_of(request).submissions
     version = submissions.versions(name)[-1]
     return respond(request, {"name": version.full_name, "log": submissions.log(version)})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic.config import JsonDict
 
 from services.env.backends.remote.address import MAX_URL
 from services.env.environments.base import Fault, Message, StepResult
 from services.env.episodes import EpisodeSlot
 from services.env.submissions.record import Report, SubmittedVersion
+from shared.bounds import check_json
 from shared.types import MAX_MESSAGE
 from shared.web import http
 
@@ -41,6 +43,19 @@ class TaskBody(Body, json_schema_extra=_example(split="train", index=0)):
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 EntryName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.]{0,99}(:[A-Za-z_][A-Za-z0-9_]{0,99})?$")]
 Weight = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+MAX_CONFIG, MAX_CONFIG_VALUES = 16 * 1024, 256
+"""Bytes as JSON, and values: settings are kept and shown with every version."""
+
+
+def _check_config(config: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    data = json.dumps(config).encode()
+    if len(data) > MAX_CONFIG:
+        raise ValueError(f"config has {len(data)} bytes as JSON, at most {MAX_CONFIG} are taken")
+    check_json(data, "config", MAX_CONFIG_VALUES)
+    return config
+
+
+Config = Annotated[dict[str, JsonValue], AfterValidator(_check_config)]
 
 
 class SubmitQuery(Body, json_schema_extra=_example(name="adder", weight=1.0)):
@@ -62,7 +77,7 @@ class SubmitBody(
     name: EnvName
     source: Annotated[str, Field(min_length=1)]
     entry: EntryName | None = None
-    config: dict[str, JsonValue] = {}
+    config: Config = {}
     weight: Weight = 0.0
 
 
@@ -71,7 +86,7 @@ class ReplaceBody(Body, json_schema_extra=_example(source='class Adder:\n    spl
 
     source: Annotated[str, Field(min_length=1)]
     entry: EntryName | None = None
-    config: dict[str, JsonValue] = {}
+    config: Config = {}
     weight: Weight = 0.0
 
 
@@ -86,7 +101,7 @@ class RemoteBody(
     name: EnvName
     url: Annotated[str, Field(min_length=1, max_length=MAX_URL)]
     protocol: Annotated[str, Field(min_length=1, max_length=80)]
-    config: dict[str, JsonValue] = {}
+    config: Config = {}
     weight: Weight = 0.0
 
 
@@ -95,7 +110,7 @@ class RegisterBody(Body, json_schema_extra=_example(name="frozen_lake-6", base="
 
     name: EnvName
     base: Name
-    config: dict[str, JsonValue] = {}
+    config: Config = {}
     weight: Weight = 0.0
 
 

@@ -32,7 +32,7 @@ from services.env.sandbox.process import workspace
 from services.env.sandbox.process.zygote import MAX_LANDLOCK, ZygoteProcess, open_zygote
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.tier import Tier
-from shared.errors import InputError, RateLimited, Unavailable
+from shared.errors import InputError, RateLimited
 from shared.process import telemetry
 from shared.process.descriptors import HINT, exhausted
 
@@ -117,7 +117,7 @@ class Sandboxes:
             sandbox.description = said if isinstance(program, EnvironmentProgram) else None
         except OSError as error:
             await sandbox.close()
-            raise Unavailable(f"no sandbox can be started: {exhausted(error) or error}", HINT) from error
+            raise RateLimited(f"no sandbox can be started: {exhausted(error) or error}", HINT) from error
         except BaseException:
             await sandbox.close()
             raise

@@ -2,6 +2,7 @@
 
     NAME/NUMBER/record.json     the version's state and history, replaced whole
     NAME/NUMBER/source/         what was sent, never changed
+    NAME/NUMBER/failures.log    how its last episodes failed, a line each
 
 Invariants: a version is there whole or not at all (its folder gets its name last); what is answered is durable first.
 Blocks on disk.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -20,7 +21,7 @@ from services.env.submissions.record import SubmittedVersion
 from shared.files import storage
 from shared.process import telemetry
 
-_RECORD, _SOURCE = "record.json", "source"
+_RECORD, _SOURCE, _FAILURES = "record.json", "source", "failures.log"
 _log = telemetry.Log("env")
 
 
@@ -66,6 +67,17 @@ class SubmissionStore:
     def update(self, version: SubmittedVersion) -> None:
         """Replaces the record. Raises StorageUnavailable; then it is as it was."""
         storage.replace(self._path(version) / _RECORD, version.model_dump_json(indent=1).encode())
+
+    def failures(self, version: SubmittedVersion) -> list[str]:
+        """What `keep_failures` was given last; nothing where it cannot be read."""
+        try:
+            return (self._path(version) / _FAILURES).read_text("utf-8", "replace").splitlines()
+        except OSError:
+            return []
+
+    def keep_failures(self, version: SubmittedVersion, lines: Sequence[str]) -> None:
+        """Replaces them. Raises StorageUnavailable."""
+        storage.replace(self._path(version) / _FAILURES, "".join(f"{line}\n" for line in lines).encode())
 
     def _path(self, version: SubmittedVersion) -> Path:
         return self.folder / version.name / str(version.version)

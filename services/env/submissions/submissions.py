@@ -12,25 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from services.env.backends.base import SubmittedBackend
-from services.env.backends.remote.protocols import RemoteEnvironment, checked, open_remote
+from services.env.backends.remote.protocols import RemoteEnvironment, checked
 from services.env.backends.remote.site import RemoteAccess
-from services.env.backends.sandboxed import LOG_LINES, SandboxedBackend
-from services.env.catalogue import Catalogue, CatalogueEntry, check_name
+from services.env.catalogue import Catalogue, check_name
 from services.env.sandbox.limits import SandboxLimits
 from services.env.sandbox.sandboxes import Sandboxes
-from services.env.submissions.canary import Canary
+from services.env.submissions.offers import Offers
 from services.env.submissions.programs import Programs
 from services.env.submissions.record import (
     LIVING,
     ON_ITS_WAY,
-    PLAYABLE,
     STATES,
     Check,
     Report,
@@ -44,11 +42,10 @@ from services.env.submissions.validation import Validated, validate
 from shared.errors import Conflict, Forbidden, InputError, NotFound, StorageUnavailable, Unavailable, VolleyError
 from shared.process import telemetry
 
-MAX_NAMES, MAX_VERSIONS = 64, 256
+MAX_NAMES, MAX_VERSIONS = 64, 128
 MIN_TIER = 1
 _RESERVED = frozenset({"environments", "episodes", "splits", "num_tasks", "task", "demonstration", "test"})
 """Names that are parts of paths."""
-_RETRY_S, _PATIENCE_S = 5.0, 600.0
 _VERSIONS = telemetry.Gauge(
     "volley_env_submissions", "Versions of submitted environments by state", ["state"], registry=telemetry.REGISTRY
 )
@@ -60,6 +57,8 @@ class Submissions:
     remotes: how remote environments are reached; programs: what is run for the others.
     unsandboxed: names that may be submitted where this machine has no sandbox worth the name.
     deadline_s: for one call into submitted code.
+    retry_s: after which a validation is begun again that could not be made (no index, no place for a sandbox);
+    patience_s: after which it is given up, from its first attempt in this process; clock: monotonic seconds.
     """
 
     def __init__(
@@ -73,13 +72,16 @@ class Submissions:
         limits: SandboxLimits,
         deadline_s: float,
         unsandboxed: Iterable[str] = (),
+        retry_s: float = 5.0,
+        patience_s: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._catalogue, self._sandboxes, self._remotes = store, catalogue, sandboxes, remotes
-        self._programs = programs
-        self._limits, self._deadline_s, self._unsandboxed = limits, deadline_s, frozenset(unsandboxed)
+        self._store, self._catalogue, self._sandboxes, self._programs = store, catalogue, sandboxes, programs
+        self._offers = Offers(store, catalogue, sandboxes, remotes, programs, limits, deadline_s)
+        self._unsandboxed = frozenset(unsandboxed)
+        self._retry_s, self._patience_s, self._clock = retry_s, patience_s, clock
         self._versions: dict[str, dict[int, SubmittedVersion]] = {}
-        self._canaries: dict[str, Canary] = {}
-        self._logs: dict[str, deque[str]] = {}
+        self._put_off_since: dict[str, float] = {}
         self._waiting: asyncio.Queue[SubmittedVersion] = asyncio.Queue()
         self._lock = asyncio.Lock()
 
@@ -90,21 +92,22 @@ class Submissions:
                 _log.error("a submitted environment is left out: its name is taken", env=version.full_name)
                 continue
             self._versions.setdefault(version.name, {})[version.version] = version
-        for known in self._versions.values():
+        for name, known in self._versions.items():
             in_use = [version for version in known.values() if version.state == "active"]
             if len(in_use) > 1:
                 await self._put(*self._superseded(max(in_use, key=lambda version: version.history[-1].at)))
             for version in known.values():
                 if version.state in ("submitted", "validating"):
                     self._waiting.put_nowait(version)
-                elif version.state in PLAYABLE and version.splits:
-                    self._offer_again(version)
+                else:
+                    await asyncio.to_thread(self._offers.put_again, version)
+            self._offers.point(name, known.values())
         self._count()
 
     async def submit(self, wanted: Submission) -> SubmittedVersion:
         """The first version of a new name. The same again gives the version there is.
 
-        Raises InputError, TooLarge, Forbidden (no sandbox here), Conflict (the name is taken), Unavailable (full),
+        Raises InputError, TooLarge, Forbidden (no sandbox here), Conflict (the name is taken, or there are too many),
         StorageUnavailable.
         """
         async with self._lock:
@@ -121,7 +124,10 @@ class Submissions:
             elif self._catalogue.has(wanted.name):
                 raise Conflict(f"{wanted.name!r} is the name of another environment", "choose another name")
             elif len(self._versions) >= MAX_NAMES:
-                raise Unavailable(f"{MAX_NAMES} environments have been submitted", retry_after_s=60.0)
+                raise Conflict(
+                    f"{MAX_NAMES} environments have been submitted",
+                    f"PUT /environments/NAME submits a new version of one of them: {', '.join(sorted(self._versions))}",
+                )
             return await self._add(wanted)
 
     async def replace(self, wanted: Submission) -> SubmittedVersion:
@@ -155,12 +161,17 @@ class Submissions:
     def all(self) -> list[SubmittedVersion]:
         return [version for known in self._versions.values() for version in known.values()]
 
+    def listed(self) -> list[SubmittedVersion]:
+        """Of each name the versions that are in use or on their way there, and the newest of the others."""
+        chosen: list[SubmittedVersion] = []
+        for known in self._versions.values():
+            newest_at_rest = max((n for n, version in known.items() if version.state not in LIVING), default=0)
+            chosen += [known[n] for n in sorted(known) if known[n].state in LIVING or n == newest_at_rest]
+        return chosen
+
     def log(self, version: SubmittedVersion) -> str:
-        """What its episodes printed last, and how they failed; what it printed while it was validated, if nothing
-        since.
-        """
-        lines = self._logs.get(version.full_name)
-        return "\n".join(lines) if lines else version.report.log if version.report else ""
+        """What its episodes printed last, and how they failed."""
+        return self._offers.log(version)
 
     async def retire(self, name: str) -> SubmittedVersion:
         """Takes a version back: no new groups. Without a number, the newest that is on its way or in use.
@@ -187,12 +198,11 @@ class Submissions:
             return await self._activate(version, "on request")
 
     def stepped(self, env: str, seconds: float) -> None:
-        if (canary := self._canaries.get(env)) is not None:
-            canary.stepped(seconds)
+        self._offers.stepped(env, seconds)
 
     def ended(self, env: str, failure: VolleyError | None) -> None:
-        if (canary := self._canaries.get(env)) is not None:
-            canary.ended(failure)
+        name, _, number = env.partition("@")
+        self._offers.ended(env, failure, self._versions.get(name, {}).get(int(number)) if number else None)
 
     async def validate_waiting(self) -> None:
         """Worker: finds out what the sandbox can do here, then validates what was submitted, one after the other."""
@@ -204,31 +214,31 @@ class Submissions:
             version = await self._waiting.get()
             try:
                 await self._validate(version)
+                self._put_off_since.pop(version.full_name, None)
             except Unavailable as error:
                 await self._put_off(version, error)
 
     async def _put_off(self, version: SubmittedVersion, error: Unavailable) -> None:
         """Validates it later; what could not be validated for long is rejected, with the reason."""
         _log.warning("validation put off", env=version.full_name, reason=str(error))
-        await asyncio.sleep(_RETRY_S)
-        async with self._lock:
-            version = self._versions[version.name][version.version]
-            began = next(line.at for line in reversed(version.history) if line.state == "submitted")
-            if version.state == "validating" and time.time() - began > _PATIENCE_S:
-                with suppress(StorageUnavailable):
+        now = self._clock()
+        waited_s = now - self._put_off_since.setdefault(version.full_name, now)
+        await asyncio.sleep(self._retry_s)
+        if waited_s > self._patience_s:
+            async with self._lock:
+                version = self._versions[version.name][version.version]
+                with suppress(StorageUnavailable, Conflict):
                     await self._move(version, "rejected", f"it could not be validated: {error.detail}")
+                    del self._put_off_since[version.full_name]
                     return
         self._waiting.put_nowait(version)
 
     async def judge_canaries(self) -> None:
-        """Worker: promotes or rejects canaries by what was seen of them."""
+        """Worker: promotes or rejects canaries by what was seen of them, and writes down how episodes failed."""
         while True:
             await asyncio.sleep(0.5)
-            for name, canary in list(self._canaries.items()):
-                verdict = canary.verdict
-                if verdict is None:
-                    continue
-                good, why = verdict
+            await self._offers.keep_failures()
+            for name, good, why in list(self._offers.verdicts()):
                 try:
                     async with self._lock:
                         version = self.versions(name)[0]
@@ -257,7 +267,7 @@ class Submissions:
         known = self._versions.get(wanted.name, {})
         number = 1 + max(max(known, default=0), await asyncio.to_thread(self._store.newest, wanted.name))
         if len(known) >= MAX_VERSIONS:
-            raise Unavailable(f"{wanted.name} has {len(known)} versions", "choose another name", 60.0)
+            raise Conflict(f"{wanted.name} has {len(known)} versions, and more are not kept", "choose another name")
         version = SubmittedVersion(
             name=wanted.name,
             version=number,
@@ -294,7 +304,9 @@ class Submissions:
 
     async def _validated(self, version: SubmittedVersion) -> Validated:
         def open_backend(splits: Mapping[str, int], has_demonstration: bool) -> SubmittedBackend:
-            return self._backend(version.model_copy(update={"splits": splits, "has_demonstration": has_demonstration}))
+            return self._offers.backend(
+                version.model_copy(update={"splits": splits, "has_demonstration": has_demonstration})
+            )
 
         try:
             return await validate(open_backend)
@@ -351,57 +363,11 @@ class Submissions:
             await asyncio.to_thread(self._store.update, version)
         for version in moved:
             self._versions[version.name][version.version] = version
-            self._canaries.pop(version.full_name, None)
-            if version.state in PLAYABLE and version.splits:
-                self._offer(version)
-            else:
-                self._catalogue.withdraw(version.full_name)
+            self._offers.put(version)
             _log.info("environment moved on", env=version.full_name, state=version.state, why=version.why)
         for name in {version.name for version in moved}:
-            self._point(name)
+            self._offers.point(name, self._versions[name].values())
         self._count()
-
-    def _offer_again(self, version: SubmittedVersion) -> None:
-        """One whose settings this version of the service does not know is left out, as one that cannot be read."""
-        try:
-            self._offer(version)
-        except InputError as error:
-            _log.error("a submitted environment is left out", env=version.full_name, reason=str(error))
-
-    def _offer(self, version: SubmittedVersion) -> None:
-        if version.state == "canary":
-            self._canaries.setdefault(version.full_name, Canary())
-        entry = CatalogueEntry(
-            version.full_name, version.kind, version.config, self._backend(version), weight=version.weight
-        )
-        self._catalogue.offer(entry, version.full_name)
-        self._point(version.name)
-
-    def _point(self, name: str) -> None:
-        """The name without a number stands for the version in use, else for the canary."""
-        by_state = {version.state: version for version in self._versions[name].values()}
-        chosen = by_state.get("active") or by_state.get("canary")
-        if chosen is not None and self._catalogue.has(chosen.full_name):
-            self._catalogue.offer(self._catalogue.get(chosen.full_name), name)
-        else:
-            self._catalogue.withdraw(name)
-
-    def _backend(self, version: SubmittedVersion) -> SubmittedBackend:
-        log = self._logs.setdefault(version.full_name, deque(maxlen=LOG_LINES))
-        if version.url is not None:
-            remote = RemoteEnvironment(version.protocol, version.url, version.config)
-            known = (version.splits, version.has_demonstration)
-            return open_remote(version.full_name, remote, self._remotes, log, *known)
-        return SandboxedBackend(
-            version.full_name,
-            lambda: self._programs.of(version),
-            version.splits,
-            version.has_demonstration,
-            self._sandboxes,
-            self._limits,
-            self._deadline_s,
-            log,
-        )
 
     def _named(self, name: str) -> dict[int, SubmittedVersion]:
         if not (known := self._versions.get(name)):
