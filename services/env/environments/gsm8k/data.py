@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from services.env.environments.base import Message, assistant
-from services.env.environments.gsm8k.calculator import CalculatorError, calculate
 from services.env.environments.problem_files import read_rows
-from services.env.environments.tool_calls import write_call
+from services.env.tools.arithmetic import CalculatorError, calculate
+from services.env.tools.calls import write_call
 from shared.errors import ConfigError
 
 _NUMBER = r"(?:(?<!\d)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"

@@ -22,7 +22,6 @@ from services.env.environments.base import (
     StepResult,
     user,
 )
-from services.env.environments.gsm8k.calculator import CalculatorError, calculate
 from services.env.environments.gsm8k.data import (
     MAX_NUMBER,
     Problem,
@@ -33,7 +32,8 @@ from services.env.environments.gsm8k.data import (
     solution_text,
 )
 from services.env.environments.problem_files import ProblemFiles, files_of_splits
-from services.env.environments.tool_calls import ToolCall, tool_calls, write_call
+from services.env.tools.arithmetic import CalculatorError, calculate
+from services.env.tools.calls import ToolCall, tool_calls, write_call
 
 CALCULATOR: Mapping[str, Any] = {
     "type": "function",

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.env.environments.gsm8k.calculator import CalculatorError, calculate, evaluate
+from services.env.tools.arithmetic import CalculatorError, calculate, evaluate
 
 numbers = st.decimals(-1000, 1000, places=2).map(str)
 

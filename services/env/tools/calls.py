@@ -1,0 +1,299 @@
+"""Tool calls as models write them: read from an assistant's message, and written.
+
+OpenAI's `tool_calls` count first; else the text is read in one of the formats that chat templates teach:
+
+    hermes        <tool_call>{"name": …, "arguments": {…}}</tool_call>           Hermes 2 Pro, Qwen2.5, Qwen3
+    qwen3_coder   <tool_call><function=NAME><parameter=KEY>VALUE</parameter>…    Qwen3-Coder, Qwen3.5 and later
+    llama3_json   {"name": …, "parameters": {…}}, also after <|python_tag|>      Llama 3.1 to 3.3
+    mistral       [TOOL_CALLS][{"name": …, "arguments": {…}}], [TOOL_CALLS]NAME[ARGS]{…}
+
+The names are those of vLLM's and SGLang's parsers, whose packages bring an engine along. Those drop calls that they
+cannot read, because they serve people; here the model is told what was wrong with a call, so that it can learn it. What
+stands in <think> is no call.
+
+Invariants: reading never raises, and is close to linear in the text; what is read is JSON that can be sent on: finite
+numbers, bounded depth.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
+
+from services.env.environments.base import Message
+from shared.bounds import check_json
+from shared.errors import DecodeError
+
+type CallFormat = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"]
+
+MAX_ARGUMENTS = 2**18
+"""Characters of one call."""
+MAX_VALUES = 10_000
+"""Values in the arguments of one call."""
+MAX_CALLS = 1000
+"""Calls of one message; the rest is not read."""
+
+_OBJECT = "a tool call must be one JSON object with name and arguments"
+_OPEN, _CLOSE, _MISTRAL, _PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,200})>(.*?)</function>\s*\Z", re.DOTALL)
+_PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+_NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,200})(?:\[CALL_ID\][A-Za-z0-9_-]{1,100})?\[ARGS\]\s*")
+_SPACE = re.compile(r"\s*")
+_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "</s>")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call; `problem` is set instead of the rest when it cannot be read."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] | None = None
+    problem: str = ""
+
+
+type Schemas = Sequence[Mapping[str, Any]]
+
+
+def tool_calls(message: Message, form: CallFormat = "auto", schemas: Schemas = ()) -> list[ToolCall]:
+    """The calls of a message, in order, at most MAX_CALLS. Never raises.
+
+    Args: schemas: of the tools there are, in OpenAI's shape; qwen3_coder writes values without saying of which type
+    they are.
+    """
+    if structured := message.get("tool_calls"):
+        return [_from_openai(call) for call in structured[:MAX_CALLS]]
+    text = _spoken(message["content"])
+    readers: Mapping[str, Callable[[], Iterator[ToolCall]]] = {
+        "hermes": lambda: _hermes(text),
+        "qwen3_coder": lambda: _qwen3_coder(text, schemas),
+        "llama3_json": lambda: _llama3_json(text),
+        "mistral": lambda: _mistral(text),
+    }
+    return list(islice(readers[recognised(text) if form == "auto" else form](), MAX_CALLS))
+
+
+def recognised(text: str) -> Literal["hermes", "qwen3_coder", "llama3_json", "mistral"]:
+    """The format of a text by its first mark; where there is none, hermes, which finds no call in it."""
+    marks = {name: text.find(mark) for name, mark in (("tag", _OPEN), ("mistral", _MISTRAL), ("python", _PYTHON))}
+    found = {name: at for name, at in marks.items() if at >= 0}
+    match min(found, key=lambda name: found[name], default=""):
+        case "mistral":
+            return "mistral"
+        case "python":
+            return "llama3_json"
+        case "tag":
+            inside = text[marks["tag"] + len(_OPEN) :]
+            return "qwen3_coder" if inside.lstrip().startswith("<function=") else "hermes"
+        case _:
+            return "llama3_json" if text.lstrip().startswith("{") else "hermes"
+
+
+def write_call(name: str, arguments: Mapping[str, Any], form: CallFormat = "hermes") -> str:
+    """The text that `tool_calls` reads back."""
+    if form == "qwen3_coder":
+        rows = [f"<parameter={key}>\n{_plain(value)}\n</parameter>" for key, value in arguments.items()]
+        return "\n".join([_OPEN, f"<function={name}>", *rows, "</function>", _CLOSE])
+    if form == "llama3_json":
+        return _dumps({"name": name, "parameters": arguments})
+    if form == "mistral":
+        return f"{_MISTRAL}[{_dumps({'name': name, 'arguments': arguments})}]"
+    return f"{_OPEN}{_dumps({'name': name, 'arguments': arguments})}{_CLOSE}"
+
+
+def _spoken(text: str) -> str:
+    """What a message says beside what it thinks; a template may have written the opening <think> itself."""
+    before, closing, rest = text.partition("</think>")
+    if closing and "<think>" not in before:
+        text = rest
+    return _THOUGHT.sub("", text) if "<think>" in text else text
+
+
+def _hermes(text: str) -> Iterator[ToolCall]:
+    """A closing tag inside an argument's text closes nothing; the last call may lack its own."""
+    at = text.find(_OPEN)
+    while at >= 0:
+        at += len(_OPEN)
+        call, end = _json_call(text, at)
+        if not call.problem:
+            end = _after_space(text, end)
+            if end < len(text) and not text.startswith(_CLOSE, end):
+                call = ToolCall(problem=f"{_OBJECT}, and {_CLOSE} after it")
+        yield call
+        closed = text.find(_CLOSE, end)
+        at = text.find(_OPEN, closed) if closed >= 0 else -1
+
+
+def _qwen3_coder(text: str, schemas: Schemas) -> Iterator[ToolCall]:
+    for chunk in text.split(_OPEN)[1:]:
+        yield _xml_call(chunk.partition(_CLOSE)[0], schemas)
+
+
+def _xml_call(body: str, schemas: Schemas) -> ToolCall:
+    if len(body) > MAX_ARGUMENTS:
+        return ToolCall(problem=f"a tool call has at most {MAX_ARGUMENTS} characters")
+    function = _FUNCTION.match(body)
+    if function is None:
+        return ToolCall(problem="a tool call must be <function=NAME> … </function>")
+    name, rest = function[1].strip(), function[2]
+    types, arguments, at = _types(name, schemas), dict[str, Any](), 0
+    while (parameter := _PARAMETER.match(rest, at)) is not None:
+        key = parameter[1].strip()
+        try:
+            arguments[key] = _typed(parameter[2], types.get(key))
+        except DecodeError as error:
+            return ToolCall(problem=f"the argument {key[:80]}: {error.detail}")
+        at = parameter.end()
+    if rest[at:].strip():
+        return ToolCall(problem="a tool call's arguments must be <parameter=KEY> … </parameter>")
+    return ToolCall(name, arguments)
+
+
+def _types(name: str, schemas: Schemas) -> Mapping[str, Any]:
+    """The declared type of each argument of a tool."""
+    for schema in schemas:
+        match schema:
+            case {"function": {"name": str(found), "parameters": {"properties": dict(properties)}}} if found == name:
+                return {key: value.get("type") for key, value in properties.items() if isinstance(value, dict)}
+    return {}
+
+
+def _typed(text: str, kind: Any) -> Any:
+    """A value as its schema has it: text stays text, all else is JSON. Raises DecodeError."""
+    kinds = kind if isinstance(kind, list) else [kind]
+    if kind is None or "string" in kinds:
+        return text
+    try:
+        return _loads(text.strip(), 0)[0]
+    except ValueError:
+        said = text.strip().lower()
+        if "boolean" in kinds and said in ("true", "false"):  # Python's True and False, which templates write
+            return said == "true"
+        raise DecodeError(f"{text[:80]!r} is not of type {kind}") from None
+
+
+def _llama3_json(text: str) -> Iterator[ToolCall]:
+    """The whole message, or what follows <|python_tag|>; several calls are separated by semicolons."""
+    before, tag, rest = text.partition(_PYTHON)
+    rest = (rest if tag else before).strip()
+    for end in _ENDS:
+        rest = rest.removesuffix(end).rstrip()
+    if not tag and not _looks_like_a_call(rest):
+        return
+    at = 0
+    while at < len(rest):
+        call, at = _json_call(rest, at, ("parameters", "arguments"))
+        yield call
+        at = _after_space(rest, at)
+        if call.problem or at >= len(rest):
+            return
+        if rest[at] != ";":
+            yield ToolCall(problem="calls must be separated by ; and nothing may follow them")
+            return
+        at = _after_space(rest, at + 1)
+
+
+def _looks_like_a_call(text: str) -> bool:
+    """Whether a text without marks begins as a call: other JSON is an answer."""
+    return re.match(r'\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:', text) is not None
+
+
+def _mistral(text: str) -> Iterator[ToolCall]:
+    for chunk in text.split(_MISTRAL)[1:]:
+        for end in _ENDS:
+            chunk = chunk.rstrip().removesuffix(end)
+        if (named := _NAMED.match(chunk)) is not None:
+            try:
+                arguments, _ = _loads(chunk, named.end())
+            except ValueError as error:
+                yield ToolCall(problem=f"the arguments are not valid JSON: {error}")
+            else:
+                yield _checked({"name": named[1], "arguments": arguments})
+            continue
+        try:
+            found, _ = _loads(chunk, _SPACE.match(chunk).end())  # type: ignore[union-attr]
+        except ValueError as error:
+            yield ToolCall(problem=f"{_MISTRAL} must be followed by a JSON list of calls: {error}")
+            continue
+        for call in found if isinstance(found, list) else [found]:
+            yield _checked(call)
+
+
+def _json_call(text: str, at: int, keys: Sequence[str] = ("arguments",)) -> tuple[ToolCall, int]:
+    """The JSON object at `at`, as a call, and where it ends."""
+    at = _after_space(text, at)
+    try:
+        found, end = _loads(text, at)
+    except ValueError as error:
+        return ToolCall(problem=f"{_OBJECT}: {error}"), at
+    return _checked(found, keys), end
+
+
+def _loads(text: str, at: int) -> tuple[Any, int]:
+    """The JSON value that begins at `at`, and where it ends. Raises ValueError with a reason."""
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at its character {max(error.pos - at, 0) + 1}") from None
+    if end - at > MAX_ARGUMENTS:
+        raise ValueError(f"it has more than {MAX_ARGUMENTS} characters")
+    try:
+        check_json(text[at:end].encode("utf-8", "replace"), "it", MAX_VALUES)
+    except DecodeError as error:
+        raise ValueError(error.detail) from None
+    return value, end
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:40]} is not a finite number")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+
+
+def _from_openai(call: object) -> ToolCall:
+    """OpenAI's shape, in which `arguments` is JSON text."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return ToolCall(problem="a tool call must have a function with name and arguments")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments, end = _loads(arguments.strip(), 0)
+            if end < len(arguments):
+                raise ValueError("more than one value")
+        except (TypeError, ValueError):
+            return ToolCall(problem="the arguments are not valid JSON")
+    return _checked({"name": function.get("name"), "arguments": arguments})
+
+
+def _checked(call: Any, keys: Sequence[str] = ("arguments",)) -> ToolCall:
+    arguments = next((call[key] for key in keys if key in call), None) if isinstance(call, dict) else None
+    match call:
+        case {"name": str(name)} if isinstance(arguments, dict):
+            return ToolCall(name, arguments)
+        case _:
+            wanted = _OBJECT if keys[0] == "arguments" else _OBJECT.replace("arguments", keys[0])
+            return ToolCall(problem=wanted)
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else _dumps(value)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
