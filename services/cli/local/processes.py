@@ -27,7 +27,7 @@ _TAIL_BYTES = 65536
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
     """How to start one process. Its output is appended to `log`; `inherits` are file descriptors it is given, e.g. a
-    lock's.
+    lock's; `cwd` is where it works, None for where we do.
     """
 
     name: str
@@ -36,6 +36,7 @@ class ProcessSpec:
     log: Path
     stop_s: float = 15.0
     inherits: tuple[int, ...] = ()
+    cwd: Path | None = None
 
 
 class Reaper:
@@ -103,6 +104,7 @@ class Child:
                     stdout=log,
                     stderr=log,
                     env=dict(spec.environment),
+                    cwd=spec.cwd,
                     start_new_session=True,
                     pass_fds=spec.inherits,
                 )

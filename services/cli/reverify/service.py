@@ -5,15 +5,13 @@ it.
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import IO
 
 from services.cli.layout import PROJECT, python_of, variables_of
+from services.cli.local.processes import Child, ProcessSpec, Reaper, last_error
 from services.cli.runs import addresses, identity
 from services.cli.runs.record import read_record
 from shared.clients.env import EnvClient
@@ -23,7 +21,6 @@ from shared.run.folder import RunFolder
 from shared.web.access import Role, token_for
 
 _START_S = 120.0
-_STOP_S = 20.0
 
 
 @asynccontextmanager
@@ -52,46 +49,39 @@ async def _own(folder: RunFolder) -> EnvClient | None:
 
 @asynccontextmanager
 async def _started(folder: RunFolder) -> AsyncIterator[str]:
-    """A service with the run's configuration, and what was submitted to the run. Raises Unavailable."""
-    with tempfile.TemporaryFile() as log:
-        process, url = await asyncio.to_thread(_launched, folder, log)
+    """A service with the run's configuration, and what was submitted to the run; it does not outlive us. Raises
+    ConfigError, Unavailable.
+    """
+    with tempfile.TemporaryDirectory() as logs, Reaper.running() as reaper:
+        spec, url = _service(folder, Path(logs) / "env.log")
+        child = await Child.start(spec, reaper)
         try:
-            await _ready(url, process, log.fileno())
+            await _ready(url, child)
             yield url
         finally:
-            process.terminate()
-            await asyncio.to_thread(_wait, process)
+            await child.stop()
 
 
-def _launched(folder: RunFolder, log: IO[bytes]) -> tuple[subprocess.Popen[bytes], str]:
-    """Its process and its address."""
+def _service(folder: RunFolder, log: Path) -> tuple[ProcessSpec, str]:
+    """How it is started, and its address. Paths of the run's configuration are relative to where the run began."""
     record = read_record(folder)
     base = Path(record.cwd) if record is not None and Path(record.cwd).is_dir() else PROJECT
     with hold_free("127.0.0.1") as held:
         port: int = held.getsockname()[1]
-    command = [str(python_of("base")), "-m", "services.env", "--config", str(folder.config)]
+    command = [str(python_of("base")), "-m", "services.env", "--config", str(folder.config.absolute())]
     command += [f"services.env.port={port}", "services.env.host=127.0.0.1", "services.token_files={}"]
-    command += [f"services.env.folder={folder.environments}"]
+    command += [f"services.env.folder={folder.environments.absolute()}"]
     environment = {**variables_of("base", cpu=True), "PYTHONPATH": str(PROJECT)}
-    process = subprocess.Popen(command, cwd=base, env=environment, stdout=log, stderr=log)
-    return process, f"http://127.0.0.1:{port}"
+    return ProcessSpec("env", tuple(command), environment, log, cwd=base), f"http://127.0.0.1:{port}"
 
 
-async def _ready(url: str, process: subprocess.Popen[bytes], log: int) -> None:
+async def _ready(url: str, child: Child) -> None:
     async with EnvClient(url) as client, asyncio.timeout(_START_S):
         while True:
-            if process.poll() is not None:
-                said = os.pread(log, 2000, 0).decode("utf-8", "replace").strip()
-                raise Unavailable(f"the environment service ended with exit code {process.returncode}: {said}")
+            if child.exit_code is not None:
+                said = last_error(child.spec.log)
+                raise Unavailable(f"the environment service ended with exit code {child.exit_code}: {said}")
             try:
                 return await client.ready()
             except VolleyError:
                 await asyncio.sleep(0.1)
-
-
-def _wait(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
