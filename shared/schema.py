@@ -74,6 +74,15 @@ def _entry(value: Any) -> Any:
     return {"weight": value} if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
+class CurriculumConfig(Section):
+    """Weights follow what there is to learn: every so many groups, an environment's weight is multiplied by its
+    learnability, from `floor` (all samples succeed, or none) to 1 (half of them do).
+    """
+
+    every_groups: PositiveInt = 32
+    floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+
+
 class DataSection(Section):
     """Which environment makes the tasks. `train` and `eval` are the files of a dataset environment.
 
@@ -84,6 +93,7 @@ class DataSection(Section):
     env: str
     env_config: dict[str, Any] = {}
     mixture: dict[str, Annotated[MixtureEntry, BeforeValidator(_entry)]] = {}
+    curriculum: CurriculumConfig | None = None
     train: Path | None = None
     eval: Path | None = None
     n_eval_tasks: PositiveInt = 200

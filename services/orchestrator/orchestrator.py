@@ -123,7 +123,7 @@ class Orchestrator:
         sizes = {env: await wait_for_tasks(self.environments, env, self.status) for env in settings.members}
         folder = RunFolder(settings.folder)
         self.mixture = mixture = RunMixture(
-            ConfiguredMixture(settings.env, settings.members, settings.seed),
+            ConfiguredMixture(settings.env, settings.members, settings.seed, settings.curriculum),
             sizes,
             await asyncio.to_thread(MixtureLog, folder.mixture, weights_of(settings.members), self._n_issued),
             self.environments,

@@ -11,7 +11,7 @@ from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.schedule.ticket_loop import Admission
 from shared.errors import ConfigError
 from shared.run.shares import Member, configured
-from shared.schema import Limits, RunConfig, TokenFiles
+from shared.schema import CurriculumConfig, Limits, RunConfig, TokenFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class OrchestratorSettings:
     model_path: str
     env: str
     members: Mapping[str, Member]
+    curriculum: CurriculumConfig | None
     env_url: str
     rollout_urls: tuple[str, ...]
     redis_url: str
@@ -63,6 +64,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         model_path=config.model.path,
         env=config.data.env,
         members=configured(config.data),
+        curriculum=config.data.curriculum,
         env_url=services.base_url("env"),
         rollout_urls=services.rollout_urls,
         redis_url=services.redis_url,

@@ -63,7 +63,8 @@ class MixtureChange:
 
     `first` play the first tickets, one each, before the shares begin: what has just joined, and what is tried again.
     `sizes` are those of environments that the configuration does not name. `chosen` are the weights that people gave,
-    by name without version, `suspended` why what is on offer is not played. `at` is Unix time.
+    by name without version, `suspended` why what is on offer is not played, `factors` what the curriculum has
+    multiplied weights by. `at` is Unix time.
     """
 
     from_ticket: int
@@ -74,6 +75,7 @@ class MixtureChange:
     suspended: Mapping[str, str] = field(default_factory=dict[str, str])
     why: str = ""
     at: float = 0.0
+    factors: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def encode(self) -> bytes:
         """The line, with its end."""
@@ -213,6 +215,7 @@ def parse(text: bytes) -> MixtureChange:
             sizes={_name(k): SplitSizes(_whole(a, 1), _whole(b, 0)) for k, (a, b) in record.get("sizes", {}).items()},
             chosen={_name(k): _weight(v) for k, v in record.get("chosen", {}).items()},
             suspended={_name(k): str(v)[:_MAX_TEXT] for k, v in record.get("suspended", {}).items()},
+            factors={_name(k): _weight(v) for k, v in record.get("factors", {}).items()},
             why=str(record.get("why", ""))[:_MAX_TEXT],
             at=float(record.get("at", 0.0)),
         )

@@ -66,6 +66,7 @@ RULES = (
         "tickets before and after would be divided differently; PATCH /runs/{name} changes the weights while the run "
         "goes on",
     ),
+    Rule("data.curriculum", True, "it only decides the next changes of the mixture, each of which is a line on disk"),
     Rule(
         "data.",
         False,

@@ -14,6 +14,7 @@ from services.orchestrator.status import RunStatus
 from shared.errors import NotFound, ServiceUnreachable
 from shared.run.mixture import MixtureChange, SplitSizes, parse
 from shared.run.shares import Member, weights_of
+from shared.schema import CurriculumConfig
 from tests.orchestrator.fakes import MemoryQueue
 
 LAKE = {"name": "frozen_lake", "base": "frozen_lake", "config": {}}
@@ -57,6 +58,7 @@ class MixtureUnderTest:
         members: dict[str, int] | None = None,
         queue: MemoryQueue | None = None,
         suspensions: Suspensions | None = None,
+        curriculum: CurriculumConfig | None = None,
     ) -> None:
         self.source, self.queue, self.path = source or RowSource(), queue or MemoryQueue(), folder / "mixture.jsonl"
         configured = {name: Member(Fraction(w)) for name, w in (members or {"frozen_lake": 1}).items()}
@@ -64,7 +66,12 @@ class MixtureUnderTest:
         self.log = MixtureLog(self.path, weights_of(configured), self._n_issued)
         sizes = {name: SplitSizes(20, 8) for name in configured}
         self.mixture = RunMixture(
-            ConfiguredMixture("frozen_lake", configured, 7), sizes, self.log, self.source, self.status, suspensions
+            ConfiguredMixture("frozen_lake", configured, 7, curriculum),
+            sizes,
+            self.log,
+            self.source,
+            self.status,
+            suspensions,
         )
 
     async def _n_issued(self) -> int:

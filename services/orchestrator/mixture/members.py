@@ -45,21 +45,25 @@ def _offer(row: Mapping[str, Any]) -> Offer:
 
 
 def members_of(
-    configured: Mapping[str, Member], offers: Mapping[str, Offer], chosen: Mapping[str, float]
+    configured: Mapping[str, Member],
+    offers: Mapping[str, Offer],
+    chosen: Mapping[str, float],
+    factors: Mapping[str, float] | None = None,
 ) -> dict[str, Member]:
     """Who is to be played. A version of what the configuration names without one does not join beside it.
 
     Args:
         chosen: weights that people gave by name without version; they outrank all others.
+        factors: what a curriculum multiplies weights by; a canary's share is fixed.
     """
-    found = dict[str, Member]()
+    found, factors = dict[str, Member](), factors or {}
     for name, member in configured.items():
         weight = exact(chosen[name]) if name in chosen else member.weight
         if weight:
-            found[name] = Member(weight, member.min_share)
+            found[name] = Member(weight * exact(factors.get(name, 1)), member.min_share)
     for name, offer in sorted(offers.items()):
         said = chosen.get(base_name(name))
         weight = offer.weight if said is None else exact(said)
         if not {name, base_name(name)} & configured.keys() and weight and offer.state in ("active", "canary"):
-            found[name] = Member(weight, canary=offer.state == "canary")
+            found[name] = Member(weight * exact(factors.get(name, 1)), canary=offer.state == "canary")
     return dict(list(found.items())[:MOST_ENVIRONMENTS])

@@ -1,8 +1,9 @@
 """The mixture of a run while it goes on: which task a ticket is, who joins and leaves, who is set aside.
 
 Every decision becomes a line of mixture.jsonl (see `log`). It follows from what the environment service offers, what
-people ask for, and whose groups fail. A ticket of an environment that has left stays that environment's: its group
-fails with the class of the error, its ticket ends as `failed`, and another one takes its place.
+people ask for, whose groups fail, and how much there is to learn where (see `curriculum`). A ticket of an environment
+that has left stays that environment's: its group fails with the class of the error, its ticket ends as `failed`, and
+another one takes its place.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Protocol
 
+from services.orchestrator.mixture.curriculum import Curriculum, factors_after
 from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.mixture.members import Offer, members_of, offers_in
 from services.orchestrator.mixture.suspension import Suspensions, Verdicts
@@ -22,6 +24,7 @@ from shared.process import telemetry
 from shared.run.mixture import MixtureChange, SplitSizes, base_name
 from shared.run.seeding import TaskOrder, TicketTask
 from shared.run.shares import Member, weights_of
+from shared.schema import CurriculumConfig
 
 _LOOK_S = 1.5
 _log = telemetry.Log("mixture")
@@ -37,11 +40,14 @@ class OffersEnvironments(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredMixture:
-    """What the run begins with: `main` is the environment it cannot do without."""
+    """What the run begins with: `main` is the environment it cannot do without. Without a `curriculum`, weights are as
+    they were given.
+    """
 
     main: str
     members: Mapping[str, Member]
     seed: int
+    curriculum: CurriculumConfig | None = None
 
 
 class RunMixture:
@@ -59,6 +65,8 @@ class RunMixture:
         self._configured, self._sizes_known, self._log = configured, dict(sizes), log
         self._service, self._status = service, status
         self._suspensions = suspensions or Suspensions()
+        settings = configured.curriculum
+        self._curriculum = Curriculum(settings, status.by_env) if settings else None
         self._offers: dict[str, Offer] | None = None
         self._unplayable: dict[str, str] = {}
         self._wake, self._settling = asyncio.Event(), asyncio.Lock()
@@ -129,8 +137,11 @@ class RunMixture:
         async with self._settling:
             found = await self._sizes_of_newcomers({**self._log.current.chosen, **asked}, asked)
             trials = self._suspensions.taken()
+            judged = self._curriculum.judged() if self._curriculum else {}
             try:
-                changed = await self._log.change(lambda last: self._following(last, offers, asked, found, trials))
+                changed = await self._log.change(
+                    lambda last: self._following(last, offers, asked, found, trials, judged)
+                )
             except VolleyError:
                 self._suspensions.put_back(trials)
                 raise
@@ -210,10 +221,13 @@ class RunMixture:
         asked: Mapping[str, float],
         found: Mapping[str, SplitSizes],
         trials: Verdicts,
+        judged: Mapping[str, float],
     ) -> MixtureChange | None:
         """The mixture that everything known asks for; None if it is the last one. Raises InputError."""
         chosen, known = {**last.chosen, **asked}, {**self.sizes, **found}
         members = members_of(self._configured.members, offers, chosen)
+        factors = factors_after(last.factors, judged, members) if self._curriculum else {}
+        members = members_of(self._configured.members, offers, chosen, factors)
         members = {env: member for env, member in members.items() if env in known}
         reasons = {**last.suspended, **trials.failing}
         suspended = {env: why for env, why in reasons.items() if env in members and env not in trials.recovered}
@@ -223,11 +237,12 @@ class RunMixture:
         weights = weights_of(played or {self._configured.main: Member(Fraction(1))})
         new = [env for env in weights if env not in {**last.weights, **last.suspended, **self._configured.members}]
         due = self._suspensions.due(suspended)
-        if not due and (weights, chosen, suspended) == (dict(last.weights), dict(last.chosen), dict(last.suspended)):
+        before = (dict(last.weights), dict(last.chosen), dict(last.suspended), dict(last.factors))
+        if not due and (weights, chosen, suspended, factors) == before:
             return None
         sizes = {env: sizes for env, sizes in found.items() if env in weights}
-        why = _why(last, weights, suspended, asked, due)
-        return MixtureChange(0, weights, (*new, *due), sizes, chosen, suspended, why)
+        why = _why(last, weights, suspended, asked, due, factors)
+        return MixtureChange(0, weights, (*new, *due), sizes, chosen, suspended, why, factors=factors)
 
 
 def _why(
@@ -236,6 +251,7 @@ def _why(
     suspended: Mapping[str, str],
     asked: Mapping[str, float],
     due: list[str],
+    factors: Mapping[str, float],
 ) -> str:
     """The change as a sentence."""
     told = [f"asked for: {', '.join(f'{env} {weight:g}' for env, weight in sorted(asked.items()))}"] if asked else []
@@ -244,4 +260,6 @@ def _why(
     told += [f"{env} is tried again" for env in due]
     told += [f"{env} joined" for env in weights if env not in last.weights and env not in last.suspended]
     told += [f"{env} left" for env in last.weights if env not in weights and env not in suspended]
+    if factors != last.factors:
+        told += [f"curriculum: {', '.join(f'{env} {factors.get(env, 1.0):g}' for env in weights)}"]
     return "; ".join(told) or "the shares changed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from shared.run.mixture import base_name
 from shared.types import Group
@@ -14,29 +14,47 @@ _MOST = 512
 _MOST_LABELS = 32
 
 
+class GroupScore(NamedTuple):
+    """Mean reward and share of successes of a group; `learnability` is the unbiased estimate of p(1 - p), the variance
+    of success.
+    """
+
+    reward: float
+    success: float
+    learnability: float
+
+
 @dataclass(slots=True)
 class EnvironmentTally:
-    """`recent` are mean reward and share of successes of the last groups."""
+    """`recent` are the last groups."""
 
     groups: int = 0
     failed: int = 0
     last_failure: str | None = None
-    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    recent: deque[GroupScore] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def describe(self) -> dict[str, Any]:
         n = len(self.recent)
         return {
             "groups": self.groups,
             "groups_failed": self.failed,
-            "reward_mean": sum(reward for reward, _ in self.recent) / n if n else None,
-            "success": sum(success for _, success in self.recent) / n if n else None,
+            "reward_mean": sum(score.reward for score in self.recent) / n if n else None,
+            "success": sum(score.success for score in self.recent) / n if n else None,
         }
+
+    @property
+    def learnability(self) -> float:
+        """Mean of the last groups, 0 … 0.25 for all but the smallest groups; 0 if there are none."""
+        return sum(score.learnability for score in self.recent) / max(1, len(self.recent))
 
 
 class EnvironmentTallies:
-    """By name; those of the environments that were met longest ago are forgotten."""
+    """By name; those of the environments that were met longest ago are forgotten. `n_groups` counts all that have not
+    failed.
+    """
 
     def __init__(self) -> None:
+        self.n_groups = 0
         self._by_env: dict[str, EnvironmentTally] = {}
         self._labels: set[str] = set()
 
@@ -55,11 +73,11 @@ class EnvironmentTallies:
         if group.failure is not None:
             tally.failed += 1
             return
-        n = len(group.trajectories)
+        n, self.n_groups = len(group.trajectories), self.n_groups + 1
         tally.groups += 1
-        tally.recent.append(
-            (sum(t.reward for t in group.trajectories) / n, sum(t.success for t in group.trajectories) / n)
-        )
+        success = sum(t.success for t in group.trajectories) / n
+        learnability = success * (1.0 - success) * n / max(1, n - 1)
+        tally.recent.append(GroupScore(sum(t.reward for t in group.trajectories) / n, success, learnability))
 
     def label(self, env: str) -> str:
         """Of a metric: the name without version, and `other` beyond so many names."""
