@@ -19,6 +19,7 @@ from services.env.settings import MAX_OBJECTS, EnvSettings, from_config
 from services.env.submissions.programs import Programs
 from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submissions import Submissions
+from services.env.tools.toolset import Toolbox
 from shared.errors import ConfigError, InputError
 from shared.process import telemetry
 from shared.process.boot import RunningService
@@ -40,9 +41,10 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
 async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     """The service from plain settings. Raises ConfigError."""
     runner = ThreadRunner(settings.n_threads, settings.deadline_s, settings.max_episodes)
-    catalogue = open_catalogue(settings, runner)
+    sandboxes = Sandboxes(max_running=settings.max_sandboxes)
+    catalogue = open_catalogue(settings, runner, Toolbox(sandboxes, runner, settings.unsandboxed))
     remotes = open_access(settings.remote_tokens_file, settings.ca_file, settings.deadline_s)
-    async with Sandboxes(max_running=settings.max_sandboxes) as sandboxes:
+    async with sandboxes:
         store = SubmissionStore(settings.folder / "submitted")
         submissions = Submissions(
             store,
@@ -85,10 +87,10 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
             runner.close()
 
 
-def open_catalogue(settings: EnvSettings, runner: ThreadRunner) -> Catalogue:
+def open_catalogue(settings: EnvSettings, runner: ThreadRunner, toolbox: Toolbox | None = None) -> Catalogue:
     """The built-in environments and their variants. Raises ConfigError."""
     try:
-        return Catalogue(runner, settings.configs, settings.folder / "variants.json", settings.variants)
+        return Catalogue(runner, settings.configs, settings.folder / "variants.json", settings.variants, toolbox)
     except InputError as error:
         keys = f"data.env={settings.env}" if not settings.others else "data.env, data.mixture"
         raise ConfigError(f"{keys}: {error.detail}", error.hint) from error

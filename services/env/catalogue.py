@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from services.env.backends.base import Backend
 from services.env.backends.threads import InThreads, ThreadRunner
+from services.env.backends.tools import WithTools
 from services.env.environments.adapters.gymnasium import Gymnasium, GymnasiumConfig
 from services.env.environments.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
 from services.env.environments.base import Environment
@@ -29,6 +30,8 @@ from services.env.environments.games.tetris import TetrisConfig, tetris
 from services.env.environments.gsm8k.environment import Gsm8k, Gsm8kConfig
 from services.env.environments.math.environment import Math, MathConfig
 from services.env.environments.text_to_sql.environment import TextToSql, TextToSqlConfig
+from services.env.tools.settings import check_requested, split_config
+from services.env.tools.toolset import Toolbox, ToolSet
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
 from shared.files import storage
 from shared.process import telemetry
@@ -100,8 +103,8 @@ _VARIANTS = TypeAdapter(dict[str, VariantRecord])
 
 class Catalogue:
     """Args: configs: settings of built-in environments that differ from their defaults, by name; variants: the file
-    that keeps what is registered; configured: variants of the configuration, (base, settings) by name. Raises NotFound,
-    InputError, ConfigError (the file cannot be read).
+    that keeps what is registered; configured: variants of the configuration, (base, settings) by name; toolbox: what
+    the tools of environments run on. Raises NotFound, InputError, ConfigError (the file cannot be read).
     """
 
     def __init__(
@@ -110,13 +113,14 @@ class Catalogue:
         configs: Mapping[str, Mapping[str, Any]] | None = None,
         variants: Path | None = None,
         configured: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
+        toolbox: Toolbox | None = None,
     ) -> None:
-        self._runner, self._file = runner, variants
+        self._runner, self._file, self._toolbox = runner, variants, toolbox
         given = dict(configs or {})
         self._entries: dict[str, CatalogueEntry] = {}
         self._variants: dict[str, VariantRecord] = {}
         for name in KINDS:
-            self._entries[name] = self._built_in(name, name, _valid(name, given.pop(name, {})))
+            self._entries[name] = self._built_in(name, name, given.pop(name, {}))
         for unknown in given:
             self.get(unknown)
         for name, record in _read(variants).items():
@@ -153,7 +157,13 @@ class Catalogue:
     def built_in(self, name: str) -> InThreads | None:
         """The backend of a built-in environment or a variant; None for a submitted one. Raises NotFound."""
         backend = self.get(name).backend
+        backend = backend.base if isinstance(backend, WithTools) else backend
         return backend if isinstance(backend, InThreads) else None
+
+    def tools(self, name: str) -> ToolSet | None:
+        """The tools that an environment gives its episodes. Raises NotFound."""
+        backend = self.get(name).backend
+        return backend.tool_set if isinstance(backend, WithTools) else None
 
     async def register(
         self, name: str, base: str, config: Mapping[str, Any], weight: float = 0.0
@@ -173,7 +183,8 @@ class Catalogue:
             raise Forbidden(
                 f"{parent.kind}: {key} cannot be set by a request", "it belongs in the configuration of the service"
             )
-        entry = self._built_in(name, parent.kind, _valid(parent.kind, {**parent.config, **config}), weight)
+        check_requested(split_config(parent.kind, config)[1])
+        entry = self._built_in(name, parent.kind, {**parent.config, **config}, weight)
         if (known := self._known(entry)) is not None:
             return known, False
         await running.call("list", lambda: try_out(_environment(entry)))
@@ -186,11 +197,20 @@ class Catalogue:
     def _variant(self, name: str, record: VariantRecord) -> CatalogueEntry:
         """Raises NotFound, InputError."""
         parent = self.get(record.base)
-        return self._built_in(name, parent.kind, _valid(parent.kind, {**parent.config, **record.config}), record.weight)
+        return self._built_in(name, parent.kind, {**parent.config, **record.config}, record.weight)
 
-    def _built_in(self, name: str, kind: str, config: BaseModel, weight: float = 0.0) -> CatalogueEntry:
-        backend = InThreads(name, kind, lambda: KINDS[kind].build(config), self._runner)
-        return CatalogueEntry(name, kind, config.model_dump(mode="json"), backend, weight)
+    def _built_in(self, name: str, kind: str, settings: Mapping[str, Any], weight: float = 0.0) -> CatalogueEntry:
+        """Raises InputError."""
+        own, tools = split_config(kind, settings)
+        config = _valid(kind, own)
+        shown = config.model_dump(mode="json")
+        backend: Backend = InThreads(name, kind, lambda: KINDS[kind].build(config), self._runner)
+        if tools.tools:
+            if self._toolbox is None:
+                raise InputError(f"{name}: there are no tools here")
+            backend = WithTools(name, backend, ToolSet(self._toolbox, tools))
+            shown |= tools.model_dump(mode="json", exclude_unset=True)
+        return CatalogueEntry(name, kind, shown, backend, weight)
 
     def _known(self, wanted: CatalogueEntry) -> CatalogueEntry | None:
         """The entry that is there already, None where there is room for it. Raises Conflict, Unavailable."""
@@ -233,8 +253,9 @@ def try_out(environment: Environment) -> None:
 
 
 def _environment(entry: CatalogueEntry) -> Environment:
-    assert isinstance(entry.backend, InThreads)
-    return entry.backend.environment
+    backend = entry.backend.base if isinstance(entry.backend, WithTools) else entry.backend
+    assert isinstance(backend, InThreads)
+    return backend.environment
 
 
 def _read(file: Path | None) -> Mapping[str, VariantRecord]:

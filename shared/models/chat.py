@@ -50,7 +50,7 @@ class ChatTokenizer:
                 f"{folder}: pad_token and eos_token are the same token", "training needs a pad token of its own"
             )
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self._template = _compile(_template_text(self._settings, folder))
+        self._template = compile_template(_template_text(self._settings, folder))
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; special tokens written in it are recognised, none is added."""
@@ -158,7 +158,8 @@ def _template_text(settings: Mapping[str, Any], folder: Path) -> str:
     return text
 
 
-def _compile(text: str) -> jinja2.Template:
+def compile_template(text: str) -> jinja2.Template:
+    """A chat template with what Hugging Face's templates expect, run in Jinja's sandbox. Raises ConfigError."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )

@@ -157,6 +157,11 @@ class ThreadEpisode:
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return self.episode.tools
 
+    @property
+    def database(self) -> str | None:
+        """What the task is about, for the SQL tool."""
+        return getattr(self.episode, "database", None)
+
     async def step(self, message: Message) -> StepResult:
         return await self.backend.call("step", lambda: self.episode.step(message))
 

@@ -6,6 +6,7 @@ of it is believed here. Every reader raises SandboxFailed (`protocol`) naming wh
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,18 @@ class ScriptResult:
     stderr: str
     exit: int
     cut: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """What a text did in an interpreter that goes on: what it printed, the content of the files it changed, the paths
+    of those it removed, and of those that were too large to be told.
+    """
+
+    script: ScriptResult
+    files: Mapping[str, bytes]
+    removed: tuple[str, ...]
+    left_out: tuple[str, ...]
 
 
 def read_description(value: Any) -> Description:
@@ -124,6 +137,25 @@ def read_script(value: Any) -> ScriptResult:
         if not isinstance(found[name], str):
             raise _wrong(name, found[name])
     return ScriptResult(found["stdout"], found["stderr"], found["exit"], _flag(found["cut"], "cut"))
+
+
+def read_cell(value: Any) -> CellResult:
+    """Paths are as they came: whoever keeps the files has rules for them."""
+    names = {"files", "removed", "left_out"}
+    if not isinstance(value, dict) or not names <= value.keys():
+        raise _wrong("the result of a cell", value)
+    script = read_script({key: part for key, part in value.items() if key not in names})
+    files = value["files"]
+    if not isinstance(files, dict) or not all(isinstance(content, str) for content in files.values()):
+        raise _wrong("files", files)
+    try:
+        contents = {path: base64.b64decode(content, validate=True) for path, content in files.items()}
+    except ValueError:
+        raise _wrong("the content of a file", "no base64") from None
+    for name in ("removed", "left_out"):
+        if not isinstance(value[name], list) or not all(isinstance(path, str) for path in value[name]):
+            raise _wrong(name, value[name])
+    return CellResult(script, contents, tuple(value["removed"]), tuple(value["left_out"]))
 
 
 def _record(value: Any, what: str, names: set[str]) -> dict[str, Any]:

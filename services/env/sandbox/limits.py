@@ -66,7 +66,9 @@ class EnvironmentProgram:
 @dataclass(frozen=True, slots=True)
 class ScriptProgram:
     """A sandbox that runs texts of Python: call "run" with {source, stdin, max_output}, which answers {stdout, stderr,
-    exit, cut}. One after the other in the same process; close it after one text if they must not meet.
+    exit, cut}. One after the other in the same process; close it after one text if they must not meet. Call "cell" with
+    {source, seed, cpu_s, max_output, files, removed, max_bytes} runs a text in an interpreter that keeps its variables,
+    and answers {files, removed, left_out} too (see inside/interpreter.py).
     """
 
     python: Path | None = None

@@ -74,6 +74,11 @@ class TextToSqlEpisode:
     tools: Sequence[Mapping[str, Any]] = ()
 
     @property
+    def database(self) -> str:
+        """For the SQL tool."""
+        return self.sql_task.database
+
+    @property
     def opening(self) -> tuple[Message, ...]:
         return (_question(self.sql_task, self.shown),)
 

@@ -22,12 +22,12 @@ MAX_ROWS = 10_000
 MAX_INSTRUCTIONS = 20_000_000
 """A second or two."""
 
-_INSTRUCTIONS_PER_CALL = 1000
+INSTRUCTIONS_PER_CALL = 1000
 _SHOWN_ROWS = 5
 _SHOWN_CHARACTERS = 600
 _ALLOWED = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE})
-_DENIED_FUNCTIONS = frozenset({"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"})
-_LIMITS = {
+DENIED_FUNCTIONS = frozenset({"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"})
+SQLITE_LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 20_000,
     sqlite3.SQLITE_LIMIT_EXPR_DEPTH: 200,
@@ -47,7 +47,7 @@ class Rows:
 
 def describe(source: str) -> str:
     """The CREATE statements of a database. Raises InputError when it cannot be opened."""
-    connection = _open(source)
+    connection = open_source(source)
     try:
         found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL ORDER BY rowid").fetchall()
     except sqlite3.Error as error:
@@ -85,8 +85,8 @@ def _gold(source: str, gold: str) -> frozenset[tuple[Any, ...]]:
 
 
 def _run(source: str, query: str) -> Rows:
-    connection = _open(source)
-    left = MAX_INSTRUCTIONS // _INSTRUCTIONS_PER_CALL
+    connection = open_source(source)
+    left = MAX_INSTRUCTIONS // INSTRUCTIONS_PER_CALL
 
     def count() -> bool:
         nonlocal left
@@ -94,10 +94,10 @@ def _run(source: str, query: str) -> Rows:
         return left < 0
 
     try:
-        for limit, value in _LIMITS.items():
+        for limit, value in SQLITE_LIMITS.items():
             connection.setlimit(limit, value)
-        connection.set_progress_handler(count, _INSTRUCTIONS_PER_CALL)
-        connection.set_authorizer(_authorize)
+        connection.set_progress_handler(count, INSTRUCTIONS_PER_CALL)
+        connection.set_authorizer(authorize_reading)
         rows = connection.execute(query).fetchmany(MAX_ROWS + 1)
     except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
         return Rows(problem="it takes too many steps" if left < 0 else str(error)[:_SHOWN_CHARACTERS])
@@ -106,7 +106,7 @@ def _run(source: str, query: str) -> Rows:
     return Rows(problem=f"it gives more than {MAX_ROWS} rows") if len(rows) > MAX_ROWS else Rows(tuple(rows))
 
 
-def _open(source: str) -> sqlite3.Connection:
+def open_source(source: str) -> sqlite3.Connection:
     """A connection that cannot write. A schema's database is made anew in memory, of a file no lock is taken."""
     match json.loads(source):
         case {"schema": str(script)}:
@@ -134,10 +134,12 @@ def _text(raw: bytes) -> str:
     return raw.decode(errors="replace")
 
 
-def _authorize(action: int, _first: str | None, second: str | None, _database: str | None, _trigger: str | None) -> int:
+def authorize_reading(
+    action: int, _first: str | None, second: str | None, _database: str | None, _trigger: str | None
+) -> int:
     if action in _ALLOWED:
         return sqlite3.SQLITE_OK
-    if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() not in _DENIED_FUNCTIONS:
+    if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() not in DENIED_FUNCTIONS:
         return sqlite3.SQLITE_OK
     return sqlite3.SQLITE_DENY
 

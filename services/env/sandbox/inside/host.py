@@ -15,9 +15,11 @@ import random
 import struct
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
 import adapters
+import interpreter
 from values import Refused
 
 MODULE = "submission"
@@ -34,6 +36,7 @@ class Host:
         self._loop: Any = None
         self._adapter: adapters.Adapter | None = None
         self._files: dict[str, str] = {}
+        self._interpreter: interpreter.Interpreter | None = None
 
     def answer(self, method: str, params: dict[str, Any]) -> Any:
         """Raises whatever the stranger's code raises, and Refused."""
@@ -46,6 +49,8 @@ class Host:
             return self._load(**params)
         if method == "run":
             return self._run(**params)
+        if method == "cell":
+            return self._cell(**params)
         if self._adapter is None:
             raise Refused("no environment is loaded here")
         if method == "describe":
@@ -94,19 +99,47 @@ class Host:
         module = types.ModuleType(name)
         module.__file__ = filename
         sys.modules[name] = module
-        self._files[filename] = source
-        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        self._know(source, filename)
         exec(compile(source, filename, "exec", dont_inherit=True), vars(module))  # noqa: S102 - this is the sandbox
         return vars(module)
 
+    def _know(self, source: str, filename: str) -> None:
+        """For tracebacks."""
+        self._files[filename] = source
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+
     def _run(self, source: str, stdin: str, max_output: int) -> dict[str, Any]:
         """Runs a program; returns what it printed, at most `max_output` characters of each, and its exit code."""
+        return self._printed(lambda: self._execute(source, "program.py", "__main__"), stdin, max_output)
+
+    def _cell(
+        self,
+        source: str,
+        seed: int | None,
+        cpu_s: float,
+        max_output: int,
+        files: dict[str, str],
+        removed: list[str],
+        max_bytes: int,
+    ) -> dict[str, Any]:
+        """Runs a text in the interpreter of this sandbox, which keeps its variables; the files it changed beside what
+        `_run` returns.
+        """
+        if self._interpreter is None:
+            self._interpreter = interpreter.Interpreter(eval)
+        one = self._interpreter
+        one.put(files, removed)
+        self._know(source, "program.py")
+        printed = self._printed(lambda: one.run(source, seed, cpu_s), "", max_output)
+        return {**printed, **one.changed(max_bytes)}
+
+    def _printed(self, program: Callable[[], Any], stdin: str, max_output: int) -> dict[str, Any]:
         out, err = BoundedText(max_output), BoundedText(max_output)
         kept = sys.stdin, sys.stdout, sys.stderr
         sys.stdin, sys.stdout, sys.stderr = io.StringIO(stdin), out, err
         code = 0
         try:
-            self._execute(source, "program.py", "__main__")
+            program()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
             if isinstance(end.code, str):
@@ -172,7 +205,7 @@ class BoundedText(io.TextIOBase):
         return len(text)
 
     def getvalue(self) -> str:
-        return "".join(self._parts)
+        return "".join(self._parts).encode("utf-8", "replace").decode()
 
 
 def serve(channel: int, limits: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ del sys.path[0]
 
 MAX_PACKET = 1 << 16
 _ABOVE = 100  # where descriptors are kept that the numbers of a sandbox's own must not fall on
-_OWN = ("adapters", "confine", "host", "linux", "namespaces", "values")
+_OWN = ("adapters", "confine", "host", "interpreter", "linux", "namespaces", "values")
 
 
 def main() -> None:

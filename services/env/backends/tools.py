@@ -1,0 +1,131 @@
+"""Any environment with tools: messages with tool calls are answered by the tools, all others by the environment.
+
+A message with calls earns nothing and ends nothing, unless it is the last that is granted. The tools of an episode are
+opened with its reset and closed with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from services.env.backends.base import Backend, GivenUp, LiveEpisode
+from services.env.environments.base import Demonstration, Info, Message, StepResult
+from services.env.tools.base import ToolContext, ToolDescription
+from services.env.tools.calls import CallFormat, tool_calls, write_call
+from services.env.tools.dispatch import EpisodeTools
+from services.env.tools.settings import ToolUse
+from services.env.tools.toolset import ToolSet
+from shared.errors import ConfigError
+
+_PATIENCE_S = 29.0
+"""For all calls of a message, whatever their own bounds."""
+
+
+class WithTools:
+    """The backend `base` with the tools of `tool_set`."""
+
+    def __init__(self, name: str, base: Backend, tool_set: ToolSet) -> None:
+        self.name, self.base, self.tool_set = name, base, tool_set
+
+    @property
+    def use(self) -> ToolUse:
+        return self.tool_set.config.tool_use
+
+    async def splits(self) -> tuple[str, ...]:
+        return await self.base.splits()
+
+    async def num_tasks(self, split: str) -> int:
+        return await self.base.num_tasks(split)
+
+    async def task(self, split: str, index: int) -> str:
+        return await self.base.task(split, index)
+
+    async def reset(self, split: str, index: int, seed: int) -> ToolEpisode:
+        episode = await self.base.reset(split, index, seed)
+        try:
+            if episode.tools:
+                raise ConfigError(
+                    f"{self.name} has tools of its own",
+                    "leave out data.env_config.tools, or the setting that adds them",
+                )
+            opened = await self.tool_set.open(ToolContext(seed, getattr(episode, "database", None)))
+        except BaseException:
+            await episode.close()
+            raise
+        opening = _told(episode.opening, opened.tools, self.use)
+        return ToolEpisode(self.name, episode, opened, self.use, opening, [tool.schema for tool in opened.tools])
+
+    async def demonstration(self, split: str, index: int) -> Demonstration:
+        """The environment's own, which calls no tool."""
+        shown = await self.base.demonstration(split, index)
+        if not self.use.describe:
+            return shown
+        opened = await self.tool_set.open(ToolContext(0))
+        try:
+            return replace(shown, messages=_told(shown.messages, opened.tools, self.use))
+        finally:
+            await opened.close()
+
+    def why_stuck(self) -> str | None:
+        return self.base.why_stuck()
+
+
+@dataclass(slots=True)
+class ToolEpisode:
+    """One conversation. `turns` counts the messages with calls."""
+
+    name: str
+    episode: LiveEpisode
+    opened: EpisodeTools
+    use: ToolUse
+    opening: tuple[Message, ...]
+    tools: Sequence[Mapping[str, Any]]
+    turns: int = field(default=0)
+
+    @property
+    def task(self) -> str:
+        return self.episode.task
+
+    async def step(self, message: Message) -> StepResult:
+        calls = tool_calls(message, self.use.format, self.tools)
+        if not calls:
+            result = await self.episode.step(message)
+            return replace(result, info=replace(result.info, extra={**result.info.extra, **self._counts()}))
+        self.turns += 1
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                answers = await self.opened.answer(calls)
+        except TimeoutError:
+            raise GivenUp(f"{self.name}: the tools did not answer within {_PATIENCE_S:g} s") from None
+        messages = tuple(Message(role="tool", content=answer.text) for answer in answers)
+        fault = None if all(answer.fine for answer in answers) else "tool"
+        info = Info({}, False, fault, self._counts())
+        return StepResult(messages, 0.0, False, self.turns >= self.use.max_turns, info)
+
+    async def close(self) -> None:
+        await self.opened.close()
+        await self.episode.close()
+
+    def _counts(self) -> dict[str, int]:
+        return {"tool_calls": self.opened.n_calls, "tool_faults": self.opened.n_faults}
+
+
+def _told(messages: tuple[Message, ...], tools: Sequence[ToolDescription], use: ToolUse) -> tuple[Message, ...]:
+    """The first messages, with the tools in a system message if they are to be told there."""
+    if not use.describe:
+        return messages
+    told = describe_tools(tools, use.format)
+    if messages and messages[0]["role"] == "system":
+        first = messages[0]
+        return ({**first, "content": f"{first['content']}\n\n{told}"}, *messages[1:])
+    return (Message(role="system", content=told), *messages)
+
+
+def describe_tools(tools: Sequence[ToolDescription], form: CallFormat) -> str:
+    """What chat templates say of tools, for those that say nothing."""
+    rows = [f"- {tool.name}({', '.join(tool.parameters.get('properties', {}))}): {tool.description}" for tool in tools]
+    example = write_call("NAME", {"ARGUMENT": "VALUE"}, form)
+    return "\n".join(["You can use tools:", *rows, f"Call one like this, and wait for its result: {example}"])

@@ -1,0 +1,137 @@
+"""A Python interpreter that keeps its variables from one text to the next, as a notebook does: the value of a last
+expression is shown. It works in the sandbox's private folder, whose files come and go with each text.
+
+A text that uses up its share of CPU time gets an exception and costs no variables; one that catches that, or is inside
+a call that cannot be interrupted, is ended by the kernel two seconds later.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import os
+import random
+import resource
+import signal
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+MAX_WALKED = 10_000
+FOLDER_DEPTH = 16
+
+
+class CpuTimeUsedUp(BaseException):
+    """The text used up its share. Not an Exception: `except Exception` in a loop must not catch it."""
+
+
+class Interpreter:
+    """Args: execute: runs one text in a module's namespace."""
+
+    def __init__(self, execute: Callable[[str, dict[str, Any]], Any]) -> None:
+        self._execute = execute
+        self._main = types.ModuleType("__main__")
+        self._seen: dict[str, tuple[int, ...]] = {}
+
+    def run(self, source: str, seed: int | None, cpu_s: float) -> None:
+        """Raises whatever the text raises, and CpuTimeUsedUp. Args: seed: for `random`, with the first text."""
+        if seed is not None:
+            random.seed(seed)
+        sys.modules["__main__"] = self._main
+        body, last = _split(source)
+        kernel_limit(cpu_s + 2)
+        signal.signal(signal.SIGPROF, lambda number, frame: _interrupt(cpu_s))
+        signal.setitimer(signal.ITIMER_PROF, cpu_s, 0.2)
+        try:
+            self._execute(body, vars(self._main))
+            value = self._execute(last, vars(self._main)) if last else None
+            if value is not None:
+                sys.stdout.write(f"{value!r}\n")
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            signal.signal(signal.SIGPROF, signal.SIG_IGN)
+
+    def put(self, files: dict[str, str], removed: list[str]) -> None:
+        """Writes files (base64) below the working folder, and removes others. Raises OSError."""
+        for path in removed:
+            self._seen.pop(path, None)
+            if os.path.lexists(path):
+                os.unlink(path)
+        for path, content in files.items():
+            folder = os.path.dirname(path)
+            if folder:
+                os.makedirs(folder, exist_ok=True)
+            if os.path.islink(path):
+                os.unlink(path)
+            with open(path, "wb") as file:
+                file.write(base64.b64decode(content))
+            self._seen[path] = _mark(os.stat(path))
+
+    def changed(self, max_bytes: int) -> dict[str, Any]:
+        """What became of the files since the last answer: {"files": base64 by path, "removed": paths, "left_out": paths
+        of those that would have made it more than `max_bytes`}.
+        """
+        found, files, left_out, n = _files(), dict[str, str](), list[str](), 0
+        for path in sorted(path for path, mark in found.items() if self._seen.get(path) != mark):
+            size = found[path][0]
+            if n + size > max_bytes:
+                left_out.append(path)
+                continue
+            try:
+                with open(path, "rb") as file:
+                    files[path] = base64.b64encode(file.read(size)).decode()
+            except OSError:
+                left_out.append(path)
+            else:
+                n += size
+        removed = [path for path in self._seen if path not in found]
+        self._seen = found
+        return {"files": files, "removed": removed, "left_out": left_out[:20]}
+
+
+def kernel_limit(more_s: float) -> None:
+    """Ends the process when it has used `more_s` seconds of CPU more, if its own limit does not come first."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    soft = int(used.ru_utime + used.ru_stime + more_s) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _interrupt(cpu_s: float) -> None:
+    raise CpuTimeUsedUp(f"the program used its {cpu_s:g} s of CPU time; what it did until then stays")
+
+
+def _split(source: str) -> tuple[Any, Any]:
+    """The code of a text, and that of its last expression, if it ends with one. Raises SyntaxError."""
+    tree = ast.parse(source, "program.py")
+    last = None
+    if tree.body and isinstance(tree.body[-1], ast.Expr):
+        last = compile(ast.Expression(tree.body[-1].value), "program.py", "eval", dont_inherit=True)
+        del tree.body[-1]
+    return compile(tree, "program.py", "exec", dont_inherit=True), last
+
+
+def _files() -> dict[str, tuple[int, ...]]:
+    """The plain files below the working folder: size, time and number of each."""
+    found: dict[str, tuple[int, ...]] = {}
+    folders = [("", 0)]
+    walked = 0
+    while folders:
+        folder, depth = folders.pop()
+        with os.scandir(folder or ".") as entries:
+            for entry in entries:
+                walked += 1
+                if walked > MAX_WALKED:
+                    return found
+                path = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    if depth < FOLDER_DEPTH and entry.name != "__pycache__":
+                        folders.append((path, depth + 1))
+                elif entry.is_file(follow_symlinks=False) and not any(0xD800 <= ord(c) <= 0xDFFF for c in path):
+                    found[path] = _mark(entry.stat(follow_symlinks=False))
+    return found
+
+
+def _mark(stat: os.stat_result) -> tuple[int, ...]:
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino

@@ -1,0 +1,120 @@
+"""Carries out the tool calls of one message: checked, bounded, at once where they do not depend on each other.
+
+Whatever the model did wrong becomes the text of an answer. A tool that is itself broken raises, and the episode fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.env.tools.base import ToolDescription, ToolFault, ToolSession
+from services.env.tools.calls import ToolCall
+from services.env.tools.settings import ToolUse
+from shared.errors import VolleyError, first_error
+from shared.process import telemetry
+
+TURN_S = 25.0
+"""What all calls of a message may take together; a client waits a little longer for a step."""
+
+_CALLS = telemetry.Counter(
+    "volley_env_tool_calls_total", "Tool calls of models, by what became of them", ["tool", "outcome"],
+    registry=telemetry.REGISTRY,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ToolAnswer:
+    """What a call is answered with; `fine` says whether it was carried out."""
+
+    text: str
+    fine: bool
+
+
+class EpisodeTools:
+    """The tools of one episode. Args: sessions: opened, with different names of tools; they are closed with it."""
+
+    def __init__(self, sessions: Sequence[ToolSession], use: ToolUse) -> None:
+        self._sessions, self._use = sessions, use
+        self._by_name = {tool.name: session for session in sessions for tool in session.tools}
+        self._left = use.max_calls
+        self._slots = asyncio.Semaphore(use.parallel)
+        self.n_calls = self.n_faults = 0
+
+    @property
+    def tools(self) -> tuple[ToolDescription, ...]:
+        return tuple(tool for session in self._sessions for tool in session.tools)
+
+    async def answer(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
+        """One answer a call, in their order; calls beyond the bounds share one. Raises VolleyError."""
+        taken = calls[: min(self._use.max_calls_per_turn, self._left)]
+        self._left -= len(taken)
+        answers: list[ToolAnswer | None] = [None] * len(taken)
+        lanes: dict[str, list[int]] = {}
+        for i, call in enumerate(taken):
+            session = self._by_name.get(call.name)
+            lanes.setdefault((session.lane if session is not None else None) or f"call {i}", []).append(i)
+        deadline = asyncio.get_running_loop().time() + TURN_S
+
+        async def work(numbers: Sequence[int]) -> None:
+            for i in numbers:
+                async with self._slots:
+                    answers[i] = await self._one(taken[i], deadline)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for numbers in lanes.values():
+                    tasks.create_task(work(numbers))
+        except* VolleyError as failed:
+            raise first_error(failed) from None
+        found = [answer for answer in answers if answer is not None]
+        if len(taken) < len(calls):
+            found.append(self._refused(len(calls) - len(taken)))
+        self.n_calls += len(taken)
+        self.n_faults += sum(not answer.fine for answer in found)
+        return found
+
+    async def close(self) -> None:
+        """Frees what the tools hold."""
+        for session in self._sessions:
+            await session.close()
+
+    def _refused(self, n: int) -> ToolAnswer:
+        if self._left == 0:
+            why = f"there are {self._use.max_calls} in all, and none is left: answer without"
+        else:
+            why = f"at most {self._use.max_calls_per_turn} are taken from one message"
+        return ToolAnswer(f"error: {n} tool calls were not carried out: {why}", False)
+
+    async def _one(self, call: ToolCall, deadline: float) -> ToolAnswer:
+        session = self._by_name.get(call.name)
+        try:
+            if call.problem:
+                raise ToolFault(call.problem)
+            if session is None:
+                raise ToolFault(f"there is no tool {call.name[:80]!r} (there are: {', '.join(self._by_name)})")
+            text = await self._bounded(session, call, deadline)
+        except ToolFault as fault:
+            _CALLS.labels(call.name if session else "", "fault").inc()
+            return ToolAnswer(shortened(f"error: {fault}", self._use.max_output), False)
+        _CALLS.labels(call.name, "done").inc()
+        return ToolAnswer(shortened(text, self._use.max_output), True)
+
+    async def _bounded(self, session: ToolSession, call: ToolCall, deadline: float) -> str:
+        timeout_s = min(self._use.timeout_s, deadline - asyncio.get_running_loop().time())
+        if timeout_s <= 0:
+            raise ToolFault(f"it was not carried out: the calls before it took more than {TURN_S:g} s")
+        arguments: Mapping[str, Any] = call.arguments or {}
+        return await session.call(call.name, arguments, timeout_s)
+
+
+def shortened(text: str, most: int) -> str:
+    """The beginning and the end of a text that is longer than `most` characters, and how much lies between."""
+    text = text.encode("utf-8", "replace").decode()
+    if len(text) <= most:
+        return text
+    tail = most // 3
+    head = most - tail
+    return f"{text[:head]}\n[… {len(text) - most} of {len(text)} characters left out …]\n{text[-tail:]}"

@@ -1,0 +1,37 @@
+"""The files of a workspace on their way into an interpreter's folder, and back."""
+
+from __future__ import annotations
+
+import base64
+
+from services.env.sandbox.answers import CellResult
+from services.env.tools.base import ToolFault
+from services.env.tools.workspace import Workspace
+
+MAX_NAMED = 3
+
+
+def to_send(workspace: Workspace | None, *, all_of_them: bool) -> tuple[dict[str, str], list[str]]:
+    """What a folder lacks: contents (base64) by path, and the paths that are there no more."""
+    if workspace is None:
+        return {}, []
+    paths = set(workspace.content) if all_of_them else workspace.changed
+    there = {path: base64.b64encode(workspace.content[path]).decode() for path in paths if path in workspace.content}
+    gone = [] if all_of_them else sorted(path for path in paths if path not in workspace.content)
+    workspace.changed = set()
+    return there, gone
+
+
+def taken_back(workspace: Workspace, found: CellResult) -> list[str]:
+    """Keeps what a text did to the files; returns notes on what could not be kept, for the model."""
+    left_out = [f"{path[:80]!r} is too large to be kept" for path in found.left_out]
+    for path in found.removed:
+        workspace.content.pop(path, None)
+    for path, data in sorted(found.files.items()):
+        try:
+            workspace.write(path, data)
+        except ToolFault as fault:
+            left_out.append(f"{path[:80]!r} is not kept in the workspace: {fault}")
+    workspace.changed = set()
+    more = [f"and {len(left_out) - MAX_NAMED} files more"] if len(left_out) > MAX_NAMED else []
+    return left_out[:MAX_NAMED] + more

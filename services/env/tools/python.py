@@ -1,0 +1,98 @@
+"""A Python interpreter as a tool: one sandboxed process for an episode, started with the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from services.env.sandbox import answers
+from services.env.sandbox.failure import SandboxFailed
+from services.env.sandbox.limits import SandboxLimits, ScriptProgram
+from services.env.sandbox.sandbox import Sandbox
+from services.env.sandbox.sandboxes import Sandboxes
+from services.env.tools.base import Arguments, ToolFault, describe, read_arguments
+from services.env.tools.files import taken_back, to_send
+from services.env.tools.settings import PythonSettings
+from services.env.tools.workspace import Workspace
+
+MAX_OUTPUT = 2**17
+"""Characters that a call may bring out of its sandbox."""
+
+_GONE = "the interpreter was started anew, and its variables are gone"
+
+
+class PythonArguments(Arguments):
+    code: str
+
+
+PYTHON = describe(
+    "python",
+    "Runs Python code (the standard library, no network) and shows what it prints and the value of a last expression. "
+    "Variables stay from one call to the next.",
+    PythonArguments,
+)
+
+
+class PythonSession:
+    """Args: seed: of `random` in the interpreter; workspace: files that it finds in its working folder."""
+
+    tools = (PYTHON,)
+    lane = "files"
+
+    def __init__(
+        self, settings: PythonSettings, sandboxes: Sandboxes, seed: int, workspace: Workspace | None = None
+    ) -> None:
+        self._settings, self._sandboxes, self._seed, self._workspace = settings, sandboxes, seed, workspace
+        self._sandbox: Sandbox | None = None
+
+    async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
+        code = read_arguments(PythonArguments, arguments).code
+        fresh = self._sandbox is None or not self._sandbox.alive
+        sandbox = await self._start() if self._sandbox is None or fresh else self._sandbox
+        files, removed = to_send(self._workspace, all_of_them=fresh)
+        asked = {
+            "source": code,
+            "seed": self._seed if fresh else None,
+            "cpu_s": self._settings.cpu_s,
+            "max_output": MAX_OUTPUT,
+            "files": files,
+            "removed": removed,
+            "max_bytes": self._workspace.max_bytes if self._workspace is not None else 0,
+        }
+        try:
+            found = answers.read_cell(await sandbox.call("cell", asked, timeout_s))
+        except SandboxFailed as failed:
+            raise ToolFault(self._why(failed, timeout_s)) from None
+        said = "\n".join(part.rstrip("\n") for part in (found.script.stdout, found.script.stderr) if part)
+        notes = taken_back(self._workspace, found) if self._workspace is not None else []
+        if found.script.cut:
+            notes.append(f"only the first {MAX_OUTPUT} characters of the output were kept")
+        said = "\n".join([*([said] if said else []), *(f"[{note}]" for note in notes)]) or "(no output)"
+        if found.script.exit:
+            raise ToolFault(said)
+        return said
+
+    async def close(self) -> None:
+        if self._sandbox is not None:
+            await self._sandbox.close()
+
+    async def _start(self) -> Sandbox:
+        """A new process, in place of one that ended. Raises Unavailable, RateLimited."""
+        if self._sandbox is not None:
+            await self._sandbox.close()
+        limits = SandboxLimits(cpu_s=self._settings.total_cpu_s, memory_mb=self._settings.memory_mb)
+        self._sandbox = await self._sandboxes.start(ScriptProgram(), limits)
+        return self._sandbox
+
+    def _why(self, failed: SandboxFailed, timeout_s: float) -> str:
+        if failed.alive:
+            return failed.detail
+        match failed.why:
+            case "time":
+                return f"the program took longer than {timeout_s:g} s; {_GONE}"
+            case "cpu":
+                return f"the program used up its CPU time; {_GONE}"
+            case "memory":
+                return f"the program needed more memory than the machine has; {_GONE}"
+            case _:
+                return f"the program ended its interpreter ({failed.detail.removeprefix('cell: ')}); {_GONE}"

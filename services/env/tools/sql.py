@@ -1,0 +1,68 @@
+"""An SQLite database as a tool. Queries run in grading processes, bounded in SQLite's instructions, so that a busy
+machine changes no answer; a writable database is an image that each call gets and gives back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from services.env.backends.base import Busy
+from services.env.backends.threads import ThreadRunner
+from services.env.grading.pool import GradingEnded, GradingPool
+from services.env.tools.base import Arguments, ToolDescription, ToolFault, describe, read_arguments
+from services.env.tools.settings import SqlSettings
+from shared.errors import Unavailable
+
+_LIBRARY = GradingPool("services.env.tools.sql_library")
+
+
+class SqlArguments(Arguments):
+    query: str = Field(max_length=20_000)
+
+
+_READ = "Runs an SQLite query on a database that cannot be changed. sqlite_master tells its tables."
+_WRITE = "Runs SQLite statements on a database that keeps what they change. sqlite_master tells its tables."
+SQL_READ, SQL_WRITE = describe("sql", _READ, SqlArguments), describe("sql", _WRITE, SqlArguments)
+
+
+class SqlSession:
+    """Args: database: the task's own, JSON text as the library takes it, where the settings name none."""
+
+    lane = "sql"
+
+    def __init__(self, settings: SqlSettings, runner: ThreadRunner, database: str | None) -> None:
+        self._settings, self._runner = settings, runner
+        self._source = _source(settings, database)
+        self.tools: tuple[ToolDescription, ...] = (SQL_WRITE if settings.writable else SQL_READ,)
+
+    async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
+        query = read_arguments(SqlArguments, arguments).query
+        writable, max_rows = self._settings.writable, self._settings.max_rows
+        try:
+            found: Mapping[str, Any] = await self._runner.run(
+                "tool sql", "tool sql", "step", lambda: _LIBRARY.grade("run", self._source, writable, max_rows, query)
+            )
+        except GradingEnded:
+            raise ToolFault("it takes too much memory or time") from None
+        except Busy as busy:  # other calls of the message may have begun, so it is not to be repeated
+            raise Unavailable(busy.detail, busy.hint, busy.retry_after_s) from busy
+        if found["image"] is not None:
+            self._source = json.dumps({"image": found["image"]})
+        if found["problem"]:
+            raise ToolFault("\n".join(part for part in (found["shown"], found["problem"]) if part))
+        return found["shown"] or "done"
+
+    async def close(self) -> None:
+        """There is nothing to free."""
+
+
+def _source(settings: SqlSettings, database: str | None) -> str:
+    if settings.database is not None:
+        return json.dumps({"file": str(settings.database)})
+    if settings.script is None and database is not None:
+        return database
+    return json.dumps({"schema": settings.script or ""})

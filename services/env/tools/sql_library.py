@@ -1,0 +1,109 @@
+"""SQLite as a tool; runs in a grading process (services/env/grading), never in the service.
+
+A source is JSON text: {"schema": SQL} or {"file": path} as in text-to-SQL, or {"image": base64}, a database as
+`Connection.serialize` writes it. What is only read is bounded as there. What may be written lies in memory, is of a
+bounded size, and comes back as the next call's image, so a call that was ended has changed nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sqlite3
+from collections.abc import Iterator
+from typing import Any
+
+from services.env.environments.text_to_sql.library import (
+    DENIED_FUNCTIONS,
+    INSTRUCTIONS_PER_CALL,
+    MAX_INSTRUCTIONS,
+    SQLITE_LIMITS,
+    authorize_reading,
+    open_source,
+)
+from shared.errors import InputError
+
+MAX_PAGES, PAGE = 128, 4096
+"""Of a database that may be written: half a megabyte."""
+MAX_SHOWN = 2**17
+_MAX_CELL = 2000
+_DENIED = frozenset({sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH, sqlite3.SQLITE_PRAGMA})
+
+
+def prepare(source: str, writable: bool, max_rows: int) -> None:
+    """Raises InputError when the database cannot be opened."""
+    _opened(source, writable).close()
+
+
+def run(source: str, writable: bool, max_rows: int, sql: str) -> dict[str, Any]:
+    """{"shown": the rows as text, "problem": why there are none, "image": the database after it, if it is writable}."""
+    connection = _opened(source, writable)
+    left = MAX_INSTRUCTIONS // INSTRUCTIONS_PER_CALL
+
+    def count() -> bool:
+        nonlocal left
+        left -= 1
+        return left < 0
+
+    shown: list[str] = []
+    problem = ""
+    try:
+        for limit, value in SQLITE_LIMITS.items():
+            connection.setlimit(limit, value)
+        connection.set_progress_handler(count, INSTRUCTIONS_PER_CALL)
+        connection.set_authorizer(_authorize_writing if writable else authorize_reading)
+        for statement in _statements(sql):
+            shown.append(_result(connection.execute(statement), max_rows))
+    except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
+        problem = "it takes too many steps" if left < 0 else str(error)[:600]
+    connection.set_progress_handler(None, 0)
+    connection.set_authorizer(None)
+    if connection.in_transaction:
+        connection.commit()
+    image = base64.b64encode(connection.serialize()).decode() if writable else None
+    connection.close()
+    return {"shown": "\n".join(part for part in shown if part)[:MAX_SHOWN], "problem": problem, "image": image}
+
+
+def _opened(source: str, writable: bool) -> sqlite3.Connection:
+    match json.loads(source):
+        case {"image": str(image)}:
+            connection = sqlite3.connect(":memory:")
+            connection.deserialize(base64.b64decode(image))
+        case _:
+            connection = open_source(source)
+    connection.isolation_level = None
+    connection.execute("PRAGMA query_only = OFF" if writable else "PRAGMA query_only = ON")
+    (pages,) = connection.execute(f"PRAGMA max_page_count = {MAX_PAGES}").fetchone() if writable else (0,)
+    if pages > MAX_PAGES:
+        connection.close()
+        raise InputError(f"the database has {pages} pages of {PAGE} bytes; a writable one has at most {MAX_PAGES}")
+    return connection
+
+
+def _authorize_writing(action: int, _1: str | None, second: str | None, _2: str | None, _3: str | None) -> int:
+    if action in _DENIED or (action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in DENIED_FUNCTIONS):
+        return sqlite3.SQLITE_DENY
+    return sqlite3.SQLITE_OK
+
+
+def _statements(script: str) -> Iterator[str]:
+    """One after the other; a semicolon inside a text or a trigger ends none."""
+    begin = 0
+    for at, character in enumerate(script):
+        if character == ";" and sqlite3.complete_statement(script[begin : at + 1]):
+            yield script[begin : at + 1]
+            begin = at + 1
+    if script[begin:].strip():
+        yield script[begin:]
+
+
+def _result(cursor: sqlite3.Cursor, max_rows: int) -> str:
+    """The rows of a statement under the names of their columns; how many it changed, if it gives none."""
+    if cursor.description is None:
+        return f"{cursor.rowcount} rows changed" if cursor.rowcount >= 0 else "done"
+    rows = cursor.fetchmany(max_rows + 1)
+    lines = [" | ".join(str(column[0]) for column in cursor.description)]
+    lines += [" | ".join(str(value)[:_MAX_CELL] for value in row) for row in rows[:max_rows]]
+    told = f"(the first {max_rows} rows)" if len(rows) > max_rows else f"({len(rows)} row{'s'[: len(rows) != 1]})"
+    return "\n".join([*lines, told])

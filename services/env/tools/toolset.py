@@ -1,0 +1,100 @@
+"""The tools that an environment's configuration names, and how an episode gets its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from services.env.backends.threads import ThreadRunner
+from services.env.sandbox.sandboxes import Sandboxes
+from services.env.tools.base import ToolContext, ToolSession
+from services.env.tools.calculator import CalculatorSession
+from services.env.tools.dispatch import EpisodeTools
+from services.env.tools.python import PythonSession
+from services.env.tools.settings import (
+    CalculatorSettings,
+    PythonSettings,
+    SqlSettings,
+    ToolsConfig,
+    ToolSettings,
+    WorkspaceSettings,
+)
+from services.env.tools.sql import SqlSession
+from services.env.tools.workspace import Workspace, WorkspaceSession
+from shared.errors import ConfigError, Forbidden
+
+MIN_TIER = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Toolbox:
+    """What tools run on. `unconfined` names the tools that may run where this machine has no sandbox worth the name."""
+
+    sandboxes: Sandboxes
+    runner: ThreadRunner
+    unconfined: Collection[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSet:
+    """The tools of an environment."""
+
+    toolbox: Toolbox
+    config: ToolsConfig
+
+    async def open(self, context: ToolContext) -> EpisodeTools:
+        """The tools of one episode. Raises Forbidden (no sandbox here), ConfigError (two tools of one name),
+        Unavailable (a server does not answer).
+        """
+        async with AsyncExitStack() as stack:
+            sessions: list[ToolSession] = []
+            workspace = self._workspace()
+            for entry in self.config.tools:
+                session = await self._session(entry.settings, context, workspace)
+                stack.push_async_callback(session.close)
+                sessions.append(session)
+            _check_names(sessions)
+            stack.pop_all()
+        return EpisodeTools(sessions, self.config.tool_use)
+
+    def _workspace(self) -> Workspace | None:
+        settings = next((entry.workspace for entry in self.config.tools if entry.workspace is not None), None)
+        if settings is None:
+            return None
+        workspace = Workspace(settings.max_files, settings.max_kb * 1024)
+        for path, text in settings.files.items():
+            workspace.write(path, text.encode())
+        return workspace
+
+    async def _session(self, settings: ToolSettings, context: ToolContext, workspace: Workspace | None) -> ToolSession:
+        match settings:
+            case CalculatorSettings():
+                return CalculatorSession()
+            case PythonSettings():
+                await self._check_confined()
+                return PythonSession(settings, self.toolbox.sandboxes, context.seed, workspace)
+            case SqlSettings():
+                return SqlSession(settings, self.toolbox.runner, context.database)
+            case WorkspaceSettings():
+                assert workspace is not None
+                return WorkspaceSession(workspace)
+            case _:
+                raise ConfigError(f"{type(settings).__name__} is no tool")
+
+    async def _check_confined(self) -> None:
+        """Raises Forbidden, Unavailable."""
+        if "python" in self.toolbox.unconfined:
+            return
+        tier = self.toolbox.sandboxes.tier or await self.toolbox.sandboxes.probe()
+        if tier.level < MIN_TIER:
+            raise Forbidden(
+                f"the tool python is refused here: nothing would confine what a model writes ({tier.missing})",
+                "services.env.unsandboxed: [python] allows it",
+            )
+
+
+def _check_names(sessions: Sequence[ToolSession]) -> None:
+    names = [tool.name for session in sessions for tool in session.tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"tools: two tools have the name {twice[0]!r}", "give an MCP server a prefix")
