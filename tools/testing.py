@@ -1,8 +1,8 @@
 """`make test` and `make test-long`: pytest in each virtual environment; the last line sums up all of them.
 
-A failure in one suite does not keep the others from running. Arguments go to pytest. Faults wait more than they
-compute, and the real engine and trainer compute more than they wait, so there are lanes of suites beside each other;
-those of all but the first are shown when they are over.
+A suite is one pytest. As many run beside each other as keep two cores busy, since most of them wait for processes part
+of the time; the longest begins first, so that all end at about the same time. Each is shown when it is over, and a
+failure in one does not keep the others from running. Arguments go to pytest.
 """
 
 from __future__ import annotations
@@ -14,84 +14,89 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 from services.cli.layout import PROJECT, python_of, variables_of
 
 LONG = "--long"
 _NO_TESTS_COLLECTED = 5
+_BESIDE = 4
+_LONG_BESIDE = 2
+"""Long suites start whole stacks, and compare throughput and memory."""
 _FUZZ_CASES = "2000"
 """Generated requests to a service in the long tests; `make fuzz` sends 5,000."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """One pytest: folders beneath tests/, what else it is told, and in which environment it runs."""
+    """One pytest: what of tests/, what else it is told, and in which environment it runs."""
 
     name: str
-    folders: tuple[str, ...]
+    paths: tuple[str, ...]
     environment: str = "base"
     options: tuple[str, ...] = ("-m", "not long")
     variables: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-_FAULTS = ("chaos", "system")
-_STACK = ("cli", "docs")
-_APART = {*_FAULTS, *_STACK, "rollout", "trainer"}
-_LONG = ("-m", "long")
+def suites(*, long: bool) -> tuple[Suite, ...]:
+    """The longest first. Folders share a suite where one of them is too short for a pytest of its own."""
+    return _long() if long else _short()
 
 
-def lanes(*, long: bool) -> tuple[tuple[Suite, ...], ...]:
-    """Suites, one after the other in each lane. A folder that is named nowhere else belongs to `base`."""
-    folders = {path.name for path in (PROJECT / "tests").iterdir() if any(path.glob("test_*.py"))}
-    rest = tuple(sorted(folders - _APART))
-    if long:
-        fuzz = Suite("fuzz", ("fuzz/test_services.py",), options=(), variables={"VOLLEY_FUZZ_CASES": _FUZZ_CASES})
-        beside = Suite("long", (*rest, *_STACK, "system"), options=_LONG)
-        trainer = Suite("trainer", ("trainer",), "trainer", options=_LONG)
-        return (Suite("chaos", ("chaos",), options=_LONG), trainer, fuzz), (beside,)
-    base, stack = Suite("base", rest), Suite("stack", _STACK)
-    trainer, rollout = Suite("trainer", ("trainer",), "trainer"), Suite("rollout", ("rollout",), "rollout")
-    return (base,), (trainer,), (rollout,), (Suite("faults", _FAULTS),), (stack,)
+def _short() -> tuple[Suite, ...]:
+    named = (
+        Suite("trainer", ("trainer",), "trainer"),
+        Suite("env", ("env",)),
+        Suite("rollout", ("rollout",), "rollout"),
+        Suite("cli", ("cli", "docs")),
+        Suite("chaos", ("chaos",)),
+        Suite("system", ("system",)),
+        Suite("fuzz", ("fuzz",)),
+        Suite("shared", ("shared", "queue")),
+    )
+    return (*named, Suite("rest", _others(named)))
+
+
+def _long() -> tuple[Suite, ...]:
+    only = ("-m", "long")
+    fuzz = Suite("fuzz", ("fuzz/test_services.py",), options=(), variables={"VOLLEY_FUZZ_CASES": _FUZZ_CASES})
+    apart = Suite("chaos", ("chaos",), options=only), Suite("trainer", ("trainer",), "trainer", only)
+    return (Suite("rest", _others(apart), options=only), *apart, fuzz)
+
+
+def _others(named: Sequence[Suite]) -> tuple[str, ...]:
+    """Folders of tests/ that have tests and are named nowhere, but for rollout's, which needs its own environment."""
+    taken = {path for suite in named for path in suite.paths} | {"rollout"}
+    found = {path.name for path in (PROJECT / "tests").iterdir() if any(path.rglob("test_*.py"))}
+    return tuple(sorted(found - taken))
 
 
 def main(arguments: Sequence[str]) -> int:
-    started, counts = time.monotonic(), Counter[str]()
-    first, *others = lanes(long=LONG in arguments)
+    started, wanted = time.monotonic(), suites(long=LONG in arguments)
     given = [argument for argument in arguments if argument != LONG]
-    with ThreadPoolExecutor(len(others)) as beside:
-        later = [beside.submit(_lane, lane, given, shown=False) for lane in others]
-        results = _lane(first, given, shown=True)
-        for lane in later:
-            results |= lane.result()
-    for _, last in results.values():
-        counts.update(_counts(last))
-    print("\n" + "\n".join(f"{suite:<8} {last}" for suite, (_, last) in results.items()))
-    total = ", ".join(f"{n} {what}" for what, n in counts.items()) or "no tests ran"
-    elapsed_s = time.monotonic() - started
-    print(f"===== {total} in {elapsed_s:.2f}s ({int(elapsed_s) // 60}:{int(elapsed_s) % 60:02d}) =====", flush=True)
+    print(f"tests of {', '.join(suite.name for suite in wanted)}; each suite is shown when it is over", flush=True)
+    results: dict[str, tuple[int, str]] = {}
+    with ThreadPoolExecutor(_LONG_BESIDE if LONG in arguments else _BESIDE) as workers:
+        running = {workers.submit(_pytest, suite, given): suite for suite in wanted}
+        for done in as_completed(running):
+            suite, (code, output) = running[done], done.result()
+            print(f"\n### tests of {suite.name} in .venvs/{suite.environment}\n\n{output}", end="", flush=True)
+            results[suite.name] = code, summary(output)
+    print("\n" + "\n".join(f"{suite.name:<8} {results[suite.name][1]}" for suite in wanted))
+    print(total([last for _, last in results.values()], time.monotonic() - started), flush=True)
     return max(0 if code == _NO_TESTS_COLLECTED else code for code, _ in results.values())
 
 
-def _lane(suites: Sequence[Suite], arguments: Sequence[str], *, shown: bool) -> dict[str, tuple[int, str]]:
-    return {suite.name: _pytest(suite, arguments, shown=shown) for suite in suites}
-
-
-def _pytest(suite: Suite, arguments: Sequence[str], *, shown: bool) -> tuple[int, str]:
-    """Exit code and last line of one pytest. Args: shown: its output as it comes, not at its end."""
-    paths = [f"tests/{folder}" for folder in suite.folders]
+def _pytest(suite: Suite, arguments: Sequence[str]) -> tuple[int, str]:
+    """Exit code and output of one pytest."""
+    paths = [f"tests/{path}" for path in suite.paths]
     command = [str(python_of(suite.environment)), "-m", "pytest", *suite.options, *paths, *arguments]
-    lines, last = [f"\n### tests of {suite.name} in .venvs/{suite.environment}\n"], ""
-    with subprocess.Popen(command, cwd=PROJECT, env=_variables(suite), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            last = line.strip() or last
-            if shown:
-                _show(lines)
-    _show(lines)
-    return process.returncode, last
+    environment = _variables(suite)
+    ran = subprocess.run(
+        command, cwd=PROJECT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return ran.returncode, ran.stdout
 
 
 def _variables(suite: Suite) -> dict[str, str]:
@@ -100,18 +105,26 @@ def _variables(suite: Suite) -> dict[str, str]:
     return {**jax, **os.environ, **suite.variables, "PYTHONUNBUFFERED": "1"}
 
 
-def _show(lines: list[str]) -> None:
-    """In one piece, and emptied."""
-    sys.stdout.write("".join(lines))
-    sys.stdout.flush()
-    lines.clear()
+def summary(output: str) -> str:
+    """pytest's last line; what its threads and children say later comes after it."""
+    lines = output.split("\n")
+    return next((line for line in reversed(lines) if re.search(r" in \d+\.\d+s\b", line)), "no summary")
 
 
-def _counts(summary: str) -> dict[str, int]:
+def total(summaries: Sequence[str], elapsed_s: float) -> str:
+    """One line as pytest's last, of all of them."""
+    counts = Counter[str]()
+    for one in summaries:
+        counts.update(_counts(one))
+    sums = ", ".join(f"{n} {what}" for what, n in counts.items()) or "no tests ran"
+    return f"===== {sums} in {elapsed_s:.2f}s ({int(elapsed_s) // 60}:{int(elapsed_s) % 60:02d}) ====="
+
+
+def _counts(line: str) -> dict[str, int]:
     """Numbers of pytest's last line: passed, failed, skipped, …"""
     return {
         what: int(n)
-        for n, what in re.findall(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed|deselected)", summary)
+        for n, what in re.findall(r"(\d+) (passed|failed|skipped|errors?|xfailed|xpassed|deselected)", line)
     }
 
 

@@ -146,6 +146,7 @@ def test_a_python_of_pyenv_is_found_past_a_dead_shim(tmp_path: Path, monkeypatch
     assert bootstrap.python_version(tmp_path / "shims" / "python3.12") is None
 
 
+@pytest.mark.long
 def test_without_uv_and_network_it_says_what_is_missing(checkout: Path) -> None:
     done = run(checkout, "/nonexistent")
     assert done.returncode == 1

@@ -54,13 +54,28 @@ def volley(*arguments: str, variables: Mapping[str, str] | None = None) -> subpr
         (["bench", "warp"], "no benchmark warp"),
     ],
 )
-def test_a_mistake_is_one_line(arguments: list[str], named: str) -> None:
-    done = volley(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("volley: ")
-    assert named in done.stderr.replace(f"{PROJECT}/", "")
+def test_a_mistake_is_one_line(
+    arguments: list[str], named: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(PROJECT)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert_one_line(shown.err, named)
+
+
+def test_a_mistake_is_one_line_of_the_process_too() -> None:
+    done = volley("train", "--config", CONFIG, "trainer.max_stepz=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert_one_line(done.stderr, "unknown key trainer.max_stepz")
+
+
+def assert_one_line(text: str, named: str) -> None:
+    assert text.count("\n") == 1
+    assert text.startswith("volley: ")
+    assert named in text.replace(f"{PROJECT}/", "")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from services.env.app import open_catalogue, try_out_all
 from services.env.backends.threads import ThreadRunner
 from services.env.catalogue import KINDS, MAX_VARIANTS, Catalogue, CatalogueEntry
 from services.env.environments.base import Environment
+from services.env.environments.games import layouts
 from services.env.settings import MAX_BODY, EnvSettings, from_config
 from shared.config import load, validate
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
@@ -99,7 +100,8 @@ def test_variants_are_bounded() -> None:
     assert len(catalogue.entries()) == len(KINDS) + MAX_VARIANTS
 
 
-def test_a_variant_whose_tasks_are_too_rare_is_refused_when_it_is_registered() -> None:
+def test_a_variant_whose_tasks_are_too_rare_is_refused_when_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "MAX_EFFORT", layouts.MAX_EFFORT // 10)
     catalogue = Catalogue(RUNNER)
     rare = {"dim_room": (12, 12), "num_boxes": 4, "min_solution": 100, "max_turns": 100, "max_actions": 1000}
     with pytest.raises(InputError, match=r"sokoban found no layout for train task 0 in \d+ draws .*min_solution"):

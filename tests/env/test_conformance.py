@@ -49,7 +49,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 FROM_FILES = {"gsm8k", "math"}
 
 SAID = ("", "hello", "<answer>1</answer>", "<answer>Right || Down</answer>", "\\boxed{3}", "```sql\nSELECT 1\n```")
-N_TASKS = 200
 N_DEMONSTRATIONS = 8
 
 
@@ -97,13 +96,14 @@ def shown(env: Environment, split: str, index: int) -> tuple[Message, ...]:
     return env.demonstration(split, index).messages if isinstance(env, Tetris) else env.reset(split, index, 0).opening
 
 
-def test_no_task_is_in_two_splits(build: Callable[[], Environment]) -> None:
+@pytest.mark.parametrize("n_tasks", [40, pytest.param(200, marks=pytest.mark.long)])
+def test_no_task_is_in_two_splits(build: Callable[[], Environment], n_tasks: int) -> None:
     env = build()
     told = {
-        split: {orjson.dumps(list(shown(env, split, index))) for index in range(min(N_TASKS, env.num_tasks(split)))}
+        split: {orjson.dumps(list(shown(env, split, index))) for index in range(min(n_tasks, env.num_tasks(split)))}
         for split in env.splits
     }
-    assert len(told["eval"]) == min(N_TASKS, env.num_tasks("eval")), "an evaluation task is there twice"
+    assert len(told["eval"]) == min(n_tasks, env.num_tasks("eval")), "an evaluation task is there twice"
     assert len(told["train"]) > 1
     assert not told["train"] & told["eval"]
 

@@ -22,8 +22,8 @@ from shared.queue.records import StreamEntry
 from shared.types import Group, Trajectory, Turn, VersionSpan, WeightVersion
 from tests.fuzz.mutation import bombs, mutations
 
-BODIES = 100_000
-RECORDS = 20_000
+BODIES = [30_000, pytest.param(100_000, marks=pytest.mark.long)]
+RECORDS = [6_000, pytest.param(20_000, marks=pytest.mark.long)]
 _PAGE = 4096
 
 
@@ -103,17 +103,18 @@ def rss() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
 
 
-def test_mutated_bodies_are_values_or_decode_errors_and_leave_no_memory_behind() -> None:
+@pytest.mark.parametrize("n_bodies", BODIES)
+def test_mutated_bodies_are_values_or_decode_errors_and_leave_no_memory_behind(n_bodies: int) -> None:
     start, decoded = 0, 0
-    for i, body in enumerate(mutations(CORPUS, BODIES, seed=1)):
+    for i, body in enumerate(mutations(CORPUS, n_bodies, seed=1)):
         clean(codec.unpack, body)
         decoded += clean(Group.decode, body) is not None
-        if i == BODIES // 10:
+        if i == n_bodies // 10:
             gc.collect()
             start = rss()
     gc.collect()
     assert rss() - start < 8 * 2**20
-    assert decoded > BODIES // 500
+    assert decoded > n_bodies // 500
 
 
 def mutated_records(n: int, seed: int) -> Iterator[bytes]:
@@ -141,15 +142,16 @@ def _field(node: Any, dice: random.Random) -> tuple[Any, Any]:
         node = child
 
 
-def test_a_group_that_decodes_can_be_trained_on_or_is_poison() -> None:
+@pytest.mark.parametrize("n_records", RECORDS)
+def test_a_group_that_decodes_can_be_trained_on_or_is_poison(n_records: int) -> None:
     """Whatever a record says, the trainer's intake takes it or ends its ticket; it never raises."""
     taken = 0
-    for i, body in enumerate(mutated_records(RECORDS, seed=2)):
+    for i, body in enumerate(mutated_records(n_records, seed=2)):
         group = clean(Group.decode, body)
         if group is not None:
             assert Group.decode(group.encode()).encode() == group.encode()
         taken += intake().offer(StreamEntry(f"{i}-0", 3, body, 1)) is None
-    assert RECORDS // 100 < taken < RECORDS
+    assert n_records // 100 < taken < n_records
 
 
 def test_bombs_are_refused_in_little_memory() -> None:

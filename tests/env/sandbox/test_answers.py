@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.env.sandbox import answers
@@ -107,6 +107,7 @@ def test_wrong_values(name: str, change: dict[str, Any]):
     assert len(failed.value.detail) < 300
 
 
+@settings(max_examples=50)
 @given(value=VALUES, name=st.sampled_from(sorted(READERS)), field=st.integers(0, 6))
 def test_no_value_raises_anything_else(value: Any, name: str, field: int):
     read, right = READERS[name]

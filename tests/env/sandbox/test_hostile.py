@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -98,7 +99,26 @@ def aimed(script: Script, target: Target, neighbour: Sandbox) -> str:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@pytest.mark.parametrize("sandboxes", ["namespaces"], indirect=True)
 async def test_held(script: Script, sandboxes: Sandboxes, neighbour: Sandbox, target: Target):
+    await assert_held(script, sandboxes, neighbour, target)
+
+
+def sampled(one_of: int) -> list[Any]:
+    """Every `one_of`-th script, and at length the others."""
+    return [
+        pytest.param(script, id=script.name, marks=[] if n % one_of == 0 else pytest.mark.long)
+        for n, script in enumerate(SCRIPTS)
+    ]
+
+
+@pytest.mark.parametrize("script", sampled(5))
+@pytest.mark.parametrize("sandboxes", ["landlock", "oldest-landlock"], indirect=True)
+async def test_held_without_namespaces(script: Script, sandboxes: Sandboxes, neighbour: Sandbox, target: Target):
+    await assert_held(script, sandboxes, neighbour, target)
+
+
+async def assert_held(script: Script, sandboxes: Sandboxes, neighbour: Sandbox, target: Target) -> None:
     sandbox = await sandboxes.start(ScriptProgram(), LIMITS)
     request = {"source": aimed(script, target, neighbour), "stdin": "", "max_output": 50_000}
     deadline_s, why = (1 if "time" in script.why else 60), None
