@@ -20,6 +20,7 @@ from services.env.submissions.programs import Programs
 from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submissions import Submissions
 from services.env.tools.toolset import Toolbox
+from services.env.workers.pool import WorkerPool, WorkerSettings
 from shared.errors import ConfigError, InputError
 from shared.process import telemetry
 from shared.process.boot import RunningService
@@ -42,9 +43,13 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     """The service from plain settings. Raises ConfigError."""
     runner = ThreadRunner(settings.n_threads, settings.deadline_s, settings.max_episodes)
     sandboxes = Sandboxes(max_running=settings.max_sandboxes)
-    catalogue = open_catalogue(settings, runner, Toolbox(sandboxes, runner, settings.unsandboxed))
+    pool = WorkerPool(
+        settings.n_processes, WorkerSettings(settings.n_threads, settings.deadline_s, settings.max_episodes)
+    )
+    toolbox = Toolbox(sandboxes, runner, settings.unsandboxed)
+    catalogue = open_catalogue(settings, runner, toolbox, pool if settings.n_processes else None)
     remotes = open_access(settings.remote_tokens_file, settings.ca_file, settings.deadline_s)
-    async with sandboxes:
+    async with sandboxes, pool:
         store = SubmissionStore(settings.folder / "submitted")
         submissions = Submissions(
             store,
@@ -79,7 +84,7 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
         app.include_router(router)
         app.router.routes[:0] = direct_routes()
         _log.info("environments ready", env=settings.env, available=[entry.name for entry in catalogue.entries()])
-        workers = [episodes.sweep, runner.watch, submissions.validate_waiting, submissions.judge_canaries]
+        workers = [episodes.sweep, runner.watch, pool.keep, submissions.validate_waiting, submissions.judge_canaries]
         try:
             yield RunningService(app, workers)
         finally:
@@ -87,10 +92,12 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
             runner.close()
 
 
-def open_catalogue(settings: EnvSettings, runner: ThreadRunner, toolbox: Toolbox | None = None) -> Catalogue:
+def open_catalogue(
+    settings: EnvSettings, runner: ThreadRunner, toolbox: Toolbox | None = None, pool: WorkerPool | None = None
+) -> Catalogue:
     """The built-in environments and their variants. Raises ConfigError."""
     try:
-        return Catalogue(runner, settings.configs, settings.folder / "variants.json", settings.variants, toolbox)
+        return Catalogue(runner, settings.configs, settings.folder / "variants.json", settings.variants, toolbox, pool)
     except InputError as error:
         keys = f"data.env={settings.env}" if not settings.others else "data.env, data.mixture"
         raise ConfigError(f"{keys}: {error.detail}", error.hint) from error

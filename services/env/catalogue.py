@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from services.env.backends.base import Backend
+from services.env.backends.processes import InProcesses
 from services.env.backends.threads import InThreads, ThreadRunner
 from services.env.backends.tools import WithTools
 from services.env.environments.adapters.gymnasium import Gymnasium, GymnasiumConfig
@@ -32,6 +33,7 @@ from services.env.environments.math.environment import Math, MathConfig
 from services.env.environments.text_to_sql.environment import TextToSql, TextToSqlConfig
 from services.env.tools.settings import check_requested, split_config
 from services.env.tools.toolset import Toolbox, ToolSet
+from services.env.workers.pool import WorkerPool
 from shared.errors import ConfigError, Conflict, Forbidden, InputError, NotFound, Unavailable
 from shared.files import storage
 from shared.process import telemetry
@@ -104,7 +106,8 @@ _VARIANTS = TypeAdapter(dict[str, VariantRecord])
 class Catalogue:
     """Args: configs: settings of built-in environments that differ from their defaults, by name; variants: the file
     that keeps what is registered; configured: variants of the configuration, (base, settings) by name; toolbox: what
-    the tools of environments run on. Raises NotFound, InputError, ConfigError (the file cannot be read).
+    the tools of environments run on; pool: processes that episodes run in, if not in threads of the service. Raises
+    NotFound, InputError, ConfigError (the file cannot be read).
     """
 
     def __init__(
@@ -114,8 +117,9 @@ class Catalogue:
         variants: Path | None = None,
         configured: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
         toolbox: Toolbox | None = None,
+        pool: WorkerPool | None = None,
     ) -> None:
-        self._runner, self._file, self._toolbox = runner, variants, toolbox
+        self._runner, self._file, self._toolbox, self._pool = runner, variants, toolbox, pool
         given = dict(configs or {})
         self._entries: dict[str, CatalogueEntry] = {}
         self._variants: dict[str, VariantRecord] = {}
@@ -155,10 +159,10 @@ class Catalogue:
         self._entries.pop(name, None)
 
     def built_in(self, name: str) -> InThreads | None:
-        """The backend of a built-in environment or a variant; None for a submitted one. Raises NotFound."""
-        backend = self.get(name).backend
-        backend = backend.base if isinstance(backend, WithTools) else backend
-        return backend if isinstance(backend, InThreads) else None
+        """A built-in environment or a variant, as it is in the service itself; None for a submitted one. Raises
+        NotFound.
+        """
+        return _local(self.get(name).backend)
 
     def tools(self, name: str) -> ToolSet | None:
         """The tools that an environment gives its episodes. Raises NotFound."""
@@ -204,7 +208,8 @@ class Catalogue:
         own, tools = split_config(kind, settings)
         config = _valid(kind, own)
         shown = config.model_dump(mode="json")
-        backend: Backend = InThreads(name, kind, lambda: KINDS[kind].build(config), self._runner)
+        local = InThreads(name, kind, lambda: KINDS[kind].build(config), self._runner)
+        backend: Backend = InProcesses(local, kind, dict(shown), self._pool) if self._pool else local
         if tools.tools:
             if self._toolbox is None:
                 raise InputError(f"{name}: there are no tools here")
@@ -253,9 +258,21 @@ def try_out(environment: Environment) -> None:
 
 
 def _environment(entry: CatalogueEntry) -> Environment:
-    backend = entry.backend.base if isinstance(entry.backend, WithTools) else entry.backend
-    assert isinstance(backend, InThreads)
-    return backend.environment
+    local = _local(entry.backend)
+    assert local is not None
+    return local.environment
+
+
+def _local(backend: Backend) -> InThreads | None:
+    match backend:
+        case WithTools():
+            return _local(backend.base)
+        case InProcesses():
+            return backend.local
+        case InThreads():
+            return backend
+        case _:
+            return None
 
 
 def _read(file: Path | None) -> Mapping[str, VariantRecord]:

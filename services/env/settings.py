@@ -35,7 +35,8 @@ class EnvSettings:
     dependencies come from.
 
     ttl_s is the idle life of an episode, in seconds; deadline_s bounds one call into environment code; n_threads is
-    how many calls into one kind of environment run at once.
+    how many calls into one kind of environment run at once, n_processes how many processes the episodes of built-in
+    environments run in, 0 if in the service's own threads.
     """
 
     env: str
@@ -50,6 +51,7 @@ class EnvSettings:
     sandbox: SandboxLimits
     max_sandboxes: int
     package_index: str
+    n_processes: int = 0
     unsandboxed: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     variants: Mapping[str, tuple[str, Mapping[str, Any]]] = field(
@@ -83,6 +85,7 @@ def from_config(config: RunConfig) -> EnvSettings:
         sandbox=SandboxLimits(memory_mb=env.sandbox_memory_mb),
         max_sandboxes=max(64, orchestrator.max_concurrent_episodes + 32),
         package_index=env.package_index,
+        n_processes=env.processes,
         unsandboxed=env.unsandboxed,
         remote_tokens_file=env.remote_tokens_file,
         ca_file=config.services.tls.ca_file,

@@ -1,0 +1,74 @@
+"""The backend of a built-in environment whose episodes run in worker processes (see services.env.workers)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from services.env.backends.base import Call, call_seconds
+from services.env.backends.threads import InThreads
+from services.env.environments.base import Demonstration, Message, StepResult
+from services.env.workers import wire
+from services.env.workers.pool import Worker, WorkerPool
+
+
+@dataclass(frozen=True, slots=True)
+class InProcesses:
+    """Args: local: the same environment in the service itself, for what costs nothing: which splits, how many tasks."""
+
+    local: InThreads
+    kind: str
+    config: Mapping[str, Any]
+    pool: WorkerPool
+
+    async def splits(self) -> tuple[str, ...]:
+        return await self.local.splits()
+
+    async def num_tasks(self, split: str) -> int:
+        return await self.local.num_tasks(split)
+
+    async def task(self, split: str, index: int) -> str:
+        with self.timed("reset"):
+            return await self.pool.ask("task", **self._named(split, index))
+
+    async def reset(self, split: str, index: int, seed: int) -> ProcessEpisode:
+        with self.timed("reset"):
+            worker, number, opened = await self.pool.begin(seed=seed, **self._named(split, index))
+        return ProcessEpisode(self, worker, number, opened["task"], tuple(opened["opening"]), opened["tools"])
+
+    async def demonstration(self, split: str, index: int) -> Demonstration:
+        with self.timed("demonstrate"):
+            return wire.demonstration_of(await self.pool.ask("demonstration", **self._named(split, index)))
+
+    def why_stuck(self) -> str | None:
+        return self.pool.why_none()
+
+    def timed(self, call: Call) -> Any:
+        """Counts the seconds of a call."""
+        return call_seconds(self.local.name, call).time()
+
+    def _named(self, split: str, index: int) -> dict[str, Any]:
+        return {"env": self.local.name, "kind": self.kind, "config": self.config, "split": split, "index": index}
+
+
+@dataclass(slots=True)
+class ProcessEpisode:
+    """An episode in a worker process."""
+
+    backend: InProcesses
+    worker: Worker
+    number: str
+    task: str
+    opening: tuple[Message, ...]
+    tools: Sequence[Mapping[str, Any]]
+    closed: bool = False
+
+    async def step(self, message: Message) -> StepResult:
+        with self.backend.timed("step"):
+            return wire.step_of(await self.backend.pool.step(self.worker, self.number, message))
+
+    async def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.worker.forget(self.number)

@@ -1,0 +1,168 @@
+"""Built-in environments in worker processes: answers as in threads, and what becomes of episodes when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.env.backends.base import Backend, GivenUp
+from services.env.backends.processes import InProcesses, ProcessEpisode
+from services.env.backends.threads import ThreadRunner
+from services.env.catalogue import Catalogue
+from services.env.environments.base import assistant
+from services.env.workers.pool import WorkerPool, WorkerSettings
+from shared.errors import InputError, NotFound, VolleyError
+from tests.env.conftest import OpenClient
+
+SETTINGS = WorkerSettings(n_threads=2, deadline_s=20.0, max_waiting=64)
+
+
+@asynccontextmanager
+async def running(n: int, settings: WorkerSettings = SETTINGS) -> AsyncIterator[WorkerPool]:
+    async with WorkerPool(n, settings) as pool:
+        keeping = asyncio.ensure_future(pool.keep())
+        try:
+            yield pool
+        finally:
+            keeping.cancel()
+            await asyncio.wait([keeping])
+
+
+def backends(pool: WorkerPool, name: str, config: Mapping[str, Any]) -> tuple[Backend, Backend]:
+    """The same environment in processes, and in threads of this one."""
+    runner = ThreadRunner(2, 20.0, 64)
+    found = Catalogue(runner, {name: config}, pool=pool).get(name).backend
+    assert isinstance(found, InProcesses)
+    return found, found.local
+
+
+async def both(pool: WorkerPool) -> None:
+    async with asyncio.timeout(60):
+        while pool.n_running < 2:
+            await asyncio.sleep(0.01)
+
+
+async def test_an_environment_in_processes_is_the_one_in_threads() -> None:
+    async with running(1) as pool:
+        for name, config, text in (
+            ("frozen_lake", {"size": 4}, "<answer>Right || Down</answer>"),
+            ("text_to_sql", {}, "```sql\nSELECT 1\n```"),
+        ):
+            there, here = backends(pool, name, config)
+            assert await there.splits() == await here.splits()
+            assert await there.num_tasks("train") == await here.num_tasks("train")
+            assert await there.task("train", 7) == await here.task("train", 7)
+            assert await there.demonstration("train", 7) == await here.demonstration("train", 7)
+            one, other = await there.reset("train", 7, 3), await here.reset("train", 7, 3)
+            assert (one.task, one.opening, list(one.tools)) == (other.task, other.opening, list(other.tools))
+            assert await one.step(assistant(text)) == await other.step(assistant(text))
+            assert await one.step(assistant("\ud800 half of a pair")) == await other.step(
+                assistant("\ud800 half of a pair")
+            )
+
+
+async def test_errors_of_an_environment_come_as_they_are() -> None:
+    async with running(1) as pool:
+        there, here = backends(pool, "frozen_lake", {})
+        for split, index in (("train", 10**9), ("night", 0)):
+            with pytest.raises(NotFound) as one:
+                await there.reset(split, index, 0)
+            with pytest.raises(NotFound) as other:
+                await here.reset(split, index, 0)
+            assert (one.value.detail, one.value.hint) == (other.value.detail, other.value.hint)
+        refused, _ = backends(pool, "gymnasium", {"id": "NoSuch-v0"})
+        with pytest.raises(InputError, match="NoSuch"):
+            await refused.reset("train", 0, 0)
+
+
+async def test_a_dead_process_loses_its_episodes_and_no_others_and_is_replaced() -> None:
+    async with running(2) as pool:
+        there, _ = backends(pool, "frozen_lake", {})
+        await both(pool)
+        episodes = [await there.reset("train", index, 0) for index in range(5)]
+        assert all(isinstance(episode, ProcessEpisode) for episode in episodes)
+        by_pid: dict[int, list[ProcessEpisode]] = {}
+        for episode in episodes:
+            assert isinstance(episode, ProcessEpisode)
+            by_pid.setdefault(episode.worker.pid, []).append(episode)
+        assert sorted(map(len, by_pid.values())) == [2, 3]
+        (dead, lost), (_, kept) = by_pid.items()
+        waiting = asyncio.ensure_future(lost[0].step(assistant("<answer>Right</answer>")))
+        os.kill(dead, signal.SIGKILL)
+        await asyncio.wait([waiting])  # it was answered, or is lost
+        assert waiting.exception() is None or isinstance(waiting.exception(), NotFound)
+        for episode in lost[1:]:
+            with pytest.raises(NotFound, match="has ended"):
+                await episode.step(assistant("<answer>Right</answer>"))
+        for episode in kept:
+            assert (await episode.step(assistant("<answer>Right</answer>"))).info.error is None
+        await both(pool)
+        assert (await there.reset("train", 9, 0)).task
+        for episode in (*lost, *lost, *kept):
+            await episode.close()
+
+
+async def test_a_process_that_does_not_answer_is_killed_and_replaced() -> None:
+    async with running(1, WorkerSettings(2, 0.5, 64, grace_s=0.5)) as pool:
+        there, _ = backends(pool, "frozen_lake", {})
+        episode = await _patiently(there)
+        os.kill(episode.worker.pid, signal.SIGSTOP)
+        with pytest.raises(GivenUp, match="did not answer"):
+            await episode.step(assistant("<answer>Right</answer>"))
+        with pytest.raises(NotFound):
+            await episode.step(assistant("<answer>Right</answer>"))
+        assert (await _patiently(there)).worker.pid != episode.worker.pid
+
+
+async def _patiently(there: Backend) -> ProcessEpisode:
+    """A process may take longer to start than these calls may take."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                episode = await there.reset("train", 0, 0)
+            except VolleyError:
+                await asyncio.sleep(0.05)
+            else:
+                assert isinstance(episode, ProcessEpisode)
+                return episode
+
+
+async def test_a_dead_process_is_a_404_to_its_clients_and_costs_the_service_nothing_else(
+    open_client: OpenClient,
+) -> None:
+    """404 to a step is what the orchestrator calls EpisodeLost, and plays again."""
+    async with open_client(n_processes=1) as client:
+        body = {"request_id": "a", "env": "frozen_lake", "split": "train", "index": 0}
+        made = (await client.post("/episodes", json=body)).json()
+        before = _workers()
+        assert len(before) == 1
+        os.kill(before[0], signal.SIGKILL)
+        step = {"request_id": "1", "message": {"role": "assistant", "content": "<answer>Right</answer>"}}
+        answer = await client.post(f"/episodes/{made['episode_id']}/step", json=step)
+        assert answer.status_code == 404
+        assert "worker process" in answer.json()["detail"]
+        again = await client.post("/episodes", json={**body, "request_id": "b"})
+        assert again.status_code == 201
+        assert again.json()["messages"] == made["messages"]
+        assert _workers() != before
+
+
+def test_no_process_is_left_when_the_service_is_gone() -> None:
+    assert _workers() == []
+
+
+def _workers() -> list[int]:
+    """Process ids of our own worker processes."""
+    found = []
+    for thread in Path("/proc/self/task").iterdir():
+        for child in map(int, (thread / "children").read_text().split()):
+            if b"services.env.workers.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
