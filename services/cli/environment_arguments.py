@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.cli.layout import TEMPLATES
+
 if TYPE_CHECKING:
     from services.cli.commands import environments
 
@@ -18,6 +20,7 @@ def add(commands: _Commands) -> None:
     parts = whole.add_subparsers(required=True, metavar="COMMAND")
     init = parts.add_parser("init", help="write a template of an environment")
     init.add_argument("file", type=Path, metavar="FILE.py")
+    init.add_argument("--template", choices=TEMPLATES, default="sums", help="what to begin with (default: sums)")
     init.set_defaults(command=_init)
     test = parts.add_parser("test", help="validate a file on this machine, as the service would")
     test.add_argument("file", type=Path, metavar="FILE.py")
@@ -77,7 +80,7 @@ def _weight(text: str) -> float:
 def _init(arguments: argparse.Namespace) -> int:
     from services.cli.commands import environments
 
-    return environments.init(arguments.file)
+    return environments.init(arguments.file, arguments.template)
 
 
 def _test(arguments: argparse.Namespace) -> int:

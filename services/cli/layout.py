@@ -9,6 +9,9 @@ from shared.errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[2]
 CACHE = PROJECT / ".cache"
+TEMPLATE_FOLDER = PROJECT / "services" / "env" / "submissions" / "templates"
+"""Of environments, which `volley env init` copies."""
+TEMPLATES = ("sums", "textarena")
 
 
 def python_of(environment: str) -> Path:

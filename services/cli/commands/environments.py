@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from services.cli.layout import CACHE, PROJECT, python_of, variables_of
+from services.cli.layout import CACHE, PROJECT, TEMPLATE_FOLDER, python_of, variables_of
 from services.cli.runs import addresses
 from shared.clients.env import EnvClient
 from shared.errors import ConfigError, Unavailable
@@ -25,37 +25,6 @@ from shared.web.access import Role, read_token, token_for
 
 _POLL_S = 0.3
 _WAIT_S = 600.0
-_TEMPLATE = '''# /// script
-# requires-python = ">=3.12"
-# dependencies = []
-# ///
-"""Sums of two numbers. Change it, then: volley env test FILE; volley env submit FILE --weight 1"""
-
-import random
-
-
-class Sums:
-    splits = {"train": 1000, "eval": 100}  # number of tasks of each split
-
-    def reset(self, split, index, seed):
-        """Begins an episode of one task; returns what the model reads first.
-
-        The same (split, index) is the same task everywhere; `seed` is for what is random after it is chosen.
-        """
-        task = 2 * index + (split == "eval")  # an evaluation task is never a training task
-        self.a, self.b = task // 47, task % 47
-        return f"{self.a}+{self.b}="
-
-    def step(self, text):
-        """Answers what the model said: (what it reads next, reward, terminated, truncated, info)."""
-        right = text.strip() == str(self.a + self.b)
-        return "", float(right), True, False, {"success": right}
-
-    def demonstration(self, split, index):
-        """Optional: a conversation to learn from."""
-        prompt = self.reset(split, index, 0)
-        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": str(self.a + self.b)}]
-'''
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +46,11 @@ class EnvTarget:
         return EnvClient(found.urls["env"], token=token_for(found.token_files, Role.ADMIN), ca_file=found.ca_file)
 
 
-def init(file: Path) -> int:
+def init(file: Path, template: str) -> int:
     """Raises ConfigError where the file is there already."""
     try:
         with file.open("x") as out:
-            out.write(_TEMPLATE)
+            out.write((TEMPLATE_FOLDER / f"{template}.py").read_text())
     except FileExistsError:
         raise ConfigError(f"{file} is there already", "choose another name") from None
     print(f"wrote {file}\ntry it:    volley env test {file}\nsubmit it: volley env submit {file} --weight 1")

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from services.env.api.schemas import (
+    AdapterBody,
     Described,
     Listed,
     LogShown,
@@ -26,6 +27,7 @@ from services.env.backends.remote.protocols import RemoteEnvironment
 from services.env.catalogue import CatalogueEntry
 from services.env.submissions.record import SubmittedVersion
 from services.env.submissions.submission import Submission
+from services.env.submissions.templates import source_of
 from shared.errors import InputError
 from shared.web import http
 from shared.web.access import Role
@@ -67,9 +69,9 @@ async def list_environments(request: Request) -> Response:
 )
 async def submit_environment(request: Request) -> Response:
     """Submits an environment: a Python file (its text as the body with Content-Type text/x-python and `?name=`, or
-    `{name, source}`), a zip file or wheel (application/zip), or a remote one (`{name, url, protocol, config}`): 202,
-    and it is validated next. With `{name, base, config}` adds a configured variant of a built-in one: 201, or 200 when
-    it exists already with these settings.
+    `{name, source}`), a zip file or wheel (application/zip), a remote one (`{name, url, protocol, config}`), or one of
+    another package (`{name, adapter, config}`): 202, and it is validated next. With `{name, base, config}` adds a
+    configured variant of a built-in one: 201, or 200 when it exists already with these settings.
     """
     state = state_of(request)
     if _is_file(request):
@@ -148,6 +150,9 @@ def _object(raw: Mapping[str, Any], name: str | None = None) -> Submission:
     if "url" in raw:
         far = http.validated(RemoteBody, _named(raw, name), strict=True)
         return Submission(far.name, RemoteEnvironment(far.protocol, far.url, far.config), None, far.config, far.weight)
+    if "adapter" in raw:
+        asked = http.validated(AdapterBody, _named(raw, name), strict=True)
+        return Submission(asked.name, source_of(asked.adapter), None, asked.config, asked.weight)
     body = http.validated(SubmitBody, _named(raw, name), strict=True)
     return Submission(body.name, body.source.encode("utf-8", "surrogatepass"), body.entry, body.config, body.weight)
 

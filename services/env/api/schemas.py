@@ -105,6 +105,15 @@ class RemoteBody(
     weight: Weight = 0.0
 
 
+class AdapterBody(Body, json_schema_extra=_example(name="tac", adapter="textarena", config={"game": "TicTacToe-v0"})):
+    """An environment of another package, played by the adapter of that name; `config` are the adapter's settings."""
+
+    name: EnvName
+    adapter: Annotated[str, Field(min_length=1, max_length=80)]
+    config: Config = {}
+    weight: Weight = 0.0
+
+
 class RegisterBody(Body, json_schema_extra=_example(name="frozen_lake-6", base="frozen_lake", config={"size": 6})):
     """A configured variant of the environment `base`."""
 

@@ -176,6 +176,7 @@ class DependencyStore:
         uv = find_uv()
         options = ["--only-binary", ":all:", "--no-config", "--no-sources", "--no-python-downloads"]
         options += ["--default-index", self._index, "--keyring-provider", "disabled", "--link-mode", "copy"]
+        options += ["--compile-bytecode"]  # each episode imports them in a process of its own, which cannot keep it
         options += [
             "--python",
             str(self._python),

@@ -1,0 +1,19 @@
+"""Files that one can begin with: submitted as they are, with settings, or changed first (`volley env init --template`).
+None of them is imported here: they run in sandboxes, with the packages that they declare.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shared.errors import NotFound
+
+_FOLDER = Path(__file__).parent
+
+
+def source_of(name: str) -> bytes:
+    """The file of an adapter. Raises NotFound naming those there are."""
+    known = sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem != "__init__")
+    if name not in known:
+        raise NotFound(f"there is no adapter {name[:80]!r}", f"there are: {', '.join(known)}")
+    return (_FOLDER / f"{name}.py").read_bytes()

@@ -1,0 +1,28 @@
+# /// script
+# requires-python = ">=3.12"
+# dependencies = []
+# ///
+"""Sums of two numbers. Change it, then: volley env test FILE; volley env submit FILE --weight 1"""
+
+
+class Sums:
+    splits = {"train": 1000, "eval": 100}  # number of tasks of each split
+
+    def reset(self, split, index, seed):
+        """Begins an episode of one task; returns what the model reads first.
+
+        The same (split, index) is the same task everywhere; `seed` is for what is random after it is chosen.
+        """
+        task = 2 * index + (split == "eval")  # an evaluation task is never a training task
+        self.a, self.b = task // 47, task % 47
+        return f"{self.a}+{self.b}="
+
+    def step(self, text):
+        """Answers what the model said: (what it reads next, reward, terminated, truncated, info)."""
+        right = text.strip() == str(self.a + self.b)
+        return "", float(right), True, False, {"success": right}
+
+    def demonstration(self, split, index):
+        """Optional: a conversation to learn from."""
+        prompt = self.reset(split, index, 0)
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": str(self.a + self.b)}]
