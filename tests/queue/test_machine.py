@@ -381,9 +381,12 @@ def fence(trainer: TrainerModel) -> bytes | None:
     return lineage.fence.encode() if lineage else None
 
 
-def test_any_order_of_work_and_faults(redis_server: ServerSpec):
+@pytest.mark.parametrize("n_examples", [20, pytest.param(60, marks=pytest.mark.long)])
+def test_any_order_of_work_and_faults(redis_server: ServerSpec, n_examples: int):
     class Machine(QueueMachine):
         def __init__(self) -> None:
             super().__init__(redis_server.url)
 
-    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(
+        Machine, settings=settings(max_examples=n_examples, stateful_step_count=40, deadline=None)
+    )

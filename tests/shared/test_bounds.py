@@ -59,7 +59,9 @@ def test_hostile_msgpack_is_refused_before_it_costs_memory(name: str) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE_JSON)
 def test_hostile_json_is_refused_before_it_costs_memory(name: str) -> None:
-    assert peak_of(lambda: codec.from_json(HOSTILE_JSON[name])) < 2**20
+    """`members` at the bound of a body, the others at less: tracing memory is slow."""
+    most = bounds.MAX_OBJECTS if name == "members" else bounds.MAX_OBJECTS // 8
+    assert peak_of(lambda: codec.from_json(HOSTILE_JSON[name], max_objects=most)) < 2**20
 
 
 def peak_of(decode: object) -> int:

@@ -160,7 +160,7 @@ TREES = st.dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(TREES, TREES)
 def test_plain_trees_are_merged_as_omegaconf_merges_them(under, over):
     try:

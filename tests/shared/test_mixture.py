@@ -34,7 +34,7 @@ def assigned(weights, changes):
 
 
 @given(weights=WEIGHTS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 def test_every_prefix_has_the_shares_to_less_than_one_group(weights):
     found, counts, total = TicketAssignment(weights), Counter(), sum(weights.values())
     for ticket in range(1, 400):
@@ -43,7 +43,7 @@ def test_every_prefix_has_the_shares_to_less_than_one_group(weights):
 
 
 @given(history=histories())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 def test_every_segment_has_its_shares_after_what_plays_first(history):
     weights, changes = history
     found = assigned(weights, changes)
@@ -61,7 +61,7 @@ def test_every_segment_has_its_shares_after_what_plays_first(history):
 
 
 @given(history=histories())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=70, deadline=None)
 def test_ordinals_are_dense_and_a_restart_equals_no_restart(history):
     weights, changes = history
     found, seen = TicketAssignment(weights), []
@@ -77,7 +77,7 @@ def test_ordinals_are_dense_and_a_restart_equals_no_restart(history):
 
 
 @given(history=histories())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_lines_that_are_read_back_are_those_that_were_written(history):
     weights, changes = history
     found = TicketAssignment(weights)

@@ -61,7 +61,7 @@ MEMBERS = st.dictionaries(
 
 
 @given(members=MEMBERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_everybody_has_at_least_the_least_share_and_all_shares_are_one(members):
     found = shares(members)
     assert sum(found.values()) == 1

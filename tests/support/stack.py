@@ -1,5 +1,5 @@
-"""`volley train` and `volley up` as processes, for tests of the whole stack: output, services, and what is left of
-them.
+"""`volley train` and `volley up` as processes, for tests of the whole stack, also around a simulated engine and
+trainer: output, services, and what is left of them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,25 @@ from services.cli.layout import PROJECT
 from shared.run.folder import RunFolder
 
 SMALL = "tests/system/small.yaml"
+SIMULATED = "configs/chaos.yaml"
 _NAME = "system"
 _MARK = "VOLLEY_TEST_RUN"
+_PROGRAM = """
+import pathlib, sys
+from services.cli.commands import train
+from services.cli.local.stack import StackSeams
+from shared.errors import VolleyError
+from tools.chaos.arena import SIMULATED
+command, where, *overrides = sys.argv[1:]
+seams = StackSeams(SIMULATED)
+try:
+    begun = train.main([where], overrides, seams) if command == "train" else None
+    code = train.resume(pathlib.Path(where), overrides, seams) if begun is None else begun
+except VolleyError as error:
+    code = f"volley: {error}"
+raise SystemExit(code)
+"""
+"""The two commands, but for the engine and the trainer. Every error has the exit code 1."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +73,9 @@ class Training:
 
     def service(self, name: str) -> int:
         """The process id of a service, of redis, or of the reaper: a child of the supervisor."""
-        wanted = {"redis": "-server", "reaper": "reaper.py"}.get(name, f"services.{name}")
+        wanted = {"redis": "-server", "reaper": r"reaper\.py"}.get(name, rf"(services|simulated)\.{name}\b")
         for pid in self._processes():
-            if _parent(pid) == self.process.pid and wanted in _command(pid):
+            if _parent(pid) == self.process.pid and re.search(wanted, _command(pid)):
                 return pid
         raise AssertionError(f"no process {name}")
 
@@ -100,29 +117,31 @@ class Training:
 
 
 @contextlib.contextmanager
-def training(folder: Path, *overrides: str, config: str = SMALL) -> Iterator[Training]:
+def training(folder: Path, *overrides: str, simulated: bool = False) -> Iterator[Training]:
     """`volley train` of a run in `folder` (its runs/ and what it prints lie there); at the end, whatever is left is
     killed.
     """
+    config = [SIMULATED] if simulated else ["--config", SMALL]
     places = [f"run.dir={folder / 'runs'}", f"run.name={_NAME}"]
-    with _volley(folder, "train", "--config", config, *places, *overrides) as running:
+    with _volley(folder, simulated, "train", *config, *places, *overrides) as running:
         yield running
 
 
 @contextlib.contextmanager
-def continued(folder: Path) -> Iterator[Training]:
+def continued(folder: Path, *, simulated: bool = False) -> Iterator[Training]:
     """`volley up` on the run that `training` has begun in `folder`."""
-    with _volley(folder, "up", str(folder / "runs" / _NAME)) as running:
+    with _volley(folder, simulated, "up", str(folder / "runs" / _NAME)) as running:
         yield running
 
 
 @contextlib.contextmanager
-def _volley(folder: Path, *arguments: str) -> Iterator[Training]:
+def _volley(folder: Path, simulated: bool, *arguments: str) -> Iterator[Training]:
     folder.mkdir(parents=True, exist_ok=True)
     mark, output, errors = uuid.uuid4().hex, folder / "output", folder / "errors"
     environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {_MARK: mark}
     with output.open("wb") as out, errors.open("wb") as err:
-        command = [sys.executable, "-m", "services.cli", *arguments]
+        program = ["-c", _PROGRAM] if simulated else ["-m", "services.cli"]
+        command = [sys.executable, *program, *arguments]
         process = subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=out, stderr=err)
     running = Training(process, RunFolder(folder / "runs" / _NAME), output, errors, mark)
     try:

@@ -4,19 +4,12 @@ ticket is the task that it is in an undisturbed run.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from services.cli.layout import PROJECT
 from services.cli.reporting import jsonl, report
 from services.cli.runs import addresses
 from services.cli.verify.command import verify
@@ -27,18 +20,10 @@ from shared.run.mixture import TicketAssignment, replayed
 from shared.run.shares import configured, weights_of
 from shared.types import Group
 from shared.web.access import Role, token_for
-from tests.support.stack import Training
+from tests.support.stack import training
 
-PROGRAM = """
-import sys
-from services.cli.commands import train
-from services.cli.local.stack import StackSeams
-from tools.chaos.arena import SIMULATED
-raise SystemExit(train.main([sys.argv[1]], sys.argv[2:], StackSeams(SIMULATED)))
-"""
 N_STEPS = 12
 SETTINGS = (
-    "run.name=m",
     "run.seed=5",
     f"trainer.max_steps={N_STEPS}",
     "data.n_eval_tasks=4",
@@ -51,24 +36,11 @@ SETTINGS = (
 pytestmark = pytest.mark.timeout(600)
 
 
-@contextmanager
-def training(folder: Path) -> Iterator[Training]:
-    folder.mkdir()
-    mark, output, errors = uuid.uuid4().hex, folder / "output", folder / "errors"
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT), "VOLLEY_TEST_RUN": mark}
-    command = [sys.executable, "-c", PROGRAM, "configs/chaos.yaml", f"run.dir={folder}", *SETTINGS]
-    with output.open("wb") as out, errors.open("wb") as err:
-        process = subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=out, stderr=err)
-    run = Training(process, RunFolder(folder / "m"), output, errors, mark)
-    try:
-        yield run
-    finally:
-        run.end()
-
-
 def trained(run: RunFolder) -> dict[int, tuple[str, str]]:
     """Environment and task of every archived ticket."""
-    groups = [Group.decode(data) for v in archive.versions(run.archive) for data in archive.read(run.archive, "m", v)]
+    groups = [
+        Group.decode(data) for v in archive.versions(run.archive) for data in archive.read(run.archive, run.name, v)
+    ]
     return {group.ticket: (group.env, group.task) for group in groups}
 
 
@@ -80,16 +52,16 @@ def proven(run: RunFolder) -> None:
 def asked(run: RunFolder, mixture: dict[str, float]) -> dict[str, Any]:
     found = addresses.read(run)
     headers = {"Authorization": f"Bearer {token_for(found.token_files, Role.ADMIN)}"}
-    url = f"{found.urls['orchestrator']}/runs/m"
+    url = f"{found.urls['orchestrator']}/runs/{run.name}"
     answer = httpx.patch(url, json={"mixture": mixture}, headers=headers, trust_env=False, timeout=60)
     assert answer.status_code == 200, answer.text
     return {row["env"]: row for row in answer.json()["mixture"]}
 
 
 def test_an_orchestrator_that_is_killed_while_the_mixture_changes_gives_no_ticket_another_task(tmp_path: Path) -> None:
-    with training(tmp_path / "calm") as calm:
+    with training(tmp_path / "calm", *SETTINGS, simulated=True) as calm:
         assert calm.wait(300) == 0, calm.text()
-    with training(tmp_path / "rough") as rough:
+    with training(tmp_path / "rough", *SETTINGS, simulated=True) as rough:
         for n, step in enumerate((2, 5, 8), start=1):
             rough.wait_for(rf"^step +{step}/{N_STEPS}", 120)
             if n == 2:

@@ -17,10 +17,12 @@ from services.cli.verify.command import verify
 from tests.support.stack import continued, training
 
 pytestmark = pytest.mark.timeout(400)
+simulated_and_real = pytest.mark.parametrize("simulated", [True, pytest.param(False, marks=pytest.mark.long)])
 
 
-def test_ctrl_c_stops_everything_and_says_how_to_go_on(tmp_path: Path) -> None:
-    with training(tmp_path, "trainer.max_steps=2") as run:
+@simulated_and_real
+def test_ctrl_c_stops_everything_and_says_how_to_go_on(tmp_path: Path, simulated: bool) -> None:
+    with training(tmp_path, simulated=simulated) as run:
         run.wait_for(r"^all services answer")
         run.process.send_signal(signal.SIGINT)
         assert run.wait(90) == 130
@@ -29,8 +31,8 @@ def test_ctrl_c_stops_everything_and_says_how_to_go_on(tmp_path: Path) -> None:
 
 
 def test_sigterm_between_steps_with_open_connections_and_the_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    with training(tmp_path, "trainer.max_steps=4") as first, contextlib.ExitStack() as links:
-        first.wait_for(r"^step +1/4", 300)
+    with training(tmp_path, "trainer.max_steps=3") as first, contextlib.ExitStack() as links:
+        first.wait_for(r"^step +1/3", 300)
         for url in orjson.loads(first.folder.processes.read_bytes())["urls"].values():
             address = urlsplit(url)
             link = links.enter_context(socket.create_connection((address.hostname, address.port)))
@@ -40,21 +42,22 @@ def test_sigterm_between_steps_with_open_connections_and_the_run_goes_on_as_if_n
         assert first.leftovers() == []
     with continued(tmp_path) as second:
         assert second.wait(400) == 0, second.text()
-        assert "DONE: steps=4" in second.text()
-    for log, wanted in (("sft", [1, 2]), ("metrics", [1, 2, 3, 4]), ("evals", [0, 4])):
+        assert "DONE: steps=3" in second.text()
+    for log, wanted in (("sft", [1, 2]), ("metrics", [1, 2, 3]), ("evals", [0, 3])):
         assert [row["step"] for row in jsonl.read(first.folder.path / f"{log}.jsonl")] == wanted
     assert first.folder.plot.stat().st_size > 0
     result = verify(first.folder)
     assert result["ok"], result["violations"]
 
 
-def test_nothing_outlives_a_killed_supervisor_and_the_next_one_waits_for_that(tmp_path: Path) -> None:
-    with training(tmp_path) as run:
+@simulated_and_real
+def test_nothing_outlives_a_killed_supervisor_and_the_next_one_waits_for_that(tmp_path: Path, simulated: bool) -> None:
+    with training(tmp_path, simulated=simulated) as run:
         run.wait_for(r"^all services answer")
         left = [run.service(name) for name in ("redis", "env", "trainer", "rollout", "orchestrator")]
         run.process.kill()
         run.process.wait()
-        with continued(tmp_path) as second:
+        with continued(tmp_path, simulated=simulated) as second:
             second.wait_for(r"^run system in .*: starting services")
             assert not any(map(exists, left))
             second.wait_for(r"^all services answer")
@@ -62,14 +65,14 @@ def test_nothing_outlives_a_killed_supervisor_and_the_next_one_waits_for_that(tm
 
 
 def test_two_servers_never_write_one_queue_even_if_nobody_is_left_to_end_the_first(tmp_path: Path) -> None:
-    with training(tmp_path) as run:
+    with training(tmp_path, simulated=True) as run:
         run.wait_for(r"^all services answer")
         orphan = run.service("redis")
         os.kill(run.service("reaper"), signal.SIGKILL)
         run.process.kill()
         run.process.wait()
-        with continued(tmp_path) as second:
-            assert second.wait(120) == 2, second.text()
+        with continued(tmp_path, simulated=True) as second:
+            assert second.wait(120) == 1, second.text()
             assert f"another server is using {run.folder.redis}" in second.text()
         assert exists(orphan)
 
