@@ -7,6 +7,7 @@ are values in and sentences out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -197,8 +198,22 @@ def _trainer(who: _Who, said: Mapping[str, Any]) -> WaitNode:
     busy = f"at work ({phase}, {said.get('step')} of {said.get('max_steps')} steps done)" if phase in _AT_WORK else ""
     if not waits:
         return WaitNode(*who, busy=busy)
-    links = (WaitLink(one["on"], one["why"] if one["on"] == "orchestrator" else _sentence(one)) for one in waits)
-    return WaitNode(*who, waits=tuple(links), busy=busy if phase in ("training", "saving") else "")
+    return WaitNode(*who, waits=_links(waits), busy=busy if phase in ("training", "saving") else "")
+
+
+def _links(waits: Sequence[Mapping[str, Any]]) -> tuple[WaitLink, ...]:
+    """One for each service that is waited for: many calls wait for the same one, each for something of its own."""
+    first, found = dict[str, Mapping[str, Any]](), Counter(one["on"] for one in waits)
+    for one in waits:
+        first.setdefault(one["on"], one)
+    return tuple(
+        WaitLink(on, (one["why"] if on == "orchestrator" else _sentence(one)) + _and_more(found[on] - 1))
+        for on, one in first.items()
+    )
+
+
+def _and_more(n: int) -> str:
+    return f", and {n} more like it" if n else ""
 
 
 def _sentence(wait: Mapping[str, Any]) -> str:

@@ -293,3 +293,10 @@ def test_a_run_of_which_nothing_answers_is_stopped_and_one_service_says_nothing_
         "env does not answer: Connection refused",
     )
     assert judge([*away[1:], trainer()]).state != "stopped"
+
+
+def test_many_calls_that_wait_for_the_same_service_are_one_line():
+    many = [*waits("env", "task 4 is not drawn yet"), *waits("env", "task 9 is not drawn yet"), *waits("redis", "away")]
+    chain = judge([trainer(phase="warm start", waits=many), ENV]).chain
+    assert "trainer waits for env: task 4 is not drawn yet, and 1 more like it" in chain
+    assert not any("task 9" in line for line in chain)
