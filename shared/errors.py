@@ -245,13 +245,20 @@ def problem(error: VolleyError) -> dict[str, Any]:
 def from_problem(status: int, body: dict[str, Any]) -> VolleyError:
     """The error a problem body stands for; an unknown type becomes the nearest class by HTTP status."""
     name = str(body.get("type", "")).rpartition(":")[2]
-    detail = str(body.get("detail") or body.get("title") or f"HTTP {status}")
+    detail = str(body.get("detail") or body.get("title") or _of_openai(status, body) or f"HTTP {status}")
     kind = _BY_NAME.get(name) or _by_status(status)
     error = kind(detail, str(body.get("hint", "")))
     after_s = body.get("retry_after_s")
     if isinstance(error, Unavailable) and isinstance(after_s, int | float) and after_s >= 0:
         error.retry_after_s = min(after_s, MAX_RETRY_AFTER_S)
     return error
+
+
+def _of_openai(status: int, body: dict[str, Any]) -> str | None:
+    """What OpenAI's API says is wrong: {"error": {"message": …}}."""
+    error = body.get("error")
+    message = error.get("message") if isinstance(error, dict) else error
+    return f"HTTP {status}: {message[:MAX_DETAIL]}" if isinstance(message, str) else None
 
 
 def _by_status(status: int) -> type[VolleyError]:

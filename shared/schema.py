@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from shared.reward_schema import EnvironmentRewards, RewardServer, missing_servers
 from shared.services import SERVICES
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -87,13 +88,14 @@ class DataSection(Section):
     """Which environment makes the tasks. `train` and `eval` are the files of a dataset environment.
 
     `mixture` names the environments that the run plays beside `env`, its main one, whose weight is 1 unless it is named
-    there too.
+    there too. `rewards` says by environment what else than its own reward its episodes get.
     """
 
     env: str
     env_config: dict[str, Any] = {}
     mixture: dict[str, Annotated[MixtureEntry, BeforeValidator(_entry)]] = {}
     curriculum: CurriculumConfig | None = None
+    rewards: dict[str, EnvironmentRewards] = {}
     train: Path | None = None
     eval: Path | None = None
     n_eval_tasks: PositiveInt = 200
@@ -269,7 +271,8 @@ class EnvEndpoint(Endpoint):
     submitted where this machine cannot confine their code. `sandbox_memory_mb` is what one episode's process may use.
     `processes` run the episodes of built-in environments, each with threads of its own (0: threads of the service).
     `package_index` is the only place that their dependencies come from. `remote_tokens_file` is a secret file with a
-    line `URL TOKEN` for each server of remote environments that asks for a token.
+    line `URL TOKEN` for each server of remote environments that asks for a token. `reward_servers` are the judges and
+    reward services that `data.rewards` names.
     """
 
     port: Port = SERVICES["env"].port
@@ -279,6 +282,7 @@ class EnvEndpoint(Endpoint):
     processes: Annotated[int, Field(ge=0, le=256)] = 0
     package_index: Url = "https://pypi.org/simple"
     remote_tokens_file: Path | None = None
+    reward_servers: dict[str, RewardServer] = {}
 
 
 class RolloutEndpoint(Endpoint):
@@ -409,4 +413,6 @@ class RunConfig(Section):
             )
         if self.rollout.engine.context_length > max(self.trainer.length_buckets):
             raise ValueError("trainer.length_buckets must reach rollout.engine.context_length")
+        if missing := missing_servers(self.data.rewards, self.services.env.reward_servers):
+            raise ValueError(missing[0])
         return self

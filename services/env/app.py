@@ -14,6 +14,7 @@ from services.env.backends.remote.site import open_access
 from services.env.backends.threads import ThreadRunner
 from services.env.catalogue import Catalogue, try_out
 from services.env.episodes import Episodes
+from services.env.rewards.rewards import Rewards
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.settings import MAX_OBJECTS, EnvSettings, from_config
 from services.env.submissions.programs import Programs
@@ -49,7 +50,8 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     toolbox = Toolbox(sandboxes, runner, settings.unsandboxed)
     catalogue = open_catalogue(settings, runner, toolbox, pool if settings.n_processes else None)
     remotes = open_access(settings.remote_tokens_file, settings.ca_file, settings.deadline_s)
-    async with sandboxes, pool:
+    rewarding = Rewards(settings.rewards, settings.reward_servers, settings.folder, settings.ca_file)
+    async with sandboxes, pool, rewarding as rewards:
         store = SubmissionStore(settings.folder / "submitted")
         submissions = Submissions(
             store,
@@ -68,6 +70,7 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
             ttl_s=settings.ttl_s,
             deadline_s=settings.deadline_s,
             watcher=submissions,
+            rewards=rewards,
         )
         app = create_app(
             "env",
@@ -78,7 +81,7 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
             max_objects=MAX_OBJECTS,
             about=lambda: {"sandbox": sandboxes.tier.describe() if sandboxes.tier else None},
         )
-        app.state.env, app.state.websockets = EnvState(catalogue, episodes, submissions), True
+        app.state.env, app.state.websockets = EnvState(catalogue, episodes, submissions, rewards), True
         app.include_router(environments.router)
         app.include_router(openenv.router)
         app.include_router(router)

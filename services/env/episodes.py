@@ -16,13 +16,15 @@ import hashlib
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from services.env.backends.base import Busy, LiveEpisode
 from services.env.catalogue import CatalogueEntry
-from services.env.environments.base import Message, StepResult, fingerprint
+from services.env.environments.base import Info, Message, StepResult, fingerprint
+from services.env.rewards.failures import RewardFailed
+from services.env.rewards.rewards import RewardedEpisode, Rewards
 from shared.errors import (
     Conflict,
     InputError,
@@ -35,6 +37,7 @@ from shared.errors import (
 from shared.process import telemetry
 
 MAX_STEPS = 1000
+_FINISHED = "finished"
 
 _OPEN = telemetry.Gauge("volley_env_episodes", "Episodes in memory", registry=telemetry.REGISTRY)
 _EVENTS = telemetry.Counter(
@@ -108,10 +111,12 @@ class Episodes:
         ttl_s: float,
         deadline_s: float,
         watcher: EpisodeWatcher | None = None,
+        rewards: Rewards | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ttl_s = ttl_s
         self._max, self._deadline_s, self._watcher, self._clock = max_episodes, deadline_s, watcher, clock
+        self._rewards = rewards
         self._slots: OrderedDict[str, EpisodeSlot] = OrderedDict()
         self._by_request: dict[str, EpisodeSlot] = {}
         self._done: list[LiveEpisode] = []
@@ -142,10 +147,19 @@ class Episodes:
         """Raises NotFound (unknown or expired), Conflict (over, failed, or id reused), Unavailable (did not end in
         time).
         """
+        return await self._answered(episode_id, request_id, fingerprint(message), lambda live: live.step(message))
+
+    async def finish(self, episode_id: str, request_id: str) -> StepResult:
+        """Ends an episode that its client takes no further: what it is worth as it stands. Raises what `step` does."""
+        return await self._answered(episode_id, request_id, _FINISHED, _finished)
+
+    async def _answered(
+        self, episode_id: str, request_id: str, digest: str, call: Callable[[LiveEpisode], Awaitable[StepResult]]
+    ) -> StepResult:
+        """What `call` makes of the episode; `digest` tells the same request from another one."""
         slot = self._find(episode_id)
         await self._enter(slot)
         try:
-            digest = fingerprint(message)
             if (answered := slot.answers.get(request_id)) is not None:
                 if answered[0] != digest:
                     raise Conflict(
@@ -157,7 +171,7 @@ class Episodes:
                 raise Conflict(f"episode {episode_id} is over", "create another one")
             if len(slot.answers) >= MAX_STEPS:
                 raise Conflict(f"episode {episode_id} has answered {MAX_STEPS} messages", "create another one")
-            result = await self._step(slot, episode, message)
+            result = await self._step(slot, episode, call)
             slot.answers[request_id] = (digest, result)
             return result
         finally:
@@ -207,7 +221,8 @@ class Episodes:
     async def _reset(self, slot: EpisodeSlot) -> None:
         entry, began = slot.request.entry, self._clock()
         try:
-            slot.episode = await entry.backend.reset(slot.request.split, slot.request.index, slot.seed)
+            episode = await entry.backend.reset(slot.request.split, slot.request.index, slot.seed)
+            slot.episode = episode if self._rewards is None else self._rewards.around(entry.name, episode)
         except VolleyError as error:
             slot.failure = error
             self._failed(entry.name, error)
@@ -222,11 +237,13 @@ class Episodes:
         slot.task, slot.opening, slot.tools = slot.episode.task, slot.episode.opening, slot.episode.tools
         _EVENTS.labels(entry.name, "created").inc()
 
-    async def _step(self, slot: EpisodeSlot, episode: LiveEpisode, message: Message) -> StepResult:
+    async def _step(
+        self, slot: EpisodeSlot, episode: LiveEpisode, call: Callable[[LiveEpisode], Awaitable[StepResult]]
+    ) -> StepResult:
         entry, began = slot.request.entry, self._clock()
         try:
-            result = await episode.step(message)
-        except Busy:
+            result = await call(episode)
+        except (Busy, Conflict):
             raise
         except BaseException as error:
             given_up = Unavailable(f"a step of episode {slot.id} was given up")
@@ -253,10 +270,10 @@ class Episodes:
             await self._done.pop().close()
 
     def _failed(self, env: str, error: VolleyError) -> None:
-        """What the client asked for in vain, and what the service had no room for, says nothing about the
-        environment.
+        """What the client asked for in vain, what the service had no room for, and what a judge did not answer say
+        nothing about the environment.
         """
-        if not isinstance(error, InputError | RateLimited | StorageUnavailable):
+        if not isinstance(error, InputError | RateLimited | StorageUnavailable | RewardFailed):
             _EVENTS.labels(env, "failed").inc()
             if self._watcher is not None:
                 self._watcher.ended(env, error)
@@ -297,6 +314,13 @@ class Episodes:
         if self._by_request.get(slot.request_id) is slot:
             del self._by_request[slot.request_id]
         _OPEN.set(len(self._slots))
+
+
+async def _finished(episode: LiveEpisode) -> StepResult:
+    """Truncated; without a reward where nothing but its environment gives any."""
+    if isinstance(episode, RewardedEpisode):
+        return await episode.finish()
+    return StepResult((), 0.0, False, True, Info({}, False))
 
 
 def _seed_from(request_id: str) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from services.env.sandbox.limits import SandboxLimits
+from shared.reward_schema import EnvironmentRewards, RewardServer
 from shared.run.folder import RunFolder
 from shared.schema import Limits, RunConfig, TokenFiles
 
@@ -29,6 +30,8 @@ class EnvSettings:
 
     `remote_tokens_file` holds the tokens that remote environments are sent, by their address; `ca_file` who vouches for
     those at https.
+
+    `rewards` are those beside the environments' own, by environment, and `reward_servers` who gives them.
 
     `folder` keeps what is submitted; `unsandboxed` names what may be submitted where nothing confines it, `sandbox` is
     what one process of submitted code may use, `max_sandboxes` how many there are at once, `package_index` where their
@@ -59,6 +62,8 @@ class EnvSettings:
     )
     remote_tokens_file: Path | None = None
     ca_file: Path | None = None
+    rewards: Mapping[str, EnvironmentRewards] = field(default_factory=dict[str, EnvironmentRewards])
+    reward_servers: Mapping[str, RewardServer] = field(default_factory=dict[str, RewardServer])
 
 
 def from_config(config: RunConfig) -> EnvSettings:
@@ -89,4 +94,6 @@ def from_config(config: RunConfig) -> EnvSettings:
         unsandboxed=env.unsandboxed,
         remote_tokens_file=env.remote_tokens_file,
         ca_file=config.services.tls.ca_file,
+        rewards=data.rewards,
+        reward_servers=env.reward_servers,
     )

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 import aiohttp
+import orjson
 
 from shared import codec
 from shared.bounds import MAX_OBJECTS
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _CONNECT_TIMEOUT_S = 5.0
 _NO_ADDRESS = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError)
 MAX_ANSWER_BYTES = 64 * 2**20
+_JSON = "application/json"
 _KEEPALIVE_S = 4.0  # well below that of shared.web.serving, so that no request meets a connection that is being closed
 
 
@@ -58,6 +60,7 @@ class HttpClient:
         ca_file: who vouches for a service at https:// (default: the system's authorities).
         transport: replaces the network in tests (e.g. httpx.ASGITransport(app)).
         socket_factory: makes the socket for an address, and may refuse to (PermissionError).
+        as_json: send JSON instead of msgpack, to servers that are not of this project.
     """
 
     def __init__(
@@ -69,18 +72,20 @@ class HttpClient:
         ca_file: Path | None = None,
         transport: AsyncBaseTransport | None = None,
         socket_factory: SocketFactory | None = None,
+        as_json: bool = False,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._timeout_s, self._ca_file, self._transport = timeout_s, ca_file, transport
         self._socket_factory = socket_factory
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._pack, self._media_type = (orjson.dumps, _JSON) if as_json else (codec.pack, codec.MEDIA_TYPE)
         self._wire: _Wire | None = None
 
     async def __aenter__(self) -> Self:
         if self._transport is None:
-            self._wire = _Network(self.base_url, self._headers, self._ca_file, self._socket_factory)
+            self._wire = _Network(self.base_url, self._headers, self._media_type, self._ca_file, self._socket_factory)
         else:
-            self._wire = _Direct(self.base_url, self._headers, self._transport)
+            self._wire = _Direct(self.base_url, self._headers, self._media_type, self._transport)
         return self
 
     async def __aexit__(
@@ -97,15 +102,15 @@ class HttpClient:
     async def post(
         self, path: str, body: Any, *, attempts: int = 1, timeout_s: float | None = None, max_objects: int = MAX_OBJECTS
     ) -> Any:
-        """Sends msgpack. Give `attempts` > 1 only for requests that may safely be repeated. `max_objects` bounds the
-        answer's values.
+        """Sends msgpack, or JSON. Give `attempts` > 1 only for requests that may safely be repeated. `max_objects`
+        bounds the answer's values.
         """
         return await retry(
-            lambda: self._send("POST", path, codec.pack(body), None, timeout_s, max_objects), attempts=attempts
+            lambda: self._send("POST", path, self._pack(body), None, timeout_s, max_objects), attempts=attempts
         )
 
     async def put(self, path: str, body: Any) -> Any:
-        return await self._send("PUT", path, codec.pack(body), None, None)
+        return await self._send("PUT", path, self._pack(body), None, None)
 
     async def delete(self, path: str, *, attempts: int = 1) -> Any:
         return await retry(lambda: self._send("DELETE", path, None, None, None), attempts=attempts)
@@ -147,9 +152,11 @@ class _Network:
         self,
         base_url: str,
         headers: Mapping[str, str],
+        media_type: str,
         ca_file: Path | None,
         socket_factory: SocketFactory | None,
     ) -> None:
+        self._content_type = {"Content-Type": media_type}
         trusted = client_context(ca_file) if base_url.startswith("https:") else True
         connector = aiohttp.TCPConnector(
             limit=0, keepalive_timeout=_KEEPALIVE_S, ssl=trusted, socket_factory=socket_factory
@@ -164,7 +171,7 @@ class _Network:
         self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float
     ) -> _HttpReply:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-        url, headers = self._base_url + path, _content_type(body)
+        url, headers = self._base_url + path, self._content_type if body is not None else None
         async with self._session.request(
             method, url, data=body, params=params, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
@@ -188,15 +195,20 @@ async def _bounded(answer: aiohttp.ClientResponse, path: str) -> bytes:
 class _Direct:
     """The same over an httpx transport."""
 
-    def __init__(self, base_url: str, headers: Mapping[str, str], transport: AsyncBaseTransport) -> None:
+    def __init__(
+        self, base_url: str, headers: Mapping[str, str], media_type: str, transport: AsyncBaseTransport
+    ) -> None:
         from shared.clients.direct import Direct
 
+        self._content_type = {"Content-Type": media_type}
         self._direct = Direct(base_url, headers, transport)
 
     async def send(
         self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float
     ) -> _HttpReply:
-        answer = await self._direct.send(method, path, body, params, _content_type(body), timeout_s)
+        answer = await self._direct.send(
+            method, path, body, params, self._content_type if body is not None else {}, timeout_s
+        )
         return _HttpReply(answer.status_code, answer.headers.get("Content-Type", ""), answer.content)
 
     async def close(self) -> None:
@@ -229,10 +241,6 @@ def _tls_reason(error: aiohttp.ClientSSLError) -> str:
         cause = error.certificate_error
         return f"its certificate is not accepted: {getattr(cause, 'verify_message', None) or cause}"
     return f"no TLS connection can be made: {getattr(error.os_error, 'reason', None) or error.os_error}"
-
-
-def _content_type(body: bytes | None) -> dict[str, str]:
-    return {} if body is None else {"Content-Type": codec.MEDIA_TYPE}
 
 
 def _read(answer: _HttpReply, path: str, max_objects: int) -> Any:

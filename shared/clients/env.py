@@ -18,12 +18,15 @@ from shared.types import Message
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """A new episode: its id, a readable id of the task, and the messages the model answers first."""
+    """A new episode: its id, a readable id of the task, and the messages the model answers first. `scored_at_end`: part
+    of its reward comes with its end, so one that is taken no further is to be finished.
+    """
 
     episode_id: str
     task: str
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
+    scored_at_end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ class EnvClient(HttpClient):
                 str(answer["task"]),
                 list(answer["messages"]),
                 list(answer.get("tools") or ()),
+                bool((answer.get("info") or {}).get("scored_at_end", False)),
             )
         )
 
@@ -110,6 +114,13 @@ class EnvClient(HttpClient):
         """Answers the assistant's message. Raises NotFound if the service no longer knows the episode."""
         body = {"request_id": request_id, "message": {"role": "assistant", "content": content}}
         answer = await self.post(f"/episodes/{episode_id}/step", body)
+        return _read(lambda: _step(answer))
+
+    async def finish(self, episode_id: str, request_id: str) -> StepReply:
+        """What an episode that is not over, and goes no further, is worth beside the rewards of its steps. Raises
+        NotFound.
+        """
+        answer = await self.post(f"/episodes/{episode_id}/finish", {"request_id": request_id})
         return _read(lambda: _step(answer))
 
     async def delete_episode(self, episode_id: str) -> None:

@@ -20,7 +20,7 @@ from shared.clients.rollout import Generation, ServerWeights
 from shared.errors import NotFound, QueueUnavailable, ServiceUnreachable, VolleyError
 from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
 from shared.run.seeding import TaskOrder, TicketTask
-from shared.types import VersionSpan, WeightVersion
+from shared.types import Message, VersionSpan, WeightVersion
 from tests.support.tokenizer import tiny_tokenizer
 
 V0 = WeightVersion(1, 0)
@@ -106,6 +106,7 @@ class ScriptedEnv:
     texts: list[str] = field(default_factory=list)
     respond: Callable[[str], StepReply] | None = None
     not_ready: int = 0
+    end: StepReply | None = None
     broken: set[int] = field(default_factory=set)
     by_request: dict[str, str] = field(default_factory=dict)
 
@@ -119,7 +120,8 @@ class ScriptedEnv:
             self.by_request[request_id] = f"e{len(self.created)}"
             self.open[self.by_request[request_id]] = 0
         await asyncio.sleep(self.delay_s)
-        return Opening(self.by_request[request_id], f"{split}/{index}", [{"role": "user", "content": self.prompt}])
+        messages: list[Message] = [{"role": "user", "content": self.prompt}]
+        return Opening(self.by_request[request_id], f"{split}/{index}", messages, scored_at_end=self.end is not None)
 
     async def step(self, episode_id: str, request_id: str, content: str) -> StepReply:
         await asyncio.sleep(self.delay_s)
@@ -135,6 +137,10 @@ class ScriptedEnv:
         return StepReply(
             [] if over else [{"role": "user", "content": self.reply}], 1.0, over, False, over, {"turn": 1.0}
         )
+
+    async def finish(self, episode_id: str, request_id: str) -> StepReply:
+        assert self.end is not None
+        return self.end
 
     async def delete_episode(self, episode_id: str) -> None:
         self.open.pop(episode_id, None)

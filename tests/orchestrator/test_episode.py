@@ -116,6 +116,25 @@ def test_a_conversation_reads_as_the_template_writes_it():
     assert {"env_s", "generate_s", "total_s"} == set(trajectory.timings)
 
 
+SCORED = StepReply([], 0.5, False, True, False, {"judge": 0.5})
+
+
+def test_an_episode_that_a_bound_of_ours_ends_is_scored_where_its_end_is():
+    """By the turns, and by the context; one that its environment ends has its score from there."""
+    for env, status in (
+        (ScriptedEnv(n_turns=9, end=SCORED), "truncated"),
+        (ScriptedEnv(n_turns=9, reply="long " * 60, end=SCORED), "truncated"),
+        (ScriptedEnv(n_turns=1, end=SCORED), "completed"),
+    ):
+        trajectory = play(env, ScriptedEngine())
+        given = 0.5 if status == "truncated" else 0.0
+        n_turns = len([turn for turn in trajectory.turns if turn.role == "assistant"])
+        assert trajectory.status == status
+        assert trajectory.reward == n_turns + given
+        assert trajectory.reward_components.get("judge", 0.0) == given
+        assert [turn.reward for turn in trajectory.turns if turn.role == "assistant"][-1] == 1.0 + given
+
+
 def test_a_turn_cut_by_length_is_closed_by_the_environment():
     engine = ScriptedEngine([Say([50] * 99), Say([51, EOS])])
     trajectory = play(ScriptedEnv(n_turns=2), engine)

@@ -52,6 +52,7 @@ env           viewer  GET /openenv/{env}/schema
 env           service WS /openenv/{env}/ws
 env           service POST /episodes
 env           service POST /episodes/{episode_id}/step
+env           service POST /episodes/{episode_id}/finish
 env           service DELETE /episodes/{episode_id}
 env           service GET /{env}/splits
 env           service GET /{env}/num_tasks

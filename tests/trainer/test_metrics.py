@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from services.trainer.learner.metrics import of_environments, of_groups
+from services.trainer.learner.metrics import of_components, of_environments, of_groups
 from services.trainer.loop.group_buffer import ready_group
 from shared.types import Group
 from tests.trainer.support import group
@@ -51,6 +51,12 @@ def test_environments_are_told_apart_where_there_is_another_than_the_main_one():
     }
     assert found["env/frozen_lake/groups"] == 2
     assert of_environments([adder], "frozen_lake").keys() == {key for key in found if "adder" in key}
+
+
+def test_components_of_the_rewards_have_their_means_where_there_are_several():
+    groups = [one.group for one in held({"reward_components": {"a": 1.0}}, {"reward_components": {"a": 0.0, "b": 0.5}})]
+    assert of_components(groups) == {"reward/a": 0.5, "reward/b": 0.25}
+    assert of_components([one.group for one in held({"reward_components": {"a": 1.0}})]) == {}
 
 
 def test_rewards_near_the_end_of_float64_have_a_finite_mean():

@@ -105,7 +105,9 @@ async def _offers_environments(client: HttpClient, config: RunConfig) -> None:
         except NotFound as error:
             key = f"data.env={env}" if section == "data" else section
             raise ConfigError(f"{key}: services.env.url: {client.base_url} says: {error.detail}", error.hint) from error
-        settings: Mapping[str, Any] = next((one["config"] for one in listed if one["name"] == env), {})
+        row: Mapping[str, Any] = next((one for one in listed if one["name"] == env), {})
+        _same_rewards(client, config, env, row.get("rewards"))
+        settings: Mapping[str, Any] = row.get("config", {})
         for name, wanted in entry.env_config.items():
             if name in settings and settings[name] != wanted:
                 raise ConfigError(
@@ -113,6 +115,16 @@ async def _offers_environments(client: HttpClient, config: RunConfig) -> None:
                     "start that service with this run's configuration, or write its settings into "
                     f"{section}.env_config",
                 )
+
+
+def _same_rewards(client: HttpClient, config: RunConfig, env: str, served: Any) -> None:
+    """Raises ConfigError where that service would reward episodes otherwise than this configuration says."""
+    rewards = config.data.rewards.get(env) or config.data.rewards.get(env.partition("@")[0])
+    if served != (rewards and rewards.model_dump(mode="json")):
+        raise ConfigError(
+            f"data.rewards.{env}: {client.base_url} rewards {env} otherwise",
+            "start that service with the data.rewards and services.env.reward_servers of this run",
+        )
 
 
 async def _takes_weights(client: HttpClient) -> None:

@@ -27,6 +27,7 @@ from shared.run.state import in_lineage, newest_lineage
 from shared.types import WeightVersion
 
 _MAIN, _UNNAMED = "data.env", "main environment"
+_COMPONENT = "reward/"
 
 type Rows = Sequence[Mapping[str, Any]]
 
@@ -96,6 +97,7 @@ def summarize(steps: Rows, evals: Rows, record: RunRecord | None) -> dict[str, A
         "tokens_per_sec": _tokens_per_sec(steps),
         "reward_first_step": steps[0].get("reward_mean") if steps else None,
         "reward_last_step": final.get("reward_mean"),
+        "reward_components": reward_components(steps),
         "kl_last_step": final.get("kl"),
         "logprob_abs_diff_mean": _mean(steps, "logprob_abs_diff"),
         "staleness_max": max(
@@ -107,6 +109,17 @@ def summarize(steps: Rows, evals: Rows, record: RunRecord | None) -> dict[str, A
         else [],
         "tokens_trained": sum(int(row.get("tokens") or 0) for row in steps),
     }
+
+
+def reward_components(steps: Rows) -> dict[str, list[float]]:
+    """The mean of each component of the rewards, in the first step and in the last one that has it."""
+    found: dict[str, list[float]] = {}
+    for row in steps:
+        for key, value in row.items():
+            if key.startswith(_COMPONENT) and isinstance(value, int | float):
+                name = key.removeprefix(_COMPONENT)
+                found[name] = [found[name][0] if name in found else float(value), float(value)]
+    return found
 
 
 def dispositions(lines: Iterable[ledger.Line]) -> dict[str, int]:
@@ -151,6 +164,7 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
             "training reward, first and last step",
             f"{_or_dash(summary['reward_first_step'], '.3f')} → {_or_dash(summary['reward_last_step'], '.3f')}",
         ),
+        *_component_rows(summary["reward_components"]),
         ("mean |Δ log p|, rollout against trainer", _or_dash(summary["logprob_abs_diff_mean"], ".1e")),
         ("largest staleness (steps)", _or_dash(summary["staleness_max"], ".0f")),
         ("tokens/s during RL", _or_dash(summary["tokens_per_sec"], ",.0f")),
@@ -173,6 +187,11 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
 def _main_environment(record: RunRecord | None) -> str:
     """As run.json tells."""
     return str(record.config.get(_MAIN) or _UNNAMED) if record else _UNNAMED
+
+
+def _component_rows(components: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:
+    parts = [f"{name} {first:.3f} → {last:.3f}" for name, (first, last) in sorted(components.items())]
+    return [("components of the reward", ", ".join(parts))] if parts else []
 
 
 def _provenance_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from shared.clients.env import EnvClient
-from shared.errors import DecodeError, VolleyError
+from shared.clients.env import EnvClient, StepReply
+from shared.errors import DecodeError, RateLimited, Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.run import seeding
 from shared.types import ASSISTANT, MAX_MESSAGE, Trajectory
 
+_PATIENCE_S = 600.0
 _TASK = re.compile(r"(train|eval)/(\d+)(?![\w.])")
 
 
@@ -80,12 +82,28 @@ async def _played(
         for n, text in enumerate(replies):
             if over:
                 raise DecodeError(f"{env} ends the episode after {n} turns, the archive after {len(replies)}")
-            reply = await client.step(opening.episode_id, f"{request_id}-{n}", text)
+            reply = await _patiently(client.step, opening.episode_id, f"{request_id}-{n}", text)
             rewards.append(reply.reward)
             success, over = reply.success, reply.terminated or reply.truncated
+        if opening.scored_at_end and not over:
+            reply = await _patiently(client.finish, opening.episode_id, f"{request_id}-finish")
+            rewards.append(reply.reward)
     finally:
         await client.delete_episode(opening.episode_id)
     return sum(rewards), success
+
+
+async def _patiently[**P](call: Callable[P, Awaitable[StepReply]], *args: P.args, **kwargs: P.kwargs) -> StepReply:
+    """Asks again for as long as it is told to come back: a judge is waited for. Raises VolleyError."""
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            while True:
+                try:
+                    return await call(*args, **kwargs)
+                except RateLimited as error:
+                    await asyncio.sleep(error.retry_after_s)
+    except TimeoutError:
+        raise Unavailable(f"no answer within {_PATIENCE_S:g} s") from None
 
 
 def _where(task: str) -> tuple[str, int]:

@@ -22,7 +22,7 @@ from services.env.api.schemas import (
     VersionsShown,
     submitted,
 )
-from services.env.api.state import state_of
+from services.env.api.state import EnvState, state_of
 from services.env.backends.remote.protocols import RemoteEnvironment
 from services.env.catalogue import CatalogueEntry
 from services.env.submissions.record import SubmittedVersion
@@ -58,7 +58,7 @@ async def list_environments(request: Request) -> Response:
     theirs = {version.full_name for version in state.submissions.all()}
     rows = [entry.describe() for entry in entries.values() if entry.name not in theirs]
     rows += [version.describe() for version in state.submissions.listed()]
-    rows = [{**row, "trouble": _trouble(entries.get(row["name"]))} for row in rows]
+    rows = [{**row, "trouble": _trouble(entries.get(row["name"])), **_rewards(state, row["name"])} for row in rows]
     return respond(request, {"environments": rows})
 
 
@@ -120,6 +120,11 @@ async def activate_environment(request: Request, name: str) -> Response:
 async def retire_environment(request: Request, name: str) -> Response:
     """Takes a version back: live runs draw no more groups of it."""
     return _told(request, await state_of(request).submissions.retire(name), 200)
+
+
+def _rewards(state: EnvState, name: str) -> dict[str, Any]:
+    rewards = state.rewards.of(name)
+    return {"rewards": rewards and rewards.model_dump(mode="json")}
 
 
 def _trouble(entry: CatalogueEntry | None) -> str | None:

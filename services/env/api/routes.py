@@ -15,6 +15,7 @@ from services.env.api.schemas import (
     Counted,
     CreateBody,
     Created,
+    FinishBody,
     Named,
     Shown,
     SplitBody,
@@ -36,6 +37,7 @@ router = APIRouter()
 ROLES = {
     "POST /episodes": Role.SERVICE,
     "POST /episodes/{episode_id}/step": Role.SERVICE,
+    "POST /episodes/{episode_id}/finish": Role.SERVICE,
     "DELETE /episodes/{episode_id}": Role.SERVICE,
     "GET /{env}/splits": Role.SERVICE,
     "GET /{env}/num_tasks": Role.SERVICE,
@@ -72,6 +74,17 @@ async def step_episode(request: Request, episode_id: str) -> Response:
     body = await read(request, StepBody)
     result = await state_of(request).episodes.step(episode_id, body.request_id, body.message.as_message())
     return respond(request, stepped(result))
+
+
+@router.post(
+    "/episodes/{episode_id}/finish", tags=["episodes"], openapi_extra=declares(body=FinishBody, answer=Stepped)
+)
+async def finish_episode(request: Request, episode_id: str) -> Response:
+    """Ends an episode that is not over and goes no further (its client has no room left): truncated, and worth what
+    judges and reward services say of it as it stands. Idempotent by `request_id`.
+    """
+    body = await read(request, FinishBody)
+    return respond(request, stepped(await state_of(request).episodes.finish(episode_id, body.request_id)))
 
 
 @router.delete("/episodes/{episode_id}", status_code=204, tags=["episodes"])

@@ -12,6 +12,7 @@ from pydantic.config import JsonDict
 from services.env.backends.remote.address import MAX_URL
 from services.env.environments.base import Fault, Message, StepResult
 from services.env.episodes import EpisodeSlot
+from services.env.rewards.rewards import RewardedEpisode
 from services.env.submissions.record import Report, SubmittedVersion
 from shared.bounds import check_json
 from shared.types import MAX_MESSAGE
@@ -161,10 +162,14 @@ class StepBody(Body, json_schema_extra=_example(request_id="1", message=_ACTION)
     message: AssistantMessage
 
 
+class FinishBody(Body, json_schema_extra=_example(request_id="2")):
+    request_id: RequestId
+
+
 class Described(BaseModel):
     """An environment on offer. Of a submitted one, `name` is `NAME@VERSION` and `why` says how it got into its
     `state`; of a remote one, `url` says where it is. `trouble` is why its episodes fail for now, null while they do
-    not.
+    not; `rewards` are those beside its own.
     """
 
     name: str
@@ -176,6 +181,7 @@ class Described(BaseModel):
     why: str = ""
     url: str | None = None
     trouble: str | None = None
+    rewards: dict[str, Any] | None = None
 
 
 class SubmittedShown(Described):
@@ -272,7 +278,13 @@ def created(slot: EpisodeSlot, ttl_s: float) -> dict[str, Any]:
         "task": slot.task,
         "messages": list(slot.opening),
         "tools": list(slot.tools),
-        "info": {"env": request.entry.name, "split": request.split, "index": request.index, "seed": slot.seed},
+        "info": {
+            "env": request.entry.name,
+            "split": request.split,
+            "index": request.index,
+            "seed": slot.seed,
+            **({"scored_at_end": True} if isinstance(slot.episode, RewardedEpisode) else {}),
+        },
         "ttl_s": ttl_s,
     }
 

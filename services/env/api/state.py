@@ -8,6 +8,7 @@ from fastapi import Request
 
 from services.env.catalogue import Catalogue
 from services.env.episodes import Episodes
+from services.env.rewards.rewards import Rewards
 from services.env.submissions.submissions import Submissions
 
 
@@ -18,6 +19,7 @@ class EnvState:
     catalogue: Catalogue
     episodes: Episodes
     submissions: Submissions
+    rewards: Rewards
 
 
 def state_of(request: Request) -> EnvState:

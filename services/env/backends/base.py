@@ -55,7 +55,9 @@ class LiveEpisode(Protocol):
     def tools(self) -> Sequence[Mapping[str, Any]]: ...
 
     async def step(self, message: Message) -> StepResult:
-        """Answers one assistant message. Raises Busy (repeat it), GivenUp, VolleyError for a defect."""
+        """Answers one assistant message. Raises Busy (repeat it), Conflict (repeat the one before; neither harms the
+        episode), GivenUp, VolleyError for a defect.
+        """
         ...
 
     async def close(self) -> None:

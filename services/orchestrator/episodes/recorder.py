@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -60,8 +61,13 @@ class Recorder:
         """Closes the assistant turn that began at position `start`, with what the environment gave for it."""
         self._turns.append(Turn(start, len(self), ASSISTANT, reward))
         self._faults.update(fault for fault in faults if fault is not None)
-        for name, value in components.items():
-            self._components[name] = self._components.get(name, 0.0) + value
+        self._add_components(components)
+
+    def add_reward(self, reward: float, components: Mapping[str, float]) -> None:
+        """What the end of the episode is worth, for the assistant's last turn."""
+        at = max(i for i, turn in enumerate(self._turns) if turn.role == ASSISTANT)
+        self._turns[at] = replace(self._turns[at], reward=self._turns[at].reward + reward)
+        self._add_components(components)
 
     def add_environment(self, ids: Sequence[int], role: str) -> None:
         """Appends the environment's text and the next assistant header."""
@@ -108,6 +114,10 @@ class Recorder:
             faults=dict(self._faults),
             failures=dict(failures),
         )
+
+    def _add_components(self, components: Mapping[str, float]) -> None:
+        for name, value in components.items():
+            self._components[name] = self._components.get(name, 0.0) + value
 
     def _append(self, ids: np.ndarray, logprobs: np.ndarray, *, sampled: bool) -> None:
         self._ids = np.concatenate([self._ids, ids])

@@ -41,6 +41,8 @@ class Environments(Protocol):
 
     async def step(self, episode_id: str, request_id: str, content: str) -> StepReply: ...
 
+    async def finish(self, episode_id: str, request_id: str) -> StepReply: ...
+
     async def delete_episode(self, episode_id: str) -> None: ...
 
     async def ready(self) -> None: ...
@@ -88,7 +90,7 @@ class EpisodeRunner:
         env_s = time.monotonic() - started
         try:
             episode = EpisodeState(spec, budget, Recorder(await self._prompt(opening)))
-            ended, step_s = await self._play(episode, opening.episode_id, request_id)
+            ended, step_s = await self._play(episode, opening, request_id)
         finally:
             await self._delete(opening.episode_id)
         timings = {"env_s": env_s + step_s, "generate_s": episode.generate_s, "total_s": time.monotonic() - started}
@@ -130,7 +132,7 @@ class EpisodeRunner:
         seed = seeding.env_seed(spec.seed, spec.ticket, spec.sample_index)
         return await self._environments.create(request_id, spec.env, spec.split, spec.index, seed=seed)
 
-    async def _play(self, episode: EpisodeState, episode_id: str, request_id: str) -> tuple[_Ended, float]:
+    async def _play(self, episode: EpisodeState, opening: Opening, request_id: str) -> tuple[_Ended, float]:
         """Takes turns until the end; returns how it ended, and the seconds spent in the environment."""
         recorder, env_s, n_turns = episode.recorder, 0.0, 0
         while True:
@@ -138,9 +140,8 @@ class EpisodeRunner:
             sampled = await self._sampler.turn(episode)
             n_turns += 1
             stepped = time.monotonic()
-            result = await self._step(
-                episode, episode_id, f"{request_id}-{n_turns}", self._tokenizer.message_text(sampled)
-            )
+            text = self._tokenizer.message_text(sampled)[:MAX_MESSAGE]
+            result = await self._step(episode, opening.episode_id, f"{request_id}-{n_turns}", text)
             env_s += time.monotonic() - stepped
             cut = self._cut(sampled, len(recorder))
             recorder.end_turn(
@@ -148,10 +149,14 @@ class EpisodeRunner:
             )
             if result.terminated:
                 return _Ended(result.success, "completed", end_of_turn(result.fault, cut=cut)), env_s
-            if result.truncated or n_turns >= self._bounds.max_turns:
+            if result.truncated:
+                return _Ended(result.success, "truncated", "turns"), env_s
+            if n_turns >= self._bounds.max_turns:
+                env_s += await self._finish(episode, opening, request_id)
                 return _Ended(result.success, "truncated", "turns"), env_s
             ids = await self._continuation(result.messages, ended=sampled[-1] == self._tokenizer.eos_id)
             if self._bounds.room(len(recorder) + len(ids)) <= 0:
+                env_s += await self._finish(episode, opening, request_id)
                 return _Ended(result.success, "truncated", "context"), env_s
             recorder.add_environment(ids, str(result.messages[0]["role"]) if result.messages else "user")
 
@@ -176,12 +181,26 @@ class EpisodeRunner:
         return await _tokenized(messages, lambda: self._tokenizer.render_continuation(messages, ended=ended))
 
     async def _step(self, episode: EpisodeState, episode_id: str, request_id: str, text: str) -> StepReply:
-        """Raises EpisodeLost. Text beyond what the service takes is cut: it is the model's, so it is no failure."""
+        """Raises EpisodeLost. Text beyond what the service takes was cut: it is the model's, so it is no failure."""
+        return await self._known(episode, episode_id, lambda: self._environments.step(episode_id, request_id, text))
+
+    async def _finish(self, episode: EpisodeState, opening: Opening, request_id: str) -> float:
+        """Adds what the end of an episode that a bound of ours cuts short is worth, where that is scored; returns the
+        seconds it took. Raises EpisodeLost.
+        """
+        if not opening.scored_at_end:
+            return 0.0
+        began, episode_id = time.monotonic(), opening.episode_id
+        finish_id = f"{request_id}-finish"
+        found = await self._known(episode, episode_id, lambda: self._environments.finish(episode_id, finish_id))
+        episode.recorder.add_reward(found.reward, found.reward_components)
+        return time.monotonic() - began
+
+    async def _known[T](self, episode: EpisodeState, episode_id: str, call: Callable[[], Awaitable[T]]) -> T:
+        """A call that needs the service to know the episode. Raises EpisodeLost."""
         budget, used = episode.budget, episode.budget.used
         try:
-            return await self._asked(
-                lambda: self._environments.step(episode_id, request_id, text[:MAX_MESSAGE]), budget
-            )
+            return await self._asked(call, budget)
         except (NotFound, Conflict) as error:
             if budget.used > used:
                 budget.prepaid = True

@@ -13,6 +13,8 @@ from services.trainer.algorithms.advantages import moments
 from services.trainer.loop.group_buffer import ReadyGroup
 from shared.types import Group, Trajectory
 
+_MOST_COMPONENTS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
@@ -91,6 +93,18 @@ def of_environments(groups: Sequence[Group], main: str) -> dict[str, float | int
         found[f"env/{env}/success"] = float(np.mean([t.success for t in trajectories]))
         found[f"env/{env}/groups"] = len(its)
     return found
+
+
+def of_components(groups: Sequence[Group]) -> dict[str, float]:
+    """`reward/NAME` for each component of the rewards, its mean over the episodes of this step (0 where an episode does
+    not have it); nothing where there is but one.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    names = sorted({name for t in trajectories for name in t.reward_components})[:_MOST_COMPONENTS]
+    if len(names) < 2:
+        return {}
+    parts = {name: np.array([t.reward_components.get(name, 0.0) for t in trajectories], np.float64) for name in names}
+    return {f"reward/{name}": moments(values)[0] for name, values in parts.items()}
 
 
 def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, Any]:

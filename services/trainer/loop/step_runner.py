@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from services.trainer.learner.metrics import StepMetrics, of_environments
+from services.trainer.learner.metrics import StepMetrics, of_components, of_environments
 from services.trainer.loop.group_buffer import GroupBuffer, ReadyGroup, ready_group
 from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
 from services.trainer.settlement.refusals import RefusedStep
@@ -100,8 +100,9 @@ class StepRunner:
             self._status.timed(part, took)
         rate = metrics.tokens / (seconds["step"] + seconds["wait"])
         rounded = {f"{part}_s": round(took, 4) for part, took in seconds.items()}
-        by_env = of_environments([one.group for one in groups], self._plan.env)
-        return as_read(asdict(metrics) | by_env | {"time": time.time(), **rounded, "tokens_per_sec": round(rate, 1)})
+        trained = [one.group for one in groups]
+        parts = of_environments(trained, self._plan.env) | of_components(trained)
+        return as_read(asdict(metrics) | parts | {"time": time.time(), **rounded, "tokens_per_sec": round(rate, 1)})
 
     async def _refuse(
         self, error: NonFinite, before: WeightVersion, groups: Sequence[ReadyGroup], digests: Sequence[str]

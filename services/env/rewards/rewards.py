@@ -1,0 +1,163 @@
+"""Rewards beside the environment's own: judges and reward services, added up with weights at the end of an episode.
+
+Invariants
+- The reward of a step is the sum of its components. What the environment gives keeps its names, times its weight.
+- An episode is scored once, when it is over or its client ends it. Without every score it has no reward at all: the
+  call fails, and nothing is ever scored 0 because nobody answered.
+- While an answer is waited for, the call is `Busy`; the same call again goes on, and steps nothing twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from services.env.backends.base import LiveEpisode
+from services.env.environments.base import Info, Message, StepResult, fingerprint
+from services.env.rewards import judge, service
+from services.env.rewards.failures import RewardFailed
+from services.env.rewards.servers import AskedServer
+from services.env.rewards.store import RewardStore
+from shared.errors import Conflict, VolleyError, first_error
+from shared.reward_schema import EnvironmentRewards, JudgeReward, RewardServer, ServiceReward
+
+_MOST_SAID = 200
+
+
+class Rewards:
+    """All rewards that the configuration adds; an async context manager. Args: folder: where answers are kept. Raises
+    ConfigError, StorageUnavailable.
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, EnvironmentRewards],
+        servers: Mapping[str, RewardServer],
+        folder: Path,
+        ca_file: Path | None = None,
+    ) -> None:
+        self._rewards, self._settings, self._folder, self._ca_file = rewards, servers, folder, ca_file
+        self._servers: dict[str, AskedServer] = {}
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        if self._rewards:
+            store = await asyncio.to_thread(RewardStore, self._folder / "rewards.sqlite3")
+            self._stack.enter_context(store)
+            used = {c.server for rewarded in self._rewards.values() for c in rewarded.components.values()}
+            for name in sorted(used):
+                server = AskedServer(name, self._settings[name], store, self._ca_file)
+                self._servers[name] = await self._stack.enter_async_context(server)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stack.aclose()
+
+    def of(self, env: str) -> EnvironmentRewards | None:
+        """Those of an environment; of NAME@VERSION those of NAME, unless it has some of its own."""
+        return self._rewards.get(env) or self._rewards.get(env.partition("@")[0])
+
+    def around(self, env: str, episode: LiveEpisode) -> LiveEpisode:
+        """The episode with its rewards; as it is where there are none."""
+        rewards = self.of(env)
+        return episode if rewards is None else RewardedEpisode(env, episode, rewards, self._servers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """The end of an episode that is being scored: what brought it about, and what the environment gave for it."""
+
+    by: str
+    result: StepResult
+
+
+class RewardedEpisode:
+    """An episode whose end is scored."""
+
+    def __init__(
+        self, env: str, inner: LiveEpisode, rewards: EnvironmentRewards, servers: Mapping[str, AskedServer]
+    ) -> None:
+        self._env, self._inner, self._rewards, self._servers = env, inner, rewards, servers
+        self._played: list[Message] = []
+        self._reward = 0.0
+        self._ended: _Ended | None = None
+
+    @property
+    def task(self) -> str:
+        return self._inner.task
+
+    @property
+    def opening(self) -> tuple[Message, ...]:
+        return self._inner.opening
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return self._inner.tools
+
+    async def step(self, message: Message) -> StepResult:
+        """Raises RewardFailed, RewardRefused beside what the environment raises."""
+        by = fingerprint(message)
+        if self._ended is None:
+            result = await self._inner.step(message)
+            self._played += [message, *result.messages]
+            self._reward += result.reward
+            if not result.over:
+                return _weighted(result, self._rewards.environment, {})
+            self._ended = _Ended(by, result)
+        return await self._end(by)
+
+    async def finish(self) -> StepResult:
+        """Scores an episode that its client ends here: truncated, with no reward of the environment."""
+        if self._ended is None:
+            self._ended = _Ended("", StepResult((), 0.0, False, True, Info({}, False)))
+        return await self._end("")
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    async def _end(self, by: str) -> StepResult:
+        assert self._ended is not None
+        if self._ended.by != by:
+            raise Conflict("the episode is over, and its rewards are asked for", "send the same message again")
+        last = self._ended.result
+        components = self._rewards.components
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = {name: tasks.create_task(self._scored(name, c, last)) for name, c in components.items()}
+        except* VolleyError as group:
+            raise first_error(group) from None
+        scores: dict[str, float] = {}
+        for task in asked.values():
+            scores |= task.result()
+        return _weighted(last, self._rewards.environment, scores)
+
+    async def _scored(self, name: str, component: JudgeReward | ServiceReward, last: StepResult) -> dict[str, float]:
+        """Weighted scores by name."""
+        expected = last.info.extra.get("expected")
+        expected = expected if isinstance(expected, str) else None
+        server = self._servers[component.server]
+        if isinstance(component, JudgeReward):
+            asked = judge.question(component, self.opening, self._played, expected)
+            said = await server.ask(asked)
+            score = judge.score(component, said)
+            if score is None:
+                told = f"the judge {name} gave no score from {component.scale[0]:g} to {component.scale[1]:g}"
+                raise RewardFailed(f"{told}: …{said[-_MOST_SAID:]}", "see pattern, field and unreadable")
+            return {name: component.weight * score}
+        messages = (*self.opening, *self._played)
+        asked = service.question(self._env, self.task, messages, last, self._reward, expected, component.version)
+        given = service.scores(await server.ask(asked))
+        return {f"{name}/{part}" if part else name: component.weight * score for part, score in given.items()}
+
+
+def _weighted(result: StepResult, weight: float, scores: Mapping[str, float]) -> StepResult:
+    parts = {name: weight * value for name, value in result.info.reward_components.items()}
+    for name, score in scores.items():
+        parts[name] = parts.get(name, 0.0) + score
+    reward = math.fsum((weight * result.reward, *scores.values())) if scores else weight * result.reward
+    return replace(result, reward=reward, info=replace(result.info, reward_components=parts))

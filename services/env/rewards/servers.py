@@ -1,0 +1,159 @@
+"""Servers that are asked for rewards: so many requests at once, so many in a run, and none twice.
+
+Invariants: of two questions that are the same, one is sent; a question that was sent is waited for and its answer kept,
+even if nobody waits for it any more; a call waits WAIT_S at most, then whoever calls is told to come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import orjson
+
+from services.env.backends.base import Busy
+from services.env.rewards.failures import RewardFailed, RewardRefused
+from services.env.rewards.store import RewardStore
+from shared.errors import InputError, VolleyError
+from shared.process import telemetry
+from shared.retry import retry
+from shared.reward_schema import RewardServer
+from shared.web.access import read_secret
+
+if TYPE_CHECKING:
+    from shared.clients.base import HttpClient
+
+WAIT_S = 5.0
+_AGAIN_S = 0.2
+_REQUESTS = telemetry.Counter(
+    "volley_env_reward_requests_total",
+    "Questions to judges and reward services, by what became of them (answered, kept: known from before, failed)",
+    ["server", "outcome"],
+    registry=telemetry.REGISTRY,
+)
+_TOKENS = telemetry.Counter(
+    "volley_env_reward_tokens_total", "Tokens that judges have used", ["server"], registry=telemetry.REGISTRY
+)
+
+
+class Answer(NamedTuple):
+    """What is kept of an answer, and the tokens it has cost (None where the server does not say)."""
+
+    said: str
+    tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A POST of `body` to `path` of the server; `read` takes from the answer what counts, and raises ValueError where
+    it is something else. `version` tells questions apart that look alike.
+    """
+
+    path: str
+    body: Any
+    read: Callable[[Any], Answer]
+    version: str = ""
+
+    def key(self, server: str) -> bytes:
+        text = orjson.dumps([server, self.version, self.path, self.body], option=orjson.OPT_SORT_KEYS)
+        return hashlib.blake2b(text, digest_size=32).digest()
+
+
+class AskedServer:
+    """One server; an async context manager. Raises ConfigError if the file of its token is not usable."""
+
+    def __init__(self, name: str, settings: RewardServer, store: RewardStore, ca_file: Path | None = None) -> None:
+        self.name, self._settings, self._store = name, settings, store
+        key = f"services.env.reward_servers.{name}.token_file"
+        self._token = read_secret(settings.token_file, key) if settings.token_file is not None else None
+        self._ca_file = ca_file
+        self._client: HttpClient | None = None
+        self._places = asyncio.Semaphore(settings.max_concurrent)
+        self._asking: dict[bytes, asyncio.Future[str]] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        from shared.clients.base import HttpClient  # aiohttp, which a service without judges does not need
+
+        settings = self._settings
+        client = HttpClient(
+            settings.url, token=self._token, timeout_s=settings.timeout_s, ca_file=self._ca_file, as_json=True
+        )
+        self._client = await self._stack.enter_async_context(client)
+        self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
+        self._stack.callback(self._give_up)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stack.aclose()
+
+    async def ask(self, question: Question) -> str:
+        """What the server says, or said. Raises Busy (ask again), RewardFailed, RewardRefused, StorageUnavailable."""
+        key = question.key(self.name)
+        asking = self._asking.get(key)
+        if asking is None:
+            asking = self._asking[key] = asyncio.get_running_loop().create_future()
+            task = self._tasks.create_task(self._answer(key, question, asking), name=f"reward-{self.name}")
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        await asyncio.wait([asking], timeout=WAIT_S)
+        if not asking.done():
+            raise Busy(f"the reward server {self.name} has not answered yet", "ask again", retry_after_s=_AGAIN_S)
+        return asking.result()
+
+    async def _answer(self, key: bytes, question: Question, asking: asyncio.Future[str]) -> None:
+        """A task: what it meets goes to those who wait."""
+        try:
+            said = await self._answered(key, question)
+            asking.set_result(said)
+        except VolleyError as error:
+            _REQUESTS.labels(self.name, "failed").inc()
+            asking.set_exception(error)
+            asking.exception()  # it is told to whoever waits, and nobody may
+        finally:
+            del self._asking[key]
+            asking.cancel()
+
+    async def _answered(self, key: bytes, question: Question) -> str:
+        known = await asyncio.to_thread(self._store.find, key)
+        if known is not None:
+            _REQUESTS.labels(self.name, "kept").inc()
+            return known
+        async with self._places:
+            said, tokens = await retry(lambda: self._sent(question), attempts=self._settings.attempts)
+        if tokens is None and self._settings.max_tokens is not None:
+            told = f"the reward server {self.name} does not say how many tokens it used, so max_tokens cannot be kept"
+            raise RewardRefused(told, f"set services.env.reward_servers.{self.name}.max_requests instead")
+        await asyncio.to_thread(self._store.keep, key, self.name, said, tokens or 0)
+        _REQUESTS.labels(self.name, "answered").inc()
+        _TOKENS.labels(self.name).inc(tokens or 0)
+        return said
+
+    async def _sent(self, question: Question) -> Answer:
+        """One attempt; each counts. Raises RewardFailed, RewardRefused."""
+        limits = self._settings
+        used_up = await asyncio.to_thread(self._store.count_request, self.name, limits.max_requests, limits.max_tokens)
+        if used_up is not None:
+            told = f"the budget of the reward server {self.name} is used up: {used_up}"
+            raise RewardRefused(told, f"raise services.env.reward_servers.{self.name}.{used_up.partition('=')[0]}")
+        assert self._client is not None, "enter the server first"
+        where = f"the reward server {self.name} ({limits.url})"
+        try:
+            return question.read(await self._client.post(question.path, question.body))
+        except InputError as error:
+            raise RewardRefused(f"{where} refuses: {error.detail}", "are url, model and token_file right?") from error
+        except VolleyError as error:
+            raise RewardFailed(f"{where}: {error.detail}", error.hint) from error
+        except ValueError as error:
+            raise RewardRefused(f"{where}: {error}", "is url the address of such a server?") from error
+
+    def _give_up(self) -> None:
+        """At the end of the service nobody waits for answers."""
+        for task in self._running:
+            task.cancel()

@@ -1,0 +1,72 @@
+"""A server that speaks OpenAI's chat completions and our reward services' JSON, and says what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+
+from shared.process.ports import free_port
+
+
+@dataclass(slots=True)
+class ScoringServer:
+    """`say` makes the judge's text of a request's body; `score` the answer of the reward service. `status` other than
+    200 is answered instead, for the next `failures` requests.
+    """
+
+    url: str = ""
+    say: Callable[[dict[str, Any]], str] = lambda body: "Fine. Score: 7"
+    score: Callable[[dict[str, Any]], Any] = lambda body: {"score": 0.5}
+    failures: list[int] = field(default_factory=list[int])
+    delay_s: float = 0.0
+    usage: bool = True
+    asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    tokens: list[str | None] = field(default_factory=list[str | None])
+    at_once: int = 0
+    most_at_once: int = 0
+
+    async def take(self, request: Request) -> dict[str, Any]:
+        body = await request.json()
+        self.asked.append(body)
+        self.tokens.append(request.headers.get("Authorization"))
+        self.at_once += 1
+        self.most_at_once = max(self.at_once, self.most_at_once)
+        await asyncio.sleep(self.delay_s)
+        self.at_once -= 1
+        if self.failures:
+            raise HTTPException(self.failures.pop(0), "out of order")
+        return body
+
+
+@asynccontextmanager
+async def scoring_server() -> AsyncIterator[ScoringServer]:
+    """The server, on a port of this machine."""
+    app, port = FastAPI(), free_port()
+    state = ScoringServer(f"http://127.0.0.1:{port}")
+
+    @app.post("/v1/chat/completions")
+    async def complete(request: Request) -> Any:
+        body = await state.take(request)
+        choice = {"index": 0, "message": {"role": "assistant", "content": state.say(body)}, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": 100}
+        return {"id": "c", "object": "chat.completion", "choices": [choice]} | ({"usage": usage} if state.usage else {})
+
+    @app.post("/score")
+    async def score(request: Request) -> Any:
+        return state.score(await state.take(request))
+
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield state
+    finally:
+        server.should_exit = True
+        await serving

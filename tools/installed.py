@@ -1,0 +1,50 @@
+"""A Python that has a package with a hundred others behind it: each gets a virtual environment of its own, made when it
+is first needed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from shared.errors import Unavailable
+from tools.bootstrap import ROOT, find_uv, locked, uv_environment
+
+_TIMEOUT_S = 600.0
+
+
+def python_with(package: str, variable: str) -> Path:
+    """That of `$variable`, else of a folder in `.cache`. Args: package: as pip is told, NAME==VERSION. Raises
+    Unavailable where it cannot be installed.
+    """
+    if given := os.environ.get(variable):
+        return Path(given)
+    folder = ROOT / ".cache" / re.sub(r"[^\w.]+", "-", package)
+    python, done = folder / "bin" / "python", folder / "installed"
+    with locked(folder.with_suffix(".lock")):
+        if not done.exists():
+            _install(package, variable, folder, python)
+            done.touch()
+    return python
+
+
+def _install(package: str, variable: str, folder: Path, python: Path) -> None:
+    uv = find_uv(ROOT)
+    if uv is None:
+        raise Unavailable(f"there is no uv to install {package} with", f"make install, or set {variable}")
+    for command in (
+        [uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder],
+        [uv, "pip", "install", "--quiet", "--python", python, package],
+    ):
+        try:
+            done = subprocess.run(
+                command, env=uv_environment(ROOT), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            raise Unavailable(f"{package} was not installed within {_TIMEOUT_S:g} s") from None
+        if done.returncode:
+            told = done.stderr.strip().splitlines() or ["uv said nothing"]
+            raise Unavailable(f"{package} cannot be installed: {told[-1]}", f"{variable} names a Python that has it")
