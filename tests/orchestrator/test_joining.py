@@ -109,7 +109,7 @@ async def live_run(folder, redis_url, rollouts):
 
 
 async def until(client, holds):
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while True:
             run = (await client.get("/runs/demo")).json()
             assert run["state"] != "failed", run["reason"]
@@ -121,6 +121,7 @@ async def until(client, holds):
 @pytest.fixture
 def hurried(monkeypatch):
     monkeypatch.setattr(suspension, "_FIRST_S", 0.2)
+    monkeypatch.setattr(suspension, "_LONGEST_S", 1.0)
 
 
 async def test_what_is_submitted_joins_is_trained_on_breaks_and_comes_back_and_the_run_goes_on(
