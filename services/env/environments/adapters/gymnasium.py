@@ -47,7 +47,7 @@ class GymnasiumConfig(GameConfig):
     differ in their seeds alone, for environments that have few starts or one.
     """
 
-    id: str = Field(default="Taxi-v4", pattern=r"^[\w./-]{1,100}$")
+    id: str = Field(default="Taxi-v4", pattern=r"^[\w./-]+$", max_length=100)
     make: dict[str, JsonValue] = Field(default={})
     actions: tuple[str, ...] = Field(default=(), max_length=100)
     rules: str = Field(default="", max_length=_MAX_TEXT)
