@@ -26,6 +26,7 @@ from pydantic import ValidationError
 from shared.errors import ConfigError
 from shared.files.reading import read_file
 from shared.run.folder import RunFolder
+from shared.run.sources import is_source, resolved
 from shared.schema import RunConfig, Tls, TokenFiles
 
 _MAX_NAMED = 10  # mistakes in one message
@@ -93,14 +94,22 @@ def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> LoadedCo
         ):
             with _translated(what):
                 whole = merged(whole, tree)
-        return validate(whole)
+        return _sourced(validate(whole), Path.cwd())
     from omegaconf import OmegaConf
 
     referring = OmegaConf.create({})
     for path, tree in zip(paths, trees, strict=True):
         with _translated(f"config file {path}"):
             referring = OmegaConf.merge(referring, OmegaConf.create(tree))
-    return validate(_overridden(referring, overrides))
+    return _sourced(validate(_overridden(referring, overrides)), Path.cwd())
+
+
+def _sourced(loaded: LoadedConfig, base: Path) -> LoadedConfig:
+    """With names in place of files and import paths of environments. Raises ConfigError."""
+    if not any(map(is_source, loaded.config.data.environments)):
+        return loaded
+    tree = resolved(loaded.tree, base)
+    return loaded if tree is None else validate(tree)
 
 
 def merged(under: Any, over: Any, at: str = "") -> Any:
@@ -159,7 +168,7 @@ def stored(folder: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     was = rooted(load([RunFolder(folder).config]), _started_in(RunFolder(folder).record))
     if not overrides:
         return was
-    return rooted(validate(_overridden(was.tree, overrides)), Path.cwd())
+    return rooted(_sourced(validate(_overridden(was.tree, overrides)), Path.cwd()), Path.cwd())
 
 
 def rooted(loaded: LoadedConfig, base: Path) -> LoadedConfig:

@@ -84,8 +84,20 @@ class CurriculumConfig(Section):
     floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
 
 
+class EnvironmentSource(Section):
+    """What a name stands for that was made of a file or an import path: the file or the package's folder, the class,
+    and the SHA-256 of what is played.
+    """
+
+    path: Path
+    entry: str | None = None
+    sha256: str
+
+
 class DataSection(Section):
-    """Which environment makes the tasks. `train` and `eval` are the files of a dataset environment.
+    """Which environment makes the tasks: its name, or a file or import path, which a name takes the place of when the
+    configuration is read (`sources`, see shared.run.sources). `train` and `eval` are the files of a dataset
+    environment.
 
     `mixture` names the environments that the run plays beside `env`, its main one, whose weight is 1 unless it is named
     there too. `rewards` says by environment what else than its own reward its episodes get.
@@ -96,6 +108,7 @@ class DataSection(Section):
     mixture: dict[str, Annotated[MixtureEntry, BeforeValidator(_entry)]] = {}
     curriculum: CurriculumConfig | None = None
     rewards: dict[str, EnvironmentRewards] = {}
+    sources: dict[str, EnvironmentSource] = {}
     train: Path | None = None
     eval: Path | None = None
     n_eval_tasks: PositiveInt = 200

@@ -4,6 +4,7 @@ start, so that bad settings and missing files end the service with one line inst
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,15 +17,17 @@ from services.env.catalogue import Catalogue, try_out
 from services.env.episodes import Episodes
 from services.env.rewards.rewards import Rewards
 from services.env.sandbox.sandboxes import Sandboxes
-from services.env.settings import MAX_OBJECTS, EnvSettings, from_config
+from services.env.settings import MAX_OBJECTS, ConfiguredSource, EnvSettings, from_config
 from services.env.submissions.programs import Programs
 from services.env.submissions.store import SubmissionStore
+from services.env.submissions.submission import Submission
 from services.env.submissions.submissions import Submissions
 from services.env.tools.toolset import Toolbox
 from services.env.workers.pool import WorkerPool, WorkerSettings
 from shared.errors import ConfigError, InputError
 from shared.process import telemetry
 from shared.process.boot import RunningService
+from shared.run.sources import content_of
 from shared.schema import RunConfig
 from shared.web.access import read_tokens
 from shared.web.http import create_app
@@ -64,6 +67,8 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
             unsandboxed=settings.unsandboxed,
         )
         await submissions.open()
+        for full_name, source in settings.sources.items():
+            await configured(submissions, full_name, source)
         try_out_all(settings, catalogue)
         episodes = Episodes(
             max_episodes=settings.max_episodes,
@@ -104,6 +109,26 @@ def open_catalogue(
     except InputError as error:
         keys = f"data.env={settings.env}" if not settings.others else "data.env, data.mixture"
         raise ConfigError(f"{keys}: {error.detail}", error.hint) from error
+
+
+async def configured(submissions: Submissions, full_name: str, source: ConfiguredSource) -> None:
+    """Has the environment of a file that the configuration names: validated when the run begins, later what is kept of
+    it. Raises ConfigError, Unavailable.
+    """
+
+    def read() -> Submission:
+        content, archive = content_of(source.found)
+        if hashlib.sha256(content).hexdigest() != source.sha256:
+            raise ConfigError(
+                f"{source.found.path} is not any more what the run's configuration was made with",
+                "put it back as it was, or start another run",
+            )
+        return Submission(full_name.partition("@")[0], content, source.found.entry, source.config, 0.0, archive)
+
+    try:
+        await submissions.ensure(full_name, read)
+    except InputError as error:
+        raise ConfigError(f"{source.found.path}: {error.detail}", error.hint) from error
 
 
 def try_out_all(settings: EnvSettings, catalogue: Catalogue) -> None:

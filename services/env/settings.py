@@ -10,6 +10,7 @@ from typing import Any
 from services.env.sandbox.limits import SandboxLimits
 from shared.reward_schema import EnvironmentRewards, RewardServer
 from shared.run.folder import RunFolder
+from shared.run.sources import FoundSource
 from shared.schema import Limits, RunConfig, TokenFiles
 
 DATASETS = frozenset({"gsm8k", "math", "text_to_sql"})
@@ -20,6 +21,17 @@ MAX_BODY = 8 * 2**20
 
 MAX_OBJECTS = 2**14
 """Values of a body: far more than a message with its tool calls has."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredSource:
+    """An environment that the configuration names by a file or import path: where it was then, the digest of what is
+    played, and the arguments of its class.
+    """
+
+    found: FoundSource
+    sha256: str
+    config: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +48,8 @@ class EnvSettings:
     `folder` keeps what is submitted; `unsandboxed` names what may be submitted where nothing confines it, `sandbox` is
     what one process of submitted code may use, `max_sandboxes` how many there are at once, `package_index` where their
     dependencies come from.
+
+    `sources` are those that the configuration names by files or import paths, under the names that took their place.
 
     ttl_s is the idle life of an episode, in seconds; deadline_s bounds one call into environment code; n_threads is
     how many calls into one kind of environment run at once, n_processes how many processes the episodes of built-in
@@ -64,6 +78,7 @@ class EnvSettings:
     ca_file: Path | None = None
     rewards: Mapping[str, EnvironmentRewards] = field(default_factory=dict[str, EnvironmentRewards])
     reward_servers: Mapping[str, RewardServer] = field(default_factory=dict[str, RewardServer])
+    sources: Mapping[str, ConfiguredSource] = field(default_factory=dict[str, ConfiguredSource])
 
 
 def from_config(config: RunConfig) -> EnvSettings:
@@ -73,7 +88,7 @@ def from_config(config: RunConfig) -> EnvSettings:
     configs: dict[str, dict[str, Any]] = {name: {k: v for k, v in files.items() if v is not None} for name in DATASETS}
     played = data.environments
     for name, entry in played.items():
-        if (name == data.env or entry.env_config) and not entry.base:
+        if name not in data.sources and (name == data.env or entry.env_config) and not entry.base:
             configs[name] = {**configs.get(name, {}), **entry.env_config}
     return EnvSettings(
         env=data.env,
@@ -96,4 +111,9 @@ def from_config(config: RunConfig) -> EnvSettings:
         ca_file=config.services.tls.ca_file,
         rewards=data.rewards,
         reward_servers=env.reward_servers,
+        sources={
+            name: ConfiguredSource(FoundSource(source.path, source.entry), source.sha256, played[name].env_config)
+            for name, source in data.sources.items()
+            if name in played
+        },
     )

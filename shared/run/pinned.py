@@ -10,6 +10,7 @@ epoch that made it.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ type Settings = tuple[tuple[int, Flat], ...]
 MAX_STEPS = "trainer.max_steps"
 _BETA = "grpo_config.beta"
 _PATHS = ("model.path", "data.train", "data.eval")
+_SOURCE = re.compile(r"data\.sources\..*\.path")
+"""Where a file was: which one it is, its digest tells."""
 _MOST_NAMED = 5
 _MAX_RECORD = 4 * 2**20
 
@@ -67,6 +70,12 @@ RULES = (
         "goes on",
     ),
     Rule("data.curriculum", True, "it only decides the next changes of the mixture, each of which is a line on disk"),
+    Rule(
+        "data.sources",
+        False,
+        "a file that has changed is another environment; the run plays the one it began with, which is kept in its "
+        "folder",
+    ),
     Rule(
         "data.",
         False,
@@ -131,7 +140,7 @@ def relevant(config: RunConfig) -> dict[str, Any]:
     """The configuration with defaults filled in, flat, without what is irrelevant to what is trained."""
     flat: dict[str, Any] = {}
     _flatten("", orjson.loads(config.model_dump_json()), flat)
-    return {key: value for key, value in flat.items() if not key.startswith(IRRELEVANT)}
+    return {key: value for key, value in flat.items() if not key.startswith(IRRELEVANT) and not _SOURCE.fullmatch(key)}
 
 
 def in_force(settings: Settings, epoch: int) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Submitted environments over HTTP: their life, their versions, what outlives the service, what is refused."""
 
 import asyncio
+import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,15 @@ from services.env.backends.threads import ThreadRunner
 from services.env.catalogue import Catalogue
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
 from services.env.sandbox.sandboxes import Sandboxes
+from services.env.settings import ConfiguredSource
 from services.env.submissions.canary import MAX_FAILURES, MIN_EPISODES
 from services.env.submissions.programs import Programs
 from services.env.submissions.record import SubmittedVersion, Transition
 from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submission import MAX_SOURCE, Submission
 from services.env.submissions.submissions import Submissions
-from shared.errors import Forbidden, Unavailable
+from shared.errors import ConfigError, Forbidden, Unavailable
+from shared.run.sources import FoundSource
 from shared.schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.submitted import ADDER, FAILS_LIVE, PYTHON, decided, opened, play, reached, submit
@@ -346,3 +350,35 @@ async def test_where_nothing_is_confined_only_what_is_named_is_taken(tmp_path: P
         with pytest.raises(Forbidden, match="this machine cannot confine submitted code"):
             await submissions.submit(Submission("adder", ADDER.encode()))
         assert (await submissions.submit(Submission("known", ADDER.encode()))).state == "submitted"
+
+
+async def test_a_file_of_the_configuration_is_there_when_the_service_is(
+    open_client: OpenClient, tmp_path: Path
+) -> None:
+    """It is kept as it was: later starts need the file no more; without what was kept, another file is refused."""
+    file = tmp_path / "mine.py"
+    file.write_text(ADDER)
+    source = ConfiguredSource(FoundSource(file, None), hashlib.sha256(ADDER.encode()).hexdigest(), {})
+    settings: dict[str, Any] = {"env": "mine-1@1", "sources": {"mine-1@1": source}}
+    async with open_client(**settings) as client:
+        assert (await client.get("/ready")).status_code == 200
+        assert (await play(client, "mine-1@1", "1", "no")).json()["reward"] == 0.0
+    file.write_text(ADDER + "#")
+    async with open_client(**settings) as client:
+        assert (await client.get("/environments/mine-1")).json()["versions"][0]["state"] == "active"
+    shutil.rmtree(tmp_path / "environments")
+    with pytest.raises(ConfigError, match="is not any more what the run's configuration was made with"):
+        async with open_client(**settings):
+            pass
+
+
+async def test_a_file_of_the_configuration_that_does_not_work_ends_the_service(
+    open_client: OpenClient, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import no_such_module\n")
+    source = ConfiguredSource(FoundSource(file, None), hashlib.sha256(file.read_bytes()).hexdigest(), {})
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="no_such_module"):
+            async with open_client(env="mine-1@1", sources={"mine-1@1": source}):
+                pass

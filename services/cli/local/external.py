@@ -104,7 +104,11 @@ async def _offers_environments(client: HttpClient, config: RunConfig) -> None:
             ) from error
         except NotFound as error:
             key = f"data.env={env}" if section == "data" else section
-            raise ConfigError(f"{key}: services.env.url: {client.base_url} says: {error.detail}", error.hint) from error
+            hint = error.hint
+            if (source := config.data.sources.get(env)) is not None:
+                name = env.partition("@")[0]
+                hint = f"submit it there first: volley env submit {source.path} --name {name} --url {client.base_url}"
+            raise ConfigError(f"{key}: services.env.url: {client.base_url} says: {error.detail}", hint) from error
         row: Mapping[str, Any] = next((one for one in listed if one["name"] == env), {})
         _same_rewards(client, config, env, row.get("rewards"))
         settings: Mapping[str, Any] = row.get("config", {})

@@ -29,6 +29,7 @@ from services.env.submissions.programs import Programs
 from services.env.submissions.record import (
     LIVING,
     ON_ITS_WAY,
+    PLAYABLE,
     STATES,
     Check,
     Report,
@@ -147,6 +148,33 @@ class Submissions:
                         f"{version.full_name} is {version.state}", "wait until it is decided, or retire it first"
                     )
             return await self._add(wanted)
+
+    async def ensure(self, full_name: str, read: Callable[[], Submission]) -> SubmittedVersion:
+        """The only version of an environment that the run's configuration names, in use: the one that is kept, or what
+        `read` gives, validated now. Whoever wrote the configuration has allowed it, also where nothing confines it.
+
+        Raises InputError (it is rejected), Unavailable, and what `read` raises.
+        """
+        name = full_name.partition("@")[0]
+        async with self._lock:
+            version = self._versions.get(name, {}).get(1)
+            if version is None:
+                if self._catalogue.has(name):
+                    raise Conflict(f"{name!r} is the name of another environment", "give the file another name")
+                version = await self._add(await asyncio.to_thread(read))
+            elif version.state in PLAYABLE and version.splits:
+                return version
+            elif version.state not in ON_ITS_WAY:  # rejected by an earlier start, perhaps for want of time
+                version = version.model_copy(update={"history": (Transition(state="submitted", at=time.time()),)})
+                await self._put(version)
+        if (tier := await self._sandboxes.probe()).level < MIN_TIER:
+            _log.warning("nothing confines the code", env=version.full_name, missing=tier.missing)
+        await self._validate(version)
+        version = self._versions[name][1]
+        if version.state not in PLAYABLE:
+            hints = [check.hint for check in version.report.failed] if version.report else []
+            raise InputError(version.why, hints[0] if hints else "")
+        return version
 
     def versions(self, name: str) -> list[SubmittedVersion]:
         """Of one name, oldest first; of `name@number` that one. Raises NotFound."""

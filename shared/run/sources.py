@@ -1,0 +1,170 @@
+"""Environments that a run's configuration names by a file or an import path, in place of a name.
+
+    data.env: ./my_env.py               a file; with several classes ./my_env.py:MyEnv; also a .zip or .whl
+    data.env: my_package.envs:MyEnv     a class of a package in the present directory, or of an installed one
+
+Invariants: such an environment gets the name NAME-DIGEST@1, where the digest is of its bytes, its class and its
+settings: whatever differs is another environment. What a name stands for is written into the configuration
+(`data.sources`) when that is read, once. No code of it is run, or imported, here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from shared.errors import ConfigError
+
+MAX_BYTES, MAX_FILES = 4 * 2**20, 1000
+"""Of a package: as much as an environment service takes of an archive."""
+_FILE = re.compile(r"(?P<path>.+\.(?:py|zip|whl))(?::(?P<entry>[A-Za-z_][\w.:]*))?", re.DOTALL)
+_IMPORT = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_SINCE = (1980, 1, 1, 0, 0, 0)
+_LEFT_OUT = ("__pycache__", ".git", ".venv")
+
+
+@dataclass(frozen=True, slots=True)
+class FoundSource:
+    """Where an environment is, and its class: of a file CLASS or nothing, of a package package.module:CLASS."""
+
+    path: Path
+    entry: str | None
+
+
+def is_source(env: str) -> bool:
+    """Whether it names a file or an import path, and no environment."""
+    return bool(_FILE.fullmatch(env) or _IMPORT.fullmatch(env)) or "/" in env
+
+
+def find(env: str, base: Path) -> FoundSource:
+    """Args: base: from which relative paths count, and where packages are looked for first. Raises ConfigError."""
+    if (match := _FILE.fullmatch(env)) is not None:
+        path = (base / Path(match["path"]).expanduser()).absolute()
+        if not path.is_file():
+            raise ConfigError(f"there is no file {path}", "name a Python file, a .zip or .whl, or package.module:Class")
+        return FoundSource(path, match["entry"])
+    if not _IMPORT.fullmatch(env):
+        raise ConfigError(
+            f"{env[:200]!r} is neither the name of an environment nor a file of one",
+            "name a file that ends in .py, .zip or .whl, or package.module:Class",
+        )
+    return FoundSource(_located(env.partition(":")[0].partition(".")[0], base), env)
+
+
+def content_of(found: FoundSource) -> tuple[bytes, bool]:
+    """What is submitted: the bytes of the file, or a zip file with the package and what it declares to need; and
+    whether that is an archive. Raises ConfigError.
+    """
+    try:
+        if found.entry is not None and ":" in found.entry and found.path.suffix not in (".zip", ".whl"):
+            return _packed(found.path), True
+        return found.path.read_bytes(), found.path.suffix != ".py"
+    except OSError as error:
+        raise ConfigError(f"{found.path}: {(error.strerror or str(error)).lower()}") from error
+
+
+def name_of(found: FoundSource, content: bytes, settings: Mapping[str, Any]) -> str:
+    """Without its version. At most 64 characters."""
+    said = [hashlib.sha256(content).hexdigest(), found.entry, settings]
+    digest = hashlib.sha256(orjson.dumps(said, option=orjson.OPT_SORT_KEYS, default=str)).hexdigest()[:8]
+    plain = found.entry.rpartition(":")[2] if found.entry and ":" in found.entry else found.path.stem
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', plain).lstrip('_-')[:48] or 'environment'}-{digest}"
+
+
+def resolved(tree: dict[str, Any], base: Path) -> dict[str, Any] | None:
+    """A configuration's tree with names in place of files and import paths, and what they stand for in data.sources;
+    None if it names none. Raises ConfigError.
+    """
+    data = tree["data"]
+    mixture: dict[str, Any] = data.get("mixture") or {}
+    wanted = {env: data.get("env_config") or {} for env in [data["env"]] if is_source(env)}
+    for env, row in mixture.items():
+        if env not in wanted and is_source(env):
+            wanted[env] = (row.get("env_config") or {}) if isinstance(row, dict) else {}
+    if not wanted:
+        return None
+    names, sources = dict[str, str](), dict[str, Any](data.get("sources") or {})
+    for env, settings in wanted.items():
+        try:
+            found = find(env, base)
+            content, _ = content_of(found)
+        except ConfigError as error:
+            key = "data.env" if env == data["env"] else "data.mixture"
+            raise ConfigError(f"{key}={env[:200]}: {error.detail}", error.hint) from error
+        names[env] = f"{name_of(found, content, settings)}@1"
+        sha256 = hashlib.sha256(content).hexdigest()
+        sources[names[env]] = {"path": str(found.path), "entry": found.entry, "sha256": sha256}
+    changed = {**data, "env": names.get(data["env"], data["env"]), "sources": sources}
+    for section in ("mixture", "rewards"):
+        if data.get(section):
+            changed[section] = {names.get(env, env): row for env, row in data[section].items()}
+    return {**tree, "data": changed}
+
+
+def _located(package: str, base: Path) -> Path:
+    """The folder, or the file, of a package or module at the top; nothing of it is imported."""
+    from importlib.machinery import PathFinder
+    from importlib.util import find_spec
+
+    try:
+        spec = PathFinder.find_spec(package, [str(base)]) or find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or package in sys.builtin_module_names or package in sys.stdlib_module_names:
+        raise ConfigError(
+            f"there is no package {package!r} in {base}, and none is installed beside this program",
+            f"install it: uv pip install --python {sys.executable} …",
+        )
+    folders = list(spec.submodule_search_locations or ())
+    if len(folders) > 1:
+        raise ConfigError(f"{package} is spread over {len(folders)} folders", "name a package of one folder")
+    if not folders and not spec.origin:
+        raise ConfigError(f"{package} has no files")
+    return Path(folders[0] if folders else str(spec.origin)).absolute()
+
+
+def _packed(path: Path) -> bytes:
+    """A zip file, always the same for the same files. Raises ConfigError, OSError."""
+    files = {f"{path.name}/{name}": file for name, file in _files(path)} if path.is_dir() else {path.name: path}
+    if len(files) > MAX_FILES or sum(file.stat().st_size for file in files.values()) > MAX_BYTES:
+        raise ConfigError(
+            f"{path} has more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB",
+            "put what an environment needs into a smaller package, or declare the large one as its dependency",
+        )
+    import zipfile
+
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in sorted([*((n, file.read_bytes()) for n, file in files.items()), *_declared(path)]):
+            archive.writestr(zipfile.ZipInfo(name, _SINCE), content)
+    return out.getvalue()
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    for file in folder.rglob("*"):
+        name = file.relative_to(folder)
+        if file.is_file() and not file.is_symlink() and not {*name.parts} & {*_LEFT_OUT} and file.suffix != ".pyc":
+            yield name.as_posix(), file
+
+
+def _declared(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The file in which a package says what it needs: pyproject.toml beside it, else the metadata it was installed
+    with.
+    """
+    from importlib.metadata import distribution, packages_distributions
+
+    if (project := path.parent / "pyproject.toml").is_file():
+        yield project.name, project.read_bytes()
+        return
+    for found in packages_distributions().get(path.stem, ())[:1]:
+        if (metadata := distribution(found).read_text("METADATA")) is not None:
+            yield f"{path.stem}-0.dist-info/METADATA", metadata.encode()
+            yield f"{path.stem}-0.dist-info/WHEEL", b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\n"

@@ -1,0 +1,135 @@
+"""data.env as a file or an import path: a name takes its place, which tells changes apart."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shared import config
+from shared.errors import ConfigError
+from shared.run import pinned
+from shared.run.sources import FoundSource, content_of, find, is_source
+
+SOURCE = "class Mine:\n    pass\n"
+
+
+def loaded(folder: Path, data: dict[str, Any], *overrides: str) -> config.LoadedConfig:
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump({"model": {"path": "none"}, "data": data}))
+    return config.load([file], overrides)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The present directory: with a file, and a package."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.env.py").write_text(SOURCE)
+    (tmp_path / "mine_of_tests" / "inner").mkdir(parents=True)
+    (tmp_path / "mine_of_tests" / "__init__.py").write_text("raise RuntimeError('nobody may import me')\n")
+    (tmp_path / "mine_of_tests" / "inner" / "envs.py").write_text(SOURCE)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        ("./a.py", True),
+        ("a.py", True),
+        ("/x/a.whl:package.module:Class", True),
+        ("package.module:Class", True),
+        ("folder/of/mine", True),
+        ("frozen_lake", False),
+        ("adder@1", False),
+        ("a.b", False),
+    ],
+)
+def test_files_and_import_paths_are_told_from_names(env: str, told: bool) -> None:
+    assert is_source(env) is told
+
+
+def test_a_name_takes_the_place_of_a_file(here: Path) -> None:
+    found = loaded(here, {"env": "./my.env.py"}).config.data
+    source = found.sources[found.env]
+    assert found.env.startswith("my_env-")
+    assert found.env.endswith("@1")
+    assert (source.path, source.entry) == (here / "my.env.py", None)
+    assert source.sha256 == hashlib.sha256(SOURCE.encode()).hexdigest()
+    again = loaded(here, {"env": "frozen_lake"}, "data.env=my.env.py:Mine").config.data
+    assert again.sources[again.env].entry == "Mine"
+
+
+def test_a_resolved_configuration_is_read_without_the_file(here: Path) -> None:
+    first = loaded(here, {"env": "./my.env.py"})
+    (here / "my.env.py").unlink()
+    (here / "again.yaml").write_text(first.to_yaml())
+    assert config.load([here / "again.yaml"]).config == first.config
+
+
+def test_another_content_class_or_setting_is_another_environment(here: Path) -> None:
+    names = {loaded(here, {"env": "./my.env.py"}).config.data.env}
+    names.add(loaded(here, {"env": "./my.env.py:Mine"}).config.data.env)
+    names.add(loaded(here, {"env": "./my.env.py", "env_config": {"size": 3}}).config.data.env)
+    (here / "my.env.py").write_text(SOURCE + "#")
+    names.add(loaded(here, {"env": "./my.env.py"}).config.data.env)
+    assert len(names) == 4
+
+
+def test_a_run_refuses_a_changed_file_and_takes_one_that_was_moved(here: Path) -> None:
+    was = pinned.relevant(loaded(here, {"env": "./my.env.py"}).config)
+    (here / "elsewhere").mkdir()
+    (here / "elsewhere" / "my.env.py").write_text(SOURCE)
+    moved = pinned.relevant(loaded(here, {"env": "elsewhere/my.env.py"}).config)
+    assert pinned.permitted(was, moved, step=1) == []
+    (here / "my.env.py").write_text(SOURCE + "#")
+    with pytest.raises(ConfigError, match=r"data\.env .* may not change"):
+        pinned.permitted(was, pinned.relevant(loaded(here, {"env": "./my.env.py"}).config), step=1)
+
+
+def test_a_mixture_names_files_too(here: Path) -> None:
+    data = {"env": "frozen_lake", "mixture": {"./my.env.py": {"weight": 2, "env_config": {"a": 1}}, "sokoban": 1}}
+    found = loaded(here, data).config.data
+    (name,) = found.sources
+    assert list(found.environments) == ["frozen_lake", name, "sokoban"]
+    assert (found.environments[name].weight, found.environments[name].env_config) == (2, {"a": 1})
+
+
+def test_a_package_is_packed_always_the_same_and_not_imported(here: Path) -> None:
+    (here / "pyproject.toml").write_text('[project]\nname = "mine"\ndependencies = ["numpy>=2"]\n')
+    found = loaded(here, {"env": "mine_of_tests.inner.envs:Mine"}).config.data
+    source = found.sources[found.env]
+    assert (found.env.partition("-")[0], source.path) == ("Mine", here / "mine_of_tests")
+    content, archive = content_of(FoundSource(source.path, source.entry))
+    (here / "mine_of_tests" / "__pycache__").mkdir()
+    (here / "mine_of_tests" / "__pycache__" / "x.pyc").write_bytes(b"x")
+    assert (content_of(FoundSource(source.path, source.entry)), archive) == ((content, True), True)
+    names = ["mine_of_tests/__init__.py", "mine_of_tests/inner/envs.py", "pyproject.toml"]
+    assert zipfile.ZipFile(io.BytesIO(content)).namelist() == names
+
+
+def test_an_installed_package_brings_what_it_declares_to_need(tmp_path: Path) -> None:
+    """Starlette stands for any package beside this program."""
+    content, _ = content_of(find("starlette.routing:Router", tmp_path))
+    archive = zipfile.ZipFile(io.BytesIO(content))
+    assert "starlette/routing.py" in archive.namelist()
+    assert b"Requires-Dist: anyio" in archive.read("starlette-0.dist-info/METADATA")
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        ("./none.py", "there is no file"),
+        ("nothing_like_it.envs:Mine", "there is no package 'nothing_like_it'"),
+        ("os:system", "there is no package 'os'"),
+        ("sys:exit", "there is no package 'sys'"),
+        ("folder/of/mine", "neither the name of an environment nor a file"),
+    ],
+)
+def test_what_is_not_there_is_told(here: Path, env: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        loaded(here, {"env": env})
