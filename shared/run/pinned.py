@@ -10,7 +10,6 @@ epoch that made it.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,8 +32,6 @@ type Settings = tuple[tuple[int, Flat], ...]
 MAX_STEPS = "trainer.max_steps"
 _BETA = "grpo_config.beta"
 _PATHS = ("model.path", "data.train", "data.eval")
-_SOURCE = re.compile(r"data\.sources\..*\.path")
-"""Where a file was: which one it is, its digest tells."""
 _MOST_NAMED = 5
 _MAX_RECORD = 4 * 2**20
 
@@ -50,11 +47,14 @@ class Rule(NamedTuple):
 IRRELEVANT = (
     "services.",
     "run.dir",
+    "data.sources",
     "orchestrator.max_concurrent_episodes",
     "orchestrator.lease_s",
     "orchestrator.episode_timeout_s",
 )
-"""Addresses and limits: they decide nothing about what is trained, and are recorded nowhere."""
+"""Addresses and limits: they decide nothing about what is trained, and are recorded nowhere. What a name in data.env
+stands for is told by the digest in that name.
+"""
 
 RULES = (
     Rule("run.", False, "it is what the run is: every draw and every record rests on it"),
@@ -71,15 +71,10 @@ RULES = (
     ),
     Rule("data.curriculum", True, "it only decides the next changes of the mixture, each of which is a line on disk"),
     Rule(
-        "data.sources",
-        False,
-        "a file that has changed is another environment; the run plays the one it began with, which is kept in its "
-        "folder",
-    ),
-    Rule(
         "data.",
         False,
-        "tickets name tasks of this data, and evaluations before and after would measure different things",
+        "tickets name tasks of this data, and evaluations before and after would measure different things; a file that "
+        "has changed is another environment, and the run's own is kept in its folder",
     ),
     Rule("sft.", False, "the warm start is over before the first step"),
     Rule("grpo_config.num_generations", False, "groups of the old size are already on their way to the trainer"),
@@ -140,7 +135,7 @@ def relevant(config: RunConfig) -> dict[str, Any]:
     """The configuration with defaults filled in, flat, without what is irrelevant to what is trained."""
     flat: dict[str, Any] = {}
     _flatten("", orjson.loads(config.model_dump_json()), flat)
-    return {key: value for key, value in flat.items() if not key.startswith(IRRELEVANT) and not _SOURCE.fullmatch(key)}
+    return {key: value for key, value in flat.items() if not key.startswith(IRRELEVANT)}
 
 
 def in_force(settings: Settings, epoch: int) -> dict[str, Any]:

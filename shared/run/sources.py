@@ -44,10 +44,12 @@ def is_source(env: str) -> bool:
     return bool(_FILE.fullmatch(env) or _IMPORT.fullmatch(env)) or "/" in env
 
 
-def find(env: str, base: Path) -> FoundSource:
-    """Args: base: from which relative paths count, and where packages are looked for first. Raises ConfigError."""
+def find(env: str, base: Path | None) -> FoundSource:
+    """Args: base: from which relative paths count, and where packages are looked for first; without it, only installed
+    ones are. Raises ConfigError.
+    """
     if (match := _FILE.fullmatch(env)) is not None:
-        path = (base / Path(match["path"]).expanduser()).absolute()
+        path = ((base or Path()) / Path(match["path"]).expanduser()).absolute()
         if not path.is_file():
             raise ConfigError(f"there is no file {path}", "name a Python file, a .zip or .whl, or package.module:Class")
         return FoundSource(path, match["entry"])
@@ -109,18 +111,18 @@ def resolved(tree: dict[str, Any], base: Path) -> dict[str, Any] | None:
     return {**tree, "data": changed}
 
 
-def _located(package: str, base: Path) -> Path:
+def _located(package: str, base: Path | None) -> Path:
     """The folder, or the file, of a package or module at the top; nothing of it is imported."""
     from importlib.machinery import PathFinder
     from importlib.util import find_spec
 
     try:
-        spec = PathFinder.find_spec(package, [str(base)]) or find_spec(package)
+        spec = (PathFinder.find_spec(package, [str(base)]) if base else None) or find_spec(package)
     except (ImportError, ValueError):
         spec = None
     if spec is None or package in sys.builtin_module_names or package in sys.stdlib_module_names:
         raise ConfigError(
-            f"there is no package {package!r} in {base}, and none is installed beside this program",
+            f"there is no package {package!r} in {base or 'this Python'}, and none is installed beside this program",
             f"install it: uv pip install --python {sys.executable} …",
         )
     folders = list(spec.submodule_search_locations or ())

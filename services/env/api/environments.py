@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from fastapi.responses import Response
 from services.env.api.schemas import (
     AdapterBody,
     Described,
+    InstalledBody,
     Listed,
     LogShown,
     RegisterBody,
@@ -25,6 +27,7 @@ from services.env.api.schemas import (
 from services.env.api.state import EnvState, state_of
 from services.env.backends.remote.protocols import RemoteEnvironment
 from services.env.catalogue import CatalogueEntry
+from services.env.submissions.installed import archive_of, installed
 from services.env.submissions.record import SubmittedVersion
 from services.env.submissions.submission import Submission
 from services.env.submissions.templates import source_of
@@ -59,7 +62,8 @@ async def list_environments(request: Request) -> Response:
     rows = [entry.describe() for entry in entries.values() if entry.name not in theirs]
     rows += [version.describe() for version in state.submissions.listed()]
     rows = [{**row, "trouble": _trouble(entries.get(row["name"])), **_rewards(state, row["name"])} for row in rows]
-    return respond(request, {"environments": rows})
+    found = await asyncio.to_thread(installed)
+    return respond(request, {"environments": rows, "installed": [one.describe() for one in found]})
 
 
 @router.post(
@@ -69,16 +73,17 @@ async def list_environments(request: Request) -> Response:
 )
 async def submit_environment(request: Request) -> Response:
     """Submits an environment: a Python file (its text as the body with Content-Type text/x-python and `?name=`, or
-    `{name, source}`), a zip file or wheel (application/zip), a remote one (`{name, url, protocol, config}`), or one of
-    another package (`{name, adapter, config}`): 202, and it is validated next. With `{name, base, config}` adds a
-    configured variant of a built-in one: 201, or 200 when it exists already with these settings.
+    `{name, source}`), a zip file or wheel (application/zip), a remote one (`{name, url, protocol, config}`), one of an
+    installed package (`{name, import_path, config}`) or of an adapter (`{name, adapter, config}`): 202, and it is
+    validated next. With `{name, base, config}` adds a configured variant of a built-in one: 201, or 200 when it exists
+    already with these settings.
     """
     state = state_of(request)
     if _is_file(request):
         return _told(request, await state.submissions.submit(await _file(request)), 202)
     raw = await http.read_body(request)
     if "base" not in raw:
-        return _told(request, await state.submissions.submit(_object(raw)), 202)
+        return _told(request, await state.submissions.submit(await _object(raw)), 202)
     body = http.validated(RegisterBody, raw, strict=True)
     entry, new = await state.catalogue.register(body.name, body.base, body.config, body.weight)
     return respond(request, entry.describe(), 201 if new else 200)
@@ -91,7 +96,7 @@ async def submit_environment(request: Request) -> Response:
 )
 async def replace_environment(request: Request, name: str) -> Response:
     """Submits a new version; the present one goes on until the new one has proved itself."""
-    given = await _file(request, name) if _is_file(request) else _object(await http.read_body(request), name)
+    given = await _file(request, name) if _is_file(request) else await _object(await http.read_body(request), name)
     return _told(request, await state_of(request).submissions.replace(given), 202)
 
 
@@ -150,7 +155,7 @@ async def _file(request: Request, name: str | None = None) -> Submission:
     return Submission(query.name, await request.body(), query.entry, {}, query.weight, archive)
 
 
-def _object(raw: Mapping[str, Any], name: str | None = None) -> Submission:
+async def _object(raw: Mapping[str, Any], name: str | None = None) -> Submission:
     """Raises InputError."""
     if "url" in raw:
         far = http.validated(RemoteBody, _named(raw, name), strict=True)
@@ -158,6 +163,10 @@ def _object(raw: Mapping[str, Any], name: str | None = None) -> Submission:
     if "adapter" in raw:
         asked = http.validated(AdapterBody, _named(raw, name), strict=True)
         return Submission(asked.name, source_of(asked.adapter), None, asked.config, asked.weight)
+    if "import_path" in raw:
+        chosen = http.validated(InstalledBody, _named(raw, name), strict=True)
+        content = await asyncio.to_thread(archive_of, chosen.import_path)
+        return Submission(chosen.name, content, chosen.import_path, chosen.config, chosen.weight, archive=True)
     body = http.validated(SubmitBody, _named(raw, name), strict=True)
     return Submission(body.name, body.source.encode("utf-8", "surrogatepass"), body.entry, body.config, body.weight)
 

@@ -115,6 +115,19 @@ class AdapterBody(Body, json_schema_extra=_example(name="tac", adapter="textaren
     weight: Weight = 0.0
 
 
+class InstalledBody(
+    Body, json_schema_extra=_example(name="maze", import_path="my_package.envs:Maze", config={"size": 7})
+):
+    """An environment of a package that is installed beside the service, which names it as an entry point; `config` are
+    the arguments of its class.
+    """
+
+    name: EnvName
+    import_path: Annotated[str, Field(min_length=1, max_length=300)]
+    config: Config = {}
+    weight: Weight = 0.0
+
+
 class RegisterBody(Body, json_schema_extra=_example(name="frozen_lake-6", base="frozen_lake", config={"size": 6})):
     """A configured variant of the environment `base`."""
 
@@ -207,8 +220,17 @@ class LogShown(BaseModel):
     log: str
 
 
+class InstalledShown(BaseModel):
+    """An environment of an installed package, which can be submitted by its `import_path`."""
+
+    name: str
+    import_path: str
+    package: str
+
+
 class Listed(BaseModel):
     environments: list[Described]
+    installed: list[InstalledShown]
 
 
 class Counted(BaseModel):
