@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import orjson
 import pytest
@@ -77,6 +78,14 @@ def _numbers(path: Path) -> None:
 THINGS: tuple[Callable[[Path], None], ...] = (_fifo, _loop, _folder, _terabyte, _deep, _noise, _numbers)
 
 
+def _pairs() -> Iterator[Any]:
+    """Every record with every thing; those that are not long have every record thrice, and every thing with many."""
+    for n, record in enumerate(READERS):
+        for m, thing in enumerate(THINGS):
+            marks = [] if (m - n) % len(THINGS) in (0, 1, 3) else [pytest.mark.long]
+            yield pytest.param(record, thing, id=f"{record}-{thing.__name__.strip('_')}", marks=marks)
+
+
 @pytest.fixture(scope="module")
 def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_run.make(tmp_path_factory.mktemp("valid") / small_run.RUN)
@@ -112,8 +121,7 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@pytest.mark.parametrize("thing", THINGS, ids=lambda thing: thing.__name__.strip("_"))
-@pytest.mark.parametrize("record", READERS)
+@pytest.mark.parametrize(("record", "thing"), _pairs())
 def test_a_command_ends_whatever_lies_in_the_place_of_a_record(
     valid: Path, tmp_path: Path, record: str, thing: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
