@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.env.api import environments, openenv
+from services.env.api import environments, openenv, tools
 from services.env.api.routes import ROLES, direct_routes, router
 from services.env.api.state import EnvState
 from services.env.backends.remote.site import open_access
@@ -22,7 +22,7 @@ from services.env.submissions.programs import Programs
 from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submission import Submission
 from services.env.submissions.submissions import Submissions
-from services.env.tools.toolset import Toolbox
+from services.env.tools.toolset import ANY_TOOLS, Toolbox, ToolSet
 from services.env.workers.pool import WorkerPool, WorkerSettings
 from shared.errors import ConfigError, InputError
 from shared.process import telemetry
@@ -82,13 +82,15 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
             limits=settings.limits,
             tokens=read_tokens(settings.token_files),
             ready=lambda: _why_not(catalogue, settings.env),
-            roles={**ROLES, **environments.ROLES, **openenv.ROLES},
+            roles={**ROLES, **environments.ROLES, **openenv.ROLES, **tools.ROLES},
             max_objects=MAX_OBJECTS,
             about=lambda: {"sandbox": sandboxes.tier.describe() if sandboxes.tier else None},
         )
-        app.state.env, app.state.websockets = EnvState(catalogue, episodes, submissions, rewards), True
+        app.state.env = EnvState(catalogue, episodes, submissions, rewards, ToolSet(toolbox, ANY_TOOLS))
+        app.state.websockets = True
         app.include_router(environments.router)
         app.include_router(openenv.router)
+        app.include_router(tools.router)
         app.include_router(router)
         app.router.routes[:0] = direct_routes()
         _log.info("environments ready", env=settings.env, available=[entry.name for entry in catalogue.entries()])

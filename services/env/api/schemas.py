@@ -179,6 +179,42 @@ class FinishBody(Body, json_schema_extra=_example(request_id="2")):
     request_id: RequestId
 
 
+class ToolsQuery(Body, json_schema_extra=_example(env="gsm8k")):
+    """`env`: an environment that has tools; left out, the tools that any can have."""
+
+    env: Name | None = None
+
+
+class CallBody(Body, json_schema_extra=_example(arguments={"expression": "48/2"})):
+    """`seed` drives what is random in the tool."""
+
+    arguments: dict[str, JsonValue]
+    env: Name | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+
+class ToolShown(BaseModel):
+    """`parameters` is the JSON schema of the arguments."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class ToolsListed(BaseModel):
+    """`tool_use` has the bounds of calls."""
+
+    tools: list[ToolShown]
+    tool_use: dict[str, Any]
+
+
+class ToolAnswered(BaseModel):
+    """`text` is what a model reads; `ok`: the call was carried out."""
+
+    text: str
+    ok: bool
+
+
 class Described(BaseModel):
     """An environment on offer. Of a submitted one, `name` is `NAME@VERSION` and `why` says how it got into its
     `state`; of a remote one, `url` says where it is. `trouble` is why its episodes fail for now, null while they do

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
 from fastapi import Request
 
@@ -10,16 +11,24 @@ from services.env.catalogue import Catalogue
 from services.env.episodes import Episodes
 from services.env.rewards.rewards import Rewards
 from services.env.submissions.submissions import Submissions
+from services.env.tools.toolset import ToolSet
+
+MAX_TRIALS = 8
+"""Requests at once: each may start a sandbox, or ask somebody else's server."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnvState:
-    """Lives in `app.state.env`."""
+    """Lives in `app.state.env`. `tools` are those that any environment can be given; `tool_places` bounds the requests
+    that try tools.
+    """
 
     catalogue: Catalogue
     episodes: Episodes
     submissions: Submissions
     rewards: Rewards
+    tools: ToolSet
+    tool_places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TRIALS))
 
 
 def state_of(request: Request) -> EnvState:

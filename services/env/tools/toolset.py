@@ -25,6 +25,8 @@ from services.env.tools.workspace import Workspace, WorkspaceSession
 from shared.errors import ConfigError, Forbidden
 
 MIN_TIER = 1
+ANY_TOOLS = ToolsConfig.model_validate({"tools": ["calculator", "python", "sql", "workspace"]})
+"""What every environment can be given, as it is without settings."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,73 @@
+"""HTTP to tools, for people: which there are, and what a call would answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from services.env.api.schemas import CallBody, ToolAnswered, ToolsListed, ToolsQuery
+from services.env.api.state import EnvState, state_of
+from services.env.tools.base import ToolContext
+from services.env.tools.calls import ToolCall
+from services.env.tools.dispatch import EpisodeTools
+from services.env.tools.settings import ToolUse
+from shared.errors import NotFound, RateLimited, Unavailable
+from shared.web import http
+from shared.web.access import Role
+from shared.web.http import respond
+from shared.web.openapi import declares
+
+router = APIRouter(tags=["tools"])
+ROLES = {"GET /tools": Role.VIEWER, "POST /tools/{name}/call": Role.SERVICE}
+_PATIENCE_S = 28.0
+
+
+@router.get("/tools", openapi_extra=declares(query=ToolsQuery, answer=ToolsListed))
+async def list_tools(request: Request) -> Response:
+    """The tools that an environment gives its episodes, with their schemas and bounds; without `env`, those that every
+    environment can be given, as they are without settings.
+    """
+    query = http.validated(ToolsQuery, dict(request.query_params), strict=False)
+    async with _opened(state_of(request), query.env, 0) as (tools, use):
+        rows = [tool.schema["function"] for tool in tools.tools]
+    return respond(request, {"tools": rows, "tool_use": use.model_dump()})
+
+
+@router.post("/tools/{name}/call", openapi_extra=declares(body=CallBody, answer=ToolAnswered))
+async def call_tool(request: Request, name: str) -> Response:
+    """What a model would read after this call, in an episode of its own: variables, files and databases end with it.
+    What is wrong with the arguments is the answer's text, as it is for a model.
+    """
+    body = await http.read_model(request, CallBody)
+    async with _opened(state_of(request), body.env, body.seed) as (tools, _):
+        names = [tool.name for tool in tools.tools]
+        if name not in names:
+            raise NotFound(f"there is no tool {name[:80]!r}", f"there are: {', '.join(names)}")
+        (answer,) = await tools.answer([ToolCall(name, body.arguments)])
+    return respond(request, {"text": answer.text, "ok": answer.fine})
+
+
+@asynccontextmanager
+async def _opened(state: EnvState, env: str | None, seed: int) -> AsyncIterator[tuple[EpisodeTools, ToolUse]]:
+    """The tools of an environment, or those of every one, as an episode has them, with a deadline. Raises NotFound,
+    RateLimited, Unavailable.
+    """
+    chosen = state.tools if env is None else state.catalogue.tools(env)
+    if chosen is None:
+        raise NotFound(f"the environment {env!r} has no tools", "name some in its setting tools")
+    if state.tool_places.locked():
+        raise RateLimited("enough tools are being tried already", "try again later", 2.0)
+    async with state.tool_places:
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                tools = await chosen.open(ToolContext(seed))
+                try:
+                    yield tools, chosen.config.tool_use
+                finally:
+                    await tools.close()
+        except TimeoutError:
+            raise Unavailable(f"the tools did not answer within {_PATIENCE_S:g} s") from None
