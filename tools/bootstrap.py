@@ -29,7 +29,7 @@ from typing import IO, Iterator  # noqa: UP035 - runs on Python 3.8
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = {
-    "base": ["--extra", "environments"],
+    "base": ["--extra", "environments", "--extra", "tools"],
     "rollout": ["--extra", "rollout"],
     "trainer": ["--extra", "trainer"],
 }

@@ -22,6 +22,7 @@ from services.env.submissions.programs import Programs
 from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submission import Submission
 from services.env.submissions.submissions import Submissions
+from services.env.tools.mcp import McpServers
 from services.env.tools.toolset import ANY_TOOLS, Toolbox, ToolSet
 from services.env.workers.pool import WorkerPool, WorkerSettings
 from shared.errors import ConfigError, InputError
@@ -50,11 +51,12 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     pool = WorkerPool(
         settings.n_processes, WorkerSettings(settings.n_threads, settings.deadline_s, settings.max_episodes)
     )
-    toolbox = Toolbox(sandboxes, runner, settings.unsandboxed)
+    servers = McpServers()
+    toolbox = Toolbox(sandboxes, runner, servers, settings.unsandboxed)
     catalogue = open_catalogue(settings, runner, toolbox, pool if settings.n_processes else None)
     remotes = open_access(settings.remote_tokens_file, settings.ca_file, settings.deadline_s)
     rewarding = Rewards(settings.rewards, settings.reward_servers, settings.folder, settings.ca_file)
-    async with sandboxes, pool, rewarding as rewards:
+    async with sandboxes, servers, pool, rewarding as rewards:
         store = SubmissionStore(settings.folder / "submitted")
         submissions = Submissions(
             store,

@@ -11,9 +11,11 @@ from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.base import ToolContext, ToolSession
 from services.env.tools.calculator import CalculatorSession
 from services.env.tools.dispatch import EpisodeTools
+from services.env.tools.mcp import McpServers
 from services.env.tools.python import PythonSession
 from services.env.tools.settings import (
     CalculatorSettings,
+    McpSettings,
     PythonSettings,
     SqlSettings,
     ToolsConfig,
@@ -35,6 +37,7 @@ class Toolbox:
 
     sandboxes: Sandboxes
     runner: ThreadRunner
+    servers: McpServers
     unconfined: Collection[str] = ()
 
 
@@ -81,6 +84,8 @@ class ToolSet:
             case WorkspaceSettings():
                 assert workspace is not None
                 return WorkspaceSession(workspace)
+            case McpSettings():
+                return await self.toolbox.servers.open(settings)
             case _:
                 raise ConfigError(f"{type(settings).__name__} is no tool")
 

@@ -13,6 +13,7 @@ from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.base import ToolContext
 from services.env.tools.calls import ToolCall
 from services.env.tools.dispatch import EpisodeTools
+from services.env.tools.mcp import McpServers
 from services.env.tools.settings import split_config
 from services.env.tools.toolset import Toolbox, ToolSet
 
@@ -21,10 +22,10 @@ type OpenTools = Callable[..., Awaitable[EpisodeTools]]
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def toolbox() -> AsyncIterator[Toolbox]:
-    async with Sandboxes() as sandboxes:
+    async with Sandboxes() as sandboxes, McpServers() as servers:
         await sandboxes.probe()
         runner = ThreadRunner(4, 30.0, 64)
-        yield Toolbox(sandboxes, runner, ["python"])
+        yield Toolbox(sandboxes, runner, servers, ["python"])
         runner.close()
 
 
@@ -42,7 +43,7 @@ async def open_tools(toolbox: Toolbox) -> AsyncIterator[OpenTools]:
         yield opened
 
 
-async def ask(tools: EpisodeTools, name: str, **arguments: Any) -> str:
+async def ask(tools: EpisodeTools, name: str, /, **arguments: Any) -> str:
     """The answer to one call; one that was not carried out begins with "error: "."""
     (answer,) = await tools.answer([ToolCall(name, arguments)])
     assert answer.fine != answer.text.startswith("error: ")
