@@ -281,8 +281,9 @@ class Endpoint(Section):
 
 class EnvEndpoint(Endpoint):
     """`folder` keeps submitted environments (default: in the run's folder). `unsandboxed` names those that may be
-    submitted where this machine cannot confine their code. `sandbox_memory_mb` is what one episode's process may use.
-    `processes` run the episodes of built-in environments, each with threads of its own (0: threads of the service).
+    submitted where this machine cannot confine their code; `python` there allows that tool. `sandbox_memory_mb` is what
+    one episode's process may use. `processes` run the episodes of built-in environments, each with threads of its own
+    (0: threads of the service).
     `package_index` is the only place that their dependencies come from. `remote_tokens_file` is a secret file with a
     line `URL TOKEN` for each server of remote environments that asks for a token. `reward_servers` are the judges and
     reward services that `data.rewards` names.
