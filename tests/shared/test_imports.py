@@ -16,9 +16,11 @@ from tests.support.tokenizer import FOLDER
 ROOT = Path(__file__).parents[2]
 OURS = {"services", "shared"}
 WEB = {"annotated_doc", "anyio", "click", "fastapi", "httptools", "opentelemetry", "starlette", "uvicorn", "uvloop"}
+FORMS = {"python_multipart"}
+"""Five milliseconds: Starlette imports it where it is, and the package mcp brings it."""
 MODELS = {"annotated_types", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection"}
 WIRE = {"blake3", "msgpack", "numpy", "orjson", "prometheus_client"}
-COMMON = OURS | WEB | MODELS | WIRE | {"yaml"}
+COMMON = OURS | WEB | FORMS | MODELS | WIRE | {"yaml"}
 SOCKETS = {"websockets"}
 GYMNASIUM = {"cloudpickle", "farama_notifications", "gymnasium"}
 CLIENTS = {"aiohappyeyeballs", "aiohttp", "aiosignal", "attr", "frozenlist", "idna", "multidict", "propcache", "yarl"}
