@@ -35,7 +35,9 @@ class InProcesses:
     async def reset(self, split: str, index: int, seed: int) -> ProcessEpisode:
         with self.timed("reset"):
             worker, number, opened = await self.pool.begin(seed=seed, **self._named(split, index))
-        return ProcessEpisode(self, worker, number, opened["task"], tuple(opened["opening"]), opened["tools"])
+        return ProcessEpisode(
+            self, worker, number, opened["task"], tuple(opened["opening"]), opened["tools"], opened["database"]
+        )
 
     async def demonstration(self, split: str, index: int) -> Demonstration:
         with self.timed("demonstrate"):
@@ -62,6 +64,7 @@ class ProcessEpisode:
     task: str
     opening: tuple[Message, ...]
     tools: Sequence[Mapping[str, Any]]
+    database: str | None = None
     closed: bool = False
 
     async def step(self, message: Message) -> StepResult:

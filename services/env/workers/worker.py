@@ -63,7 +63,8 @@ class WorkerProcess:
             case "reset":
                 episode = await self._environment(request).reset(request["split"], request["index"], request["seed"])
                 self._episodes[request["episode"]] = episode
-                return {"task": episode.task, "opening": list(episode.opening), "tools": list(episode.tools)}
+                opened = {"task": episode.task, "opening": list(episode.opening), "tools": list(episode.tools)}
+                return {**opened, "database": episode.database}
             case "task":
                 return await self._environment(request).task(request["split"], request["index"])
             case _:

@@ -57,8 +57,10 @@ async def test_calls_of_openais_shape_are_taken(open_client: OpenClient, gsm8k_f
         assert (await say(client, episode, "", tool_calls=[call]))["messages"][0]["content"] == "6"
 
 
-async def test_text_to_sql_with_the_database_of_its_task(open_client: OpenClient) -> None:
-    async with open_client(env="text_to_sql", configs={"text_to_sql": {"tools": ["sql"]}}) as client:
+@pytest.mark.parametrize("n_processes", [0, 1])
+async def test_text_to_sql_with_the_database_of_its_task(open_client: OpenClient, n_processes: int) -> None:
+    settings = {"configs": {"text_to_sql": {"tools": ["sql"]}}, "n_processes": n_processes}
+    async with open_client(env="text_to_sql", **settings) as client:
         episode = await open_episode(client, "text_to_sql")
         asked = write_call("sql", {"query": "SELECT count(*) > 0 AS there FROM sqlite_master"})
         assert (await say(client, episode, asked))["messages"][0]["content"] == "there\n1\n(1 row)"
