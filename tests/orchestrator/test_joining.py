@@ -3,6 +3,7 @@ service with submissions gives it, in front of the real one.
 """
 
 import asyncio
+import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -109,13 +110,14 @@ async def live_run(folder, redis_url, rollouts):
 
 
 async def until(client, holds):
-    async with asyncio.timeout(120):
-        while True:
-            run = (await client.get("/runs/demo")).json()
-            assert run["state"] != "failed", run["reason"]
-            if holds({row["env"]: row for row in run["mixture"]}, run):
-                return run
-            await asyncio.sleep(0.02)
+    end = time.monotonic() + 120
+    while True:
+        run = (await client.get("/runs/demo")).json()
+        assert run["state"] != "failed", run["reason"]
+        if holds({row["env"]: row for row in run["mixture"]}, run):
+            return run
+        assert time.monotonic() < end, run
+        await asyncio.sleep(0.1)
 
 
 @pytest.fixture
