@@ -21,7 +21,7 @@ class Mixture:
             self.aside.append((env, why))
         return env in self.beside
 
-    def ended(self, env, *, failed, began):
+    def ended(self, env, *, failed, ticket):
         self.seen.append((env, failed))
 
 

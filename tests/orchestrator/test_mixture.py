@@ -317,16 +317,33 @@ async def test_what_only_fails_is_set_aside_and_tried_again_until_it_is_back(tmp
         assert await run.play(2) == ["adder@1", "frozen_lake"]
         await run.look()
         assert await run.play(1) == ["frozen_lake"]
-        run.mixture.ended("adder@1", failed=True, began=now[0])
+        run.mixture.ended("adder@1", failed=False, ticket=4)  # one of those before it was set aside
+        run.mixture.ended("adder@1", failed=True, ticket=run.queue.issued)
     now[0] += 240
     await run.look()
     await run.play(1)
-    run.mixture.ended("adder@1", failed=False, began=now[0])
+    run.mixture.ended("adder@1", failed=False, ticket=run.queue.issued)
     await run.look()
     assert Counter(await run.play(10)) == {"frozen_lake": 5, "adder@1": 5}
     assert run.lines()[-1].why == "adder@1 is back"
     again = MixtureUnderTest(tmp_path, run.source, queue=run.queue)
     assert await again.tasks(60) == await run.tasks(60)
+
+
+async def test_a_trial_of_which_nothing_is_heard_is_made_again(tmp_path):
+    now = [0.0]
+    run = MixtureUnderTest(tmp_path, suspensions=Suspensions(lambda: now[0]))
+    await run.look(row("adder@1"))
+    await run.play(4)
+    run.mixture.set_aside("adder@1", "gone")
+    await run.look()
+    for wait_s in (15, 240):
+        now[0] += wait_s - 1
+        await run.look()
+        assert await run.play(2) == ["frozen_lake"] * 2
+        now[0] += 1
+        await run.look()
+        assert await run.play(2) == ["adder@1", "frozen_lake"]
 
 
 async def test_what_is_set_aside_stays_so_after_a_restart_until_its_trial(tmp_path):

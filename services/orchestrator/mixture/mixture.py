@@ -147,7 +147,7 @@ class RunMixture:
                 raise
             if changed:
                 now = self._log.current
-                self._suspensions.sent(env for env in now.first if env in now.suspended)
+                self._suspensions.sent((env for env in now.first if env in now.suspended), now.from_ticket)
 
     def set_aside(self, env: str, why: str) -> bool:
         """Whether the run goes on without groups of this environment: it has another one, and this is not the main."""
@@ -159,8 +159,8 @@ class RunMixture:
             self._wake.set()
         return True
 
-    def ended(self, env: str, *, failed: bool, began: float) -> None:
-        if self._suspensions.ended(env, failed=failed, began=began):
+    def ended(self, env: str, *, failed: bool, ticket: int) -> None:
+        if self._suspensions.ended(env, failed=failed, ticket=ticket):
             self._wake.set()
 
     def describe(self) -> list[dict[str, Any]]:

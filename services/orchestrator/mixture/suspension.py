@@ -18,6 +18,8 @@ class _Trial:
     wait_s: float
     sent_at: float | None = None
     """When the group that tries it was decided on; None while none is."""
+    from_ticket: int = 0
+    """No group of an earlier ticket is the one that tries it."""
     back_at: float | None = None
 
 
@@ -65,20 +67,25 @@ class Suspensions:
         self._trials[env] = _Trial(now + wait_s, wait_s)
 
     def due(self, suspended: Iterable[str]) -> list[str]:
-        """Those to be tried now. One that was set aside before this process began waits from now on."""
+        """Those to be tried now, also again, if nothing has been heard of a trial for long. One that was set aside
+        before this process began waits from now on.
+        """
         now = self._clock()
         found = [(env, self._trials.setdefault(env, _Trial(now + _FIRST_S, _FIRST_S))) for env in suspended]
-        return [env for env, trial in found if trial.sent_at is None and trial.due_at <= now]
+        return [env for env, one in found if (one.due_at if one.sent_at is None else one.sent_at + _LONGEST_S) <= now]
 
-    def sent(self, envs: Iterable[str]) -> None:
+    def sent(self, envs: Iterable[str], from_ticket: int) -> None:
+        """They are tried by their first group of `from_ticket` or a later one."""
         for env in envs:
             if env in self._trials:
-                self._trials[env].sent_at = self._clock()
+                self._trials[env].sent_at, self._trials[env].from_ticket = self._clock(), from_ticket
 
-    def ended(self, env: str, *, failed: bool, began: float) -> bool:
-        """A group ended. Args: began: by the clock. Returns whether it was a trial."""
+    def ended(self, env: str, *, failed: bool, ticket: int) -> bool:
+        """The group of this ticket ended. Returns whether it was a trial: one that was begun before the trial was
+        decided on may be it, if it was told its environment only afterwards.
+        """
         trial = self._trials.get(env)
-        if trial is None or trial.sent_at is None or began < trial.sent_at:
+        if trial is None or trial.sent_at is None or ticket < trial.from_ticket:
             return False
         now = self._clock()
         trial.sent_at = None

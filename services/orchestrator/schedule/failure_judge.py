@@ -22,8 +22,8 @@ class SetsAside(Protocol):
         """Whether the run goes on without groups of this environment."""
         ...
 
-    def ended(self, env: str, *, failed: bool, began: float) -> None:
-        """A group ended that was begun at `began` (monotonic seconds)."""
+    def ended(self, env: str, *, failed: bool, ticket: int) -> None:
+        """The group of this ticket ended."""
         ...
 
 
@@ -33,7 +33,7 @@ class OnlyEnvironment:
     def set_aside(self, env: str, why: str) -> bool:
         return False
 
-    def ended(self, env: str, *, failed: bool, began: float) -> None: ...
+    def ended(self, env: str, *, failed: bool, ticket: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class FailureJudge:
 
     def ended(self, group: Group, began: float) -> None:
         """Raises VolleyError when nothing but failures comes out of an environment that the run cannot do without."""
-        self._mixture.ended(group.env, failed=group.failure is not None, began=began)
+        self._mixture.ended(group.env, failed=group.failure is not None, ticket=group.ticket)
         if group.failure is None:
             self._streaks.pop(group.env, None)
             return
