@@ -36,7 +36,7 @@ CALLS = {
     "recv_pyobj",
 }
 EXCEPTIONS = {
-    "tests/env/test_calculator.py: eval": "Python's own arithmetic is the reference for the calculator's",
+    "tests/env/tools/test_arithmetic.py: eval": "Python's own arithmetic is the reference for the calculator's",
     "services/env/sandbox/inside/host.py: exec": "runs submitted code, in a process that can do nothing but answer",
     "tests/support/hostile.py: pickle": "makes the payloads that must not be unpickled",
     "tests/support/hostile.py: allow_pickle=True": "the same, as a numpy file",
