@@ -47,13 +47,13 @@ def suites(*, long: bool) -> tuple[Suite, ...]:
 def _short() -> tuple[Suite, ...]:
     named = (
         Suite("trainer", ("trainer",), "trainer"),
+        Suite("system", ("system",)),
         Suite("env", ("env",)),
         Suite("rollout", ("rollout",), "rollout"),
         Suite("cli", ("cli", "docs")),
-        Suite("chaos", ("chaos",)),
-        Suite("system", ("system",)),
-        Suite("fuzz", ("fuzz",)),
         Suite("shared", ("shared", "queue")),
+        Suite("chaos", ("chaos",)),
+        Suite("fuzz", ("fuzz",)),
     )
     return (*named, Suite("rest", _others(named)))
 

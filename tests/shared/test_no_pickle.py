@@ -56,7 +56,7 @@ def found(tree: ast.AST) -> Iterator[str]:
                 args=[ast.Constant(value=str(name)), *_],
             ):
                 yield from [name] * (name.partition(".")[0] in MODULES)
-            case ast.Call(func=func, keywords=keywords) if (name := ast.unparse(func)) in CALLS or name.rpartition(".")[
+            case ast.Call(func=func, keywords=keywords) if (name := dotted(func)) in CALLS or name.rpartition(".")[
                 2
             ] == "recv_pyobj":
                 if not (name.endswith((".load",)) and is_safe(name, node.args, keywords)):
@@ -64,6 +64,16 @@ def found(tree: ast.AST) -> Iterator[str]:
             case ast.keyword(arg="allow_pickle" | "trust_remote_code" | "weights_only", value=value) as keyword:
                 if ast.unparse(value) != str(keyword.arg == "weights_only"):
                     yield f"{keyword.arg}={ast.unparse(value)}"
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` of a name or an attribute; what is neither is left out."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=attr):
+            return f"{dotted(value)}.{attr}"
+    return ""
 
 
 def is_safe(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> bool:
