@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from services.env.backends.base import Backend, GivenUp, LiveEpisode
+from services.env.backends.processes import InProcesses
+from services.env.backends.threads import InThreads
 from services.env.environments.base import Demonstration, Info, Message, StepResult
 from services.env.tools.base import ToolContext, ToolDescription
 from services.env.tools.calls import CallFormat, tool_calls, write_call
@@ -59,8 +61,8 @@ class WithTools:
         return ToolEpisode(self.name, episode, opened, self.use, opening, [tool.schema for tool in opened.tools])
 
     async def demonstration(self, split: str, index: int) -> Demonstration:
-        """The environment's own, which calls no tool."""
-        shown = await self.base.demonstration(split, index)
+        """The environment's own, with calls where it knows how to write them."""
+        shown = await self._with_calls(split, index) or await self.base.demonstration(split, index)
         if not self.use.describe:
             return shown
         opened = await self.tool_set.open(ToolContext(0))
@@ -71,6 +73,17 @@ class WithTools:
 
     def why_stuck(self) -> str | None:
         return self.base.why_stuck()
+
+    async def _with_calls(self, split: str, index: int) -> Demonstration | None:
+        local = self.base.local if isinstance(self.base, InProcesses) else self.base
+        if not isinstance(local, InThreads) or all(entry.calculator is None for entry in self.tool_set.config.tools):
+            return None
+
+        def show() -> Demonstration | None:
+            make = getattr(local.environment, "calculator_demonstration", None)
+            return None if make is None else make(split, index, self.use.max_turns, self.use.format)
+
+        return await local.call("demonstrate", show)
 
 
 @dataclass(slots=True)

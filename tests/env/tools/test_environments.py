@@ -50,6 +50,24 @@ async def test_a_problem_is_solved_with_tools(open_client: OpenClient, gsm8k_fil
         assert [(await say(client, again, f"{n} {CALC}"))["truncated"] for n in range(3)] == [False, False, True]
 
 
+@pytest.mark.parametrize("form", ["auto", "qwen3_coder"])
+async def test_a_demonstration_that_calls_the_calculator_earns_what_it_promises(
+    open_client: OpenClient, gsm8k_files: dict[str, Path], form: str
+) -> None:
+    config = {**gsm8k_files, "tools": ["calculator"], "tool_use": {"max_turns": 3, "format": form}}
+    async with open_client(env="gsm8k", configs={"gsm8k": config}) as client:
+        for index in (0, 1):
+            asked = {"split": "train", "index": index}
+            shown = (await client.post("/gsm8k/demonstration", json=asked)).json()["messages"]
+            episode = await open_episode(client, "gsm8k", request_id=str(index), index=index)
+            assert [message["role"] for message in shown[:3]] == ["user", "assistant", "tool"]
+            assert shown[0] == episode["messages"][0]
+            for said, answered in zip(shown[1::2], [*shown[2::2], None], strict=True):
+                told = await say(client, episode, said["content"])
+                assert told["messages"] == ([answered] if answered else [])
+            assert (told["reward"], told["terminated"]) == (1.0, True)
+
+
 async def test_calls_of_openais_shape_are_taken(open_client: OpenClient, gsm8k_files: dict[str, Path]) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "2*3"}'}}
     async with open_client(env="gsm8k", configs={"gsm8k": {**gsm8k_files, "tools": ["calculator"]}}) as client:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from services.env.environments.base import Message, assistant
 from services.env.environments.problem_files import read_rows
 from services.env.tools.arithmetic import CalculatorError, calculate
-from services.env.tools.calls import write_call
+from services.env.tools.calls import CallFormat, write_call
 from shared.errors import ConfigError
 
 _NUMBER = r"(?:(?<!\d)-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
@@ -76,7 +76,7 @@ def solution_text(problem: Problem) -> str:
     return _ANNOTATION.sub("", problem.solution)
 
 
-def solution_messages(problem: Problem, max_turns: int) -> tuple[Message, ...]:
+def solution_messages(problem: Problem, max_turns: int, form: CallFormat = "hermes") -> tuple[Message, ...]:
     """The solution as a conversation with the calculator, at most `max_turns` assistant messages: each annotation is a
     call.
 
@@ -90,7 +90,7 @@ def solution_messages(problem: Problem, max_turns: int) -> tuple[Message, ...]:
         if result is None or len(messages) // 2 + 1 >= max_turns:
             continue
         words = _ANNOTATION.sub("", text[said : found.start()]).strip()
-        call = write_call("calculator", {"expression": found[1].strip()})
+        call = write_call("calculator", {"expression": found[1].strip()}, form)
         answer: Message = {"role": "tool", "content": result}
         messages += [assistant(f"{words}\n{call}".lstrip()), answer]
         said = found.end()

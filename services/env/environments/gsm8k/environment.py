@@ -33,7 +33,7 @@ from services.env.environments.gsm8k.data import (
 )
 from services.env.environments.problem_files import ProblemFiles, files_of_splits
 from services.env.tools.arithmetic import CalculatorError, calculate
-from services.env.tools.calls import ToolCall, tool_calls, write_call
+from services.env.tools.calls import CallFormat, ToolCall, tool_calls, write_call
 
 CALCULATOR: Mapping[str, Any] = {
     "type": "function",
@@ -129,6 +129,12 @@ class Gsm8k(ProblemFiles[Problem]):
         if self._config.tool == "calculator":
             return Demonstration((ask, *solution_messages(problem, self._config.max_turns)), success=True)
         return Demonstration((ask, {"role": "assistant", "content": solution_text(problem)}), success=True)
+
+    def calculator_demonstration(self, split: str, index: int, max_turns: int, form: CallFormat) -> Demonstration:
+        """The dataset's own solution, whose annotations are calls of the service's calculator. Raises NotFound."""
+        problem = self.problem(split, index)
+        ask = user(_question(problem, self._config))
+        return Demonstration((ask, *solution_messages(problem, max_turns, form)), success=True)
 
 
 def _question(problem: Problem, config: Gsm8kConfig) -> str:
