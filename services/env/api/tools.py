@@ -22,7 +22,8 @@ from shared.web.http import respond
 from shared.web.openapi import declares
 
 router = APIRouter(tags=["tools"])
-ROLES = {"GET /tools": Role.VIEWER, "POST /tools/{name}/call": Role.SERVICE}
+ROLES = {"GET /tools": Role.SERVICE, "POST /tools/{name}/call": Role.SERVICE}
+"""To list the tools of an MCP server may start it: more than a viewer may."""
 _PATIENCE_S = 28.0
 
 

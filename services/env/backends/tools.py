@@ -24,6 +24,8 @@ from shared.errors import ConfigError
 
 _PATIENCE_S = 29.0
 """For all calls of a message, whatever their own bounds."""
+_LONG_TEXT = 20_000
+"""Characters; reading the calls of more at once would hold up the event loop."""
 
 
 class WithTools:
@@ -103,7 +105,10 @@ class ToolEpisode:
         return self.episode.task
 
     async def step(self, message: Message) -> StepResult:
-        calls = tool_calls(message, self.use.format, self.tools)
+        if len(message["content"]) > _LONG_TEXT:
+            calls = await asyncio.to_thread(tool_calls, message, self.use.format, self.tools)
+        else:
+            calls = tool_calls(message, self.use.format, self.tools)
         if not calls:
             result = await self.episode.step(message)
             return replace(result, info=replace(result.info, extra={**result.info.extra, **self._counts()}))

@@ -28,7 +28,7 @@ from services.env.tools.settings import McpSettings
 from shared.errors import ConfigError, Unavailable, VolleyError
 from shared.web.access import read_token
 
-MAX_OFFERED, MAX_SCHEMAS = 128, 2**18
+MAX_OFFERED, MAX_SCHEMAS, MAX_CHECKED = 128, 2**18, 20_000
 PING_S = 3.0
 _CLOSED, _LATE = -32000, 408
 _TOKEN_KEY = "tools.mcp.token_file"  # noqa: S105 - the name of a key
@@ -74,7 +74,11 @@ class McpClient:
         return text or "(no output)"
 
     def _check(self, name: str, arguments: Mapping[str, Any]) -> None:
-        """Raises ToolFault. A schema that cannot be used checks nothing: the server has the last word anyway."""
+        """Raises ToolFault. Neither large arguments nor a schema that cannot be used are checked: the server has the
+        last word anyway.
+        """
+        if len(str(arguments)) > MAX_CHECKED:
+            return
         try:
             problem = jsonschema.exceptions.best_match(self._validators[name].iter_errors(dict(arguments)))
         except (jsonschema.SchemaError, referencing.exceptions.Unresolvable, RecursionError, TypeError, ValueError):
