@@ -23,7 +23,8 @@ from services.env.backends.threads import InThreads, ThreadRunner
 from services.env.backends.tools import WithTools
 from services.env.environments.adapters.gymnasium import Gymnasium, GymnasiumConfig
 from services.env.environments.adapters.reasoning_gym import ReasoningGym, ReasoningGymConfig
-from services.env.environments.base import Environment
+from services.env.environments.base import AsyncEnvironment, Environment, Tasks
+from services.env.environments.code.environment import Code, CodeConfig
 from services.env.environments.games.blocksworld import BlocksworldConfig, blocksworld
 from services.env.environments.games.frozen_lake import FrozenLakeConfig, frozen_lake
 from services.env.environments.games.sokoban import SokobanConfig, sokoban
@@ -47,11 +48,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentKind[C: BaseModel]:
-    """A built-in environment: its configuration model, how it is built, and the keys a request may not set."""
+    """A built-in environment: its configuration model, how it is built, and the keys a request may not set. One that
+    runs programs in sandboxes is built with a `Toolbox` too, and stays in the service, which has them.
+    """
 
     config: type[C]
-    build: Callable[[C], Environment]
+    build: Callable[..., Any]
     private: frozenset[str] = frozenset()
+    in_sandbox: bool = False
 
 
 KINDS: Mapping[str, EnvironmentKind[Any]] = {
@@ -63,6 +67,7 @@ KINDS: Mapping[str, EnvironmentKind[Any]] = {
     "gymnasium": EnvironmentKind(GymnasiumConfig, Gymnasium),
     "reasoning_gym": EnvironmentKind(ReasoningGymConfig, ReasoningGym),
     "math": EnvironmentKind(MathConfig, Math, frozenset({"train", "eval"})),
+    "code": EnvironmentKind(CodeConfig, Code, frozenset({"train", "eval"}), in_sandbox=True),
     "text_to_sql": EnvironmentKind(TextToSqlConfig, TextToSql, frozenset({"train", "eval", "databases"})),
 }
 """An environment is added here."""
@@ -208,14 +213,23 @@ class Catalogue:
         own, tools = split_config(kind, settings)
         config = _valid(kind, own)
         shown = config.model_dump(mode="json")
-        local = InThreads(name, kind, lambda: KINDS[kind].build(config), self._runner)
-        backend: Backend = InProcesses(local, kind, dict(shown), self._pool) if self._pool else local
+        local = InThreads(name, kind, lambda: self._made(kind, config), self._runner)
+        outside = self._pool is not None and not KINDS[kind].in_sandbox
+        backend: Backend = InProcesses(local, kind, dict(shown), self._pool) if self._pool and outside else local
         if tools.tools:
             if self._toolbox is None:
                 raise InputError(f"{name}: there are no tools here")
             backend = WithTools(name, backend, ToolSet(self._toolbox, tools))
             shown |= tools.model_dump(mode="json", exclude_unset=True)
         return CatalogueEntry(name, kind, shown, backend, weight)
+
+    def _made(self, kind: str, config: BaseModel) -> Environment | AsyncEnvironment:
+        """Raises InputError."""
+        if not KINDS[kind].in_sandbox:
+            return KINDS[kind].build(config)
+        if self._toolbox is None:
+            raise InputError(f"{kind}: there are no sandboxes here")
+        return KINDS[kind].build(config, self._toolbox)
 
     def _known(self, wanted: CatalogueEntry) -> CatalogueEntry | None:
         """The entry that is there already, None where there is room for it. Raises Conflict, Unavailable."""
@@ -249,7 +263,7 @@ def check_name(name: str) -> None:
         raise InputError(f"{name[:80]!r} is not a name", "use up to 64 letters, digits, '.', '_' and '-'")
 
 
-def try_out(environment: Environment) -> None:
+def try_out(environment: Tasks) -> None:
     """Makes the first task of every split. Raises InputError naming the settings that allow none, or make them too
     rare.
     """
@@ -257,7 +271,7 @@ def try_out(environment: Environment) -> None:
         environment.task(split, 0)
 
 
-def _environment(entry: CatalogueEntry) -> Environment:
+def _environment(entry: CatalogueEntry) -> Tasks:
     local = _local(entry.backend)
     assert local is not None
     return local.environment

@@ -13,7 +13,7 @@ from shared.run.folder import RunFolder
 from shared.run.sources import FoundSource
 from shared.schema import Limits, RunConfig, TokenFiles
 
-DATASETS = frozenset({"gsm8k", "math", "text_to_sql"})
+DATASETS = frozenset({"code", "gsm8k", "math", "text_to_sql"})
 """Environments that read data.train and data.eval."""
 
 MAX_BODY = 8 * 2**20

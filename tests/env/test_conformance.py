@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Each kind at least once; those that need files have tests of their own."""
 
-FROM_FILES = {"gsm8k", "math"}
+FROM_FILES = {"code", "gsm8k", "math"}
 
 SAID = ("", "hello", "<answer>1</answer>", "<answer>Right || Down</answer>", "\\boxed{3}", "```sql\nSELECT 1\n```")
 N_DEMONSTRATIONS = 8

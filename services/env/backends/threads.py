@@ -9,6 +9,7 @@ ends the service, because only a new process has new threads.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections import deque
@@ -19,7 +20,15 @@ from queue import SimpleQueue
 from typing import Any
 
 from services.env.backends.base import Busy, Call, GivenUp, call_seconds
-from services.env.environments.base import Demonstration, Environment, Episode, Message, StepResult
+from services.env.environments.base import (
+    AsyncEnvironment,
+    AsyncEpisode,
+    Demonstration,
+    Environment,
+    Episode,
+    Message,
+    StepResult,
+)
 from shared.errors import VolleyError
 from shared.process import telemetry
 
@@ -104,13 +113,15 @@ class InThreads:
         build: makes the environment; raises InputError.
     """
 
-    def __init__(self, name: str, kind: str, build: Callable[[], Environment], runner: ThreadRunner) -> None:
+    def __init__(
+        self, name: str, kind: str, build: Callable[[], Environment | AsyncEnvironment], runner: ThreadRunner
+    ) -> None:
         self.name, self._kind, self._runner = name, kind, runner
         self._build, self._lock = build, threading.Lock()
-        self._made: Environment | None = None
+        self._made: Environment | AsyncEnvironment | None = None
 
     @property
-    def environment(self) -> Environment:
+    def environment(self) -> Environment | AsyncEnvironment:
         """The environment. Blocks while it is made; raises InputError."""
         with self._lock:
             if self._made is None:
@@ -126,15 +137,22 @@ class InThreads:
     async def task(self, split: str, index: int) -> str:
         return await self.call("reset", lambda: self.environment.task(split, index))
 
-    async def reset(self, split: str, index: int, seed: int) -> ThreadEpisode:
-        def reset() -> ThreadEpisode:
-            episode = self.environment.reset(split, index, seed)
-            return ThreadEpisode(self, episode, self.environment.task(split, index), episode.opening)
+    async def reset(self, split: str, index: int, seed: int) -> ThreadEpisode | LoopEpisode:
+        def reset() -> ThreadEpisode | LoopEpisode:
+            episode: Any = self.environment.reset(split, index, seed)
+            waits = inspect.iscoroutinefunction(episode.step)
+            task = self.environment.task(split, index)
+            return (LoopEpisode if waits else ThreadEpisode)(self, episode, task, episode.opening)
 
         return await self.call("reset", reset)
 
     async def demonstration(self, split: str, index: int) -> Demonstration:
         return await self.call("demonstrate", lambda: self.environment.demonstration(split, index))
+
+    @property
+    def deadline_s(self) -> float:
+        """Of one call."""
+        return self._runner.deadline_s
 
     async def call[T](self, call: Call, function: Callable[[], T]) -> T:
         """Runs `function` as a call into this environment. Raises what `ThreadRunner.run` does."""
@@ -142,6 +160,33 @@ class InThreads:
 
     def why_stuck(self) -> str | None:
         return self._runner.why_stuck(self._kind)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopEpisode:
+    """An episode whose steps are coroutines."""
+
+    backend: InThreads
+    episode: AsyncEpisode
+    task: str
+    opening: tuple[Message, ...]
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        return self.episode.tools
+
+    async def step(self, message: Message) -> StepResult:
+        name, deadline_s, began = self.backend.name, self.backend.deadline_s, time.perf_counter()
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self.episode.step(message)
+        except TimeoutError:
+            raise GivenUp(f"{name}: step took longer than {deadline_s:g} s", "the episode is given up") from None
+        finally:
+            call_seconds(name, "step").observe(time.perf_counter() - began)
+
+    async def close(self) -> None:
+        """There is nothing to free."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,8 +96,22 @@ class Episode(Protocol):
         ...
 
 
-class Environment(Protocol):
-    """What the author of an environment implements."""
+class AsyncEpisode(Protocol):
+    """An episode that waits instead of computing: its step is a coroutine of the event loop."""
+
+    @property
+    def opening(self) -> tuple[Message, ...]: ...
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]: ...
+
+    async def step(self, message: Message) -> StepResult:
+        """As `Episode.step`; must not block. Raises Busy to be asked again."""
+        ...
+
+
+class Tasks(Protocol):
+    """The tasks of an environment."""
 
     @property
     def splits(self) -> tuple[str, ...]: ...
@@ -110,13 +124,23 @@ class Environment(Protocol):
         """A readable id that is unique to the task. Raises NotFound outside 0 <= index < num_tasks(split)."""
         ...
 
+    def demonstration(self, split: str, index: int) -> Demonstration:
+        """A conversation to learn from; one that does not solve its task says so. Raises NotFound."""
+        ...
+
+
+class Environment(Tasks, Protocol):
+    """What the author of an environment implements."""
+
     def reset(self, split: str, index: int, seed: int) -> Episode:
         """A new episode; `seed` drives whatever is random after the task is chosen. Raises NotFound."""
         ...
 
-    def demonstration(self, split: str, index: int) -> Demonstration:
-        """A conversation to learn from; one that does not solve its task says so. Raises NotFound."""
-        ...
+
+class AsyncEnvironment(Tasks, Protocol):
+    """The same, of episodes that wait; `reset` still runs in a thread."""
+
+    def reset(self, split: str, index: int, seed: int) -> AsyncEpisode: ...
 
 
 def user(text: str) -> Message:

@@ -33,12 +33,27 @@ ANY_TOOLS = ToolsConfig.model_validate({"tools": ["calculator", "python", "sql",
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """What tools run on. `unconfined` names the tools that may run where this machine has no sandbox worth the name."""
+    """What tools and programs run on. `unconfined` names the tools and environments that may run where this machine has
+    no sandbox worth the name.
+    """
 
     sandboxes: Sandboxes
     runner: ThreadRunner
     servers: McpServers
     unconfined: Collection[str] = ()
+
+    async def check_confined(self, what: str, name: str) -> None:
+        """Raises Forbidden where nothing would confine what a model writes for `what`, and `name` is not allowed to go
+        without; Unavailable.
+        """
+        if name in self.unconfined:
+            return
+        tier = self.sandboxes.tier or await self.sandboxes.probe()
+        if tier.level < MIN_TIER:
+            raise Forbidden(
+                f"{what} is refused here: nothing would confine what a model writes ({tier.missing})",
+                f"services.env.unsandboxed: [{name}] allows it",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +92,7 @@ class ToolSet:
             case CalculatorSettings():
                 return CalculatorSession()
             case PythonSettings():
-                await self._check_confined()
+                await self.toolbox.check_confined("the tool python", "python")
                 return PythonSession(settings, self.toolbox.sandboxes, context.seed, workspace)
             case SqlSettings():
                 return SqlSession(settings, self.toolbox.runner, context.database)
@@ -88,17 +103,6 @@ class ToolSet:
                 return await self.toolbox.servers.open(settings)
             case _:
                 raise ConfigError(f"{type(settings).__name__} is no tool")
-
-    async def _check_confined(self) -> None:
-        """Raises Forbidden, Unavailable."""
-        if "python" in self.toolbox.unconfined:
-            return
-        tier = self.toolbox.sandboxes.tier or await self.toolbox.sandboxes.probe()
-        if tier.level < MIN_TIER:
-            raise Forbidden(
-                f"the tool python is refused here: nothing would confine what a model writes ({tier.missing})",
-                "services.env.unsandboxed: [python] allows it",
-            )
 
 
 def _check_names(sessions: Sequence[ToolSession]) -> None:

@@ -15,7 +15,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from services.env.backends.threads import InThreads, ThreadEpisode, ThreadRunner
+from services.env.backends.base import LiveEpisode
+from services.env.backends.threads import InThreads, ThreadRunner
 from services.env.catalogue import KINDS
 from services.env.workers import wire
 from shared.errors import NotFound, VolleyError, problem
@@ -28,7 +29,7 @@ class WorkerProcess:
     def __init__(self, runner: ThreadRunner) -> None:
         self._runner = runner
         self._environments: dict[str, InThreads] = {}
-        self._episodes: dict[str, ThreadEpisode] = {}
+        self._episodes: dict[str, LiveEpisode] = {}
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Says that it is ready, then answers until the other end is closed. Raises VolleyError when an environment's
@@ -64,14 +65,14 @@ class WorkerProcess:
                 episode = await self._environment(request).reset(request["split"], request["index"], request["seed"])
                 self._episodes[request["episode"]] = episode
                 opened = {"task": episode.task, "opening": list(episode.opening), "tools": list(episode.tools)}
-                return {**opened, "database": episode.database}
+                return {**opened, "database": getattr(episode, "database", None)}
             case "task":
                 return await self._environment(request).task(request["split"], request["index"])
             case _:
                 shown = await self._environment(request).demonstration(request["split"], request["index"])
                 return wire.of_demonstration(shown)
 
-    def _episode(self, number: str) -> ThreadEpisode:
+    def _episode(self, number: str) -> LiveEpisode:
         if (episode := self._episodes.get(number)) is None:
             raise NotFound(f"this process has no episode {number}")
         return episode

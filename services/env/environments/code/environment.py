@@ -1,0 +1,147 @@
+"""Programming problems: the answer's last Python block is run against the problem's tests in sandboxes (`grading.py`).
+
+Reward for all tests that pass, or with `partial` for the share of them. One answer an episode.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.env.backends.base import Busy
+from services.env.environments.base import MAX_REWARD, Demonstration, Info, Message, StepResult, assistant, user
+from services.env.environments.code.data import Asserts, CodeProblem, PrintedTest, read_code
+from services.env.environments.code.grading import Grader, Verdict
+from services.env.environments.problem_files import ProblemFiles, files_of_splits
+from services.env.sandbox.sandboxes import Sandboxes
+from services.env.tools.toolset import Toolbox
+from shared.errors import NotFound, RateLimited
+
+_FENCED = re.compile(r"```[ \t]*(\w*)[ \t]*\n(.*?)```", re.DOTALL)
+_LANGUAGES = ("", "python", "python3", "py")
+_ASK = "Answer with the whole program in one block:\n```python\n…\n```"
+_READS = "The program reads its input from stdin and prints to stdout."
+_MAX_PROGRAM = 100_000
+_TOTAL_S = 20.0
+_WAIT_S = 5.0
+
+
+class CodeConfig(BaseModel):
+    """`train` and `eval` are JSONL files. An answer that passes all tests is worth `correct_reward`; with `partial` the
+    share that passes is. `show_tests` of a problem's tests are told, where the data set means them to be. At most
+    `max_tests` are run, each with `cpu_s` seconds and `memory_mb`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    train: Path | None = None
+    eval: Path | None = None
+    partial: bool = False
+    correct_reward: float = Field(default=1.0, gt=0, le=MAX_REWARD)
+    show_tests: int = Field(default=1, ge=0, le=100)
+    max_tests: int = Field(default=32, ge=1, le=1000)
+    cpu_s: int = Field(default=4, ge=1, le=10)
+    memory_mb: int = Field(default=512, ge=128, le=16_384)
+
+
+@dataclass(frozen=True, slots=True)
+class CodeEpisode:
+    """One problem, to be answered once. Its step is a coroutine: programs are waited for, not computed."""
+
+    env: Code
+    problem: CodeProblem
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def opening(self) -> tuple[Message, ...]:
+        return (self.env.question(self.problem),)
+
+    async def step(self, message: Message) -> StepResult:
+        """Raises Busy, Forbidden (nothing confines programs here), Unavailable."""
+        program = read_program(message["content"])
+        if program is None:
+            return StepResult((), 0.0, True, False, Info({"tests": 0.0}, False, "format"))
+        verdicts, n_tests = await self.env.verdicts(self.problem, program)
+        n_passed = sum(verdict.passed for verdict in verdicts)
+        success = n_passed == n_tests
+        share = n_passed / n_tests if self.env.config.partial else float(success)
+        failed = next((verdict for verdict in verdicts if not verdict.passed), Verdict(True))
+        extra = {"verdict": failed.why, "detail": failed.detail, "n_passed": n_passed, "n_tests": n_tests}
+        rewards = {"tests": self.env.config.correct_reward * share}
+        return StepResult((), rewards["tests"], True, False, Info(rewards, success, None, extra))
+
+
+class Code(ProblemFiles[CodeProblem]):
+    """The environment. Files are read at the first use of a split; raises ConfigError if one is missing or
+    malformed. Args: toolbox: where programs run.
+    """
+
+    def __init__(self, config: CodeConfig, toolbox: Toolbox) -> None:
+        hint = "set data.train and data.eval to JSONL files of programming problems"
+        files = files_of_splits(config.train, config.eval)
+        super().__init__("code", files, read_code, lambda problem: problem.question, hint)
+        self.config, self._toolbox = config, toolbox
+        self._places = asyncio.Semaphore(max(2, os.cpu_count() or 1))
+
+    def reset(self, split: str, index: int, seed: int) -> CodeEpisode:
+        """Nothing is random: `seed` changes nothing."""
+        return CodeEpisode(self, self.problem(split, index))
+
+    def demonstration(self, split: str, index: int) -> Demonstration:
+        """The data set's solution. Raises NotFound where there is none."""
+        problem = self.problem(split, index)
+        if problem.solution is None:
+            raise NotFound(f"code/{split}/{index} has no solution of its own")
+        said = assistant(f"```python\n{problem.solution.strip()}\n```")
+        return Demonstration((self.question(problem), said), success=True)
+
+    def question(self, problem: CodeProblem) -> Message:
+        reads = any(isinstance(test, PrintedTest) for test in problem.tests)
+        shown = problem.shown[: self.config.show_tests]
+        parts = [problem.question, *([_READS] if reads else [])]
+        parts += ["For example:\n" + "\n".join(shown)] if shown else []
+        return user("\n".join([*parts, _ASK]))
+
+    async def verdicts(self, problem: CodeProblem, program: str) -> tuple[list[Verdict], int]:
+        """Of the tests that were run, and how many there are. Raises Busy, Forbidden, Unavailable."""
+        await self._toolbox.check_confined("the environment code", "code")
+        tests = problem.tests[: self.config.max_tests]
+        if not self.config.partial:
+            tests = _together(tests)
+        try:
+            async with asyncio.timeout(_WAIT_S):
+                await self._places.acquire()
+        except TimeoutError:
+            raise Busy("code: as many programs run as there are processors", "ask again", 0.5) from None
+        try:
+            grader = Grader(self._sandboxes, self.config.cpu_s, self.config.memory_mb, _TOTAL_S)
+            found = await grader.grade(problem, program, tests, all_of_them=self.config.partial)
+        except RateLimited as error:
+            raise Busy(error.detail, error.hint, error.retry_after_s) from error
+        finally:
+            self._places.release()
+        return found, len(tests)
+
+    @property
+    def _sandboxes(self) -> Sandboxes:
+        return self._toolbox.sandboxes
+
+
+def read_program(text: str) -> str | None:
+    """The last fenced block of an answer that is Python, or of no language; None if there is none."""
+    blocks = [body for language, body in _FENCED.findall(text) if language.lower() in _LANGUAGES]
+    return blocks[-1][:_MAX_PROGRAM] if blocks else None
+
+
+def _together(tests: tuple[Asserts | PrintedTest, ...]) -> tuple[Asserts | PrintedTest, ...]:
+    """All asserts as one program: where only all of them count, they need not run apart."""
+    asserts = [test.program for test in tests if isinstance(test, Asserts)]
+    others = tuple(test for test in tests if isinstance(test, PrintedTest))
+    return (*others, Asserts("\n".join(asserts))) if asserts else others

@@ -1,0 +1,203 @@
+"""Whether a program passes its tests, found out where the program cannot reach.
+
+Invariants
+- The answer runs in a sandbox of its own, and never learns what is expected of it: of asserts it sees the arguments of
+  calls, of other tests the input.
+- Asserts run in another sandbox, on plain values (`test_side.py`); what is printed is compared here. So nothing that
+  the answer patches, exits, prints or pretends to be decides on anything but its own values.
+- Every test program has processes of its own; what one does to its process costs the others nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import orjson
+
+from services.env.environments.code.data import Asserts, CodeProblem, PrintedTest
+from services.env.sandbox import answers
+from services.env.sandbox.failure import SandboxFailed
+from services.env.sandbox.limits import SandboxLimits, ScriptProgram
+from services.env.sandbox.sandbox import Sandbox
+from services.env.sandbox.sandboxes import Sandboxes
+
+MAX_OUTPUT = 2**18
+"""Characters that a program may print in a test."""
+
+_START_S = 10.0
+_WALL_FACTOR, _WALL_MORE_S = 2.0, 2.0
+"""A program may take so much longer than its CPU time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one test. `why`: passed, wrong, exception, time, memory, crash or output."""
+
+    passed: bool
+    why: str = "passed"
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Grader:
+    """Args: cpu_s, memory_mb: what a test program may use; total_s: wall clock of all tests of an answer."""
+
+    sandboxes: Sandboxes
+    cpu_s: int
+    memory_mb: int
+    total_s: float
+
+    async def grade(
+        self, problem: CodeProblem, source: str, tests: Sequence[Asserts | PrintedTest], *, all_of_them: bool
+    ) -> list[Verdict]:
+        """One verdict a test, up to the first that fails unless `all_of_them` are wanted. Raises Unavailable."""
+        ends, found = time.monotonic() + self.total_s, list[Verdict]()
+        for test in tests:
+            if (left_s := ends - time.monotonic()) <= 0:
+                found.append(Verdict(False, "time", "the tests together took too long"))
+            else:
+                found.append(await self._one(problem, source, test, left_s))
+            if not found[-1].passed and not all_of_them:
+                break
+        return found
+
+    async def _one(self, problem: CodeProblem, source: str, test: Asserts | PrintedTest, left_s: float) -> Verdict:
+        try:
+            async with asyncio.timeout(min(left_s, _WALL_FACTOR * self.cpu_s + _WALL_MORE_S)):
+                if isinstance(test, PrintedTest):
+                    return await self._printed(source, test)
+                return await self._asserted(problem, source, test)
+        except TimeoutError:
+            return Verdict(False, "time", "the program takes too long")
+        except SandboxFailed as failed:
+            return Verdict(False, _WHY.get(failed.why, "crash"), failed.detail[:300])
+
+    async def _printed(self, source: str, test: PrintedTest) -> Verdict:
+        async with self._sandbox() as sandbox:
+            program = f"{_text_of('stdin_side.py')}\nexec(compile({source!r}, 'answer.py', 'exec'), globals())"
+            asked = {"source": program, "stdin": test.stdin, "max_output": MAX_OUTPUT}
+            found = answers.read_script(await sandbox.call("run", asked, _START_S + self.total_s))
+        if found.exit:
+            return Verdict(False, "exception", found.stderr[-300:])
+        if found.cut:
+            return Verdict(False, "output", f"it printed more than {MAX_OUTPUT} characters")
+        return Verdict(True) if same_output(found.stdout, test.stdout) else Verdict(False, "wrong")
+
+    async def _asserted(self, problem: CodeProblem, source: str, test: Asserts) -> Verdict:
+        async with self._sandbox() as answering, self._sandbox() as testing:
+            answer, tests = _Cells(answering, self.cpu_s), _Cells(testing, self.cpu_s)
+            for text in (_text_of("answer_side.py"), problem.given, source):
+                if (problems := await answer.run(text)) is not None:
+                    return Verdict(False, "exception", problems[-300:])
+            names = _names(await answer.value("__import__('json').dumps([n for n in globals() if n[0] != '_'])"))
+            await tests.run(_text_of("test_side.py"))
+            call = (
+                f"_begin({problem.given + chr(10) + problem.setup!r}, {test.program!r}, {names!r}, {problem.tested!r})"
+            )
+            while True:
+                said = _object(await tests.value(call))
+                if "ask" not in said:
+                    return _verdict(said)
+                reply = await answer.value(f"_answer({orjson.dumps(said['ask']).decode()!r})")
+                if reply is None:
+                    late = "CpuTimeUsedUp" in answer.complaint
+                    return Verdict(False, "time" if late else "crash", answer.complaint[-300:])
+                call = f"_go_on({reply!r})"
+
+    @asynccontextmanager
+    async def _sandbox(self) -> AsyncIterator[Sandbox]:
+        limits = SandboxLimits(cpu_s=self.cpu_s, memory_mb=self.memory_mb, threads=8, disk_mb=16, log_bytes=2**12)
+        sandbox = await self.sandboxes.start(ScriptProgram(), limits, _START_S)
+        try:
+            yield sandbox
+        finally:
+            await asyncio.shield(sandbox.close())
+
+
+_WHY = {"cpu": "time", "time": "time", "memory": "memory", "output": "output", "exception": "exception"}
+
+
+class _Cells:
+    """Texts run one after the other in a sandbox."""
+
+    def __init__(self, sandbox: Sandbox, cpu_s: float) -> None:
+        self._sandbox, self._cpu_s = sandbox, cpu_s
+        self._seed: int | None = 0
+        self.complaint = ""
+        """What the last text wrote to stderr, with the exception that ended it."""
+
+    async def run(self, source: str) -> str | None:
+        """What went wrong; None if nothing did."""
+        found = await self._cell(source)
+        return (found.stderr or f"it ended with exit code {found.exit}") if found.exit else None
+
+    async def value(self, expression: str) -> str | None:
+        """The text that an expression gives; None if it gives none. Marked, since what it calls may print."""
+        mark = secrets.token_hex(16)
+        found = await self._cell(f"__import__('sys').stdout.write({mark!r} + ({expression}) + '\\n') and None")
+        _, marked, text = found.stdout.rpartition(mark)
+        return text.partition("\n")[0] if marked else None
+
+    async def _cell(self, source: str) -> answers.ScriptResult:
+        asked: dict[str, Any] = {"source": source, "seed": self._seed, "cpu_s": self._cpu_s, "max_output": MAX_OUTPUT}
+        self._seed = None
+        asked |= {"files": {}, "removed": [], "max_bytes": 0}
+        found = answers.read_cell(await self._sandbox.call("cell", asked, _START_S + self._cpu_s * 4)).script
+        self.complaint = found.stderr
+        return found
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Whether the lines are the same but for blanks at their ends, or the words are but for how numbers are written."""
+    if [line.rstrip() for line in printed.rstrip().splitlines()] == [
+        line.rstrip() for line in expected.rstrip().splitlines()
+    ]:
+        return True
+    one, other = printed.split(), expected.split()
+    return len(one) == len(other) and all(_same_word(a, b) for a, b in zip(one, other, strict=True))
+
+
+def _same_word(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    if max(len(one), len(other)) > 64:
+        return False
+    try:
+        return Decimal(one) == Decimal(other)
+    except InvalidOperation:
+        return False
+
+
+def _verdict(said: dict[str, Any]) -> Verdict:
+    if said.get("passed") is True:
+        return Verdict(True)
+    return Verdict(False, str(said.get("why", "time")), str(said.get("detail", "")))
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    """What the tests say; nothing, if they were cut off."""
+    found = orjson.loads(text) if text is not None else {}
+    return found if isinstance(found, dict) else {}
+
+
+def _names(text: str | None) -> list[str]:
+    """The names that the answer says it defines."""
+    try:
+        found = orjson.loads(text or "[]")
+    except orjson.JSONDecodeError:
+        return []
+    return [name for name in found if isinstance(name, str) and name.isidentifier()][:10_000]
+
+
+@cache
+def _text_of(name: str) -> str:
+    return resources.files("services.env.environments.code").joinpath(name).read_text()
