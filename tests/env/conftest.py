@@ -53,7 +53,7 @@ async def _open(folder: Path, **changes: Any) -> AsyncIterator[httpx.AsyncClient
         "configs": {},
         "max_episodes": 16,
         "ttl_s": 60.0,
-        "deadline_s": 5.0,
+        "deadline_s": 20.0,
         "n_threads": 2,
         "limits": Limits(max_body_bytes=10_000),
         "token_files": TokenFiles(),

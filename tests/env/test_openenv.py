@@ -98,7 +98,7 @@ async def test_a_session_plays_episodes_one_after_the_other(service: str) -> Non
         again = await ask(connection, "reset", seed=4)
         assert again["data"]["observation"]["task"].startswith("train/4@")
         assert await metric(service, "volley_env_episodes ") == 1
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await metric(service, "volley_env_episodes "):
             await asyncio.sleep(0.05)
 
@@ -153,7 +153,7 @@ async def test_a_frame_sent_with_the_handshake_is_answered(service: str) -> None
     )
     frame = b'{"type": "state"}'
     writer.write(head.encode() + bytes([0x81, 0x80 | len(frame), 0, 0, 0, 0]) + frame)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 101")
         answer = await reader.readexactly(2)
         assert b'"step_count":0' in await reader.readexactly(answer[1])

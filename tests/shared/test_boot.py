@@ -134,7 +134,7 @@ def test_open_connections_do_not_delay_the_end_beyond_the_grace(start, tmp_path)
         half.sendall(b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc")
         time.sleep(0.2)
         program.process.send_signal(signal.SIGTERM)
-        assert program.end(timeout=10)[0] == 0
+        assert program.end(timeout=40)[0] == 0
     assert (tmp_path / "cleaned").exists()
 
 
@@ -170,7 +170,7 @@ def test_signal_while_starting_ends_with_zero_and_cleanup(start, tmp_path):
     while not (tmp_path / "opening").exists():
         time.sleep(0.01)
     program.process.send_signal(signal.SIGTERM)
-    assert program.end(timeout=10)[0] == 0
+    assert program.end(timeout=40)[0] == 0
     assert (tmp_path / "cleaned").exists()
 
 
