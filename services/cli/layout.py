@@ -9,9 +9,13 @@ from shared.errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[2]
 CACHE = PROJECT / ".cache"
-TEMPLATE_FOLDER = PROJECT / "services" / "env" / "submissions" / "templates"
-"""Of environments, which `volley env init` copies."""
-TEMPLATES = ("sums", "textarena")
+_ENV = PROJECT / "services" / "env"
+TEMPLATES = {
+    "sums": _ENV / "submissions" / "templates" / "sums.py",
+    "textarena": _ENV / "submissions" / "templates" / "textarena.py",
+    "verifiers": _ENV / "bridges" / "verifiers_server.py",
+}
+"""What `volley env init` copies: environments, and a server of environments of another package."""
 
 
 def python_of(environment: str) -> Path:

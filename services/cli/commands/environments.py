@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from services.cli.layout import CACHE, PROJECT, TEMPLATE_FOLDER, python_of, variables_of
+from services.cli.layout import CACHE, PROJECT, TEMPLATES, python_of, variables_of
 from services.cli.runs import addresses
 from shared.clients.env import EnvClient
 from shared.errors import ConfigError, Unavailable
@@ -50,10 +50,13 @@ def init(file: Path, template: str) -> int:
     """Raises ConfigError where the file is there already."""
     try:
         with file.open("x") as out:
-            out.write((TEMPLATE_FOLDER / f"{template}.py").read_text())
+            out.write(TEMPLATES[template].read_text())
     except FileExistsError:
         raise ConfigError(f"{file} is there already", "choose another name") from None
-    print(f"wrote {file}\ntry it:    volley env test {file}\nsubmit it: volley env submit {file} --weight 1")
+    if template == "verifiers":
+        print(f"wrote {file}\nstart it:  uv run --with YOUR-PACKAGE {file} YOUR_MODULE; how to submit it stands in it")
+    else:
+        print(f"wrote {file}\ntry it:    volley env test {file}\nsubmit it: volley env submit {file} --weight 1")
     return 0
 
 
