@@ -9,7 +9,14 @@ import pytest
 
 from services.env.catalogue import Catalogue
 from services.env.tools.calls import write_call
-from services.env.tools.settings import split_config
+from services.env.tools.settings import (
+    McpSettings,
+    PythonSettings,
+    SqlSettings,
+    ToolUse,
+    WorkspaceSettings,
+    split_config,
+)
 from shared.errors import InputError
 from tests.env.conftest import OpenClient
 from tests.env.test_catalogue import RUNNER
@@ -159,3 +166,10 @@ def test_an_environments_own_settings_are_left_alone() -> None:
 def test_sqlite_writes_databases_to_memory() -> None:
     """Python may be built without."""
     assert hasattr(sqlite3.Connection, "serialize")
+
+
+def test_every_setting_of_tools_is_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "tools.md").read_text()
+    for model in (ToolUse, PythonSettings, SqlSettings, WorkspaceSettings, McpSettings):
+        for name in model.model_fields:
+            assert f"`{name}" in text, f"{model.__name__}.{name}"
