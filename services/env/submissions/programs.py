@@ -22,7 +22,7 @@ from services.env.sandbox.packages.dependencies import (
 from services.env.submissions.record import SubmittedVersion
 from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submission import Submission, check_size
-from shared.errors import StorageDenied
+from shared.errors import InputError, StorageDenied
 
 MAIN, ARCHIVE = "environment.py", "environment.zip"
 
@@ -89,6 +89,13 @@ def _check_declared(source: str) -> tuple[str, ...]:
 
 def _check_archive(unpacked: UnpackedArchive, entry: str | None) -> None:
     """Raises InputError."""
+    for top in (unpacked.folder, *(path for path in unpacked.folder.iterdir() if path.is_dir())):
+        if (top / "task.toml").is_file() and (top / "instruction.md").is_file():
+            raise InputError(
+                "this is a task folder of Harbor, which is played in a container image of its own and judged by a"
+                " program in it; a sandbox has no image and starts no programs",
+                "run it where containers are, behind a server that speaks a protocol of POST /environments {url}",
+            )
     check_python(unpacked.requires_python)
     for text in unpacked.requirements:
         check_requirement(text)
