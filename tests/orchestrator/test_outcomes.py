@@ -13,6 +13,7 @@ from services.env.api import openenv as served
 from services.env.backends import base as backends
 from services.env.backends.remote import openenv
 from services.env.grading import pool
+from services.env.rewards import failures as rewards
 from services.env.sandbox import failure
 from services.orchestrator.episodes import failures
 from services.orchestrator.episodes.groups import run_group
@@ -56,6 +57,7 @@ def test_what_is_done_about_each_class():
         *fails.split(),
         "Conflict",
         "PrefixBroken",
+        "RewardRefused",
         "UnknownFrame",
     }
     assert {name for name, e in named.items() if e.action == "stop"} == {"Fenced", "NonFinite"}
@@ -73,7 +75,7 @@ def test_a_class_from_elsewhere_is_judged_like_its_ancestor():
 
 
 def error(name):
-    modules = (errors, failures, backends, failure, pool, openenv, served)
+    modules = (errors, failures, backends, failure, pool, openenv, served, rewards)
     return next(getattr(module, name) for module in modules if hasattr(module, name))("planted")
 
 
