@@ -72,6 +72,9 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
         for full_name, source in settings.sources.items():
             await configured(submissions, full_name, source)
         try_out_all(settings, catalogue)
+        for name in settings.rewards:
+            if not catalogue.has(name):
+                _log.warning("rewards are configured for an environment that there is not, or not yet", env=name)
         episodes = Episodes(
             max_episodes=settings.max_episodes,
             ttl_s=settings.ttl_s,

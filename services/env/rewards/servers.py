@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 5.0
 _AGAIN_S = 0.2
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 _REQUESTS = telemetry.Counter(
     "volley_env_reward_requests_total",
     "Questions to judges and reward services, by what became of them (answered, kept: known from before, failed)",
@@ -150,7 +151,7 @@ class AskedServer:
             raise RewardRefused(f"{where} refuses: {error.detail}", "are url, model and token_file right?") from error
         except VolleyError as error:
             raise RewardFailed(f"{where}: {error.detail}", error.hint) from error
-        except ValueError as error:
+        except _MALFORMED as error:
             raise RewardRefused(f"{where}: {error}", "is url the address of such a server?") from error
 
     def _give_up(self) -> None:
