@@ -3,7 +3,7 @@
 Invariants
 - The answer runs in a sandbox of its own, and never learns what is expected of it: of asserts it sees the arguments of
   calls, of other tests the input.
-- Asserts run in another sandbox, on plain values (`test_side.py`); what is printed is compared here. So nothing that
+- Asserts run in another sandbox, on plain values (`inside.py`); what is printed is compared here. So nothing that
   the answer patches, exits, prints or pretends to be decides on anything but its own values.
 - Every test program has processes of its own; what one does to its process costs the others nothing.
 """
@@ -95,11 +95,11 @@ class Grader:
     async def _asserted(self, problem: CodeProblem, source: str, test: Asserts) -> Verdict:
         async with self._sandbox() as answering, self._sandbox() as testing:
             answer, tests = _Cells(answering, self.cpu_s), _Cells(testing, self.cpu_s)
-            for text in (_text_of("answer_side.py"), problem.given, source):
+            for text in (f"{_text_of('inside.py')}\n_be_answer()", problem.given, source):
                 if (problems := await answer.run(text)) is not None:
                     return Verdict(False, "exception", problems[-300:])
             names = _names(await answer.value("__import__('json').dumps([n for n in globals() if n[0] != '_'])"))
-            await tests.run(_text_of("test_side.py"))
+            await tests.run(_text_of("inside.py"))
             call = (
                 f"_begin({problem.given + chr(10) + problem.setup!r}, {test.program!r}, {names!r}, {problem.tested!r})"
             )
