@@ -68,6 +68,8 @@ def content_of(found: FoundSource) -> tuple[bytes, bool]:
     try:
         if found.entry is not None and ":" in found.entry and found.path.suffix not in (".zip", ".whl"):
             return _packed(found.path), True
+        if (size := found.path.stat().st_size) > MAX_BYTES:
+            raise ConfigError(f"{found.path} has {size} bytes", f"at most {MAX_BYTES} are taken")
         return found.path.read_bytes(), found.path.suffix != ".py"
     except OSError as error:
         raise ConfigError(f"{found.path}: {(error.strerror or str(error)).lower()}") from error

@@ -64,6 +64,13 @@ def test_a_name_takes_the_place_of_a_file(here: Path) -> None:
     assert again.sources[again.env].entry == "Mine"
 
 
+def test_a_file_that_is_too_large_is_not_read(here: Path) -> None:
+    with (here / "large.py").open("wb") as file:
+        file.truncate(2**33)
+    with pytest.raises(ConfigError, match="has 8589934592 bytes"):
+        loaded(here, {"env": "./large.py"})
+
+
 def test_a_resolved_configuration_is_read_without_the_file(here: Path) -> None:
     first = loaded(here, {"env": "./my.env.py"})
     (here / "my.env.py").unlink()
