@@ -38,7 +38,7 @@ CALLS = {
 EXCEPTIONS = {
     "tests/env/tools/test_arithmetic.py: eval": "Python's own arithmetic is the reference for the calculator's",
     "services/env/sandbox/inside/host.py: exec": "runs submitted code, in a process that can do nothing but answer",
-    "services/env/environments/code/test_side.py: exec": "runs a data set's tests, in a sandbox",
+    "services/env/environments/code/inside.py: exec": "runs a data set's tests, in a sandbox",
     "tests/support/hostile.py: pickle": "makes the payloads that must not be unpickled",
     "tests/support/hostile.py: allow_pickle=True": "the same, as a numpy file",
 }
