@@ -81,7 +81,7 @@ class CurriculumConfig(Section):
     """
 
     every_groups: PositiveInt = 32
-    floor: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
+    floor: Annotated[float, Field(ge=0.01, le=1.0)] = 0.1
 
 
 class EnvironmentSource(Section):

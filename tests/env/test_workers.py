@@ -109,6 +109,24 @@ async def test_a_dead_process_loses_its_episodes_and_no_others_and_is_replaced()
             await episode.close()
 
 
+async def test_an_episode_whose_begin_is_cancelled_is_none() -> None:
+    """It is closed before its reset has ended; a step finds nothing."""
+    async with running(1) as pool:
+        there, _ = backends(pool, "sokoban", {"dim_room": [9, 9]})
+        worker = (await _patiently(there)).worker
+        beginning = asyncio.ensure_future(there.reset("train", 1, 0))
+        await asyncio.sleep(0)
+        while worker.n_episodes < 2:
+            await asyncio.sleep(0)
+        beginning.cancel()
+        await asyncio.wait([beginning])
+        assert worker.n_episodes == 1
+        await there.task("train", 1)  # its threads are two, and this comes after the reset
+        await there.reset("train", 1, 0)
+        with pytest.raises(NotFound):
+            await pool.step(worker, "e2", assistant("<answer>Up</answer>"))
+
+
 async def test_a_process_that_does_not_answer_is_killed_and_replaced() -> None:
     async with running(1, WorkerSettings(2, 0.5, 64, grace_s=0.5)) as pool:
         there, _ = backends(pool, "frozen_lake", {})

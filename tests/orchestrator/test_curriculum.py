@@ -12,7 +12,7 @@ import pytest
 from services.orchestrator.mixture.curriculum import Curriculum, factors_after
 from services.orchestrator.mixture.tallies import EnvironmentTallies
 from shared import config
-from shared.errors import ConfigError
+from shared.errors import ConfigError, QueueUnavailable
 from shared.schema import CurriculumConfig
 from shared.types import Group, WeightVersion
 from tests.orchestrator.mixtures import MixtureUnderTest, row
@@ -66,7 +66,9 @@ def test_it_is_judged_every_so_many_groups_by_environments_of_which_enough_is_kn
     assert curriculum.judged() == {}
     tallied("b", tallies, (True, False))
     assert curriculum.judged() == {"a": 0.1}
+    curriculum.settled()
     assert curriculum.judged() == {}
+    curriculum.settled()
     tallied("b", tallies, *[(True, False)] * 16)
     assert curriculum.judged() == {"a": 0.1, "b": 1.0}
 
@@ -74,6 +76,7 @@ def test_it_is_judged_every_so_many_groups_by_environments_of_which_enough_is_kn
 def test_factors_stay_until_one_has_moved_far_enough():
     assert factors_after({"a": 0.14}, {"a": 0.1, "b": 0.97}, ["a", "b"]) == {"a": 0.14}
     assert factors_after({"a": 0.16}, {"a": 0.1, "b": 0.97}, ["a", "b"]) == {"a": 0.1, "b": 0.97}
+    assert factors_after({"a": 0.1, "b": 0.2}, {"a": 0.15}, ["a", "b"]) == {"a": 0.15, "b": 0.2}
     assert factors_after({"a": 0.16, "gone": 0.5}, {"a": 1.0}, ["a"]) == {}
 
 
@@ -90,6 +93,18 @@ async def test_the_run_plays_more_of_what_can_be_learned_and_says_why(tmp_path):
     assert change.why == "curriculum: frozen_lake 0.1, sokoban 1"
     await run.look()
     assert len(run.lines()) == 1
+
+
+async def test_what_was_judged_while_the_queue_was_away_is_put_in_force_later(tmp_path):
+    run = MixtureUnderTest(tmp_path, members={"frozen_lake": 1, "sokoban": 1}, curriculum=EVERY)
+    await run.look()
+    tallied("frozen_lake", run.status.by_env, *[(True, True)] * 16)
+    run.queue.away = True
+    with pytest.raises(QueueUnavailable):
+        await run.look()
+    run.queue.away = False
+    await run.look()
+    assert run.lines()[-1].factors == {"frozen_lake": 0.1}
 
 
 async def test_a_persons_weight_is_multiplied_and_a_canarys_share_is_fixed(tmp_path):
@@ -119,7 +134,7 @@ async def test_a_restart_keeps_the_factors_and_its_end_gives_the_weights_back(tm
     assert Counter(await without.play(20)) == {"frozen_lake": 10, "sokoban": 10}
 
 
-@pytest.mark.parametrize("wrong", ["{floor: 0}", "{floor: 1.5}", "{every_groups: 0}", "{pace: 1}"])
+@pytest.mark.parametrize("wrong", ["{floor: 0}", "{floor: 0.001}", "{floor: 1.5}", "{every_groups: 0}", "{pace: 1}"])
 def test_settings_that_mean_nothing_are_refused(wrong):
     with pytest.raises(ConfigError, match=r"data\.curriculum"):
         config.load(["configs/quickstart.yaml"], [f"data.curriculum={wrong}"])

@@ -72,7 +72,10 @@ class Worker:
                 process = await asyncio.create_subprocess_exec(
                     *(sys.executable, "-m", _MODULE, *map(str, arguments)),
                     stdin=asyncio.subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": str(_ROOT)},
+                    env={
+                        **os.environ,
+                        "PYTHONPATH": os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH")))),
+                    },
                     pass_fds=(theirs.fileno(),),
                 )
             worker = cls(process, settings)

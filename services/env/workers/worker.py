@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from typing import Any
 from services.env.backends.base import LiveEpisode
 from services.env.backends.threads import InThreads, ThreadRunner
 from services.env.catalogue import KINDS
+from services.env.sandbox.inside import linux
 from services.env.workers import wire
 from shared.errors import NotFound, VolleyError, problem
 from shared.process import telemetry
@@ -30,6 +32,7 @@ class WorkerProcess:
         self._runner = runner
         self._environments: dict[str, InThreads] = {}
         self._episodes: dict[str, LiveEpisode] = {}
+        self._beginning: set[str] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Says that it is ready, then answers until the other end is closed. Raises VolleyError when an environment's
@@ -41,7 +44,10 @@ class WorkerProcess:
             while (request := await wire.read(reader)) is not None:
                 if request["call"] == "close":
                     self._episodes.pop(request["episode"], None)
+                    self._beginning.discard(request["episode"])
                 else:
+                    if request["call"] == "reset":
+                        self._beginning.add(request["episode"])
                     running.add(task := group.create_task(self._serve_one(request, writer)))
                     task.add_done_callback(running.discard)
             for task in running:  # nobody waits for them
@@ -55,6 +61,8 @@ class WorkerProcess:
         except (TypeError, ValueError) as error:
             defect = VolleyError(f"{request['call']} was answered with no JSON: {error}", "a defect of the environment")
             answer = wire.encode({"id": request["id"], "error": problem(defect)})
+        finally:
+            self._beginning.discard(request.get("episode", ""))
         writer.write(answer)
 
     async def _answer(self, request: Mapping[str, Any]) -> Any:
@@ -63,7 +71,8 @@ class WorkerProcess:
                 return wire.of_step(await self._episode(request["episode"]).step(request["message"]))
             case "reset":
                 episode = await self._environment(request).reset(request["split"], request["index"], request["seed"])
-                self._episodes[request["episode"]] = episode
+                if request["episode"] in self._beginning:  # else it was closed meanwhile
+                    self._episodes[request["episode"]] = episode
                 opened = {"task": episode.task, "opening": list(episode.opening), "tools": list(episode.tools)}
                 return {**opened, "database": getattr(episode, "database", None)}
             case "task":
@@ -89,6 +98,8 @@ class WorkerProcess:
 
 async def main(descriptor: int, n_threads: int, deadline_s: float, max_waiting: int) -> None:
     telemetry.configure("env")
+    if linux.IS_LINUX:  # also one that is stopped ends with the service
+        linux.set_parent_death_signal(signal.SIGKILL)
     end = socket.socket(fileno=descriptor)
     reader, writer = await asyncio.open_connection(sock=end, limit=wire.MAX_LINE)
     runner = ThreadRunner(n_threads, deadline_s, max_waiting)

@@ -27,25 +27,29 @@ class Curriculum:
         self._next = tallies.n_groups + config.every_groups
 
     def judged(self) -> dict[str, float]:
-        """Every so many groups, once: from `floor` (nothing to learn) to 1 (half of all samples succeed, in every
-        group), by environment; those of which too little is known are left out.
+        """Every so many groups: from `floor` (nothing to learn) to 1 (half of all samples succeed, in every group), by
+        environment; those of which too little is known are left out. To be followed by `settled`.
         """
         if self._tallies.n_groups < self._next:
             return {}
-        self._next = self._tallies.n_groups + self._config.every_groups
         return {
             env: self._factor(self._tallies[env].learnability)
             for env in self._tallies.names()
             if len(self._tallies[env].recent) >= _LEAST_GROUPS
         }
 
+    def settled(self) -> None:
+        """What was judged is in force, or changes nothing: the next time is so many groups from now."""
+        if self._tallies.n_groups >= self._next:
+            self._next = self._tallies.n_groups + self._config.every_groups
+
     def _factor(self, learnability: float) -> float:
-        return round(max(self._config.floor, min(1.0, 4.0 * learnability)), 2)
+        return max(self._config.floor, round(min(1.0, 4.0 * learnability), 2))
 
 
 def factors_after(last: Mapping[str, float], judged: Mapping[str, float], envs: Iterable[str]) -> dict[str, float]:
     """The factors that are not 1, of these environments: as judged, if that moves one of them far enough."""
     before = {env: last.get(env, 1.0) for env in envs}
     after = {env: judged.get(env, factor) for env, factor in before.items()}
-    moved = any(abs(after[env] - before[env]) >= _LEAST_MOVE for env in after)
+    moved = any(round(abs(after[env] - before[env]), 6) >= _LEAST_MOVE for env in after)
     return {env: factor for env, factor in (after if moved else before).items() if factor != 1.0}

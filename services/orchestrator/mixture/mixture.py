@@ -145,6 +145,8 @@ class RunMixture:
             except VolleyError:
                 self._suspensions.put_back(trials)
                 raise
+            if self._curriculum:
+                self._curriculum.settled()
             if changed:
                 now = self._log.current
                 self._suspensions.sent((env for env in now.first if env in now.suspended), now.from_ticket)
