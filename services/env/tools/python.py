@@ -14,6 +14,7 @@ from services.env.tools.base import Arguments, ToolFault, describe, read_argumen
 from services.env.tools.files import taken_back, to_send
 from services.env.tools.settings import PythonSettings
 from services.env.tools.workspace import Workspace
+from shared.errors import Conflict
 
 MAX_OUTPUT = 2**17
 """Characters that a call may bring out of its sandbox."""
@@ -44,6 +45,7 @@ class PythonSession:
     ) -> None:
         self._settings, self._sandboxes, self._seed, self._workspace = settings, sandboxes, seed, workspace
         self._sandbox: Sandbox | None = None
+        self._closed = False
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
         code = read_arguments(PythonArguments, arguments).code
@@ -73,16 +75,27 @@ class PythonSession:
         return said
 
     async def close(self) -> None:
+        self._closed = True
         if self._sandbox is not None:
             await self._sandbox.close()
 
     async def _start(self) -> Sandbox:
-        """A new process, in place of one that ended. Raises Unavailable, RateLimited."""
+        """A new process, in place of one that ended. Raises Unavailable, RateLimited, Conflict (the episode was closed
+        meanwhile; what was started is ended).
+        """
         if self._sandbox is not None:
             await self._sandbox.close()
+        self._check_open()
         limits = SandboxLimits(cpu_s=self._settings.total_cpu_s, memory_mb=self._settings.memory_mb)
-        self._sandbox = await self._sandboxes.start(ScriptProgram(), limits)
-        return self._sandbox
+        sandbox = self._sandbox = await self._sandboxes.start(ScriptProgram(), limits)
+        if self._closed:
+            await sandbox.close()
+            self._check_open()
+        return sandbox
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Conflict("the episode was deleted while its tools were at work", "create another one")
 
     def _why(self, failed: SandboxFailed, timeout_s: float) -> str:
         if failed.alive:

@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from services.env.environments.text_to_sql.library import (
-    DENIED_FUNCTIONS,
-    INSTRUCTIONS_PER_CALL,
-    MAX_INSTRUCTIONS,
     SQLITE_LIMITS,
+    StepBound,
     authorize_reading,
+    authorize_writing,
     open_source,
 )
 from shared.errors import InputError
@@ -27,7 +26,6 @@ MAX_PAGES, PAGE = 128, 4096
 """Of a database that may be written: half a megabyte."""
 MAX_SHOWN = 2**17
 _MAX_CELL = 2000
-_DENIED = frozenset({sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH, sqlite3.SQLITE_PRAGMA})
 
 
 def prepare(source: str, writable: bool, max_rows: int) -> None:
@@ -38,29 +36,21 @@ def prepare(source: str, writable: bool, max_rows: int) -> None:
 def run(source: str, writable: bool, max_rows: int, sql: str) -> dict[str, Any]:
     """{"shown": the rows as text, "problem": why there are none, "image": the database after it, if it is writable}."""
     connection = _opened(source, writable)
-    left = MAX_INSTRUCTIONS // INSTRUCTIONS_PER_CALL
-
-    def count() -> bool:
-        nonlocal left
-        left -= 1
-        return left < 0
-
+    steps = StepBound(connection)
     shown: list[str] = []
     problem = ""
     try:
         for limit, value in SQLITE_LIMITS.items():
             connection.setlimit(limit, value)
-        connection.set_progress_handler(count, INSTRUCTIONS_PER_CALL)
-        connection.set_authorizer(_authorize_writing if writable else authorize_reading)
+        connection.set_authorizer(authorize_writing if writable else authorize_reading)
         for statement in _statements(sql):
             shown.append(_result(connection.execute(statement), max_rows))
     except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
-        problem = "it takes too many steps" if left < 0 else str(error)[:600]
-    connection.set_progress_handler(None, 0)
+        problem = steps.told(error)[:600]
+    steps.lift()
     connection.set_authorizer(None)
-    if connection.in_transaction:
-        connection.commit()
-    image = base64.b64encode(connection.serialize()).decode() if writable else None
+    problem = _committed(connection) or problem
+    image = _image(connection) if writable else None
     connection.close()
     return {"shown": "\n".join(part for part in shown if part)[:MAX_SHOWN], "problem": problem, "image": image}
 
@@ -81,10 +71,21 @@ def _opened(source: str, writable: bool) -> sqlite3.Connection:
     return connection
 
 
-def _authorize_writing(action: int, _1: str | None, second: str | None, _2: str | None, _3: str | None) -> int:
-    if action in _DENIED or (action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in DENIED_FUNCTIONS):
-        return sqlite3.SQLITE_DENY
-    return sqlite3.SQLITE_OK
+def _committed(connection: sqlite3.Connection) -> str:
+    """Ends a transaction that was left open; why it could not be kept, if it could not."""
+    try:
+        if connection.in_transaction:
+            connection.commit()
+    except sqlite3.Error as error:
+        connection.rollback()
+        return f"the transaction cannot be kept: {error}"[:600]
+    return ""
+
+
+def _image(connection: sqlite3.Connection) -> str | None:
+    """None of a database that nothing was ever written to, which SQLite cannot serialize."""
+    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    return base64.b64encode(connection.serialize()).decode() if pages else None
 
 
 def _statements(script: str) -> Iterator[str]:

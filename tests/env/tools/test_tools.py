@@ -9,6 +9,8 @@ import pytest
 
 from services.env.tools.calls import ToolCall
 from services.env.tools.workspace import Workspace
+from shared.errors import Conflict
+from shared.process import telemetry
 from tests.env.tools.conftest import OpenTools, ask
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -193,3 +195,22 @@ async def test_a_given_up_call_leaves_nothing_behind(open_tools: OpenTools) -> N
     with pytest.raises(asyncio.CancelledError):
         await work
     assert await ask(tools, "python", code="1") == "1"
+
+
+async def test_an_episode_that_is_deleted_during_its_calls_leaves_no_sandbox(
+    open_tools: OpenTools,
+) -> None:
+    before = telemetry.REGISTRY.get_sample_value("volley_env_sandboxes")
+    tools = await open_tools("python")
+    assert await ask(tools, "python", code="1") == "1"
+    calls = [ToolCall("python", {"code": "import time; time.sleep(60)"}), ToolCall("python", {"code": "1"})]
+    work = asyncio.ensure_future(tools.answer(calls))
+    await asyncio.sleep(0.1)
+    starting = await open_tools("python")
+    first = asyncio.ensure_future(starting.answer(calls[1:]))
+    await asyncio.sleep(0)
+    await asyncio.gather(starting.close(), tools.close())
+    for answers in (work, first):
+        with pytest.raises(Conflict, match="was deleted while its tools were at work"):
+            await answers
+    assert telemetry.REGISTRY.get_sample_value("volley_env_sandboxes") == before

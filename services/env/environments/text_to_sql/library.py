@@ -27,6 +27,10 @@ _SHOWN_ROWS = 5
 _SHOWN_CHARACTERS = 600
 _ALLOWED = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE})
 DENIED_FUNCTIONS = frozenset({"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"})
+_DENIED_WRITING = frozenset({sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH, sqlite3.SQLITE_PRAGMA})
+_SCHEMA_PRAGMAS = frozenset({"foreign_keys", "defer_foreign_keys", "encoding", "user_version", "application_id"})
+MAX_SCHEMA_PAGES = 2**16
+"""Of 4096 bytes: what the SQL of a schema may make."""
 SQLITE_LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 1_000_000,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 20_000,
@@ -86,36 +90,60 @@ def _gold(source: str, gold: str) -> frozenset[tuple[Any, ...]]:
 
 def _run(source: str, query: str) -> Rows:
     connection = open_source(source)
-    left = MAX_INSTRUCTIONS // INSTRUCTIONS_PER_CALL
-
-    def count() -> bool:
-        nonlocal left
-        left -= 1
-        return left < 0
-
+    steps = StepBound(connection)
     try:
         for limit, value in SQLITE_LIMITS.items():
             connection.setlimit(limit, value)
-        connection.set_progress_handler(count, INSTRUCTIONS_PER_CALL)
         connection.set_authorizer(authorize_reading)
         rows = connection.execute(query).fetchmany(MAX_ROWS + 1)
     except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
-        return Rows(problem="it takes too many steps" if left < 0 else str(error)[:_SHOWN_CHARACTERS])
+        return Rows(problem=steps.told(error)[:_SHOWN_CHARACTERS])
     finally:
         connection.close()
     return Rows(problem=f"it gives more than {MAX_ROWS} rows") if len(rows) > MAX_ROWS else Rows(tuple(rows))
 
 
+class StepBound:
+    """Ends what a connection does after MAX_INSTRUCTIONS, for the life of the connection or until `lift`."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._left = MAX_INSTRUCTIONS // INSTRUCTIONS_PER_CALL
+        connection.set_progress_handler(self._count, INSTRUCTIONS_PER_CALL)
+
+    def told(self, error: Exception) -> str:
+        """Why a statement failed; never empty."""
+        if self._left < 0:
+            return "it takes too many steps"
+        return "it takes too much memory" if isinstance(error, MemoryError) else str(error) or type(error).__name__
+
+    def lift(self) -> None:
+        self._connection.set_progress_handler(None, 0)
+
+    def _count(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
 def open_source(source: str) -> sqlite3.Connection:
-    """A connection that cannot write. A schema's database is made anew in memory, of a file no lock is taken."""
+    """A connection that cannot write. A schema's database is made anew in memory, of a file no lock is taken.
+
+    The SQL of a schema opens no other file, and its steps and the size of its database are bounded: a request may have
+    brought it. Raises InputError.
+    """
     match json.loads(source):
         case {"schema": str(script)}:
             connection = sqlite3.connect(":memory:")
+            connection.execute(f"PRAGMA max_page_count = {MAX_SCHEMA_PAGES}")
+            steps = StepBound(connection)
+            connection.set_authorizer(_authorize_schema)
             try:
                 connection.executescript(script)
-            except sqlite3.Error as error:
+            except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
                 connection.close()
-                raise InputError(f"the schema of a task cannot be made: {error}", script[:200]) from error
+                raise InputError(f"the schema of a task cannot be made: {steps.told(error)}", script[:200]) from error
+            steps.lift()
+            connection.set_authorizer(None)
         case {"file": str(path)}:
             try:
                 connection = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
@@ -132,6 +160,22 @@ def open_source(source: str) -> sqlite3.Connection:
 def _text(raw: bytes) -> str:
     """Real databases hold bytes that are no UTF-8."""
     return raw.decode(errors="replace")
+
+
+def authorize_writing(action: int, _1: str | None, second: str | None, _2: str | None, _3: str | None) -> int:
+    """Everything but other files, and settings of the connection."""
+    if action in _DENIED_WRITING or (action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in DENIED_FUNCTIONS):
+        return sqlite3.SQLITE_DENY
+    return sqlite3.SQLITE_OK
+
+
+def _authorize_schema(
+    action: int, first: str | None, second: str | None, database: str | None, trigger: str | None
+) -> int:
+    """Writing, and what a dump of a database sets."""
+    if action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in _SCHEMA_PRAGMAS:
+        return sqlite3.SQLITE_OK
+    return authorize_writing(action, first, second, database, trigger)
 
 
 def authorize_reading(

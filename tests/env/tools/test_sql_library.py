@@ -1,0 +1,49 @@
+"""The SQL tool's library, without its processes: what it can reach, and what it says."""
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.env.tools import sql_library
+from shared.errors import InputError
+
+
+def run(query: str, script: str = "", *, writable: bool = True, max_rows: int = 10) -> dict[str, Any]:
+    return sql_library.run(json.dumps({"schema": script}), writable, max_rows, query)
+
+
+def test_an_empty_database_is_asked_and_filled() -> None:
+    asked = run("SELECT count(*) AS n FROM sqlite_master")
+    assert asked == {"shown": "n\n0\n(1 row)", "problem": "", "image": None}
+    image = run("CREATE TABLE t(a)")["image"]
+    assert sql_library.run(json.dumps({"image": image}), True, 10, "SELECT * FROM t")["shown"] == "a\n(0 rows)"
+
+
+def test_a_transaction_that_cannot_be_kept_is_told() -> None:
+    script = "PRAGMA foreign_keys = ON; CREATE TABLE p(a PRIMARY KEY);"
+    script += "CREATE TABLE c(a REFERENCES p(a) DEFERRABLE INITIALLY DEFERRED)"
+    assert "cannot be kept: FOREIGN KEY" in run("BEGIN; INSERT INTO c VALUES (1)", script)["problem"]
+
+
+@pytest.mark.parametrize("way", ["ATTACH '{}' AS s; CREATE TABLE s.t(a)", "VACUUM INTO '{}'"])
+def test_a_script_reaches_no_file(tmp_path: Path, way: str) -> None:
+    file = tmp_path / "made.db"
+    with pytest.raises(InputError, match=r"not authorized|authorization denied"):
+        run("SELECT 1", way.format(file))
+    assert not file.exists()
+
+
+def test_a_script_is_bounded() -> None:
+    endless = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT count(*) FROM c"
+    with pytest.raises(InputError, match="too many steps"):
+        run("SELECT 1", endless)
+    with pytest.raises(InputError, match="not authorized"):
+        run("SELECT 1", "PRAGMA writable_schema = ON")
+
+
+def test_whatever_ends_a_query_is_told() -> None:
+    connection = sqlite3.connect(":memory:")
+    assert sql_library.StepBound(connection).told(MemoryError()) == "it takes too much memory"
