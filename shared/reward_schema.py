@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
+import orjson
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -36,7 +37,11 @@ Say in a few sentences what is right and what is wrong with the answer. Then end
 whole number from 0 (useless) to 10 (perfect)."""
 
 _PLACEHOLDER = re.compile(r"\{(task|answer|conversation|expected)\}")
-_PATTERN = r"[Ss]core[^\w-]{1,8}(-?\d+(?:\.\d+)?)"
+_PATTERN = (
+    r"(?im)^[ \t>#*_`-]{0,8}score[*_`]{0,4}[ \t]{0,4}[:=][ \t*_`]{0,8}(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)"
+    r"(?:[ \t]{0,4}/[ \t]{0,4}(?P<of>[0-9]{1,9}))?[*_`]{0,4}\.?[\s*_`]*\Z"
+)
+"""The last line, which says Score: N or Score: N/HIGHEST and nothing else, bold or not."""
 
 type Name = Annotated[str, Field(pattern=COMPONENT)]
 type ComponentWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -114,6 +119,10 @@ class JudgeReward(_Model):
             raise ValueError(f"scale={list(self.scale)} must be the lowest and the highest score")
         if taken := {"messages", "model", "stream"} & self.request.keys():
             raise ValueError(f"request cannot set {', '.join(sorted(taken))}")
+        try:
+            orjson.dumps([self.model, self.prompt, self.version, self.request])
+        except TypeError as error:
+            raise ValueError(f"this cannot be sent as JSON, whose numbers have 64 bits: {error}") from error
         return self
 
 

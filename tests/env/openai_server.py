@@ -21,11 +21,13 @@ class ScoringServer:
     """
 
     url: str = ""
-    say: Callable[[dict[str, Any]], str] = lambda body: "Fine. Score: 7"
+    say: Callable[[dict[str, Any]], str] = lambda body: "Fine.\nScore: 7"
     score: Callable[[dict[str, Any]], Any] = lambda body: {"score": 0.5}
     failures: list[int] = field(default_factory=list[int])
     delay_s: float = 0.0
     usage: bool = True
+    tokens_told: int = 100
+    ended: str = "stop"
     asked: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     tokens: list[str | None] = field(default_factory=list[str | None])
     at_once: int = 0
@@ -53,8 +55,12 @@ async def scoring_server() -> AsyncIterator[ScoringServer]:
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Any:
         body = await state.take(request)
-        choice = {"index": 0, "message": {"role": "assistant", "content": state.say(body)}, "finish_reason": "stop"}
-        usage = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": 100}
+        choice = {
+            "index": 0,
+            "message": {"role": "assistant", "content": state.say(body)},
+            "finish_reason": state.ended,
+        }
+        usage = {"prompt_tokens": 90, "completion_tokens": 10, "total_tokens": state.tokens_told}
         return {"id": "c", "object": "chat.completion", "choices": [choice]} | ({"usage": usage} if state.usage else {})
 
     @app.post("/score")

@@ -22,7 +22,7 @@ KEY = "sk-the-key-of-the-proxy"
 CONFIG = f"""
 model_list:
   - model_name: grader
-    litellm_params: {{model: openai/none, api_key: none, mock_response: "Right and short. Score: 8"}}
+    litellm_params: {{model: openai/none, api_key: none, mock_response: "Right and short.\\nScore: 8"}}
 general_settings: {{master_key: {KEY}}}
 """
 

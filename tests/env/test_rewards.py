@@ -271,6 +271,20 @@ def test_what_the_model_wrote_cannot_end_its_own_tag_nor_fill_a_place() -> None:
         ({}, "Score: 7", 0.7),
         ({}, "Score: 3 would be harsh.\n**Score:** 8.5", 0.85),
         ({}, "score = 10/10", 1.0),
+        ({}, "Good.\n\nSCORE: 7.\n", 0.7),
+        ({}, "**Score: 7/10**", 0.7),
+        ({"scale": [0, 100]}, "Score: 70 / 100", 0.7),
+        ({"scale": [0, 1]}, "Score: 1/10", None),
+        ({}, "Final score (0-10): 7", None),
+        ({}, "Score (1-10): 8", None),
+        ({}, "Score: 10^9", None),
+        ({}, "Score: 10,000", None),
+        ({}, "Score: 1e9", None),
+        ({}, "Score: 0.9 (on 0-1)", None),
+        ({}, "Score: 3. A perfect answer would get Score: 10.", None),
+        ({}, "Score: 3\nScore: none of the above", None),
+        ({"field": "score"}, '{"score": 1' + "0" * 400 + "}", None),
+        ({"field": "score"}, '{"why": "cut {"score": 9}', None),
         ({}, "Score: 11", None),
         ({}, "Score: -1", None),
         ({}, "seven", None),
@@ -289,6 +303,52 @@ def test_scores_are_read(settings: dict[str, Any], text: str, expected: float | 
     assert found == expected or (found is not None and expected is not None and math.isclose(found, expected))
 
 
+async def test_tokens_that_no_server_can_have_used_are_not_counted_and_end_nothing(
+    open_client: OpenClient, gsm8k: dict[str, Any]
+) -> None:
+    async with scoring_server() as server:
+        server.tokens_told = 2**63
+        given = {"rewards": rewards(tone={}), "reward_servers": served(server)}
+        async with open_client(**gsm8k, **given) as client:
+            assert (await said(client, RIGHT)).json()["reward"] == pytest.approx(1.7)
+
+
+async def test_a_defect_in_an_answer_fails_its_question_and_not_the_service(
+    open_client: OpenClient, gsm8k: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise OverflowError("too large")
+
+    async with scoring_server() as server:
+        given = {"rewards": rewards(tone={}), "reward_servers": served(server)}
+        async with open_client(**gsm8k, **given) as client:
+            with monkeypatch.context() as patched:
+                patched.setattr(RewardStore, "keep", broken)
+                answer = await said(client, RIGHT)
+            assert answer.status_code == 503
+            assert "OverflowError: too large" in answer.json()["detail"]
+            assert (await said(client, RIGHT, "again")).status_code == 200
+
+
+@pytest.mark.parametrize(("text", "ended", "why"), [("Score: 9", "length", "was cut"), (" ", "stop", "is empty")])
+async def test_an_answer_that_is_cut_or_empty_is_no_score_and_is_not_kept(
+    open_client: OpenClient, gsm8k: dict[str, Any], text: str, ended: str, why: str
+) -> None:
+    async with scoring_server() as server:
+        given = {"rewards": rewards(tone={}), "reward_servers": served(server, max_tokens=350)}
+        server.say, server.ended = lambda body: text, ended
+        async with open_client(**gsm8k, **given) as client:
+            answer = await said(client, RIGHT)
+            assert (answer.status_code, why in answer.json()["detail"]) == (503, True)
+        lenient = given | {"rewards": rewards(tone={"unreadable": 0.25})}
+        async with open_client(**gsm8k, **lenient) as client:
+            assert (await said(client, RIGHT)).json()["info"]["reward_components"]["tone"] == 0.25
+        server.say, server.ended = lambda body: "Score: 7", "stop"
+        async with open_client(**gsm8k, **given) as client:
+            assert (await said(client, RIGHT)).json()["reward"] == pytest.approx(1.7)
+        assert len(server.asked) == 3
+
+
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
@@ -297,6 +357,7 @@ def test_scores_are_read(settings: dict[str, Any], text: str, expected: float | 
         ({"pattern": "x"}, "must have a group"),
         ({"scale": [1, 1]}, "lowest and the highest"),
         ({"request": {"messages": []}}, "request cannot set messages"),
+        ({"request": {"seed": 10**22}}, "cannot be sent as JSON"),
         ({"weight": math.inf}, "weight"),
         ({"unknown": 1}, "unknown"),
     ],

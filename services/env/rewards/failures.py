@@ -11,6 +11,10 @@ class RewardFailed(Unavailable):
     title = "No reward"
 
 
+class JudgementUnusable(RewardFailed):
+    """What came is empty, or was cut: there is nothing to read in it, and it is not kept."""
+
+
 class RewardRefused(InputError):
     """Asking again gives nothing else: a wrong key or model, or a budget that is used up."""
 

@@ -20,7 +20,7 @@ from typing import Any, Self
 from services.env.backends.base import LiveEpisode
 from services.env.environments.base import Info, Message, StepResult, fingerprint
 from services.env.rewards import judge, service
-from services.env.rewards.failures import RewardFailed
+from services.env.rewards.failures import JudgementUnusable, RewardFailed
 from services.env.rewards.servers import AskedServer
 from services.env.rewards.store import RewardStore
 from shared.errors import Conflict, VolleyError, first_error
@@ -143,7 +143,12 @@ class RewardedEpisode:
         server = self._servers[component.server]
         if isinstance(component, JudgeReward):
             asked = judge.question(component, self.opening, self._played, expected)
-            said = await server.ask(asked)
+            try:
+                said = await server.ask(asked)
+            except JudgementUnusable:
+                if component.unreadable is None:
+                    raise
+                return {name: component.weight * component.unreadable}
             score = judge.score(component, said)
             if score is None:
                 told = f"the judge {name} gave no score from {component.scale[0]:g} to {component.scale[1]:g}"

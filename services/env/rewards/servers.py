@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import orjson
 
 from services.env.backends.base import Busy
-from services.env.rewards.failures import RewardFailed, RewardRefused
+from services.env.rewards.failures import JudgementUnusable, RewardFailed, RewardRefused
 from services.env.rewards.store import RewardStore
 from shared.errors import InputError, VolleyError
 from shared.process import telemetry
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 WAIT_S = 5.0
 _AGAIN_S = 0.2
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+_MOST_TOLD = 200
+_log = telemetry.Log("env")
 _REQUESTS = telemetry.Counter(
     "volley_env_reward_requests_total",
     "Questions to judges and reward services, by what became of them (answered, kept: known from before, failed)",
@@ -43,10 +45,13 @@ _TOKENS = telemetry.Counter(
 
 
 class Answer(NamedTuple):
-    """What is kept of an answer, and the tokens it has cost (None where the server does not say)."""
+    """What is kept of an answer, the tokens it has cost (None where the server does not say), and why nothing can be
+    read in it (then it is not kept).
+    """
 
     said: str
     tokens: int | None
+    unusable: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +101,11 @@ class AskedServer:
 
     async def ask(self, question: Question) -> str:
         """What the server says, or said. Raises Busy (ask again), RewardFailed, RewardRefused, StorageUnavailable."""
-        key = question.key(self.name)
+        try:
+            key = question.key(self.name)
+        except TypeError as error:
+            told = f"the reward server {self.name} cannot be sent this episode: {error}"
+            raise RewardRefused(told, "its messages and tool calls must be JSON with numbers of 64 bits") from error
         asking = self._asking.get(key)
         if asking is None:
             asking = self._asking[key] = asyncio.get_running_loop().create_future()
@@ -114,12 +123,19 @@ class AskedServer:
             said = await self._answered(key, question)
             asking.set_result(said)
         except VolleyError as error:
-            _REQUESTS.labels(self.name, "failed").inc()
-            asking.set_exception(error)
-            asking.exception()  # it is told to whoever waits, and nobody may
+            self._tell(asking, error)
+        except Exception as error:  # noqa: BLE001 - a defect here fails one question, and never the service
+            _log.exception("a question to a reward server failed", server=self.name)
+            told = f"what the reward server {self.name} answered could not be used: {type(error).__name__}: {error}"
+            self._tell(asking, RewardFailed(told))
         finally:
             del self._asking[key]
             asking.cancel()
+
+    def _tell(self, asking: asyncio.Future[str], error: VolleyError) -> None:
+        _REQUESTS.labels(self.name, "failed").inc()
+        asking.set_exception(error)
+        asking.exception()  # it is told to whoever waits, and nobody may
 
     async def _answered(self, key: bytes, question: Question) -> str:
         known = await asyncio.to_thread(self._store.find, key)
@@ -127,13 +143,16 @@ class AskedServer:
             _REQUESTS.labels(self.name, "kept").inc()
             return known
         async with self._places:
-            said, tokens = await retry(lambda: self._sent(question), attempts=self._settings.attempts)
+            said, tokens, unusable = await retry(lambda: self._sent(question), attempts=self._settings.attempts)
         if tokens is None and self._settings.max_tokens is not None:
             told = f"the reward server {self.name} does not say how many tokens it used, so max_tokens cannot be kept"
             raise RewardRefused(told, f"set services.env.reward_servers.{self.name}.max_requests instead")
+        _TOKENS.labels(self.name).inc(tokens or 0)
+        if unusable:
+            await asyncio.to_thread(self._store.count_tokens, self.name, tokens or 0)
+            raise JudgementUnusable(f"the answer of the reward server {self.name} {unusable}: …{said[-_MOST_TOLD:]}")
         await asyncio.to_thread(self._store.keep, key, self.name, said, tokens or 0)
         _REQUESTS.labels(self.name, "answered").inc()
-        _TOKENS.labels(self.name).inc(tokens or 0)
         return said
 
     async def _sent(self, question: Question) -> Answer:

@@ -76,6 +76,11 @@ class RewardStore:
             self._add(db, server, 1, 0)
         return None
 
+    def count_tokens(self, server: str, tokens: int) -> None:
+        """What an answer has cost that is not kept."""
+        with self._transaction() as db:
+            self._add(db, server, 0, tokens)
+
     def spent(self, server: str) -> tuple[int, int]:
         """(requests, tokens) so far."""
         with self._transaction() as db:
