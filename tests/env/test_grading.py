@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.env.grading import pool as pool_module
-from services.env.grading.pool import GradingEnded, GradingPool
+from services.env.grading.pool import GradingBusy, GradingEnded, GradingPool
 from services.env.sandbox.inside import linux
 from services.env.sandbox.process.seccomp import build_program
 from shared.errors import InputError, Unavailable, VolleyError
@@ -91,3 +91,9 @@ def test_a_process_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPa
 def test_a_library_that_is_not_installed_is_named() -> None:
     with pytest.raises(InputError, match=r"No module named 'nowhere' .*install"):
         GradingPool("nowhere").call("echo")
+
+
+def test_a_wait_for_a_free_process_is_told_apart_from_a_failure() -> None:
+    pool = GradingPool("tests.env.grading_library", n_processes=0, wait_s=0.0)
+    with pytest.raises(GradingBusy, match="every process that grades is busy"):
+        pool.grade("anything")

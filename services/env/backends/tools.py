@@ -112,12 +112,12 @@ class ToolEpisode:
         if not calls:
             result = await self.episode.step(message)
             return replace(result, info=replace(result.info, extra={**result.info.extra, **self._counts()}))
-        self.turns += 1
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 answers = await self.opened.answer(calls)
         except TimeoutError:
             raise GivenUp(f"{self.name}: the tools did not answer within {_PATIENCE_S:g} s") from None
+        self.turns += 1
         messages = tuple(Message(role="tool", content=answer.text) for answer in answers)
         fault = None if all(answer.fine for answer in answers) else "tool"
         info = Info({}, False, fault, self._counts())

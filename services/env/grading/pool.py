@@ -36,20 +36,26 @@ class GradingEnded(VolleyError):
     title = "Grading ended by its limits"
 
 
+class GradingBusy(Unavailable):
+    """No process was free in time; nothing has begun."""
+
+    title = "Grading busy"
+
+
 class GradingPool:
     """Calls functions of `module` in processes of their own, from any thread.
 
-    Args: n_processes: calls that run at once; more wait.
+    Args: n_processes: calls that run at once; more wait, for `wait_s` seconds.
     """
 
-    def __init__(self, module: str, n_processes: int = 2) -> None:
-        self._module = module
+    def __init__(self, module: str, n_processes: int = 2, wait_s: float = CALL_S) -> None:
+        self._module, self._wait_s = module, wait_s
         self._free = threading.BoundedSemaphore(n_processes)
         self._idle: SimpleQueue[_Process] = SimpleQueue()
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """What `function` returns. Raises InputError as it does, Unavailable (no answer in time), VolleyError (a
-        defect).
+        """What `function` returns. Raises InputError as it does, GradingBusy (no process was free), Unavailable (no
+        answer in time), VolleyError (a defect).
         """
         return self._ask({"function": function, "arguments": arguments, "confined": False})
 
@@ -63,8 +69,8 @@ class GradingPool:
             process.kill()
 
     def _ask(self, request: Mapping[str, Any]) -> Any:
-        if not self._free.acquire(timeout=CALL_S):
-            raise Unavailable(f"{self._module}: every process that grades is busy", "try again later")
+        if not self._free.acquire(timeout=self._wait_s):
+            raise GradingBusy(f"{self._module}: every process that grades is busy", "try again later")
         try:
             process = self._take()
             try:

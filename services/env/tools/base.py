@@ -57,7 +57,9 @@ class ToolSession(Protocol):
     def lane(self) -> str | None: ...
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
-        """The answer, of any length. Raises ToolFault, and VolleyError where the tool itself is broken."""
+        """The answer, of any length. Raises ToolFault, Busy where there is no room and the call has not begun, and
+        VolleyError where the tool itself is broken.
+        """
         ...
 
     async def close(self) -> None:

@@ -40,7 +40,9 @@ MAX_CALLS = 1000
 
 _OBJECT = "a tool call must be one JSON object with name and arguments"
 _OPEN, _CLOSE, _MISTRAL, _PYTHON = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_THINK, _END_THINK = "<think>", "</think>"
+_CUT = 12
+"""Characters before the end of a part of a text in which an error may come of the cut."""
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,200})>(.*?)</function>\s*\Z", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,200})(?:\[CALL_ID\][A-Za-z0-9_-]{1,100})?\[ARGS\]\s*")
@@ -107,11 +109,31 @@ def write_call(name: str, arguments: Mapping[str, Any], form: CallFormat = "herm
 
 
 def _spoken(text: str) -> str:
-    """What a message says beside what it thinks; a template may have written the opening <think> itself."""
-    before, closing, rest = text.partition("</think>")
-    if closing and "<think>" not in before:
-        text = rest
-    return _THOUGHT.sub("", text) if "<think>" in text else text
+    """What a message says beside what it thinks first; a template may have written the opening <think> itself. A tag
+    inside an argument is part of it.
+    """
+    opened, closed = text.find(_THINK), text.find(_END_THINK)
+    if opened >= 0 and not 0 <= closed < opened:
+        begin = mark = opened
+    else:
+        begin, mark = 0, closed
+    if mark < 0 or _in_call(text, mark):
+        return text
+    return text[:begin] + (text[closed + len(_END_THINK) :] if closed >= 0 else "")
+
+
+def _in_call(text: str, at: int) -> bool:
+    """Whether what stands at `at` is part of a call's arguments."""
+    if any(0 <= text.find(mark) < at for mark in (_MISTRAL, _PYTHON)) or text.lstrip().startswith("{"):
+        return True
+    begun = text.rfind(_OPEN, 0, at)
+    if begun < 0 or text.find(_CLOSE, begun, at) >= 0:
+        return False
+    inside = text[begun + len(_OPEN) : at].lstrip()
+    if not inside.startswith(("{", "<function=")):
+        return False
+    following, closing = text.find(_OPEN, at), text.find(_CLOSE, at)
+    return following < 0 or 0 <= closing < following
 
 
 def _hermes(text: str) -> Iterator[ToolCall]:
@@ -236,19 +258,22 @@ def _json_call(text: str, at: int, keys: Sequence[str] = ("arguments",)) -> tupl
 
 def _loads(text: str, at: int) -> tuple[Any, int]:
     """The JSON value that begins at `at`, and where it ends. Raises ValueError with a reason."""
+    part = text[at : at + MAX_ARGUMENTS + 1]  # an error counts the lines of all that it is given
     try:
-        value, end = _DECODER.raw_decode(text, at)
+        value, end = _DECODER.raw_decode(part)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{error.msg} at its character {max(error.pos - at, 0) + 1}") from None
-    if end - at > MAX_ARGUMENTS:
+        if len(part) > MAX_ARGUMENTS and (error.pos > len(part) - _CUT or error.msg.startswith("Unterminated")):
+            raise ValueError(f"it has more than {MAX_ARGUMENTS} characters") from None
+        raise ValueError(f"{error.msg} at its character {error.pos + 1}") from None
+    if end > MAX_ARGUMENTS:
         raise ValueError(f"it has more than {MAX_ARGUMENTS} characters")
     try:
-        check_json(text[at:end].encode("utf-8", "replace"), "it", MAX_VALUES)
+        check_json(part[:end].encode("utf-8", "replace"), "it", MAX_VALUES)
     except DecodeError as error:
         raise ValueError(error.detail) from None
-    return value, end
+    return value, at + end
 
 
 def _finite(text: str) -> float:

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from services.env.backends.base import Busy
 from services.env.tools.base import ToolDescription, ToolFault, ToolSession
 from services.env.tools.calls import ToolCall
 from services.env.tools.settings import ToolUse
-from shared.errors import VolleyError, first_error
+from shared.errors import RateLimited, VolleyError, first_error
 from shared.process import telemetry
 
 TURN_S = 25.0
@@ -48,7 +49,9 @@ class EpisodeTools:
         return tuple(tool for session in self._sessions for tool in session.tools)
 
     async def answer(self, calls: Sequence[ToolCall]) -> list[ToolAnswer]:
-        """One answer a call, in their order; calls beyond the bounds share one. Raises VolleyError."""
+        """One answer a call, in their order; calls beyond the bounds share one. Raises Busy (none of them has begun, so
+        the message may be repeated), RateLimited (one of several found no room), VolleyError.
+        """
         taken = calls[: min(self._use.max_calls_per_turn, self._left)]
         self._left -= len(taken)
         answers: list[ToolAnswer | None] = [None] * len(taken)
@@ -57,18 +60,36 @@ class EpisodeTools:
             session = self._by_name.get(call.name)
             lanes.setdefault((session.lane if session is not None else None) or f"call {i}", []).append(i)
         deadline = asyncio.get_running_loop().time() + TURN_S
+        begun: set[int] = set()
+        refused = False
 
         async def work(numbers: Sequence[int]) -> None:
+            nonlocal refused
             for i in numbers:
                 async with self._slots:
-                    answers[i] = await self._one(taken[i], deadline)
+                    if refused:
+                        return
+                    begun.add(i)
+                    try:
+                        answers[i] = await self._one(taken[i], deadline)
+                    except Busy:
+                        begun.discard(i)
+                        refused = True
+                        raise
 
         try:
             async with asyncio.TaskGroup() as tasks:
                 for numbers in lanes.values():
                     tasks.create_task(work(numbers))
         except* VolleyError as failed:
-            raise first_error(failed) from None
+            error = first_error(failed)
+            if not isinstance(error, Busy):
+                raise error from None
+            if begun:
+                told = f"{error.detail}, after other calls of the message had begun"
+                raise RateLimited(told, "create another episode", error.retry_after_s) from error
+            self._left += len(taken)
+            raise error from None
         found = [answer for answer in answers if answer is not None]
         if len(taken) < len(calls):
             found.append(self._refused(len(calls) - len(taken)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from services.env.backends.base import Busy
 from services.env.sandbox import answers
 from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.limits import SandboxLimits, ScriptProgram
@@ -14,7 +15,7 @@ from services.env.tools.base import Arguments, ToolFault, describe, read_argumen
 from services.env.tools.files import taken_back, to_send
 from services.env.tools.settings import PythonSettings
 from services.env.tools.workspace import Workspace
-from shared.errors import Conflict
+from shared.errors import Conflict, RateLimited
 
 MAX_OUTPUT = 2**17
 """Characters that a call may bring out of its sandbox."""
@@ -80,14 +81,17 @@ class PythonSession:
             await self._sandbox.close()
 
     async def _start(self) -> Sandbox:
-        """A new process, in place of one that ended. Raises Unavailable, RateLimited, Conflict (the episode was closed
-        meanwhile; what was started is ended).
+        """A new process, in place of one that ended. Raises Unavailable, Busy (no room for one), Conflict (the episode
+        was closed meanwhile; what was started is ended).
         """
         if self._sandbox is not None:
             await self._sandbox.close()
         self._check_open()
         limits = SandboxLimits(cpu_s=self._settings.total_cpu_s, memory_mb=self._settings.memory_mb)
-        sandbox = self._sandbox = await self._sandboxes.start(ScriptProgram(), limits)
+        try:
+            sandbox = self._sandbox = await self._sandboxes.start(ScriptProgram(), limits)
+        except RateLimited as full:
+            raise Busy(full.detail, full.hint, full.retry_after_s) from full
         if self._closed:
             await sandbox.close()
             self._check_open()

@@ -12,12 +12,12 @@ from pydantic import Field
 
 from services.env.backends.base import Busy
 from services.env.backends.threads import ThreadRunner
-from services.env.grading.pool import GradingEnded, GradingPool
+from services.env.grading.pool import GradingBusy, GradingEnded, GradingPool
 from services.env.tools.base import Arguments, ToolDescription, ToolFault, describe, read_arguments
 from services.env.tools.settings import SqlSettings
-from shared.errors import Unavailable
 
-_LIBRARY = GradingPool("services.env.tools.sql_library")
+_LIBRARY = GradingPool("services.env.tools.sql_library", wait_s=3.0)
+"""Its wait and the longest call come to less than what a client waits for a step."""
 
 
 class SqlArguments(Arguments):
@@ -48,8 +48,8 @@ class SqlSession:
             )
         except GradingEnded:
             raise ToolFault("it takes too much memory or time") from None
-        except Busy as busy:  # other calls of the message may have begun, so it is not to be repeated
-            raise Unavailable(busy.detail, busy.hint, busy.retry_after_s) from busy
+        except GradingBusy as busy:
+            raise Busy(busy.detail, busy.hint, busy.retry_after_s) from busy
         if found["image"] is not None:
             self._source = json.dumps({"image": found["image"]})
         if found["problem"]:

@@ -46,6 +46,7 @@ def test_what_is_written_is_read_back_also_when_the_format_is_not_named(form: Ca
 
 A, B = ToolCall("python", {"code": "1"}), ToolCall("python", {"code": "2"})
 J1, J2 = '{"name": "python", "arguments": {"code": "1"}}', '{"name": "python", "arguments": {"code": "2"}}'
+TAG = ToolCall("python", {"code": "<think>x"})
 NO_CALL = ToolCall(problem="a tool call must be one JSON object with name and parameters")
 P1 = J1.replace("arguments", "parameters")
 
@@ -62,6 +63,10 @@ P1 = J1.replace("arguments", "parameters")
         (f"<tool_call>{J2}</tool_call> no</think><tool_call>{J1}</tool_call>", [A]),  # the template opened <think>
         (f"<think><tool_call>{J1}</tool_call>", []),  # it has not stopped thinking
         (f"<tool_call>{J1.replace('1', '</tool_call>')}</tool_call>", [ToolCall("python", {"code": "</tool_call>"})]),
+        (f"<tool_call>{J1.replace('1', '</think>')}</tool_call>", [ToolCall("python", {"code": "</think>"})]),
+        (f"<think>a</think>{J1.replace('1', '<think>x')}".replace("arguments", "parameters"), [TAG]),
+        (f"<tool_call>{J1.replace('1', '<think>x')}</tool_call>", [TAG]),
+        (f"[TOOL_CALLS][{J1.replace('1', '<think>x')}]", [TAG]),
         (P1, [A]),
         (f"<|python_tag|>{P1}; {J2}<|eom_id|>", [A, B]),
         (f"[TOOL_CALLS][{J1}, {J2}]</s>", [A, B]),
@@ -118,9 +123,17 @@ def test_a_message_of_calls_and_bombs_is_read_in_time() -> None:
         "<think>" * 140_000,
         "[TOOL_CALLS]" * 80_000,
         "<tool_call>" + " " * 1_000_000,
+        ("<tool_call>x</tool_call>" + " " * 976) * 1000,
     ):
         assert len(read(text)) <= MAX_CALLS
     assert time.process_time() - began < 60
+
+
+def test_an_error_of_a_long_message_says_where_it_is_in_its_call() -> None:
+    bad = f'<tool_call>{J1} <tool_call>{{"name": x}}</tool_call>'.replace(
+        f"{J1} ", "x" * 10 + "</tool_call>" + "y" * 300_000
+    )
+    assert [call.problem.rpartition(" ")[2] for call in read(bad)] == ["1", "10"]
 
 
 @given(st.text(max_size=60), st.sampled_from(["auto", *WRITTEN]))

@@ -3,13 +3,22 @@
 import asyncio
 import json
 import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from services.env.backends.base import Busy
+from services.env.sandbox.sandboxes import Sandboxes
+from services.env.tools.base import ToolDescription
+from services.env.tools.calculator import CalculatorSession
 from services.env.tools.calls import ToolCall
+from services.env.tools.dispatch import EpisodeTools
+from services.env.tools.python import PythonSession
+from services.env.tools.settings import PythonSettings, ToolUse
 from services.env.tools.workspace import Workspace
-from shared.errors import Conflict
+from shared.errors import Conflict, RateLimited
 from shared.process import telemetry
 from tests.env.tools.conftest import OpenTools, ask
 
@@ -195,6 +204,44 @@ async def test_a_given_up_call_leaves_nothing_behind(open_tools: OpenTools) -> N
     with pytest.raises(asyncio.CancelledError):
         await work
     assert await ask(tools, "python", code="1") == "1"
+
+
+class Crowded:
+    """A tool that has no room for its first calls."""
+
+    tools = (ToolDescription("crowded", "", {"type": "object", "properties": {}}),)
+    lane = None
+
+    def __init__(self, n_refused: int) -> None:
+        self.left = n_refused
+
+    async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
+        self.left -= 1
+        if self.left >= 0:
+            raise Busy("there is no room")
+        return "done"
+
+    async def close(self) -> None:
+        """There is nothing to free."""
+
+
+async def test_a_message_is_repeated_only_if_none_of_its_calls_has_begun() -> None:
+    tools = EpisodeTools([Crowded(1), CalculatorSession()], ToolUse(max_calls=2, parallel=1))
+    crowded, sum_ = ToolCall("crowded", {}), ToolCall("calculator", {"expression": "1+1"})
+    with pytest.raises(Busy):
+        await tools.answer([crowded, sum_])
+    assert [answer.text for answer in await tools.answer([crowded, sum_])] == ["done", "2"]
+    tools = EpisodeTools([Crowded(1), CalculatorSession()], ToolUse(parallel=1))
+    with pytest.raises(RateLimited, match="after other calls of the message had begun") as raised:
+        await tools.answer([sum_, crowded])
+    assert not isinstance(raised.value, Busy)
+
+
+async def test_no_room_for_a_sandbox_is_no_failure_of_the_episode() -> None:
+    async with Sandboxes(max_running=0) as full:
+        session = PythonSession(PythonSettings(), full, 0)
+        with pytest.raises(Busy, match="run already"):
+            await session.call("python", {"code": "1"}, 5.0)
 
 
 async def test_an_episode_that_is_deleted_during_its_calls_leaves_no_sandbox(
