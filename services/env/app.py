@@ -72,6 +72,7 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
         for full_name, source in settings.sources.items():
             await configured(submissions, full_name, source)
         try_out_all(settings, catalogue)
+        await try_out_tools(settings, catalogue)
         for name in settings.rewards:
             if not catalogue.has(name):
                 _log.warning("rewards are configured for an environment that there is not, or not yet", env=name)
@@ -148,6 +149,17 @@ def try_out_all(settings: EnvSettings, catalogue: Catalogue) -> None:
                 try_out(backend.environment)
         except InputError as error:
             raise ConfigError(f"{key}: {error.detail}", error.hint) from error
+
+
+async def try_out_tools(settings: EnvSettings, catalogue: Catalogue) -> None:
+    """The same for the tools of the run's environments. Raises ConfigError."""
+    for name in (settings.env, *settings.others):
+        tools = catalogue.tools(name) if catalogue.has(name) else None
+        try:
+            if tools is not None:
+                await tools.check()
+        except InputError as error:
+            raise ConfigError(f"{name}: tools: {error.detail}", error.hint) from error
 
 
 def _why_not(catalogue: Catalogue, env: str) -> str | None:

@@ -171,8 +171,7 @@ class Catalogue:
 
     def tools(self, name: str) -> ToolSet | None:
         """The tools that an environment gives its episodes. Raises NotFound."""
-        backend = self.get(name).backend
-        return backend.tool_set if isinstance(backend, WithTools) else None
+        return tools_of(self.get(name))
 
     async def register(
         self, name: str, base: str, config: Mapping[str, Any], weight: float = 0.0
@@ -197,6 +196,8 @@ class Catalogue:
         if (known := self._known(entry)) is not None:
             return known, False
         await running.call("list", lambda: try_out(_environment(entry)))
+        if (tools := tools_of(entry)) is not None:
+            await tools.check()
         if (known := self._known(entry)) is not None:
             return known, False
         self._keep(name, VariantRecord(base=base, config=dict(config), weight=weight))
@@ -221,6 +222,8 @@ class Catalogue:
                 raise InputError(f"{name}: there are no tools here")
             backend = WithTools(name, backend, ToolSet(self._toolbox, tools))
             shown |= tools.model_dump(mode="json", exclude_unset=True)
+        elif "tool_use" in tools.model_fields_set:
+            raise InputError(f"{name}: tool_use says how tools are used, and there are none", "name some in tools")
         return CatalogueEntry(name, kind, shown, backend, weight)
 
     def _made(self, kind: str, config: BaseModel) -> Environment | AsyncEnvironment:
@@ -269,6 +272,10 @@ def try_out(environment: Tasks) -> None:
     """
     for split in environment.splits:
         environment.task(split, 0)
+
+
+def tools_of(entry: CatalogueEntry) -> ToolSet | None:
+    return entry.backend.tool_set if isinstance(entry.backend, WithTools) else None
 
 
 def _environment(entry: CatalogueEntry) -> Tasks:

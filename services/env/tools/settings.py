@@ -10,9 +10,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
+from services.env.tools.base import ToolFault
 from services.env.tools.calls import CallFormat
+from services.env.tools.workspace import Workspace, encoded
 from shared.errors import Forbidden, InputError
 
 MAX_TOOLS = 16
@@ -55,6 +66,12 @@ class SqlSettings(ToolSettings):
             raise ValueError("a database file is only read: leave out writable, or give a script")
         return self
 
+    @field_validator("database")
+    @classmethod
+    def _absolute(cls, database: Path | None) -> Path | None:
+        """The processes that read it have another working folder."""
+        return None if database is None else database.absolute()
+
 
 class WorkspaceSettings(ToolSettings):
     """Files of an episode, which the Python tool sees too. `files` are there at the beginning, as text by path."""
@@ -62,6 +79,21 @@ class WorkspaceSettings(ToolSettings):
     files: dict[str, str] = {}
     max_files: int = Field(default=64, ge=1, le=1000)
     max_kb: int = Field(default=256, ge=1, le=512)
+
+    def workspace(self) -> Workspace:
+        """As an episode has it at the beginning. Raises ToolFault for files it cannot hold."""
+        made = Workspace(self.max_files, self.max_kb * 1024)
+        for path, text in self.files.items():
+            made.write(path, encoded(text))
+        return made
+
+    @model_validator(mode="after")
+    def _holds_its_files(self) -> WorkspaceSettings:
+        try:
+            self.workspace()
+        except ToolFault as fault:
+            raise ValueError(f"workspace.files: {fault}") from None
+        return self
 
 
 class McpSettings(ToolSettings):

@@ -15,6 +15,7 @@ from services.env.backends.threads import ThreadRunner
 from services.env.grading.pool import GradingBusy, GradingEnded, GradingPool
 from services.env.tools.base import Arguments, ToolDescription, ToolFault, describe, read_arguments
 from services.env.tools.settings import SqlSettings
+from shared.errors import InputError
 
 _LIBRARY = GradingPool("services.env.tools.sql_library", wait_s=3.0)
 """Its wait and the longest call come to less than what a client waits for a step."""
@@ -55,6 +56,14 @@ class SqlSession:
         if found["problem"]:
             raise ToolFault("\n".join(part for part in (found["shown"], found["problem"]) if part))
         return found["shown"] or "done"
+
+    async def check(self) -> None:
+        """Raises InputError when the database cannot be opened, Busy, Unavailable."""
+        arguments = (self._source, self._settings.writable, self._settings.max_rows)
+        try:
+            await self._runner.run("tool sql", "tool sql", "load", lambda: _LIBRARY.call("prepare", *arguments))
+        except GradingEnded:
+            raise InputError("the database of the tool sql takes too much memory", "give a smaller one") from None
 
     async def close(self) -> None:
         """There is nothing to free."""

@@ -11,6 +11,7 @@ import base64
 import json
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 from services.env.environments.text_to_sql.library import (
@@ -19,6 +20,7 @@ from services.env.environments.text_to_sql.library import (
     authorize_reading,
     authorize_writing,
     open_source,
+    prepare_connection,
 )
 from shared.errors import InputError
 
@@ -30,7 +32,11 @@ _MAX_CELL = 2000
 
 def prepare(source: str, writable: bool, max_rows: int) -> None:
     """Raises InputError when the database cannot be opened."""
-    _opened(source, writable).close()
+    with closing(_opened(source, writable)) as connection:
+        try:
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        except sqlite3.Error as error:
+            raise InputError(f"the database cannot be read: {error}", source[:200]) from error
 
 
 def run(source: str, writable: bool, max_rows: int, sql: str) -> dict[str, Any]:
@@ -60,6 +66,7 @@ def _opened(source: str, writable: bool) -> sqlite3.Connection:
         case {"image": str(image)}:
             connection = sqlite3.connect(":memory:")
             connection.deserialize(base64.b64decode(image))
+            prepare_connection(connection)
         case _:
             connection = open_source(source)
     connection.isolation_level = None

@@ -78,14 +78,17 @@ class ToolSet:
             stack.pop_all()
         return EpisodeTools(sessions, self.config.tool_use)
 
+    async def check(self) -> None:
+        """Tries what the configuration alone decides. Raises InputError (a script or database of the SQL tool that
+        cannot be opened), Busy, Unavailable.
+        """
+        for entry in self.config.tools:
+            if entry.sql is not None:
+                await SqlSession(entry.sql, self.toolbox.runner, None).check()
+
     def _workspace(self) -> Workspace | None:
         settings = next((entry.workspace for entry in self.config.tools if entry.workspace is not None), None)
-        if settings is None:
-            return None
-        workspace = Workspace(settings.max_files, settings.max_kb * 1024)
-        for path, text in settings.files.items():
-            workspace.write(path, text.encode())
-        return workspace
+        return None if settings is None else settings.workspace()
 
     async def _session(self, settings: ToolSettings, context: ToolContext, workspace: Workspace | None) -> ToolSession:
         match settings:

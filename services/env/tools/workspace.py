@@ -121,7 +121,7 @@ class WorkspaceSession:
                 return self._read(read_arguments(ReadFile, arguments))
             case "write_file":
                 written = read_arguments(WriteFile, arguments)
-                data = _bytes(written.content)
+                data = encoded(written.content)
                 return f"wrote {len(data)} bytes to {files.write(written.path, data)}"
             case "edit_file":
                 return self._edit(read_arguments(EditFile, arguments))
@@ -139,7 +139,7 @@ class WorkspaceSession:
         text = self._text(wanted.path)
         if (n := text.count(wanted.old)) != 1:
             raise ToolFault(f"the text occurs {n} times in {wanted.path}; it must occur once")
-        data = _bytes(text.replace(wanted.old, wanted.new))
+        data = encoded(text.replace(wanted.old, wanted.new))
         return f"wrote {len(data)} bytes to {self.workspace.write(wanted.path, data)}"
 
     def _text(self, path: str) -> str:
@@ -153,7 +153,7 @@ class WorkspaceSession:
         """There is nothing to free."""
 
 
-def _bytes(text: str) -> bytes:
+def encoded(text: str) -> bytes:
     """Raises ToolFault for half of a surrogate pair."""
     try:
         return text.encode()

@@ -17,7 +17,7 @@ from services.env.tools.settings import (
     WorkspaceSettings,
     split_config,
 )
-from shared.errors import InputError
+from shared.errors import ConfigError, InputError
 from tests.env.conftest import OpenClient
 from tests.env.test_catalogue import RUNNER
 
@@ -125,6 +125,7 @@ async def test_variants_may_have_tools_that_reach_nothing(open_client: OpenClien
             ("c", [{"mcp": {"command": ["touch", str(tmp_path / "made")]}}], 403),
             ("d", [{"mcp": {"url": "http://127.0.0.1:1/"}}], 403),
             ("e", ["nothing"], 422),
+            ("f", [{"sql": {"script": "CREATE TABEL t"}}], 422),
         ):
             body = {"name": name, "base": "frozen_lake", "config": {"tools": tools}}
             answer = await client.post("/environments", json=body)
@@ -146,6 +147,16 @@ async def test_variants_may_have_tools_that_reach_nothing(open_client: OpenClien
         ({"tools": ["sql", "sql"]}, "tools has sql twice"),
         ({"tools": [{"mcp": {}}]}, "mcp takes a command or a url"),
         ({"tools": [{"sql": {"script": "", "database": "x"}}]}, "sql takes a script or a database, not both"),
+        ({"tools": [{"workspace": {"files": {"../x": ""}}}]}, "workspace.files: '../x' is not a path inside"),
+        (
+            {"tools": [{"workspace": {"files": {"x": "a" * 2000}, "max_kb": 1}}]},
+            "workspace.files: the files would have",
+        ),
+        (
+            {"tools": [{"workspace": {"files": {"a": "", "b": ""}, "max_files": 1}}]},
+            "workspace.files: there are 1 files",
+        ),
+        ({"tool_use": {"max_turns": 3}}, "tool_use says how tools are used, and there are none"),
         ({"tools": "python"}, "tools: input should be a valid tuple"),
         ({"tool_use": {"format": "xml"}}, "tool_use.format: input should be 'auto', 'hermes'"),
         ({"tool_use": {"turns": 3}}, "unknown setting tool_use.turns (there are: format, max_turns"),
@@ -155,6 +166,17 @@ def test_settings_that_are_wrong_are_named(config: dict[str, Any], told: str) ->
     with pytest.raises(InputError) as raised:
         Catalogue(RUNNER, {"sokoban": config})
     assert f"sokoban: {told}" in raised.value.detail
+
+
+async def test_a_database_that_cannot_be_read_ends_the_service_at_its_start(
+    open_client: OpenClient, tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text("no database at all, though it has many characters" * 20)
+    for name, told in (("missing", "cannot be opened"), ("text", "not a database")):
+        tools = {"tools": [{"sql": {"database": tmp_path / name}}]}
+        with pytest.raises(ConfigError, match=f"frozen_lake: tools: .*{told}"):
+            async with open_client(configs={"frozen_lake": tools}):
+                pass
 
 
 def test_an_environments_own_settings_are_left_alone() -> None:

@@ -2,12 +2,14 @@
 
 import json
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.env.tools import sql_library
+from services.env.tools.settings import SqlSettings
 from shared.errors import InputError
 
 
@@ -26,6 +28,24 @@ def test_a_transaction_that_cannot_be_kept_is_told() -> None:
     script = "PRAGMA foreign_keys = ON; CREATE TABLE p(a PRIMARY KEY);"
     script += "CREATE TABLE c(a REFERENCES p(a) DEFERRABLE INITIALLY DEFERRED)"
     assert "cannot be kept: FOREIGN KEY" in run("BEGIN; INSERT INTO c VALUES (1)", script)["problem"]
+
+
+def test_any_name_of_a_file_is_only_read(tmp_path: Path) -> None:
+    file = tmp_path / "a?b%20c#.db"
+    with closing(sqlite3.connect(file)) as made:
+        made.execute("CREATE TABLE t(a)")
+    source = json.dumps({"file": str(file)})
+    sql_library.prepare(source, False, 10)
+    assert sql_library.run(source, False, 10, "SELECT * FROM t")["shown"] == "a\n(0 rows)"
+    with pytest.raises(InputError, match="cannot be opened"):
+        sql_library.prepare(json.dumps({"file": str(tmp_path / "none?.db")}), False, 10)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+    assert SqlSettings(database=Path("x.db")).database == Path.cwd() / "x.db"
+
+
+def test_bytes_that_are_no_text_are_shown_in_every_database() -> None:
+    image = run("CREATE TABLE t(a); INSERT INTO t VALUES (CAST(x'ff41' AS TEXT))")["image"]
+    assert "\ufffdA" in sql_library.run(json.dumps({"image": image}), True, 10, "SELECT a FROM t")["shown"]
 
 
 @pytest.mark.parametrize("way", ["ATTACH '{}' AS s; CREATE TABLE s.t(a)", "VACUUM INTO '{}'"])

@@ -15,6 +15,7 @@ import sqlite3
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from urllib.parse import quote
 
 from shared.errors import InputError
 
@@ -146,15 +147,20 @@ def open_source(source: str) -> sqlite3.Connection:
             connection.set_authorizer(None)
         case {"file": str(path)}:
             try:
-                connection = sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True)
+                connection = sqlite3.connect(f"file:{quote(path)}?mode=ro&immutable=1", uri=True)
             except sqlite3.Error as error:
                 raise InputError(f"the database {path} cannot be opened: {error}") from error
         case other:
             raise InputError(f"{str(other)[:80]!r} is no database")
-    connection.text_factory = _text
+    prepare_connection(connection)
     connection.execute("PRAGMA query_only = ON")
-    connection.execute("PRAGMA temp_store = MEMORY")
     return connection
+
+
+def prepare_connection(connection: sqlite3.Connection) -> None:
+    """Text is read whatever its bytes are, and what is temporary stays in memory."""
+    connection.text_factory = _text
+    connection.execute("PRAGMA temp_store = MEMORY")
 
 
 def _text(raw: bytes) -> str:
