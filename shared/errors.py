@@ -4,6 +4,7 @@
     ├── ConfigError             a config key, value or file is wrong (commands exit with code 2)
     ├── InputError              a request is wrong                                         422
     │   ├── DecodeError         bytes that are not the record they claim to be             400
+    │   │   └── MalformedAnswer     what a service answered cannot be read
     │   ├── TooLarge            a body, prompt or episode is over its limit                413
     │   ├── NotFound            no such path, environment, episode, run, version           404
     │   ├── WrongMethod         the path takes other methods                               405
@@ -96,6 +97,10 @@ class InputError(VolleyError):
 class DecodeError(InputError):
     status, title = 400, "Malformed body"
     cause = "defect"
+
+
+class MalformedAnswer(DecodeError):
+    title = "Malformed answer"
 
 
 class TooLarge(InputError):

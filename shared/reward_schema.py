@@ -44,6 +44,7 @@ _PATTERN = (
 """The last line, which says Score: N or Score: N/HIGHEST and nothing else, bold or not."""
 
 type Name = Annotated[str, Field(pattern=COMPONENT)]
+type ScaleEnd = Annotated[float, Field(ge=-1e9, le=1e9)]
 type ComponentWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
@@ -52,8 +53,10 @@ class _Model(BaseModel):
 
 
 def _http(url: str) -> str:
-    if not re.match(r"^https?://[^/\s@]+(/\S*)?$", url):
-        raise ValueError("must be an http or https address without credentials, like http://10.0.0.7:8000/v1")
+    if not re.match(r"^https?://[^/\s@?#]+(/[^\s?#]*)?$", url):
+        raise ValueError(
+            "must be an http or https address without credentials or a query, like http://10.0.0.7:8000/v1"
+        )
     return url.rstrip("/")
 
 
@@ -90,7 +93,7 @@ class JudgeReward(_Model):
     prompt: Annotated[str, Field(min_length=1, max_length=100_000)] = PROMPT
     pattern: Annotated[str, Field(max_length=1000)] = _PATTERN
     field: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    scale: tuple[float, float] = (0.0, 10.0)
+    scale: tuple[ScaleEnd, ScaleEnd] = (0.0, 10.0)
     unreadable: Annotated[float, Field(ge=0, le=1)] | None = None
     request: dict[str, JsonValue] = {}
     version: Annotated[str, Field(max_length=64)] = ""

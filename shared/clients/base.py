@@ -19,7 +19,7 @@ import orjson
 
 from shared import codec
 from shared.bounds import MAX_OBJECTS
-from shared.errors import DecodeError, ServiceUnreachable, TlsFailed, from_problem
+from shared.errors import DecodeError, MalformedAnswer, ServiceUnreachable, TlsFailed, from_problem
 from shared.process import descriptors, offload
 from shared.retry import retry
 from shared.web.tls import client_context
@@ -42,6 +42,7 @@ class _HttpReply(NamedTuple):
     status: int
     content_type: str
     content: bytes
+    retry_after: str = ""
 
 
 class _Wire(Protocol):
@@ -175,20 +176,22 @@ class _Network:
         async with self._session.request(
             method, url, data=body, params=params, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
-            return _HttpReply(answer.status, answer.headers.get("Content-Type", ""), await _bounded(answer, path))
+            told = answer.headers
+            content = await _bounded(answer, path)
+            return _HttpReply(answer.status, told.get("Content-Type", ""), content, told.get("Retry-After", ""))
 
     async def close(self) -> None:
         await self._session.close()
 
 
 async def _bounded(answer: aiohttp.ClientResponse, path: str) -> bytes:
-    """The content. Raises DecodeError when it is longer than any honest one."""
+    """The content. Raises MalformedAnswer when it is longer than any honest one."""
     chunks, size = [], 0
     async for chunk in answer.content.iter_any():
         chunks.append(chunk)
         size += len(chunk)
         if size > MAX_ANSWER_BYTES:
-            raise DecodeError(f"the answer of {path} is longer than {MAX_ANSWER_BYTES} bytes")
+            raise MalformedAnswer(f"the answer of {path} is longer than {MAX_ANSWER_BYTES} bytes")
     return b"".join(chunks)
 
 
@@ -209,7 +212,8 @@ class _Direct:
         answer = await self._direct.send(
             method, path, body, params, self._content_type if body is not None else {}, timeout_s
         )
-        return _HttpReply(answer.status_code, answer.headers.get("Content-Type", ""), answer.content)
+        told = answer.headers
+        return _HttpReply(answer.status_code, told.get("Content-Type", ""), answer.content, told.get("Retry-After", ""))
 
     async def close(self) -> None:
         await self._direct.close()
@@ -244,15 +248,21 @@ def _tls_reason(error: aiohttp.ClientSSLError) -> str:
 
 
 def _read(answer: _HttpReply, path: str, max_objects: int) -> Any:
-    """The decoded body of a success. Raises what a problem body says, or DecodeError."""
+    """The decoded body of a success. Raises what a problem body says, or MalformedAnswer."""
     if answer.status < 300:
         return _decode(answer, path, max_objects) if answer.content else None
     try:
         value = _decode(answer, path, max_objects)
     except DecodeError:
         value = None
-    raise from_problem(answer.status, value if isinstance(value, dict) else {})
+    body = value if isinstance(value, dict) else {}
+    if answer.retry_after.isdecimal():
+        body = {"retry_after_s": float(answer.retry_after), **body}
+    raise from_problem(answer.status, body)
 
 
 def _decode(answer: _HttpReply, path: str, max_objects: int) -> Any:
-    return codec.by_type(answer.content_type, answer.content, f"the answer of {path}", max_objects)
+    try:
+        return codec.by_type(answer.content_type, answer.content, f"the answer of {path}", max_objects)
+    except DecodeError as error:
+        raise MalformedAnswer(error.detail, error.hint) from error

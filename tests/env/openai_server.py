@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request, Response
 
 from shared.process.ports import free_port
 
@@ -17,13 +17,17 @@ from shared.process.ports import free_port
 @dataclass(slots=True)
 class ScoringServer:
     """`say` makes the judge's text of a request's body; `score` the answer of the reward service. `status` other than
-    200 is answered instead, for the next `failures` requests.
+    200 is answered instead, for the next `failures` requests, with `why` and the Retry-After `wait`; each of `contents`
+    is the whole body of an answer that is no completion.
     """
 
     url: str = ""
     say: Callable[[dict[str, Any]], str] = lambda body: "Fine.\nScore: 7"
     score: Callable[[dict[str, Any]], Any] = lambda body: {"score": 0.5}
     failures: list[int] = field(default_factory=list[int])
+    why: str = "out of order"
+    wait: str | None = None
+    contents: list[str] = field(default_factory=list[str])
     delay_s: float = 0.0
     usage: bool = True
     tokens_told: int = 100
@@ -42,7 +46,7 @@ class ScoringServer:
         await asyncio.sleep(self.delay_s)
         self.at_once -= 1
         if self.failures:
-            raise HTTPException(self.failures.pop(0), "out of order")
+            raise HTTPException(self.failures.pop(0), self.why, {"Retry-After": self.wait} if self.wait else None)
         return body
 
 
@@ -55,6 +59,9 @@ async def scoring_server() -> AsyncIterator[ScoringServer]:
     @app.post("/v1/chat/completions")
     async def complete(request: Request) -> Any:
         body = await state.take(request)
+        if state.contents:
+            content = state.contents.pop(0)
+            return Response(content, media_type="application/json" if content.startswith("{") else "text/html")
         choice = {
             "index": 0,
             "message": {"role": "assistant", "content": state.say(body)},

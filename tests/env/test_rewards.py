@@ -3,15 +3,18 @@
 import asyncio
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from pydantic import ValidationError
 
-from services.env.environments.base import assistant, user
+from services.env.environments.base import Info, Message, StepResult, assistant, user
 from services.env.rewards import judge
+from services.env.rewards.rewards import RewardedEpisode, Rewards
 from services.env.rewards.store import RewardStore
 from shared.config import validate
 from shared.errors import ConfigError
@@ -113,7 +116,15 @@ async def test_who_waits_too_long_is_told_to_come_back_and_nothing_is_played_twi
 
 @pytest.mark.parametrize(
     ("failures", "status", "n_asked"),
-    [([503], 200, 2), ([500], 200, 2), ([503, 503], 503, 2), ([401], 422, 1), ([404], 422, 1)],
+    [
+        ([503], 200, 2),
+        ([500], 200, 2),
+        ([409], 200, 2),
+        ([503, 503], 503, 2),
+        ([400], 422, 1),
+        ([401], 422, 1),
+        ([404], 422, 1),
+    ],
 )
 async def test_a_judge_that_fails_is_never_a_reward_of_zero(
     open_client: OpenClient, gsm8k: dict[str, Any], failures: list[int], status: int, n_asked: int
@@ -165,7 +176,13 @@ async def test_tokens_that_are_not_told_cannot_be_counted(open_client: OpenClien
         given = {"rewards": rewards(tone={}), "reward_servers": served(server, max_tokens=150)}
         async with open_client(**gsm8k, **given) as client:
             answer = await said(client, RIGHT)
-        assert (answer.status_code, "max_requests" in answer.json()["hint"]) == (422, True)
+            assert (answer.status_code, "max_requests" in answer.json()["hint"]) == (422, True)
+            assert (await said(client, WRONG, "other")).status_code == 422
+        assert len(server.asked) == 1
+        given["reward_servers"] = served(server)
+        async with open_client(**gsm8k, **given) as client:
+            assert (await said(client, RIGHT)).status_code == 200
+        assert len(server.asked) == 1, "what was paid for is kept"
 
 
 async def test_an_answer_without_a_score_fails_unless_it_has_a_value(
@@ -356,6 +373,7 @@ async def test_an_answer_that_is_cut_or_empty_is_no_score_and_is_not_kept(
         ({"pattern": "(("}, "no regular expression"),
         ({"pattern": "x"}, "must have a group"),
         ({"scale": [1, 1]}, "lowest and the highest"),
+        ({"scale": [-1e308, 1e308]}, "greater than or equal to -1000000000"),
         ({"request": {"messages": []}}, "request cannot set messages"),
         ({"request": {"seed": 10**22}}, "cannot be sent as JSON"),
         ({"weight": math.inf}, "weight"),
@@ -383,7 +401,7 @@ def test_a_server_that_is_not_configured_is_named() -> None:
         validate(raw)
 
 
-@pytest.mark.parametrize("url", ["ftp://a", "http://user:password@a/v1", "a", "http://"])
+@pytest.mark.parametrize("url", ["ftp://a", "http://user:password@a/v1", "a", "http://", "http://a/v1?key=b"])
 def test_addresses_are_checked(url: str) -> None:
     with pytest.raises(ValidationError, match="http or https address"):
         RewardServer.model_validate({"url": url})
@@ -395,3 +413,80 @@ def test_a_file_that_is_no_store_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"not a database" * 100)
     with pytest.raises(ConfigError, match=r"rewards\.sqlite3 cannot be read.*put it back"):
         RewardStore(path)
+
+
+@pytest.mark.parametrize("content", ["", "<html>Please wait</html>", '{"error": {"message": "upstream"}}'])
+async def test_what_is_no_answer_at_all_is_asked_again(
+    open_client: OpenClient, gsm8k: dict[str, Any], content: str
+) -> None:
+    async with scoring_server() as server:
+        server.contents = [content]
+        async with open_client(**gsm8k, rewards=rewards(tone={}), reward_servers=served(server)) as client:
+            assert (await said(client, RIGHT)).status_code == 200
+        assert len(server.asked) == 2
+
+
+async def test_a_key_that_the_server_says_back_is_not_told(
+    open_client: OpenClient, gsm8k: dict[str, Any], tmp_path: Path
+) -> None:
+    token = tmp_path / "key"
+    token.touch(0o600)
+    async with scoring_server() as server:
+        given = {"rewards": rewards(tone={}), "reward_servers": served(server, token_file=token)}
+        with pytest.raises(ConfigError, match=r"reward_servers\.s\.token_file: .*key is empty"):
+            async with open_client(**gsm8k, **given):
+                pass
+        token.write_text("sk-secret")
+        server.failures, server.why = [401], "wrong key sk-secret"
+        async with open_client(**gsm8k, **given) as client:
+            detail = (await said(client, RIGHT)).json()["detail"]
+    assert "wrong key [the key of token_file]" in detail
+
+
+def test_of_two_processes_the_first_answer_stays_and_the_budget_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "environments" / "rewards.sqlite3"
+    with RewardStore(path) as one, RewardStore(path) as other:
+        assert one.keep(b"k", "s", "Score: 1", 10) == "Score: 1"
+        assert other.keep(b"k", "s", "Score: 2", 10) == "Score: 1"
+        assert other.spent("s") == (0, 20)
+        with ThreadPoolExecutor(2) as threads:
+            counted = list(threads.map(lambda n: (one, other)[n % 2].count_request("s", 25, None), range(40)))
+        assert counted.count(None) == 25
+
+
+async def test_the_right_answer_is_known_to_the_judge_after_a_finish_too(tmp_path: Path) -> None:
+    class Told:
+        task, opening, tools = "t", (user("?"),), ()
+
+        async def step(self, message: Message) -> StepResult:
+            return StepResult((user("more"),), 0.0, False, False, Info({}, False, None, {"expected": 42}))
+
+        async def close(self) -> None: ...
+
+    async with scoring_server() as server:
+        given = {
+            "e": EnvironmentRewards.model_validate({"components": {"t": {**JUDGE, "prompt": "{answer}{expected}"}}})
+        }
+        async with Rewards(given, served(server), tmp_path / "environments") as made:
+            episode = made.around("e", Told())
+            await episode.step(assistant("a"))
+            assert isinstance(episode, RewardedEpisode)
+            await episode.finish()
+    assert "42" in server.asked[0]["messages"][1]["content"]
+
+
+async def test_a_judge_that_asks_for_a_rest_gets_it(
+    open_client: OpenClient, gsm8k: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept, sleep = list[float](), asyncio.sleep
+
+    async def noted(delay: float) -> None:
+        slept.append(delay)
+        await sleep(0)
+
+    async with scoring_server() as server:
+        server.failures, server.wait = [429, 503], "17"
+        async with open_client(**gsm8k, rewards=rewards(tone={}), reward_servers=served(server, attempts=3)) as client:
+            monkeypatch.setattr("shared.retry.asyncio", SimpleNamespace(sleep=noted))
+            assert (await said(client, RIGHT)).status_code == 200
+    assert slept == [17.0, 17.0]

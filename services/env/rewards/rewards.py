@@ -85,6 +85,7 @@ class RewardedEpisode:
         self._env, self._inner, self._rewards, self._servers = env, inner, rewards, servers
         self._played: list[Message] = []
         self._reward = 0.0
+        self._expected: str | None = None
         self._ended: _Ended | None = None
 
     @property
@@ -106,6 +107,7 @@ class RewardedEpisode:
             result = await self._inner.step(message)
             self._played += [message, *result.messages]
             self._reward += result.reward
+            self._expected = _expected(result) or self._expected
             if not result.over:
                 return _weighted(result, self._rewards.environment, {})
             self._ended = _Ended(by, result)
@@ -138,8 +140,7 @@ class RewardedEpisode:
 
     async def _scored(self, name: str, component: JudgeReward | ServiceReward, last: StepResult) -> dict[str, float]:
         """Weighted scores by name."""
-        expected = last.info.extra.get("expected")
-        expected = expected if isinstance(expected, str) else None
+        expected = self._expected
         server = self._servers[component.server]
         if isinstance(component, JudgeReward):
             asked = judge.question(component, self.opening, self._played, expected)
@@ -158,6 +159,12 @@ class RewardedEpisode:
         asked = service.question(self._env, self.task, messages, last, self._reward, expected, component.version)
         given = service.scores(await server.ask(asked))
         return {f"{name}/{part}" if part else name: component.weight * score for part, score in given.items()}
+
+
+def _expected(result: StepResult) -> str | None:
+    """The right answer, where the environment tells one: text, or a number."""
+    told = result.info.extra.get("expected")
+    return str(told) if isinstance(told, str | int | float) and not isinstance(told, bool) else None
 
 
 def _weighted(result: StepResult, weight: float, scores: Mapping[str, float]) -> StepResult:

@@ -1,7 +1,8 @@
 """Servers that are asked for rewards: so many requests at once, so many in a run, and none twice.
 
 Invariants: of two questions that are the same, one is sent; a question that was sent is waited for and its answer kept,
-even if nobody waits for it any more; a call waits WAIT_S at most, then whoever calls is told to come back.
+even if nobody waits for it any more, unless the service ends first; a call waits WAIT_S at most, then whoever calls is
+told to come back.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ import orjson
 from services.env.backends.base import Busy
 from services.env.rewards.failures import JudgementUnusable, RewardFailed, RewardRefused
 from services.env.rewards.store import RewardStore
-from shared.errors import InputError, VolleyError
+from shared.errors import (
+    MAX_RETRY_AFTER_S,
+    ConfigError,
+    Conflict,
+    InputError,
+    MalformedAnswer,
+    Unavailable,
+    VolleyError,
+)
 from shared.process import telemetry
 from shared.retry import retry
 from shared.reward_schema import RewardServer
@@ -77,6 +86,9 @@ class AskedServer:
         self.name, self._settings, self._store = name, settings, store
         key = f"services.env.reward_servers.{name}.token_file"
         self._token = read_secret(settings.token_file, key) if settings.token_file is not None else None
+        if self._token == "":
+            raise ConfigError(f"{key}: {settings.token_file} is empty", f"write the key into it, or unset {key}")
+        self._tokens_told = True
         self._ca_file = ca_file
         self._client: HttpClient | None = None
         self._places = asyncio.Semaphore(settings.max_concurrent)
@@ -143,21 +155,29 @@ class AskedServer:
             _REQUESTS.labels(self.name, "kept").inc()
             return known
         async with self._places:
-            said, tokens, unusable = await retry(lambda: self._sent(question), attempts=self._settings.attempts)
-        if tokens is None and self._settings.max_tokens is not None:
-            told = f"the reward server {self.name} does not say how many tokens it used, so max_tokens cannot be kept"
-            raise RewardRefused(told, f"set services.env.reward_servers.{self.name}.max_requests instead")
+            said, tokens, unusable = await retry(
+                lambda: self._sent(question), attempts=self._settings.attempts, cap_s=MAX_RETRY_AFTER_S
+            )
         _TOKENS.labels(self.name).inc(tokens or 0)
+        self._tokens_told = self._tokens_told and tokens is not None
         if unusable:
             await asyncio.to_thread(self._store.count_tokens, self.name, tokens or 0)
             raise JudgementUnusable(f"the answer of the reward server {self.name} {unusable}: …{said[-_MOST_TOLD:]}")
-        await asyncio.to_thread(self._store.keep, key, self.name, said, tokens or 0)
+        said = await asyncio.to_thread(self._store.keep, key, self.name, said, tokens or 0)
         _REQUESTS.labels(self.name, "answered").inc()
+        self._check_told()
         return said
+
+    def _check_told(self) -> None:
+        """Raises RewardRefused where a budget of tokens cannot be kept."""
+        if not self._tokens_told and self._settings.max_tokens is not None:
+            told = f"the reward server {self.name} does not say how many tokens it used, so max_tokens cannot be kept"
+            raise RewardRefused(told, f"set services.env.reward_servers.{self.name}.max_requests instead")
 
     async def _sent(self, question: Question) -> Answer:
         """One attempt; each counts. Raises RewardFailed, RewardRefused."""
         limits = self._settings
+        self._check_told()
         used_up = await asyncio.to_thread(self._store.count_request, self.name, limits.max_requests, limits.max_tokens)
         if used_up is not None:
             told = f"the budget of the reward server {self.name} is used up: {used_up}"
@@ -165,15 +185,34 @@ class AskedServer:
         assert self._client is not None, "enter the server first"
         where = f"the reward server {self.name} ({limits.url})"
         try:
-            return question.read(await self._client.post(question.path, question.body))
+            answer = await self._client.post(question.path, question.body)
+            if answer is None:
+                raise RewardFailed(f"{where}: its answer is empty")
+            if isinstance(answer, dict) and answer.get("error"):
+                raise RewardFailed(f"{where}: an error as answer: {self._told(str(answer['error']))[:_MOST_TOLD]}")
+            return question.read(answer)
+        except (MalformedAnswer, Conflict) as error:
+            raise RewardFailed(f"{where}: {self._told(error.detail)}", error.hint) from error
         except InputError as error:
-            raise RewardRefused(f"{where} refuses: {error.detail}", "are url, model and token_file right?") from error
+            told = f"{where} refuses: {self._told(error.detail)}"
+            raise RewardRefused(told, "are url, model and token_file right?") from error
+        except RewardFailed:
+            raise
         except VolleyError as error:
-            raise RewardFailed(f"{where}: {error.detail}", error.hint) from error
+            raise RewardFailed(f"{where}: {self._told(error.detail)}", error.hint, _after_s(error)) from error
         except _MALFORMED as error:
-            raise RewardRefused(f"{where}: {error}", "is url the address of such a server?") from error
+            told = f"{where}: {self._told(str(error))}"
+            raise RewardRefused(told, "is url the address of such a server?") from error
+
+    def _told(self, text: str) -> str:
+        """What a server says of an error, without our key: some say it back."""
+        return text.replace(self._token, "[the key of token_file]") if self._token else text
 
     def _give_up(self) -> None:
         """At the end of the service nobody waits for answers."""
         for task in self._running:
             task.cancel()
+
+
+def _after_s(error: VolleyError) -> float:
+    return error.retry_after_s if isinstance(error, Unavailable) else 1.0

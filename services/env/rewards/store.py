@@ -56,18 +56,21 @@ class RewardStore:
             row = db.execute("SELECT said FROM answers WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
-    def keep(self, key: bytes, server: str, said: str, tokens: int) -> None:
-        """An answer, and the tokens it has cost."""
+    def keep(self, key: bytes, server: str, said: str, tokens: int) -> str:
+        """An answer, and the tokens it has cost; returns what is kept: what another process answered before, if so."""
         at = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"
         with self._transaction() as db:
-            db.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?, ?)", (key, server, said, tokens, at))
+            db.execute("BEGIN IMMEDIATE")
+            db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?)", (key, server, said, tokens, at))
             self._add(db, server, 0, tokens)
+            return str(db.execute("SELECT said FROM answers WHERE key = ?", (key,)).fetchone()[0])
 
     def count_request(self, server: str, max_requests: int | None, max_tokens: int | None) -> str | None:
         """Counts a request that is about to be sent; returns which budget it would exceed, if so, and counts nothing
         then.
         """
         with self._transaction() as db:
+            db.execute("BEGIN IMMEDIATE")  # of two processes, one counts after the other
             requests, tokens = self._spent(db, server)
             if max_requests is not None and requests >= max_requests:
                 return f"max_requests={max_requests}"
@@ -104,4 +107,5 @@ class RewardStore:
                 with self._db as db:
                     yield db
             except sqlite3.Error as error:
-                raise StorageUnavailable(f"{self._path}: {error}", "is the disk full?") from error
+                hint = "is the disk full, or the file damaged?"
+                raise StorageUnavailable(f"{self._path}: {error}", hint) from error
