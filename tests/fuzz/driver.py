@@ -61,6 +61,8 @@ _VALUES = (
     "a" * 3000,
     "",
 )
+_MORE = 40
+"""Cases of an operation that has not succeeded in its share of a small number."""
 _PROBLEM = "application/problem+json"
 
 
@@ -142,7 +144,9 @@ class Fuzzer:
         self._headers = {"Authorization": f"Bearer {token}"}
 
     def run(self, n_cases: int, first_seed: int) -> FuzzFindings:
-        """At least `n_cases` cases; operations that take no input get a quarter of the others' share."""
+        """At least `n_cases` cases; operations that take no input get a quarter of the others' share, those that never
+        succeeded some more, after what creates things.
+        """
         schema = schemathesis.openapi.from_dict(self._document())
         operations = [found.ok() for found in schema.get_all_operations()]
         weights = [4 if list(operation.iter_parameters()) or operation.body else 1 for operation in operations]
@@ -151,10 +155,20 @@ class Fuzzer:
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
                 with suppress(Unsatisfiable):
                     done += self._cases(
-                        operation.as_strategy(generation_mode=mode), share // 3, first_seed + number, noise=False
+                        operation.as_strategy(generation_mode=mode),
+                        max(1, share // 3),
+                        first_seed + number,
+                        noise=False,
                     )
             plain = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
-            self._cases(plain, share - done, first_seed + number, noise=True)
+            self._cases(plain, max(1, share - done), first_seed + number, noise=True)
+        missing = self.findings.never_succeeded()
+        creators = {label for label, status in self.findings.answers if status == 201} if missing else set()
+        again = [operation for operation in operations if operation.label in creators]
+        again += [operation for operation in operations if operation.label in missing]
+        for number, operation in enumerate(again, start=len(operations)):
+            plain = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
+            self._cases(plain, _MORE, first_seed + number, noise=False)
         return self.findings
 
     def _document(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-CASES = int(os.environ.get("VOLLEY_FUZZ_CASES", "150"))
+CASES = int(os.environ.get("VOLLEY_FUZZ_CASES", "300"))
 """Of a service; a test of one parser has a third of it."""
 
 EXAMPLES = settings(
