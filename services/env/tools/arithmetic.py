@@ -11,11 +11,14 @@ import ast
 import operator
 import re
 from collections.abc import Callable
+from decimal import Context, Decimal
 from fractions import Fraction
 
 MAX_CHARACTERS = 200
 MAX_BITS = 2048
 MAX_EXPONENT = 128
+SHOWN_DIGITS, MAX_DIGITS = 10, 30
+"""Significant digits: of a value that no decimal gives exactly, and the most of one that is given exactly."""
 
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
@@ -33,7 +36,9 @@ class CalculatorError(Exception):
 
 
 def calculate(expression: str) -> str:
-    """The value of `expression` as text: exact when whole, else with ten significant digits. Raises CalculatorError."""
+    """The value of `expression` as text: exact when whole or a decimal of at most 30 digits, else with ten significant
+    digits. Raises CalculatorError.
+    """
     return show(evaluate(expression))
 
 
@@ -53,6 +58,9 @@ def show(value: Fraction) -> str:
     """Decimal text of a rational number."""
     if value.denominator == 1:
         return str(value.numerator)
+    exact = Context(prec=MAX_DIGITS).divide(Decimal(value.numerator), Decimal(value.denominator))
+    if Fraction(exact) == value and len(exact.as_tuple().digits) > SHOWN_DIGITS:
+        return f"{exact:f}"
     try:
         return f"{float(value):.10g}"
     except OverflowError:

@@ -181,8 +181,19 @@ def _types(name: str, schemas: Schemas) -> Mapping[str, Any]:
     for schema in schemas:
         match schema:
             case {"function": {"name": str(found), "parameters": {"properties": dict(properties)}}} if found == name:
-                return {key: value.get("type") for key, value in properties.items() if isinstance(value, dict)}
+                return {key: _kinds(value) for key, value in properties.items() if isinstance(value, dict)}
     return {}
+
+
+def _kinds(schema: Mapping[str, Any]) -> Any:
+    """The type of a schema, or those of its alternatives; None if it names none."""
+    if "type" in schema:
+        return schema["type"]
+    options = schema.get("anyOf") or schema.get("oneOf")
+    if not isinstance(options, list):
+        return None
+    found = [option.get("type") for option in options if isinstance(option, dict)]
+    return found if found and all(isinstance(kind, str) for kind in found) else None
 
 
 def _typed(text: str, kind: Any) -> Any:
@@ -214,15 +225,21 @@ def _llama3_json(text: str) -> Iterator[ToolCall]:
         at = _after_space(rest, at)
         if call.problem or at >= len(rest):
             return
-        if rest[at] != ";":
+        if rest[at] not in ";{":
             yield ToolCall(problem="calls must be separated by ; and nothing may follow them")
             return
-        at = _after_space(rest, at + 1)
+        at = _after_space(rest, at + (rest[at] == ";"))
 
 
 def _looks_like_a_call(text: str) -> bool:
-    """Whether a text without marks begins as a call: other JSON is an answer."""
-    return re.match(r'\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:', text) is not None
+    """Whether a text without marks begins as a call: other JSON, a name without arguments too, is an answer."""
+    if re.match(r'\{\s*"(?:type"\s*:\s*"function"\s*,\s*")?name"\s*:', text) is None:
+        return False
+    try:
+        found, _ = _loads(text, 0)
+    except ValueError:
+        return True
+    return isinstance(found, dict) and ("parameters" in found or "arguments" in found)
 
 
 def _mistral(text: str) -> Iterator[ToolCall]:
@@ -291,6 +308,8 @@ def _from_openai(call: object) -> ToolCall:
     if not isinstance(function, dict):
         return ToolCall(problem="a tool call must have a function with name and arguments")
     arguments = function.get("arguments")
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}  # as some servers write the call of a tool without arguments
     if isinstance(arguments, str):
         try:
             arguments, end = _loads(arguments.strip(), 0)

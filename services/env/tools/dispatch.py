@@ -91,10 +91,10 @@ class EpisodeTools:
             self._left += len(taken)
             raise error from None
         found = [answer for answer in answers if answer is not None]
+        self.n_faults += sum(not answer.fine for answer in found)
         if len(taken) < len(calls):
             found.append(self._refused(len(calls) - len(taken)))
         self.n_calls += len(taken)
-        self.n_faults += sum(not answer.fine for answer in found)
         return found
 
     async def close(self) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+from services.env.environments.text_to_sql.fixed_clock import fix_clock
 from services.env.environments.text_to_sql.library import (
     SQLITE_LIMITS,
     StepBound,
@@ -26,7 +27,8 @@ from shared.errors import InputError
 
 MAX_PAGES, PAGE = 128, 4096
 """Of a database that may be written: half a megabyte."""
-MAX_SHOWN = 2**17
+MAX_SHOWN, MAX_SHOWN_BYTES = 2**17, 300_000
+"""Characters, and bytes as JSON: with the image of a database it has to fit into an answer."""
 _MAX_CELL = 2000
 
 
@@ -48,7 +50,7 @@ def run(source: str, writable: bool, max_rows: int, sql: str) -> dict[str, Any]:
     try:
         for limit, value in SQLITE_LIMITS.items():
             connection.setlimit(limit, value)
-        connection.set_authorizer(authorize_writing if writable else authorize_reading)
+        connection.set_authorizer(_authorize_changes if writable else _authorize_queries)
         for statement in _statements(sql):
             shown.append(_result(connection.execute(statement), max_rows))
     except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
@@ -58,7 +60,7 @@ def run(source: str, writable: bool, max_rows: int, sql: str) -> dict[str, Any]:
     problem = _committed(connection) or problem
     image = _image(connection) if writable else None
     connection.close()
-    return {"shown": "\n".join(part for part in shown if part)[:MAX_SHOWN], "problem": problem, "image": image}
+    return {"shown": _cut("\n".join(part for part in shown if part)), "problem": problem, "image": image}
 
 
 def _opened(source: str, writable: bool) -> sqlite3.Connection:
@@ -69,6 +71,7 @@ def _opened(source: str, writable: bool) -> sqlite3.Connection:
             prepare_connection(connection)
         case _:
             connection = open_source(source)
+    fix_clock(connection)
     connection.isolation_level = None
     connection.execute("PRAGMA query_only = OFF" if writable else "PRAGMA query_only = ON")
     (pages,) = connection.execute(f"PRAGMA max_page_count = {MAX_PAGES}").fetchone() if writable else (0,)
@@ -76,6 +79,19 @@ def _opened(source: str, writable: bool) -> sqlite3.Connection:
         connection.close()
         raise InputError(f"the database has {pages} pages of {PAGE} bytes; a writable one has at most {MAX_PAGES}")
     return connection
+
+
+def _by_chance(action: int, name: str | None) -> bool:
+    return action == sqlite3.SQLITE_FUNCTION and (name or "").lower() in ("random", "randomblob")
+
+
+def _authorize_queries(action: int, *about: str | None) -> int:
+    """The same query has the same rows."""
+    return sqlite3.SQLITE_DENY if _by_chance(action, about[1]) else authorize_reading(action, *about)
+
+
+def _authorize_changes(action: int, *about: str | None) -> int:
+    return sqlite3.SQLITE_DENY if _by_chance(action, about[1]) else authorize_writing(action, *about)
 
 
 def _committed(connection: sqlite3.Connection) -> str:
@@ -112,6 +128,19 @@ def _result(cursor: sqlite3.Cursor, max_rows: int) -> str:
         return f"{cursor.rowcount} rows changed" if cursor.rowcount >= 0 else "done"
     rows = cursor.fetchmany(max_rows + 1)
     lines = [" | ".join(str(column[0]) for column in cursor.description)]
-    lines += [" | ".join(str(value)[:_MAX_CELL] for value in row) for row in rows[:max_rows]]
+    lines += [" | ".join(_cell(value) for value in row) for row in rows[:max_rows]]
     told = f"(the first {max_rows} rows)" if len(rows) > max_rows else f"({len(rows)} row{'s'[: len(rows) != 1]})"
     return "\n".join([*lines, told])
+
+
+def _cell(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _MAX_CELL else f"{text[:_MAX_CELL]}[… the first {_MAX_CELL} of {len(text)} characters]"
+
+
+def _cut(text: str) -> str:
+    """As much of the beginning as an answer can hold; it says so where that is not all."""
+    n = min(len(text), MAX_SHOWN)
+    while len(json.dumps(text[:n])) > MAX_SHOWN_BYTES:
+        n = n * 3 // 4
+    return text if n == len(text) else f"{text[:n]}\n[… only the first {n} of {len(text)} characters are shown]"

@@ -97,3 +97,10 @@ def test_deep_and_long_expressions_are_harmless(expression: str) -> None:
 def test_any_text_has_a_value_or_a_reason(expression: str) -> None:
     with contextlib.suppress(CalculatorError):
         assert len(calculate(expression)) < 700
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"), [("1234567890.25", "1234567890.25"), ("1/3", "0.3333333333"), ("1/8", "0.125")]
+)
+def test_a_decimal_is_exact(expression: str, value: str) -> None:
+    assert calculate(expression) == value

@@ -47,7 +47,6 @@ def test_what_is_written_is_read_back_also_when_the_format_is_not_named(form: Ca
 A, B = ToolCall("python", {"code": "1"}), ToolCall("python", {"code": "2"})
 J1, J2 = '{"name": "python", "arguments": {"code": "1"}}', '{"name": "python", "arguments": {"code": "2"}}'
 TAG = ToolCall("python", {"code": "<think>x"})
-NO_CALL = ToolCall(problem="a tool call must be one JSON object with name and parameters")
 P1 = J1.replace("arguments", "parameters")
 
 
@@ -56,7 +55,8 @@ P1 = J1.replace("arguments", "parameters")
     [
         ("The answer is 4.", []),
         ('{"answer": 4}', []),
-        ('{"name": "Ann", "age": 4}', [NO_CALL]),
+        ('{"name": "Ann", "age": 4}', []),
+        (f"{P1}\n{J2}", [A, B]),
         (f"I try\n<tool_call>\n{J1}\n</tool_call>\n<tool_call>\n{J2}\n</tool_call>", [A, B]),
         (f"<tool_call>{J1}", [A]),  # the end of the turn closes it
         (f"<think>\n<tool_call>{J2}</tool_call>\n</think>\n<tool_call>{J1}</tool_call>", [A]),
@@ -134,6 +134,16 @@ def test_an_error_of_a_long_message_says_where_it_is_in_its_call() -> None:
         f"{J1} ", "x" * 10 + "</tool_call>" + "y" * 300_000
     )
     assert [call.problem.rpartition(" ")[2] for call in read(bad)] == ["1", "10"]
+
+
+def test_alternatives_of_types_and_empty_arguments_are_read() -> None:
+    wanted = {"n": {"anyOf": [{"type": "integer"}, {"type": "null"}]}}
+    schema = {"type": "function", "function": {"name": "f", "parameters": {"properties": wanted}}}
+    text = write_call("f", {"n": 3}, "qwen3_coder")
+    assert tool_calls(assistant(text), "auto", [schema]) == [ToolCall("f", {"n": 3})]
+    for arguments in ("", None, "{}"):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        assert tool_calls({**assistant(""), "tool_calls": [call]}) == [ToolCall("f", {})]
 
 
 @given(st.text(max_size=60), st.sampled_from(["auto", *WRITTEN]))

@@ -48,6 +48,28 @@ def test_bytes_that_are_no_text_are_shown_in_every_database() -> None:
     assert "\ufffdA" in sql_library.run(json.dumps({"image": image}), True, 10, "SELECT a FROM t")["shown"]
 
 
+def test_the_clock_stands_still_and_chance_is_refused() -> None:
+    fixed = "2000-01-01 00:00:00"
+    query = "SELECT datetime('now'), datetime(), CURRENT_TIMESTAMP, strftime('%Y'), date('2024-02-28', '+2 days')"
+    for writable in (True, False):
+        shown = run(f"{query} AS x", writable=writable)["shown"]
+        assert shown.splitlines()[1] == f"{fixed} | {fixed} | {fixed} | 2000 | 2024-03-01"
+        for chance in ("random()", "hex(randomblob(4))"):
+            assert "random" in run(f"SELECT {chance}", writable=writable)["problem"]
+    made = run("SELECT a FROM t", "CREATE TABLE t(a DEFAULT CURRENT_TIMESTAMP); INSERT INTO t DEFAULT VALUES")
+    assert made["shown"] == f"a\n{fixed}\n(1 row)"
+
+
+def test_what_is_cut_is_told_with_a_true_number() -> None:
+    shown = run("SELECT replace(hex(zeroblob(2500)), '0', 'é') AS a")["shown"]
+    assert shown.splitlines()[1].endswith("é[… the first 2000 of 5000 characters]")
+    many = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c LIMIT 100) "
+    shown = run(f"{many} SELECT replace(hex(zeroblob(900)), '0', '😀') FROM c", max_rows=100)["shown"]
+    assert len(json.dumps(shown)) < sql_library.MAX_SHOWN_BYTES + 200
+    head, _, told = shown.rpartition("\n")
+    assert f"only the first {len(head)} of " in told
+
+
 @pytest.mark.parametrize("way", ["ATTACH '{}' AS s; CREATE TABLE s.t(a)", "VACUUM INTO '{}'"])
 def test_a_script_reaches_no_file(tmp_path: Path, way: str) -> None:
     file = tmp_path / "made.db"

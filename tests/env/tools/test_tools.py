@@ -146,8 +146,8 @@ async def test_sql_that_writes_is_each_episodes_own(open_tools: OpenTools) -> No
         ("SELECT load_extension('x')", "not authorized"),
         ("SELECT readfile('/etc/passwd')", "no such function"),
         ("PRAGMA max_page_count = 1000000", "not authorized"),
-        (f"CREATE TABLE u AS {MANY} LIMIT 9999) SELECT randomblob(999) FROM c", "full"),
-        ("SELECT randomblob(2000000000)", "too big"),
+        (f"CREATE TABLE u AS {MANY} LIMIT 9999) SELECT zeroblob(999) FROM c", "full"),
+        ("SELECT zeroblob(2000000000)", "too big"),
         ("VACUUM INTO '/tmp/x'", "authorization denied"),
         ("", "done"),
     ],
@@ -178,6 +178,7 @@ async def test_calls_are_answered_in_their_order_with_their_errors(open_tools: O
     names = await tools.answer([ToolCall("nothing", {}), ToolCall(problem="it is torn")])
     assert names[0].text == "error: there is no tool 'nothing' (there are: calculator, python)"
     assert "none is left: answer without" in names[1].text
+    assert (tools.n_calls, tools.n_faults) == (5, 2)
 
 
 async def test_lanes_run_at_once_up_to_the_bound(open_tools: OpenTools) -> None:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import quote
 
+from services.env.environments.text_to_sql.fixed_clock import fix_clock
 from shared.errors import InputError
 
 MAX_ROWS = 10_000
@@ -136,6 +137,7 @@ def open_source(source: str) -> sqlite3.Connection:
         case {"schema": str(script)}:
             connection = sqlite3.connect(":memory:")
             connection.execute(f"PRAGMA max_page_count = {MAX_SCHEMA_PAGES}")
+            fix_clock(connection)
             steps = StepBound(connection)
             connection.set_authorizer(_authorize_schema)
             try:

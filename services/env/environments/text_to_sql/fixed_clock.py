@@ -1,0 +1,37 @@
+"""SQLite's functions of dates and times with a clock that stands still, so that the same query has the same rows."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from typing import Any
+
+NOW = "2000-01-01 00:00:00"
+_FUNCTIONS = {"date": 0, "time": 0, "datetime": 0, "julianday": 0, "unixepoch": 0, "strftime": 1}
+"""Where each takes its time; without one it is the present."""
+
+
+def fix_clock(connection: sqlite3.Connection) -> None:
+    """To `connection`, it is always NOW. All else is left to SQLite's own functions."""
+    clock = sqlite3.connect(":memory:")
+    for name, at in _FUNCTIONS.items():
+        connection.create_function(name, -1, _told(clock, name, at), deterministic=True)
+    for name, length in (
+        ("current_date", slice(10)),
+        ("current_time", slice(11, None)),
+        ("current_timestamp", slice(None)),
+    ):
+        connection.create_function(name, 0, lambda length=length: NOW[length], deterministic=True)
+
+
+def _told(clock: sqlite3.Connection, name: str, at: int) -> Callable[..., Any]:
+    def told(*arguments: Any) -> Any:
+        given = [value.decode(errors="replace") if isinstance(value, bytes) else value for value in arguments]
+        said = given[at].lower() if len(given) > at and isinstance(given[at], str) else ""
+        if len(given) == at or said in ("subsec", "subsecond"):
+            given.insert(at, NOW)
+        elif said == "now":
+            given[at] = NOW
+        return clock.execute(f"SELECT {name}({', '.join('?' * len(given))})", given).fetchone()[0]
+
+    return told
