@@ -67,8 +67,8 @@ class EnvironmentProgram:
 class ScriptProgram:
     """A sandbox that runs texts of Python: call "run" with {source, stdin, max_output}, which answers {stdout, stderr,
     exit, cut}. One after the other in the same process; close it after one text if they must not meet. Call "cell" with
-    {source, seed, cpu_s, max_output, files, removed, max_bytes} runs a text in an interpreter that keeps its variables,
-    and answers {files, removed, left_out} too (see inside/interpreter.py).
+    {source, seed, cpu_s, max_output, files, removed, received, max_bytes} runs a text in an interpreter that keeps its
+    variables, and answers {files, removed, left_out} too (see inside/interpreter.py).
     """
 
     python: Path | None = None

@@ -47,6 +47,7 @@ class PythonSession:
         self._settings, self._sandboxes, self._seed, self._workspace = settings, sandboxes, seed, workspace
         self._sandbox: Sandbox | None = None
         self._closed = False
+        self._received = True
 
     async def call(self, name: str, arguments: Mapping[str, Any], timeout_s: float) -> str:
         code = read_arguments(PythonArguments, arguments).code
@@ -60,12 +61,17 @@ class PythonSession:
             "max_output": MAX_OUTPUT,
             "files": files,
             "removed": removed,
+            "received": fresh or self._received,
             "max_bytes": self._workspace.max_bytes if self._workspace is not None else 0,
         }
         try:
             found = answers.read_cell(await sandbox.call("cell", asked, timeout_s))
         except SandboxFailed as failed:
+            self._received = False
+            if self._workspace is not None and failed.why == "refused":  # the files are not in their places
+                self._workspace.changed |= {*files, *removed}
             raise ToolFault(self._why(failed, timeout_s)) from None
+        self._received = True
         said = "\n".join(part.rstrip("\n") for part in (found.script.stdout, found.script.stderr) if part)
         notes = taken_back(self._workspace, found) if self._workspace is not None else []
         if found.script.cut:

@@ -82,6 +82,27 @@ async def test_python_and_the_workspace_have_the_same_files(open_tools: OpenTool
     assert "link" not in await ask(tools, "list_files")
 
 
+async def test_files_outlive_an_answer_that_is_too_long_and_another_working_folder(open_tools: OpenTools) -> None:
+    tools = await open_tools("python", "workspace")
+    loud = "import os, sys\nfor out in (sys.stdout, sys.stderr): out.write(chr(1) * 200_000)\nopen('a', 'w').write('1')"
+    await ask(tools, "write_file", path="a", content="0")
+    assert "error: " in await ask(tools, "python", code=loud)
+    assert await ask(tools, "python", code="os.mkdir('in'); os.chdir('in')") == "(no output)"
+    assert await ask(tools, "list_files") == "a (1 bytes)"
+    await ask(tools, "write_file", path="in/b", content="2")
+    assert await ask(tools, "python", code="open('b').read()") == "'2'"
+    await ask(tools, "write_file", path="c", content="3")
+    assert await ask(tools, "read_file", path="a") == "1"
+    assert await ask(tools, "python", code="open('../c').read()") == "'3'"
+    assert await ask(tools, "python", code="os.mkdir('../d')") == "(no output)"
+    await ask(tools, "write_file", path="d", content="4")
+    assert "cannot be put in its place" in await ask(tools, "python", code="1")
+    await ask(tools, "write_file", path="e", content="5")
+    assert "cannot be put in its place" in await ask(tools, "python", code="1")
+    await ask(tools, "delete_file", path="d")
+    assert await ask(tools, "python", code="open('../e').read()") == "'5'"
+
+
 BAD_PATHS = ["", "/etc/passwd", "../x", "a/../../x", "a\\b", ".", "a\x00b", "a" * 300, "/".join("a" * 20)]
 
 

@@ -120,6 +120,7 @@ class Host:
         max_output: int,
         files: dict[str, str],
         removed: list[str],
+        received: bool,
         max_bytes: int,
     ) -> dict[str, Any]:
         """Runs a text in the interpreter of this sandbox, which keeps its variables; the files it changed beside what
@@ -128,7 +129,10 @@ class Host:
         if self._interpreter is None:
             self._interpreter = interpreter.Interpreter(eval)
         one = self._interpreter
-        one.put(files, removed)
+        try:
+            one.put(files, removed, received)
+        except OSError as error:
+            raise Refused(f"a file of the workspace cannot be put in its place: {error.strerror}") from None
         self._know(source, "program.py")
         printed = self._printed(lambda: one.run(source, seed, cpu_s), "", max_output)
         return {**printed, **one.changed(max_bytes)}

@@ -32,7 +32,9 @@ class Interpreter:
     def __init__(self, execute: Callable[[str, dict[str, Any]], Any]) -> None:
         self._execute = execute
         self._main = types.ModuleType("__main__")
+        self._home = os.getcwd()
         self._seen: dict[str, tuple[int, ...]] = {}
+        self._told: dict[str, tuple[int, ...]] = {}
 
     def run(self, source: str, seed: int | None, cpu_s: float) -> None:
         """Raises whatever the text raises, and CpuTimeUsedUp. Args: seed: for `random`, with the first text."""
@@ -52,41 +54,45 @@ class Interpreter:
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.signal(signal.SIGPROF, signal.SIG_IGN)
 
-    def put(self, files: dict[str, str], removed: list[str]) -> None:
-        """Writes files (base64) below the working folder, and removes others. Raises OSError."""
+    def put(self, files: dict[str, str], removed: list[str], received: bool) -> None:
+        """Writes files (base64) below the folder it was started in, and removes others. Raises OSError. Args: received:
+        whether the last answer arrived; what it told of files is told again if it did not.
+        """
+        if received:
+            self._seen = dict(self._told)
         for path in removed:
             self._seen.pop(path, None)
-            if os.path.lexists(path):
-                os.unlink(path)
+            place = os.path.join(self._home, path)
+            if os.path.islink(place) or os.path.isfile(place):
+                os.unlink(place)
         for path, content in files.items():
-            folder = os.path.dirname(path)
-            if folder:
-                os.makedirs(folder, exist_ok=True)
-            if os.path.islink(path):
-                os.unlink(path)
-            with open(path, "wb") as file:
+            place = os.path.join(self._home, path)
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            if os.path.islink(place):
+                os.unlink(place)
+            with open(place, "wb") as file:
                 file.write(base64.b64decode(content))
-            self._seen[path] = _mark(os.stat(path))
+            self._seen[path] = _mark(os.stat(place))
 
     def changed(self, max_bytes: int) -> dict[str, Any]:
         """What became of the files since the last answer: {"files": base64 by path, "removed": paths, "left_out": paths
         of those that would have made it more than `max_bytes`}.
         """
-        found, files, left_out, n = _files(), dict[str, str](), list[str](), 0
+        found, files, left_out, n = _files(self._home), dict[str, str](), list[str](), 0
         for path in sorted(path for path, mark in found.items() if self._seen.get(path) != mark):
             size = found[path][0]
             if n + size > max_bytes:
                 left_out.append(path)
                 continue
             try:
-                with open(path, "rb") as file:
+                with open(os.path.join(self._home, path), "rb") as file:
                     files[path] = base64.b64encode(file.read(size)).decode()
             except OSError:
                 left_out.append(path)
             else:
                 n += size
         removed = [path for path in self._seen if path not in found]
-        self._seen = found
+        self._told = found
         return {"files": files, "removed": removed, "left_out": left_out[:20]}
 
 
@@ -112,14 +118,14 @@ def _split(source: str) -> tuple[Any, Any]:
     return compile(tree, "program.py", "exec", dont_inherit=True), last
 
 
-def _files() -> dict[str, tuple[int, ...]]:
-    """The plain files below the working folder: size, time and number of each."""
+def _files(home: str) -> dict[str, tuple[int, ...]]:
+    """The plain files below `home`: size, time and number of each."""
     found: dict[str, tuple[int, ...]] = {}
     folders = [("", 0)]
     walked = 0
     while folders:
         folder, depth = folders.pop()
-        with os.scandir(folder or ".") as entries:
+        with os.scandir(os.path.join(home, folder)) as entries:
             for entry in entries:
                 walked += 1
                 if walked > MAX_WALKED:
