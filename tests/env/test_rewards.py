@@ -78,6 +78,7 @@ async def test_a_judge_adds_its_weighted_score_and_is_asked_once(
     shown = next(row["rewards"] for row in listed if row["name"] == "gsm8k")
     assert shown["components"]["tone"]["model"] == "m"
     assert "sk-secret" not in str(listed)
+    assert "request" not in shown["components"]["tone"]
     asked = server.asked[0]
     assert (asked["model"], asked["temperature"], asked["max_tokens"]) == ("m", 0, 512)
     assert RIGHT in asked["messages"][1]["content"]
@@ -307,6 +308,7 @@ def test_what_the_model_wrote_cannot_end_its_own_tag_nor_fill_a_place() -> None:
         ({}, "seven", None),
         ({"scale": [-1, 1]}, "Score: 0", 0.5),
         ({"pattern": r"grade ([A-F0-9]+)"}, "grade A", None),
+        ({"pattern": r"grade (\d)(?P<of>\w+)"}, "grade 7th", None),
         ({"field": "score"}, 'Here: {"score": 4, "why": {"a": 1}}', 0.4),
         ({"field": "a.b"}, 'x {"a": {"b": "2"}} y {not json', 0.2),
         ({"field": "score"}, '{"score": true}', None),
@@ -490,3 +492,11 @@ async def test_a_judge_that_asks_for_a_rest_gets_it(
             monkeypatch.setattr("shared.retry.asyncio", SimpleNamespace(sleep=noted))
             assert (await said(client, RIGHT)).status_code == 200
     assert slept == [17.0, 17.0]
+
+
+def test_tool_calls_are_in_the_conversation() -> None:
+    component = JudgeReward.model_validate({**JUDGE, "prompt": "{conversation}"})
+    called = [{**assistant(""), "tool_calls": [{"function": {"name": name, "arguments": "{}"}}]} for name in "ab"]
+    asked = [judge.question(component, [user("?")], [message], None) for message in called]
+    assert '"name": "a"' in asked[0].body["messages"][1]["content"]
+    assert asked[0].key("s") != asked[1].key("s")

@@ -129,7 +129,8 @@ async def retire_environment(request: Request, name: str) -> Response:
 
 def _rewards(state: EnvState, name: str) -> dict[str, Any]:
     rewards = state.rewards.of(name)
-    return {"rewards": rewards and rewards.model_dump(mode="json")}
+    unshown = {"components": {"__all__": {"request"}}}  # it may hold what not every viewer is to see
+    return {"rewards": rewards and rewards.model_dump(mode="json", exclude=unshown)}
 
 
 def _trouble(entry: CatalogueEntry | None) -> str | None:

@@ -25,6 +25,9 @@ TRAIN, EVAL = "train", "eval"
 MAX_REWARD = 1e6
 """Largest size of a configured reward: sums of them stay far from infinity."""
 
+MAX_EXPECTED = 4000
+"""Characters of a right answer that an episode tells: a judge grades by it."""
+
 type Fault = Literal["format", "invalid_action", "tool"]
 """What a model can do wrong in a turn: its answer holds nothing to read, names an unknown action, or calls a tool in
 vain.

@@ -43,7 +43,7 @@ def question(
     parts = {
         "task": "\n\n".join(message["content"] for message in opening),
         "answer": answer,
-        "conversation": "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in (*opening, *played)),
+        "conversation": "\n\n".join(map(_shown, (*opening, *played))),
         "expected": expected or "",
     }
     asked = filled(judge.prompt, {name: _marked(name, text) for name, text in parts.items()})
@@ -62,12 +62,11 @@ def score(judge: JudgeReward, said: str) -> float | None:
     """0 to 1; None where there is no score, or one outside the scale."""
     low, high = judge.scale
     found: Any = None
-    if judge.field is not None:
-        if len(said) <= _READ_JSON:
-            found = _at(_last_object(said), judge.field)
-    else:
-        found = _last_match(judge.pattern, said[-_READ:], high)
     try:
+        if judge.field is None:
+            found = _last_match(judge.pattern, said[-_READ:], high)
+        elif len(said) <= _READ_JSON:
+            found = _at(_last_object(said), judge.field)
         value = float(found)
     except (TypeError, ValueError, OverflowError):
         return judge.unreadable
@@ -101,12 +100,19 @@ def _marked(name: str, text: str) -> str:
     return f"<{tag}>\n{text}\n</{tag}>"
 
 
+def _shown(message: Message) -> str:
+    calls = message.get("tool_calls")
+    told = f"\n[tool_calls]\n{json.dumps(calls, ensure_ascii=False)}" if calls else ""
+    return f"[{message['role']}]\n{message['content']}{told}"
+
+
 def _last_match(pattern: str, text: str, highest: float) -> Any:
     """The first group; None where a group `of` says that the number is out of another one than `highest`."""
     last = next(reversed(list(re.finditer(pattern, text))), None)
-    if last is None or float(last.groupdict().get("of") or highest) != highest:
+    if last is None:
         return None
-    return last[1]
+    out_of = last.groupdict().get("of")
+    return last[1] if out_of is None or float(out_of) == highest else None
 
 
 def _last_object(text: str) -> Any:

@@ -17,7 +17,17 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from services.env.environments.answers import tagged_answer
-from services.env.environments.base import EVAL, TRAIN, Demonstration, Info, Message, StepResult, assistant, user
+from services.env.environments.base import (
+    EVAL,
+    MAX_EXPECTED,
+    TRAIN,
+    Demonstration,
+    Info,
+    Message,
+    StepResult,
+    assistant,
+    user,
+)
 from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, as_it_is
 from services.env.grading.pool import GradingEnded, GradingPool
 from shared.errors import NotFound
@@ -77,7 +87,7 @@ class ReasoningGymEpisode:
 
     def step(self, message: Message) -> StepResult:
         answer = tagged_answer(message["content"])
-        extra: dict[str, Any] = {"expected": self.question.answer and self.question.answer[:_MAX_SHOWN]}
+        extra: dict[str, Any] = {"expected": self.question.answer and self.question.answer[:MAX_EXPECTED]}
         if answer is None:
             return StepResult((), 0.0, True, False, Info({"score": 0.0}, False, "format", extra))
         score, extra["answer"] = 0.0, answer[:_MAX_SHOWN]

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.env.environments.answers import boxed_answer
 from services.env.environments.base import (
+    MAX_EXPECTED,
     MAX_REWARD,
     Demonstration,
     Info,
@@ -57,7 +58,10 @@ class MathEpisode:
 
     def step(self, message: Message) -> StepResult:
         answer = boxed_answer(message["content"])
-        extra: dict[str, Any] = {"answer": answer and answer[:_MAX_SHOWN], "expected": self.problem.answer[:_MAX_SHOWN]}
+        extra: dict[str, Any] = {
+            "answer": answer and answer[:_MAX_SHOWN],
+            "expected": self.problem.answer[:MAX_EXPECTED],
+        }
         right = False
         try:
             right = answer is not None and is_right(self.problem.answer, answer)

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from services.env.environments.answers import tagged_answer
 from services.env.environments.base import (
     EVAL,
+    MAX_EXPECTED,
     MAX_REWARD,
     TRAIN,
     Demonstration,
@@ -88,7 +89,7 @@ class TextToSqlEpisode:
         if query is None:
             rewards = {"format": self.config.format_penalty} if self.config.format_penalty else {}
             return self._answer("There is no query in a ```sql block.", rewards, Info(rewards, False, "format"))
-        extra: dict[str, Any] = {"query": query[:_MAX_SHOWN], "expected": self.sql_task.sql[:_MAX_SHOWN]}
+        extra: dict[str, Any] = {"query": query[:_MAX_SHOWN], "expected": self.sql_task.sql[:MAX_EXPECTED]}
         try:
             found: Mapping[str, Any] = _LIBRARY.grade("grade", self.sql_task.database, self.sql_task.sql, query)
         except GradingEnded as ended:
