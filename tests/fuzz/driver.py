@@ -164,8 +164,8 @@ class Fuzzer:
             self._cases(plain, max(1, share - done), first_seed + number, noise=True)
         missing = self.findings.never_succeeded()
         creators = {label for label, status in self.findings.answers if status == 201} if missing else set()
-        again = [operation for operation in operations if operation.label in creators]
-        again += [operation for operation in operations if operation.label in missing]
+        first = [operation for operation in operations if operation.label in creators]
+        again = [one for operation in operations if operation.label in missing for one in (*first, operation)]
         for number, operation in enumerate(again, start=len(operations)):
             plain = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
             self._cases(plain, _MORE, first_seed + number, noise=False)

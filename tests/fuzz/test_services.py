@@ -31,7 +31,8 @@ KNOWN: dict[str, dict[str, list[Any]]] = {
     "env": {
         "env": ["frozen_lake", "sokoban", "gsm8k", "v1"],
         "base": ["frozen_lake", "sokoban", "gsm8k", "v1"],
-        "name": ["v1", "v2", "v3", *SUBMITTED * 4],
+        "name": ["v1", "v2", "v3", "calculator", *SUBMITTED * 4],
+        "arguments": [{"expression": "40+2"}, {}],
         "source": [ADDER, ADDER, "class A: pass", "(" * 50],
         "entry": [None, None, "Adder", "a.b:C"],
         "weight": [0.0, 0.0, 1.0, -1.0],
