@@ -39,7 +39,7 @@ READERS = {
 """What is read, and by which commands."""
 
 GROWTH = 600 * 2**20
-LIMIT_S = 20
+LIMIT_S = 120
 
 
 def _fifo(path: Path) -> None:
