@@ -190,7 +190,7 @@ class Sandboxes:
         for sandbox in list(self._running.values()):
             with contextlib.suppress(SandboxFailed, OSError):
                 await sandbox.close()
-        for zygote in self._zygotes.values():
+        for zygote in list(self._zygotes.values()):  # a start may be under way
             await zygote.close()
 
 
