@@ -150,7 +150,7 @@ class _Cells:
     async def _cell(self, source: str) -> answers.ScriptResult:
         asked: dict[str, Any] = {"source": source, "seed": self._seed, "cpu_s": self._cpu_s, "max_output": MAX_OUTPUT}
         self._seed = None
-        asked |= {"files": {}, "removed": [], "max_bytes": 0}
+        asked |= {"files": {}, "removed": [], "received": True, "max_bytes": 0}
         found = answers.read_cell(await self._sandbox.call("cell", asked, _START_S + self._cpu_s * 4)).script
         self.complaint = found.stderr
         return found
