@@ -51,7 +51,7 @@ def error_classes():
 
 
 def test_what_is_done_about_each_class():
-    fails = "ConfigError InputError DecodeError TooLarge PromptTooLong NotFound WrongMethod Forbidden Unauthorized"
+    fails = "ConfigError InputError DecodeError MalformedAnswer TooLarge PromptTooLong NotFound WrongMethod Forbidden Unauthorized"
     named = {name: error(name) for name in error_classes()}
     assert {name for name, e in named.items() if e.action == "fail"} == {
         *fails.split(),
@@ -62,7 +62,8 @@ def test_what_is_done_about_each_class():
     }
     assert {name for name, e in named.items() if e.action == "stop"} == {"Fenced", "NonFinite"}
     assert {name for name, e in named.items() if e.cause == "defect"} == {
-        "VolleyError", "DecodeError", "PrefixBroken", "NonFinite", "SandboxFailed", "GradingEnded", "OpenEnvRefused",
+        "VolleyError", "DecodeError", "MalformedAnswer", "PrefixBroken", "NonFinite", "SandboxFailed",
+        "GradingEnded", "OpenEnvRefused",
     }  # fmt: skip
 
 
