@@ -51,11 +51,12 @@ def error_classes():
 
 
 def test_what_is_done_about_each_class():
-    fails = "ConfigError InputError DecodeError MalformedAnswer TooLarge PromptTooLong NotFound WrongMethod Forbidden Unauthorized"
+    fails = "ConfigError InputError DecodeError TooLarge PromptTooLong NotFound WrongMethod Forbidden Unauthorized"
     named = {name: error(name) for name in error_classes()}
     assert {name for name, e in named.items() if e.action == "fail"} == {
         *fails.split(),
         "Conflict",
+        "MalformedAnswer",
         "PrefixBroken",
         "RewardRefused",
         "UnknownFrame",
