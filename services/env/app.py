@@ -18,6 +18,7 @@ from services.env.episodes import Episodes
 from services.env.rewards.rewards import Rewards
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.settings import MAX_OBJECTS, ConfiguredSource, EnvSettings, from_config
+from services.env.submissions.offers import Offers
 from services.env.submissions.programs import Programs
 from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submission import Submission
@@ -54,20 +55,9 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     servers = McpServers()
     toolbox = Toolbox(sandboxes, runner, servers, settings.unsandboxed)
     catalogue = open_catalogue(settings, runner, toolbox, pool if settings.n_processes else None)
-    remotes = open_access(settings.remote_tokens_file, settings.ca_file, settings.deadline_s)
     rewarding = Rewards(settings.rewards, settings.reward_servers, settings.folder, settings.ca_file)
     async with sandboxes, servers, pool, rewarding as rewards:
-        store = SubmissionStore(settings.folder / "submitted")
-        submissions = Submissions(
-            store,
-            catalogue,
-            sandboxes,
-            remotes,
-            Programs(store, settings.folder, settings.package_index),
-            limits=settings.sandbox,
-            deadline_s=settings.deadline_s,
-            unsandboxed=settings.unsandboxed,
-        )
+        submissions = _submissions(settings, catalogue, sandboxes)
         await submissions.open()
         for full_name, source in settings.sources.items():
             await configured(submissions, full_name, source)
@@ -106,6 +96,15 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
         finally:
             await episodes.close()
             runner.close()
+
+
+def _submissions(settings: EnvSettings, catalogue: Catalogue, sandboxes: Sandboxes) -> Submissions:
+    """Raises ConfigError."""
+    remotes = open_access(settings.remote_tokens_file, settings.ca_file, settings.deadline_s)
+    store = SubmissionStore(settings.folder / "submitted")
+    programs = Programs(store, settings.folder, settings.package_index)
+    offers = Offers(store, catalogue, sandboxes, remotes, programs, settings.sandbox, settings.deadline_s)
+    return Submissions(store, catalogue, sandboxes, programs, offers, unsandboxed=settings.unsandboxed)
 
 
 def open_catalogue(

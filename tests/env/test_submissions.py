@@ -16,6 +16,7 @@ from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.settings import ConfiguredSource
 from services.env.submissions.canary import MAX_FAILURES, MIN_EPISODES
+from services.env.submissions.offers import Offers
 from services.env.submissions.programs import Programs
 from services.env.submissions.record import SubmittedVersion, Transition
 from services.env.submissions.store import SubmissionStore
@@ -303,26 +304,24 @@ class NoIndex(Programs):
         raise Unavailable(f"the package index of {version.name} cannot be reached")
 
 
+def submissions_of(
+    store: SubmissionStore, runner: ThreadRunner, sandboxes: Sandboxes, programs: Programs, **changes: Any
+) -> Submissions:
+    catalogue, remotes = Catalogue(runner), open_access(None, None, 5.0)
+    offers = Offers(store, catalogue, sandboxes, remotes, programs, SandboxLimits(), 5.0)
+    return Submissions(store, catalogue, sandboxes, programs, offers, **changes)
+
+
 async def test_patience_with_what_cannot_be_validated_begins_with_the_process(tmp_path: Path) -> None:
     """One that was submitted long ago, and is taken up by a service that starts again, is not rejected at once."""
     store, runner = SubmissionStore(tmp_path / "submitted"), ThreadRunner(1, 5.0, max_waiting=1)
-    programs, remotes = NoIndex(store, tmp_path, "http://127.0.0.1:9/simple"), open_access(None, None, 5.0)
+    programs = NoIndex(store, tmp_path, "http://127.0.0.1:9/simple")
     long_ago = (Transition(state="submitted", at=0), Transition(state="validating", at=1))
     store.add(SubmittedVersion(name="adder", version=1, digest="0" * 64, size=1, history=long_ago), {})
     clock = [601.0, 599.0, 0.0]
     async with Sandboxes() as sandboxes, asyncio.TaskGroup() as workers:
-        submissions = Submissions(
-            store,
-            Catalogue(runner),
-            sandboxes,
-            remotes,
-            programs,
-            limits=SandboxLimits(),
-            deadline_s=5.0,
-            retry_s=0.01,
-            patience_s=600.0,
-            clock=clock.pop,
-        )
+        timing: dict[str, Any] = {"retry_s": 0.01, "patience_s": 600.0, "clock": clock.pop}
+        submissions = submissions_of(store, runner, sandboxes, programs, **timing)
         await submissions.open()
         worker = workers.create_task(submissions.validate_waiting())
         async with asyncio.timeout(60):
@@ -335,18 +334,9 @@ async def test_patience_with_what_cannot_be_validated_begins_with_the_process(tm
 
 async def test_where_nothing_is_confined_only_what_is_named_is_taken(tmp_path: Path) -> None:
     store, runner = SubmissionStore(tmp_path / "submitted"), ThreadRunner(1, 5.0, max_waiting=1)
-    programs, remotes = Programs(store, tmp_path, "http://127.0.0.1:9/simple"), open_access(None, None, 5.0)
+    programs = Programs(store, tmp_path, "http://127.0.0.1:9/simple")
     async with Sandboxes(namespaces=False, landlock=0) as sandboxes:
-        submissions = Submissions(
-            store,
-            Catalogue(runner),
-            sandboxes,
-            remotes,
-            programs,
-            limits=SandboxLimits(),
-            deadline_s=5.0,
-            unsandboxed=["known"],
-        )
+        submissions = submissions_of(store, runner, sandboxes, programs, unsandboxed=["known"])
         with pytest.raises(Forbidden, match="this machine cannot confine submitted code"):
             await submissions.submit(Submission("adder", ADDER.encode()))
         assert (await submissions.submit(Submission("known", ADDER.encode()))).state == "submitted"

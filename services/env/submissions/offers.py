@@ -30,7 +30,9 @@ _log = telemetry.Log("env")
 
 
 class Offers:
-    """Args: deadline_s: for one call into submitted code; the others as of `Submissions`."""
+    """Args: remotes: how remote environments are reached; programs: what is run for the others; deadline_s: for one
+    call into submitted code.
+    """
 
     def __init__(
         self,

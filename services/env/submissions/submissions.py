@@ -20,9 +20,7 @@ from typing import Any
 
 from services.env.backends.base import SubmittedBackend
 from services.env.backends.remote.protocols import RemoteEnvironment, checked
-from services.env.backends.remote.site import RemoteAccess
 from services.env.catalogue import Catalogue, check_name
-from services.env.sandbox.limits import SandboxLimits
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.offers import Offers
 from services.env.submissions.programs import Programs
@@ -55,9 +53,8 @@ _log = telemetry.Log("env")
 
 class Submissions:
     """Args:
-    remotes: how remote environments are reached; programs: what is run for the others.
+    programs: what is run for those that are not remote; offers: puts versions on offer.
     unsandboxed: names that may be submitted where this machine has no sandbox worth the name.
-    deadline_s: for one call into submitted code.
     retry_s: after which a validation is begun again that could not be made (no index, no place for a sandbox);
     patience_s: after which it is given up, from its first attempt in this process; clock: monotonic seconds.
     """
@@ -67,18 +64,16 @@ class Submissions:
         store: SubmissionStore,
         catalogue: Catalogue,
         sandboxes: Sandboxes,
-        remotes: RemoteAccess,
         programs: Programs,
+        offers: Offers,
         *,
-        limits: SandboxLimits,
-        deadline_s: float,
         unsandboxed: Iterable[str] = (),
         retry_s: float = 5.0,
         patience_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._catalogue, self._sandboxes, self._programs = store, catalogue, sandboxes, programs
-        self._offers = Offers(store, catalogue, sandboxes, remotes, programs, limits, deadline_s)
+        self._offers = offers
         self._unsandboxed = frozenset(unsandboxed)
         self._retry_s, self._patience_s, self._clock = retry_s, patience_s, clock
         self._versions: dict[str, dict[int, SubmittedVersion]] = {}
