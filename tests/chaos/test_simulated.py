@@ -27,8 +27,10 @@ V1 = WeightVersion(1, 0)
 GROUPS = [group(ticket, V1) for ticket in (1, 2, 3)]
 
 
-def backend(folder: Path) -> SimulatedBackend:
-    return SimulatedBackend(CheckpointFolders(folder, "r", 3, NumpyArrays()), {}, 0)
+def backend(folder: Path, epoch: int = 1) -> SimulatedBackend:
+    checkpoints = CheckpointFolders(folder, "r", 3, NumpyArrays())
+    checkpoints.fence(epoch)
+    return SimulatedBackend(checkpoints, {}, 0)
 
 
 def trained(folder: Path, groups: Sequence[Group]) -> bytes:
@@ -58,12 +60,13 @@ def test_a_reward_changes_them_and_an_attempt_does_not(tmp_path: Path):
 
 
 def test_a_resumed_learner_goes_on_bit_by_bit(tmp_path: Path):
-    first, second = backend(tmp_path / "a"), backend(tmp_path / "a")
+    first = backend(tmp_path / "a")
     state = initial_state(0).under(1, keep_reference=False)
     first.build()
     first.start(state)
     first.step([ready_group(GROUPS[0], b"", "")], V1)
     first.save(replace(state, step=1), V1)
+    second = backend(tmp_path / "a", 2)
     restored = second.restore()
     assert restored is not None
     second.build()

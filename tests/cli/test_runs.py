@@ -62,6 +62,7 @@ def begun(folder: Path, step: int = 4, **sections: Any) -> LoadedConfig:
     claim(wanted)
     state = initial_state(0).under(1, keep_reference=False, settings=relevant(wanted.config))
     checkpoints = CheckpointFolders(folder / "r" / "checkpoints", "r", 3, NumpyArrays())
+    checkpoints.fence(1)
     checkpoints.save(
         replace(state, step=step, low=step),
         CheckpointContents({"w": np.zeros(1)}, {"count": np.zeros(1)}, None, {}, None),
@@ -114,9 +115,9 @@ def test_a_finished_run_tells_what_its_trainer_had_in_force(tmp_path: Path) -> N
     state = initial_state(0).under(1, keep_reference=False, settings=relevant(wanted.config))
     other = relevant(loaded(tmp_path, trainer={"max_steps": 5}).config)
     state = replace(replace(state, step=4).under(2, keep_reference=False, settings=other), step=5, low=5)
-    CheckpointFolders(tmp_path / "r" / "checkpoints", "r", 3, NumpyArrays()).save(
-        state, CheckpointContents({}, {}, None, {}, None), None
-    )
+    checkpoints = CheckpointFolders(tmp_path / "r" / "checkpoints", "r", 3, NumpyArrays())
+    checkpoints.fence(2)
+    checkpoints.save(state, CheckpointContents({}, {}, None, {}, None), None)
     with runs.claimed(loaded(tmp_path, trainer={"max_steps": 10})) as (folder, record, _):
         done = runs.finished(folder, record)
     assert (done.final, done.config["trainer.max_steps"]) == ("e000002-s000005", 5)

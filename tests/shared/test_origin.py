@@ -23,7 +23,9 @@ MODEL = {"vocab_size": 96, "model_type": "qwen3"}
 
 
 def backend(folder: Path, found: origin.Origin | None = None, run: str = "a") -> SimulatedBackend:
-    return SimulatedBackend(CheckpointFolders(folder / "checkpoints", run, 3, NumpyArrays()), MODEL, 0, found)
+    checkpoints = CheckpointFolders(folder / "checkpoints", run, 3, NumpyArrays())
+    checkpoints.fence(1)
+    return SimulatedBackend(checkpoints, MODEL, 0, found)
 
 
 @pytest.fixture

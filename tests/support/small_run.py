@@ -95,9 +95,9 @@ class Weightless:
     def __init__(self, checkpoints: CheckpointFolders) -> None:
         self._checkpoints, self.weight = checkpoints, 0.0
         self._restored: RestoredCheckpoint | None = None
-        self.restored, self.may_build, self.may_start = (threading.Event() for _ in range(3))
-        self.may_build.set()
-        self.may_start.set()
+        self.restored, self.may_build, self.may_start, self.may_save = (threading.Event() for _ in range(4))
+        for may in (self.may_build, self.may_start, self.may_save):
+            may.set()
 
     def restore(self) -> TrainerState | None:
         self._restored = self._checkpoints.newest()
@@ -124,6 +124,7 @@ class Weightless:
         self.weight = float(self._checkpoints.restored(version).params["w"])
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
+        assert self.may_save.wait(10)
         return self._checkpoints.save(
             state,
             CheckpointContents({"w": np.float32(self.weight)}, {"count": np.float32(self.weight)}, None, {}, None),

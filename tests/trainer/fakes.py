@@ -51,7 +51,9 @@ class FakeBackend:
     def head(self) -> WeightVersion | None:
         return self.checkpoint.version if self.checkpoint else None
 
-    def repair(self, epoch: int) -> None: ...
+    def fence(self, epoch: int) -> None: ...
+
+    def repair(self) -> None: ...
 
     def metrics(self) -> list[Mapping[str, Any]]:
         return []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
-from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders
+from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders, RestoredCheckpoint
 from services.trainer.replay.recorded import RecordedStep
 from shared.errors import ConfigError, Fenced, StorageFull, Unavailable, WeightsError
 from shared.run import ledger, weights
@@ -23,9 +23,21 @@ OPTIMIZER = {"step": jnp.array(4, jnp.uint32), "opt_state.0.mu.final_norm.w": jn
 CONTENTS = CheckpointContents(PARAMS, OPTIMIZER, None, {"model_type": "qwen3"}, Probe((1, 2), (-0.5,)))
 
 
+class Unfenced(CheckpointFolders):
+    """Each of its trainers makes its checkpoint as if no later one had begun."""
+
+    def save(self, state: TrainerState, contents: CheckpointContents, base: WeightVersion | None) -> Path:
+        self.fence(state.epoch)
+        return super().save(state, contents, base)
+
+    def relabel(self, restored: RestoredCheckpoint, state: TrainerState) -> Path:
+        self.fence(state.epoch)
+        return super().relabel(restored, state)
+
+
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> CheckpointFolders:
-    return CheckpointFolders(tmp_path / "checkpoints", "run", max_to_keep=2, arrays=OrbaxArrays())
+    return Unfenced(tmp_path / "checkpoints", "run", max_to_keep=2, arrays=OrbaxArrays())
 
 
 def state(step: int, epoch: int = 1, **changes) -> TrainerState:
@@ -33,7 +45,8 @@ def state(step: int, epoch: int = 1, **changes) -> TrainerState:
 
 
 def names(checkpoints: CheckpointFolders) -> list[str]:
-    return sorted(path.name for path in checkpoints.root.iterdir())
+    """But the folders that drafts are made in."""
+    return sorted(path.name for path in checkpoints.root.iterdir() if not path.name.startswith(".tmp-e"))
 
 
 def test_what_is_saved_comes_back_bit_by_bit(checkpoints: CheckpointFolders):
@@ -129,7 +142,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_set_aside(checkpoints: Checkpoi
     assert checkpoints.head() == WeightVersion(1, 1)
     assert list(checkpoints.bad) == [folder.name]
     assert folder.exists()
-    checkpoints.repair(2)
+    checkpoints.repair()
     assert names(checkpoints) == ["bad", "e000001-s000001"]
     assert (checkpoints.root / "bad" / folder.name / weights.MANIFEST).exists()
 
@@ -148,7 +161,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_damaged(checkpoints: Checkp
 
 def test_steps_that_a_later_trainer_undid_are_not_gone_back_to(checkpoints: CheckpointFolders):
     """The later trainer's own checkpoint is damaged; the step before it counts, not the undone one after it."""
-    one = CheckpointFolders(checkpoints.root, "run", 9, OrbaxArrays())
+    one = Unfenced(checkpoints.root, "run", 9, OrbaxArrays())
     for step in (1, 2):
         one.save(state(step), CONTENTS, None)
     (one.save(state(2, epoch=2), CONTENTS, None) / "state.json").unlink()
@@ -190,9 +203,9 @@ def test_a_save_whose_folder_a_successor_removes_ends_fenced_and_without_noise(
     checkpoints: CheckpointFolders, begun: str
 ):
     def succeed() -> None:
-        while not list(checkpoints.root.glob(f".tmp-*/{begun}")):
+        while not list(checkpoints.root.glob(f".tmp-*/*/{begun}")):
             pass
-        checkpoints.repair(2)
+        checkpoints.fence(2)
 
     arrays = {f"layers.{i}.w": np.random.default_rng(i).standard_normal((64, 64)) for i in range(64)}
     with ThreadPoolExecutor() as pool:
@@ -200,6 +213,18 @@ def test_a_save_whose_folder_a_successor_removes_ends_fenced_and_without_noise(
         with pytest.raises(Fenced, match="removed while it was written"):
             checkpoints.save(state(1), replace(CONTENTS, params=arrays), None)
     assert weights.versions(checkpoints.root) == []
+
+
+@pytest.mark.parametrize("asked", [1, 3], ids=["fenced", "never begun"])
+def test_only_a_trainer_that_is_not_fenced_makes_a_checkpoint(tmp_path: Path, asked: int):
+    checkpoints = CheckpointFolders(tmp_path / "checkpoints", "run", max_to_keep=2, arrays=OrbaxArrays())
+    checkpoints.fence(1)
+    checkpoints.fence(2)
+    with pytest.raises(Fenced):
+        checkpoints.save(state(1, epoch=asked), CONTENTS, None)
+    assert names(checkpoints) == []
+    checkpoints.save(state(1, epoch=2), CONTENTS, None)
+    assert names(checkpoints) == ["e000002-s000001"]
 
 
 def test_no_checkpoint_and_none_that_is_whole_differ(checkpoints: CheckpointFolders):
@@ -226,11 +251,11 @@ def test_a_new_epoch_relabels_without_copying(checkpoints: CheckpointFolders):
 
 def test_leftovers_of_a_crash_are_removed(checkpoints: CheckpointFolders):
     """Not the drafts of a later trainer; nor does what cannot be removed get a longer name each time."""
-    for name in (".tmp-e000001-s000009-1", ".tmp-e000003-s000001-1", ".tmp-removed-e000001-s000001-1"):
-        (checkpoints.root / name).mkdir()
+    for name in (".tmp-e000001/e000001-s000009-1", ".tmp-e000003/e000003-s000001-1", ".tmp-removed-e000001-s000001-1"):
+        (checkpoints.root / name).mkdir(parents=True)
     (checkpoints.root / ".tmp-stays").touch()
-    checkpoints.repair(2)
-    assert names(checkpoints) == [".tmp-e000003-s000001-1", ".tmp-stays"]
+    checkpoints.fence(2)
+    assert sorted(path.name for path in checkpoints.root.iterdir()) == [".tmp-e000002", ".tmp-e000003", ".tmp-stays"]
 
 
 def test_a_checkpoint_that_could_not_be_read_again_replaces_none(checkpoints: CheckpointFolders):

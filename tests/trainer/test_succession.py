@@ -29,7 +29,7 @@ class TrainerRun:
     """A run's folder and queue, with trainers beside each other on them."""
 
     def __init__(self, folder: Path, redis: Redis, executors: list[ThreadPoolExecutor]) -> None:
-        self.folder, self.redis, self.queue, self._executors = (
+        self.folder, self.redis, self.queue, self.executors = (
             write_config(folder),
             redis,
             TicketQueue(redis, RUN),
@@ -37,8 +37,8 @@ class TrainerRun:
         )
 
     def trainer(self) -> Incarnation:
-        self._executors.append(ThreadPoolExecutor(1))
-        return Incarnation(self.folder, self._executors[-1], queue=TicketQueue(self.redis, RUN))
+        self.executors.append(ThreadPoolExecutor(1))
+        return Incarnation(self.folder, self.executors[-1], queue=TicketQueue(self.redis, RUN))
 
     async def feed(self, n: int) -> None:
         """As many groups as make `n` steps, sampled by the newest durable weights."""
@@ -95,6 +95,31 @@ async def test_steps_made_while_a_successor_loads_are_kept(run: TrainerRun):
     result = await asyncio.to_thread(command.verify, RunFolder(run.folder))
     assert (result["ok"], result["undone"], result["superseded_archives"]) == (True, [], [])
     assert not any("rollback" in line for line in LedgerFile(run.folder / "ledger.jsonl").read())
+
+
+async def test_a_checkpoint_that_comes_after_the_successor_looked_for_it_is_never_seen(run: TrainerRun):
+    """A rollout server that saw it would sample groups that end superseded."""
+    old, new = run.trainer(), run.trainer()
+    first = asyncio.ensure_future(old.worker.run())
+    await old.until(lambda status: status.phase == "waiting")
+    old.backend.may_save.clear()
+    await run.feed(1)
+    await old.until(lambda status: status.phase == "saving")
+    new.backend.may_start.clear()
+    second = asyncio.ensure_future(new.worker.run())
+    while not (await run.queue.state()).ready or (await run.queue.state()).epoch == 1:
+        await asyncio.sleep(0.01)
+    old.backend.may_save.set()
+    with pytest.raises(Fenced):
+        await first
+    await asyncio.wrap_future(run.executors[0].submit(lambda: None))  # the save has ended
+    assert [str(version) for version in weights.versions(run.folder / "checkpoints")] == ["e000001-s000000"]
+    new.backend.may_start.set()
+    await new.until(lambda status: status.durable_step == 1)
+    await run.finish(new)
+    await ended(second)
+    result = await asyncio.to_thread(command.verify, RunFolder(run.folder))
+    assert (result["ok"], result["by_disposition"]) == (True, {"trained": BATCH * STEPS})
 
 
 async def test_a_successor_of_a_first_trainer_that_it_did_not_see_goes_on_from_it(run: TrainerRun):

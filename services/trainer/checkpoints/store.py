@@ -4,6 +4,8 @@ seam.
 Invariants:
 - a folder has its name if and only if it is whole: it is made under another name, its manifest last, and renamed when
   durable;
+- once `fence` has returned, no trainer of an earlier epoch gives a folder its name: drafts are made in the folder of
+  their epoch, which `fence` makes for its own epoch and takes away from all earlier ones;
 - `params/` is what rollout servers load; `optimizer/` is what only a resume needs (and the float32 parameters, where
   the published ones are rounded), so a resume is bit-exact;
 - a folder whose digests differ, or whose steps a later trainer undid, is never restored: the next older one is used,
@@ -23,7 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shared.errors import ConfigError, DecodeError, Forbidden, Unavailable, WeightsError
+from shared.errors import ConfigError, Forbidden, Unavailable, WeightsError
 from shared.files import storage
 from shared.models.origin import Origin
 from shared.process import telemetry
@@ -131,28 +133,33 @@ class CheckpointFolders:
                 lines += states.read(self.root / str(version))[0].metrics
         return lines
 
-    def repair(self, epoch: int) -> None:
-        """Sets damaged checkpoints aside and removes what crashes of trainers before `epoch` left; these are fenced by
-        now.
-
-        Raises StorageFull.
+    def fence(self, epoch: int) -> None:
+        """Opens the folder that drafts of `epoch`, which is claimed, are made in, and removes those of earlier epochs,
+        with what crashes left there. Whoever still makes a checkpoint there ends with Fenced. Raises StorageFull.
         """
         with storage.storage(self.root):
-            for version in self.bad:
-                (self.root / BAD).mkdir(exist_ok=True)
-                if (self.root / version).exists():
-                    shutil.rmtree(self.root / BAD / version, ignore_errors=True)
-                    (self.root / version).rename(self.root / BAD / version)
+            (self.root / _drafts(epoch)).mkdir(exist_ok=True)
+            storage.fsync(self.root)
         for leftover in self.root.glob(f"{_DRAFT}*"):
             if not (of := _epoch_of(leftover.name)):
                 shutil.rmtree(leftover, ignore_errors=True)
             elif of < epoch:
                 self._remove(leftover.name)
 
+    def repair(self) -> None:
+        """Sets damaged checkpoints aside; earlier trainers are fenced by now. Raises StorageFull."""
+        with storage.storage(self.root):
+            for version in self.bad:
+                (self.root / BAD).mkdir(exist_ok=True)
+                if (self.root / version).exists():
+                    shutil.rmtree(self.root / BAD / version, ignore_errors=True)
+                    (self.root / version).rename(self.root / BAD / version)
+
     def save(self, state: TrainerState, contents: CheckpointContents, base: WeightVersion | None) -> Path:
         """Makes the version `state.version` durable, then removes old ones. Returns its folder.
 
-        Raises StorageFull, and WeightsError if its state is more than a reader takes; then nothing of it is there.
+        Raises StorageFull, WeightsError if its state is more than a reader takes, and Fenced if a later epoch has
+        called `fence`, or its own has not; then nothing of it is there.
         """
         with self._draft(state.version) as draft:
             training = {f"optimizer.{k}": v for k, v in contents.optimizer.items()}
@@ -226,7 +233,7 @@ class CheckpointFolders:
     @contextmanager
     def _draft(self, version: WeightVersion) -> Iterator[Path]:
         """A folder for a checkpoint in the making, which is gone at the end unless it was renamed."""
-        draft = self.root / f"{_DRAFT}{version}-{os.getpid()}"
+        draft = self.root / _drafts(version.epoch) / f"{version}-{os.getpid()}"
         shutil.rmtree(draft, ignore_errors=True)
         with storage.storage(self.root):
             try:
@@ -302,12 +309,14 @@ def _retained(found: Sequence[WeightVersion], n: int) -> set[WeightVersion]:
     return {*alive[-n:], *(of_step[step] for step in sorted(of_step)[-n:])}
 
 
-def _epoch_of(draft: str) -> int:
+def _drafts(epoch: int) -> str:
+    return f"{_DRAFT}e{epoch:06d}"
+
+
+def _epoch_of(drafts: str) -> int:
     """0 for what is being removed."""
-    try:
-        return WeightVersion.parse(draft.removeprefix(_DRAFT).rpartition("-")[0]).epoch
-    except DecodeError:
-        return 0
+    digits = drafts.removeprefix(f"{_DRAFT}e")
+    return int(digits) if digits.isdecimal() else 0
 
 
 def _below(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

@@ -141,14 +141,22 @@ class TrainerWorker:
                 found = await self._restore()
             known = await asyncio.to_thread(self._known, found)
             epoch = await self._begin(known)
-            claimed = await self._waiter.patiently(
-                lambda epoch=epoch: asyncio.to_thread(self._parts.archive.claim, epoch)
-            )
+            claimed = await self._waiter.patiently(lambda epoch=epoch: asyncio.to_thread(self._claim, epoch))
             if claimed and self._is_newest(found) and await asyncio.to_thread(self._known, found) == known:
                 await self._waiter.answer(lambda epoch=epoch: self._parts.queue.open(epoch))
                 self._epoch = epoch
                 return found, self._begun(known, epoch)
         raise Unavailable("other trainers of this run begin at the same time", "let one of them work")
+
+    def _claim(self, epoch: int) -> bool:
+        """Whether the epoch is ours. From here on no older trainer makes a checkpoint: what we see of theirs is all
+        there will be. Raises Fenced if a later epoch was claimed, whose trainer may not have seen our drafts.
+        """
+        if not self._parts.archive.claim(epoch):
+            return False
+        self._parts.checkpoints.fence(epoch)
+        self._parts.archive.check_newest(epoch)
+        return True
 
     def _is_newest(self, found: TrainerState | None) -> bool:
         """Whether no other trainer has made a newer checkpoint."""
@@ -193,7 +201,7 @@ class TrainerWorker:
         """
         parts, state = self._parts, found or initial_state(self._plan.seed)
         check = partial(parts.archive.check_newest, epoch)
-        parts.checkpoints.repair(epoch)
+        parts.checkpoints.repair()
         parts.ledger.repair(state, epoch, check)
         parts.metrics.repair(state, epoch, [*state.metrics, *parts.checkpoints.metrics()], check=check)
         parts.handovers.repair(state, epoch, check=check)
