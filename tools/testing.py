@@ -21,7 +21,7 @@ from services.cli.layout import PROJECT, python_of, variables_of
 
 LONG = "--long"
 _NO_TESTS_COLLECTED = 5
-_BESIDE = 4
+_BESIDE = 5
 _LONG_BESIDE = 2
 """Long suites start whole stacks, and compare throughput and memory."""
 _FUZZ_CASES = "2000"
