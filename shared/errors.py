@@ -4,7 +4,8 @@
     ├── ConfigError             a config key, value or file is wrong (commands exit with code 2)
     ├── InputError              a request is wrong                                         422
     │   ├── DecodeError         bytes that are not the record they claim to be             400
-    │   │   └── MalformedAnswer     what a service answered cannot be read
+    │   │   ├── MalformedAnswer     what a service answered cannot be read
+    │   │   └── Untrainable         a group that can be read, and that nothing can be learned from
     │   ├── TooLarge            a body, prompt or episode is over its limit                413
     │   ├── NotFound            no such path, environment, episode, run, version           404
     │   ├── WrongMethod         the path takes other methods                               405
@@ -34,6 +35,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal
+
+from shared.outcomes import FilterRule
 
 MAX_DETAIL = 2000
 """Characters: an error names what is wrong, and does not send it back whole."""
@@ -101,6 +104,16 @@ class DecodeError(InputError):
 
 class MalformedAnswer(DecodeError):
     title = "Malformed answer"
+
+
+class Untrainable(DecodeError):
+    """`rule` is the filter that such a group ends by."""
+
+    title = "Nothing to train on"
+
+    def __init__(self, detail: str, hint: str = "", rule: FilterRule | None = None) -> None:
+        super().__init__(detail, hint)
+        self.rule = rule
 
 
 class TooLarge(InputError):

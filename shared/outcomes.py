@@ -1,4 +1,4 @@
-"""How episodes end: the one list of ways, and of what a turn can have wrong.
+"""How episodes end: the one list of ways, of what a turn can have wrong, and of why a group is not trained on.
 
 Invariants
 - What the model does is data: an episode that the model or a bound of its length ended has a reward, whatever it did.
@@ -14,6 +14,7 @@ from typing import Literal
 
 End = Literal["answered", "format", "invalid_action", "tool", "length", "context", "turns"]
 Fault = Literal["format", "invalid_action", "tool", "length"]
+FilterRule = Literal["no_tokens", "nonfinite_reward", "nonfinite_logprob", "zero_variance", "logprob"]
 
 ENDS: Mapping[End, str] = {
     "answered": "the environment ended it after a turn without fault",
@@ -35,6 +36,16 @@ FAULTS: Mapping[Fault, str] = {
     "length": "cut at max_response_length",
 }
 """What a turn can have wrong without ending the episode; counted by turn."""
+
+FILTERS: Mapping[FilterRule, str] = {
+    "no_tokens": "an episode has no token that the model sampled",
+    "nonfinite_reward": "a reward is NaN or infinite",
+    "nonfinite_logprob": "a log-probability is NaN or infinite",
+    "zero_variance": "the rewards of its episodes are equal (trainer.filters.zero_variance)",
+    "logprob": "engine and trainer disagree on the log-probabilities of its tokens (trainer.filters.logprob)",
+}
+"""Why a group that can be read is not trained on. The first three always hold, the others where the run asks for them.
+"""
 
 
 def end_of_turn(fault: Fault | None, *, cut: Literal["length", "context"] | None) -> End:

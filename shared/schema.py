@@ -197,6 +197,19 @@ class CheckpointingOptions(Section):
     max_to_keep: Annotated[int, Field(ge=2)] = 3
 
 
+class FiltersConfig(Section):
+    """Groups that are not trained on; another one takes the place of each, so a step has always `groups_per_step`.
+
+    `zero_variance` drops those whose rewards are equal (DAPO's dynamic sampling); `logprob` those on whose tokens of
+    the present weights trainer and engine differ by more than so many nats in the mean. Where more than
+    `max_num_gen_batches` times `groups_per_step` are dropped for one step, the run stops and says so.
+    """
+
+    zero_variance: bool = False
+    logprob: PositiveFloat | None = None
+    max_num_gen_batches: PositiveInt = 10
+
+
 class TrainerSection(Section):
     """`groups_per_step` groups of `num_generations` episodes make one optimizer step.
 
@@ -212,6 +225,7 @@ class TrainerSection(Section):
     optimizer_config: OptimizerConfig = OptimizerConfig()
     checkpointing_options: CheckpointingOptions = CheckpointingOptions()
     on_nonfinite: Literal["stop", "skip"] = "stop"
+    filters: FiltersConfig = FiltersConfig()
     mesh: MeshSection = MeshSection()
 
 

@@ -19,8 +19,8 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from shared import codec
-from shared.errors import DecodeError
-from shared.outcomes import ENDS, End
+from shared.errors import DecodeError, Untrainable
+from shared.outcomes import ENDS, FILTERS, End, FilterRule
 
 SCHEMA = 1
 Status = Literal["completed", "truncated"]
@@ -114,7 +114,7 @@ class Trajectory:
         return min(WeightVersion.parse(span.version) for span in self.versions)
 
     def validate(self) -> None:
-        """Raises DecodeError naming the broken invariant."""
+        """Raises DecodeError naming the broken invariant; Untrainable where it can be read, but not be trained on."""
         n = len(self.token_ids)
         _require(n == len(self.loss_mask) == len(self.logprobs), "token_ids, loss_mask and logprobs differ in length")
         _require(0 < self.prompt_len <= n, "prompt_len is outside the sequence")
@@ -122,7 +122,7 @@ class Trajectory:
         _require(bool((self.loss_mask <= 1).all()), "loss_mask holds something else than 0 and 1")
         _require(not self.loss_mask[: self.prompt_len].any(), "the prompt is marked as sampled")
         sampled = self.loss_mask.astype(bool)
-        _require(bool(np.isfinite(self.logprobs).all()), "a log-probability is not finite")
+        _require_trainable(bool(np.isfinite(self.logprobs).all()), "nonfinite_logprob", self)
         _require(not self.logprobs[~sampled].any(), "a log-probability stands at a position that was not sampled")
         _require(bool((self.logprobs <= 1e-3).all()), "a log-probability is positive")
         covered = np.zeros(n, bool)
@@ -132,10 +132,10 @@ class Trajectory:
             _require(not covered[span.start : span.end].any(), "version spans overlap")
             covered[span.start : span.end] = True
         _require(bool((covered == sampled).all()), "version spans do not cover exactly the sampled tokens")
-        _require(bool(sampled.any()), "no token was sampled")
+        _require_trainable(bool(sampled.any()), "no_tokens", self)
         _require(all(0 <= turn.start <= turn.end <= n for turn in self.turns), "a turn lies outside the sequence")
         rewards = [self.reward, *self.reward_components.values(), *(turn.reward for turn in self.turns)]
-        _require(all(map(math.isfinite, rewards)), "a reward is not finite")
+        _require_trainable(all(map(math.isfinite, rewards)), "nonfinite_reward", self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,3 +281,8 @@ def spans(versions: Sequence[str], positions: Sequence[int]) -> tuple[VersionSpa
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise DecodeError(message)
+
+
+def _require_trainable(condition: bool, rule: FilterRule, trajectory: Trajectory) -> None:
+    if not condition:
+        raise Untrainable(f"episode {trajectory.sample_index}: {FILTERS[rule]}", rule=rule)

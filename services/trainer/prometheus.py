@@ -5,6 +5,7 @@ up is counted.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from services.trainer.learner.metrics import StepMetrics
@@ -30,6 +31,13 @@ _LAST = {
     name: Gauge(f"volley_trainer_{name}", f"{text} (of the last step)", registry=REGISTRY)
     for name, text in _OF_THE_LAST_STEP.items()
 }
+_SHARES = {
+    name: Gauge(f"volley_trainer_{name}", f"Share of the {what} (of the last step)", registry=REGISTRY)
+    for name, what in {
+        "zero_variance_groups": "groups whose rewards are equal",
+        "zero_variance_tokens": "sampled tokens whose group has equal rewards",
+    }.items()
+}
 _EPOCH = Gauge("volley_trainer_epoch", "Epoch of the trainer: how often one has begun on this run", registry=REGISTRY)
 _STEP = Gauge(
     "volley_trainer_step",
@@ -48,6 +56,7 @@ _GROUPS = Counter("volley_trainer_groups", "Groups trained on", registry=REGISTR
 _EPISODES = Counter("volley_trainer_episodes", "Episodes trained on", registry=REGISTRY)
 REFUSED = Counter("volley_trainer_refused_steps", "Steps that gave numbers that are not finite", registry=REGISTRY)
 TICKETS = Counter("volley_trainer_tickets", "Tickets by how they ended", ["disposition"], registry=REGISTRY)
+FILTERED = Counter("volley_trainer_filtered_groups", "Groups that were filtered", ["rule"], registry=REGISTRY)
 PART_SECONDS = Histogram(
     "volley_trainer_part_seconds",
     "Duration of a part of a step",
@@ -56,7 +65,7 @@ PART_SECONDS = Histogram(
     registry=REGISTRY,
 )
 
-for _gauge in _LAST.values():
+for _gauge in (*_LAST.values(), *_SHARES.values()):
     _gauge.set(math.nan)
 
 
@@ -72,3 +81,9 @@ def show(metrics: StepMetrics, epoch: int) -> None:
     _SEQUENCE_TOKENS.inc(metrics.sequence_tokens)
     _GROUPS.inc(metrics.groups)
     _EPISODES.inc(metrics.episodes)
+
+
+def show_shares(shares: Mapping[str, float]) -> None:
+    """Of the step that was made."""
+    for name, gauge in _SHARES.items():
+        gauge.set(shares[name])

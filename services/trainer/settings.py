@@ -7,13 +7,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from services.trainer.loop.filters import FilterOptions
 from services.trainer.loop.group_buffer import AdmissionRules
 from services.trainer.loop.interfaces import TrainPlan
 from shared.errors import ConfigError
 from shared.models.origin import Origin
+from shared.outcomes import FilterRule
 from shared.run import pinned
 from shared.run.folder import RunFolder
-from shared.schema import Limits, RunConfig, TokenFiles
+from shared.schema import FiltersConfig, Limits, RunConfig, TokenFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
             longest=max(trainer.length_buckets),
             vocab_size=tokens.vocab_size,
             group_size=grpo.num_generations,
+            filters=filter_options(trainer.filters),
         ),
         settings=pinned.relevant(config),
         original=pinned.original(RunFolder(config.run.folder).record),
@@ -90,3 +93,8 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
         on_nonfinite=trainer.on_nonfinite,
         env=config.data.env,
     )
+
+
+def filter_options(config: FiltersConfig) -> FilterOptions:
+    rules: tuple[FilterRule, ...] = ("zero_variance",) if config.zero_variance else ()
+    return FilterOptions(rules, config.logprob, config.max_num_gen_batches)

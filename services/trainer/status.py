@@ -11,6 +11,7 @@ from typing import Any, Literal
 from services.trainer import prometheus
 from services.trainer.learner.metrics import StepMetrics
 from shared.errors import VolleyError
+from shared.outcomes import FilterRule
 from shared.process.wedge import Wait
 
 Phase = Literal[
@@ -38,6 +39,7 @@ class TrainerStatus:
     last: StepMetrics | None = None
     last_handover: Mapping[str, Any] | None = None
     tickets: dict[str, int] = field(default_factory=dict)
+    filtered: dict[str, int] = field(default_factory=dict)
     paused: bool = False
     stopping: bool = False
     checkpoint_wanted: bool = False
@@ -118,9 +120,17 @@ class TrainerStatus:
         self.durable_step = step
         prometheus.DURABLE.set(step)
 
-    def ended(self, disposition: str) -> None:
+    def ended(self, disposition: str, rule: FilterRule | None = None) -> None:
+        """Args: rule: which filter it was, of a ticket that was filtered."""
         self.tickets[disposition] = self.tickets.get(disposition, 0) + 1
         prometheus.TICKETS.labels(disposition).inc()
+        if rule is not None:
+            self.filtered[rule] = self.filtered.get(rule, 0) + 1
+            prometheus.FILTERED.labels(rule).inc()
+
+    def uniform(self, shares: Mapping[str, float]) -> None:
+        """What of the step just made had rewards without variance; see `filters.shares_without_variance`."""
+        prometheus.show_shares(shares)
 
     def timed(self, part: str, seconds: float) -> None:
         prometheus.PART_SECONDS.labels(part).observe(seconds)

@@ -13,10 +13,11 @@ from typing import Any
 
 from shared import codec
 from shared.errors import DecodeError
+from shared.outcomes import FILTERS, FilterRule
 from shared.types import WeightVersion
 
-TRAINED, NONFINITE = "trained", "nonfinite"
-DISPOSITIONS = (TRAINED, "stale", "filtered", "failed", "poison", "superseded", NONFINITE)
+TRAINED, NONFINITE, FILTERED = "trained", "nonfinite", "filtered"
+DISPOSITIONS = (TRAINED, "stale", FILTERED, "failed", "poison", "superseded", NONFINITE)
 _MOST = 2**53
 _MOST_REASON = 1000
 _TEXT_OR_NONE = (str, type(None))
@@ -35,6 +36,7 @@ def line(
     *,
     versions: tuple[WeightVersion, WeightVersion] | None = None,
     reason: str | None = None,
+    rule: FilterRule | None = None,
     digest: str | None = None,
 ) -> Line:
     """One disposition.
@@ -44,9 +46,11 @@ def line(
             training.
         versions: the oldest and the newest that sampled its tokens.
         reason: for people; cut after 1,000 characters, because readers cut long lines.
+        rule: which filter it was, of a `filtered` ticket; written as the beginning of the reason (see `rule_of`).
         digest: blake3 of the group's wire bytes, which the archive holds if it was trained, and `refused/` if it is
             `nonfinite`.
     """
+    reason = reason if rule is None else f"{rule}: {reason}"
     return {
         "ticket": ticket,
         "disposition": disposition,
@@ -57,6 +61,18 @@ def line(
         "reason": None if reason is None else reason[:_MOST_REASON],
         "digest": digest,
     }
+
+
+def end_named(one: Mapping[str, Any]) -> str:
+    """The disposition of a line, with the rule of one that was filtered: `filtered(zero_variance)`."""
+    rule = rule_of(one)
+    return str(one["disposition"]) if rule is None else f"{FILTERED}({rule})"
+
+
+def rule_of(one: Mapping[str, Any]) -> FilterRule | None:
+    """Which filter ended the ticket of this line; None if none did, or one that this version does not know."""
+    named = str(one.get("reason") or "").partition(":")[0] if one["disposition"] == FILTERED else ""
+    return next((rule for rule in FILTERS if rule == named), None)
 
 
 def rollback(step: int, epoch: int) -> Line:

@@ -101,6 +101,9 @@ RULES = (
     ),
     Rule("trainer.checkpointing_options.", True, "it only says how often checkpoints are made, and how many are kept"),
     Rule("trainer.on_nonfinite", True, "it only says what follows when a step is refused"),
+    Rule(
+        "trainer.filters.", True, "it only decides which of the next groups are trained on; each end is in the ledger"
+    ),
     Rule("trainer.", False, "the optimizer's state and the order of sums rest on it"),
     Rule("rollout.engine.max_running_requests", True, "it only decides how fast the engine is"),
     Rule("rollout.engine.max_prefill_tokens", True, "it only decides how fast the engine is"),

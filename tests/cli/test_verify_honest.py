@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,31 @@ def test_tickets_that_ended_at_steps_whose_checkpoints_are_damaged(tmp_path: Pat
     lived(folder, fails)
     set_aside(folder, "e000001-s000002", "e000001-s000003")
     assert violations(folder) == []
+
+
+def flat(ticket: int, version: WeightVersion) -> Group:
+    made = small_run.group(ticket, version)
+    return replace(made, trajectories=tuple(replace(one, reward=0.5) for one in made.trajectories))
+
+
+def test_groups_that_were_filtered_are_counted_by_rule(tmp_path: Path):
+    folder = small_run.write_config(tmp_path / RUN)
+    amend(folder, "trainer.filters.zero_variance=true", "trainer.max_steps=2")
+
+    async def one_step(trainer: Incarnation) -> None:
+        trainer.queue.entries += [flat(ticket, WeightVersion(1, 0)) for ticket in (1, 2, 3)]
+        trainer.feed(4, 5, version=WeightVersion(1, 0))
+        await trainer.until(lambda status: status.durable_step == 1 and status.phase == "waiting")
+        trainer.queue.entries.append(flat(6, WeightVersion(1, 1)))
+        await trainer.until(lambda status: status.filtered == {"zero_variance": 4})
+
+    async def the_rest(trainer: Incarnation) -> None:
+        trainer.feed(7, 8, version=WeightVersion(2, 1))
+        await done(trainer)
+
+    lived(folder, one_step)
+    assert violations(folder) == []
+    lived(folder, the_rest)
+    result = command.verify(RunFolder(folder))
+    assert result["violations"] == []
+    assert result["by_disposition"] == {"trained": 4, "filtered(zero_variance)": 4}

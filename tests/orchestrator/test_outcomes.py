@@ -21,7 +21,7 @@ from services.orchestrator.episodes.turn import TokenBounds, TokenBudget
 from shared import codec, errors
 from shared.clients.env import StepReply
 from shared.errors import DecodeError, RateLimited, VolleyError
-from shared.outcomes import ENDS, FAULTS
+from shared.outcomes import ENDS, FAULTS, FILTERS
 from shared.process.telemetry import REGISTRY
 from shared.types import MAX_MESSAGE, Group
 from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, runner_of, spec
@@ -60,10 +60,11 @@ def test_what_is_done_about_each_class():
         "PrefixBroken",
         "RewardRefused",
         "UnknownFrame",
+        "Untrainable",
     }
     assert {name for name, e in named.items() if e.action == "stop"} == {"Fenced", "NonFinite"}
     assert {name for name, e in named.items() if e.cause == "defect"} == {
-        "VolleyError", "DecodeError", "MalformedAnswer", "PrefixBroken", "NonFinite", "SandboxFailed",
+        "VolleyError", "DecodeError", "MalformedAnswer", "Untrainable", "PrefixBroken", "NonFinite", "SandboxFailed",
         "GradingEnded", "OpenEnvRefused",
     }  # fmt: skip
 
@@ -227,5 +228,5 @@ async def test_prometheus_tells_classes_and_lengths():
 
 def test_the_page_lists_every_class():
     page = (PROJECT / "docs" / "failures.md").read_text()
-    for name in [*error_classes(), *ENDS, *FAULTS]:
+    for name in [*error_classes(), *ENDS, *FAULTS, *FILTERS]:
         assert f"`{name}`" in page, name

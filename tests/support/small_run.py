@@ -24,6 +24,7 @@ from services.trainer.learner.metrics import StepMetrics, of_groups
 from services.trainer.loop.group_buffer import AdmissionRules, ReadyGroup
 from services.trainer.loop.interfaces import Collaborators, OnNonFinite, TrainPlan, TrainQueue
 from services.trainer.loop.worker import TrainerWorker
+from services.trainer.settings import filter_options
 from services.trainer.settlement.ledger import LedgerFile, StepLog
 from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
@@ -178,7 +179,7 @@ class Incarnation:
         parts = Collaborators(
             self.backend, checkpoints, queue or self.queue, ledger, archive, *logs, executor, _nothing, _published
         )
-        rules = AdmissionRules("arrival", ETA, 32, 96, SIZE)
+        rules = AdmissionRules("arrival", ETA, 32, 96, SIZE, filter_options(run.trainer.filters))
         settings, original = pinned.relevant(run), pinned.original(folder / "run.json")
         self.worker = TrainerWorker(
             TrainPlan(steps, BATCH, 1, 5.0, 0, False, rules, settings, original, on_nonfinite=on_nonfinite, env="toy"),

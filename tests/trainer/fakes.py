@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from services.trainer.learner.metrics import StepMetrics
+from services.trainer.loop.filters import NO_FILTERS, FilterOptions
 from services.trainer.loop.group_buffer import AdmissionRules, Order
 from services.trainer.loop.interfaces import Collaborators, OnNonFinite, TrainPlan
 from services.trainer.loop.worker import TrainerWorker
@@ -192,6 +193,7 @@ class Bench:
     grace_s: float = 5.0
     order: Order = "arrival"
     on_nonfinite: OnNonFinite = "stop"
+    filters: FilterOptions = NO_FILTERS
 
     def __post_init__(self) -> None:
         self.events: list[str] = []
@@ -224,7 +226,7 @@ class Bench:
             warm_start,
             publish,
         )
-        rules = AdmissionRules(self.order, self.max_staleness, 32, 96, 2)
+        rules = AdmissionRules(self.order, self.max_staleness, 32, 96, 2, self.filters)
         plan = TrainPlan(
             self.max_steps,
             2,

@@ -123,8 +123,8 @@ def reward_components(steps: Rows) -> dict[str, list[float]]:
 
 
 def dispositions(lines: Iterable[ledger.Line]) -> dict[str, int]:
-    """How many tickets ended in which way."""
-    return dict(Counter(str(line["disposition"]) for line in ledger.settled(lines).values()))
+    """How many tickets ended in which way; filtered ones by rule."""
+    return dict(Counter(ledger.end_named(line) for line in ledger.settled(lines).values()))
 
 
 def outcomes(steps: Rows, lines: Iterable[ledger.Line]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class TicketFates:
 
     def by_disposition(self) -> dict[str, int]:
         trained = self.n_trained
-        counts = Counter(str(line["disposition"]) for ticket, line in self.voids.items() if ticket not in trained)
+        counts = Counter(ledger.end_named(line) for ticket, line in self.voids.items() if ticket not in trained)
         return dict(Counter({TRAINED: len(trained)}) + counts)
 
 

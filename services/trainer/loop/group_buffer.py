@@ -1,17 +1,21 @@
 """Groups between the queue and the optimizer: which are trained next, and which end without training, and why.
 
 Invariants: every entry that comes in leaves either in a step or as a `DroppedGroup` with a reason; order `ticket` makes
-the sequence of steps a pure function of the groups' content. No I/O here.
+the sequence of steps a pure function of the groups' content, filters included: those that look at a group alone decide
+the same whenever it comes. No I/O here.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from shared.errors import DecodeError
+from services.trainer.loop.filters import NO_FILTERS, FilterOptions, verdict
+from shared.errors import DecodeError, Untrainable
+from shared.outcomes import FilterRule
 from shared.process.offload import by_size
 from shared.queue.progress import TicketProgress
 from shared.queue.records import Finished, StreamEntry
@@ -20,7 +24,7 @@ from shared.run.state import in_lineage
 from shared.types import Group, WeightVersion
 
 Order = Literal["arrival", "ticket"]
-Reason = Literal["failed", "stale", "poison", "superseded"]
+Reason = Literal["failed", "stale", "poison", "superseded", "filtered"]
 MAX_DELIVERIES = 3
 
 
@@ -35,6 +39,7 @@ class AdmissionRules:
     longest: int
     vocab_size: int
     group_size: int
+    filters: FilterOptions = NO_FILTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +61,20 @@ class ReadyGroup:
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup:
-    """A ticket that ends without training. `versions` are the oldest and newest of its tokens, if it has any."""
+    """A ticket that ends without training. `versions` are the oldest and newest of its tokens, if it has any; `rule`
+    is which filter it was.
+    """
 
     entry: StreamEntry
     reason: Reason
     detail: str
     versions: tuple[WeightVersion, WeightVersion] | None = None
+    rule: FilterRule | None = None
+
+    @property
+    def is_defect(self) -> bool:
+        """Whether nobody meant to make such a group: it is worth being looked at."""
+        return self.reason == "poison" or (self.reason == "filtered" and self.rule != "zero_variance")
 
     @property
     def finished(self) -> Finished:
@@ -74,12 +87,15 @@ class GroupBuffer:
     Args:
         progress: shared with the checkpoint, which saves it.
         lineage: see `TrainerState`; the last entry is the present incarnation.
+
+    `n_filtered` counts the groups that were filtered since the last step was taken.
     """
 
     def __init__(self, progress: TicketProgress, lineage: Sequence[tuple[int, int]], rules: AdmissionRules) -> None:
         self.progress, self._lineage, self._rules = progress, lineage, rules
         self._waiting: dict[int, tuple[ReadyGroup, StreamEntry]] = {}
         self.highest = 0
+        self.n_filtered = Counter[FilterRule]()
 
     @property
     def n_waiting(self) -> int:
@@ -111,6 +127,8 @@ class GroupBuffer:
             if isinstance(group, DecodeError):
                 raise group
             self._check(group, entry)
+        except Untrainable as error:
+            return self._drop(entry, "filtered", error.detail, rule=error.rule)
         except DecodeError as error:
             return self._drop(entry, "poison", error.detail)
         if group.failure is not None:
@@ -121,7 +139,11 @@ class GroupBuffer:
             return self._drop(
                 entry, "superseded", f"{undone} was undone by a later trainer", (held.oldest, held.newest)
             )
-        self._waiting[entry.ticket] = held, StreamEntry(entry.entry_id, entry.ticket, b"", entry.deliveries)
+        emptied = StreamEntry(entry.entry_id, entry.ticket, b"", entry.deliveries)
+        if found := verdict(group, self._rules.filters.rules):
+            rule, why = found
+            return self._drop(emptied, "filtered", why, (held.oldest, held.newest), rule)
+        self._waiting[entry.ticket] = held, emptied
         return None
 
     def expire(self, step: int) -> list[DroppedGroup]:
@@ -156,6 +178,7 @@ class GroupBuffer:
         taken = [self._waiting.pop(ticket)[0] for ticket in tickets]
         for held in taken:
             self.progress.finish(held.group.ticket)
+        self.n_filtered.clear()
         return taken
 
     def _next(self, n: int) -> list[int]:
@@ -196,9 +219,12 @@ class GroupBuffer:
         reason: Reason,
         detail: str,
         versions: tuple[WeightVersion, WeightVersion] | None = None,
+        rule: FilterRule | None = None,
     ) -> DroppedGroup:
         self.progress.finish(entry.ticket, void=True)
-        return DroppedGroup(entry, reason, detail, versions)
+        if rule is not None:
+            self.n_filtered[rule] += 1
+        return DroppedGroup(entry, reason, detail, versions, rule)
 
 
 def read(entry: StreamEntry) -> Group | DecodeError:

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from services.trainer.learner.metrics import StepMetrics
+from services.trainer.loop.filters import starved
 from services.trainer.loop.group_buffer import AdmissionRules, ReadyGroup
 from services.trainer.loop.publisher import Delivery
 from services.trainer.settlement.ledger import LedgerFile, StepLog
 from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
 from shared.errors import QueueUnavailable, Unavailable
+from shared.outcomes import FilterRule
 from shared.process import telemetry
 from shared.queue.records import Finished, StreamEntry
 from shared.run.archive import Archive
@@ -104,6 +106,16 @@ class TrainPlan:
     def enough(self) -> int:
         """Groups to hold at most, while a step can be made of them: as many as may be under way at once."""
         return (self.rules.max_staleness + 1) * self.groups_per_step
+
+    def starved(self, n_filtered: Mapping[FilterRule, int], step: int) -> str | None:
+        """Why the run has to stop, because filters have left no groups for `step`; None if it may go on.
+
+        Where engine and trainer disagree, more than all groups that were under way when it was set right.
+        """
+        n_batches = self.rules.filters.max_num_gen_batches
+        if n_filtered.get("logprob", 0) > self.enough or sum(n_filtered.values()) >= n_batches * self.groups_per_step:
+            return starved(n_filtered, step)
+        return None
 
 
 @dataclass(frozen=True, slots=True)

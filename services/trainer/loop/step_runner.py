@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from services.trainer.learner.metrics import StepMetrics, of_components, of_environments
+from services.trainer.loop.filters import shares_without_variance
 from services.trainer.loop.group_buffer import GroupBuffer, ReadyGroup, ready_group
 from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
 from services.trainer.settlement.refusals import RefusedStep
@@ -101,7 +102,9 @@ class StepRunner:
         rate = metrics.tokens / (seconds["step"] + seconds["wait"])
         rounded = {f"{part}_s": round(took, 4) for part, took in seconds.items()}
         trained = [one.group for one in groups]
-        parts = of_environments(trained, self._plan.env) | of_components(trained)
+        shares = shares_without_variance(trained)
+        self._status.uniform(shares)
+        parts = shares | of_environments(trained, self._plan.env) | of_components(trained)
         return as_read(asdict(metrics) | parts | {"time": time.time(), **rounded, "tokens_per_sec": round(rate, 1)})
 
     async def _refuse(

@@ -81,7 +81,7 @@ class TrainLoop:
             if self._is_checkpoint_due():
                 await self._checkpoint()
             status.checkpoint_wanted = False
-            if groups is None:
+            if groups is None and not await self._has_starved():
                 await self._wait()
             else:
                 waited = time.perf_counter()
@@ -93,6 +93,16 @@ class TrainLoop:
             taken = self._buffer.take(self._plan.groups_per_step)
         self._reader.groups_taken()
         return taken
+
+    async def _has_starved(self) -> bool:
+        """Whether filters have left no groups for a step for too long. Then the run stops, and says why."""
+        why = self._plan.starved(self._buffer.n_filtered, self._settlement.pending.version.step + 1)
+        if why is not None:
+            _log.error("no groups are left to train on", run=self._status.run, reason=why)
+            epoch = self._settlement.pending.version.epoch
+            await self._waiter.answer(lambda: self._parts.queue.leave(epoch, why))
+            self._status.refused = why
+        return why is not None
 
     async def _wait(self) -> None:
         status = self._status

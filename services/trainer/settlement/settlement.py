@@ -77,7 +77,10 @@ class Settlement:
         if not dropped:
             return
         at = self._pending.version
-        lines = [ledger.line(d.entry.ticket, d.reason, at, versions=d.versions, reason=d.detail) for d in dropped]
+        lines = [
+            ledger.line(d.entry.ticket, d.reason, at, versions=d.versions, reason=d.detail, rule=d.rule)
+            for d in dropped
+        ]
         with self.unrecorded(d.entry.ticket for d in dropped):
             await self._write(lines)
             self._chain = self._chain.ended(lines)
@@ -142,9 +145,10 @@ class Settlement:
 
     async def _tell_of(self, dropped: DroppedGroup) -> None:
         ticket, reason, detail = dropped.entry.ticket, dropped.reason, dropped.detail
-        self._status.ended(reason)
-        _log.warning("ticket ended without training", ticket=ticket, reason=reason, detail=detail)
-        if reason == "poison":
+        self._status.ended(reason, dropped.rule)
+        log = _log.warning if dropped.is_defect or dropped.rule is None else _log.info
+        log("ticket ended without training", ticket=ticket, reason=reason, rule=dropped.rule, detail=detail)
+        if dropped.is_defect:
             await self._waiter.answer(
                 lambda: self._parts.queue.dead_letter(self._start.epoch, dropped.entry, dropped.detail)
             )
