@@ -21,8 +21,10 @@ from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
+from shared.findings import findings
 from shared.models.chat import ChatTokenizer
 from shared.models.hub import keep, model_folder
+from shared.process import telemetry
 from shared.process.boot import RunningService
 from shared.process.imports import uncollected
 from shared.queue.client import connect
@@ -33,6 +35,8 @@ from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from shared.web.access import Role, read_tokens
 from shared.web.http import create_app
+
+_log = telemetry.Log("trainer")
 
 
 @asynccontextmanager
@@ -50,6 +54,8 @@ async def open_trainer(
     config: RunConfig, open_backend: Callable[[BackendInputs], OpenedBackend]
 ) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
+    for finding in findings(config):
+        _log.warning("the configuration means less than it says", finding=finding)
     origin = await asyncio.to_thread(keep, config)
     if origin is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": origin.path})})

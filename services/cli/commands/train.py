@@ -29,6 +29,7 @@ from shared.clients.base import HttpClient
 from shared.config import LoadedConfig
 from shared.errors import ConfigError, VolleyError, first_error
 from shared.files.reading import open_file
+from shared.findings import findings
 from shared.models.hub import model_folder
 from shared.process import wedge
 from shared.run.folder import RunFolder
@@ -127,9 +128,10 @@ def supervise(
 
 
 def check_inputs(loaded: LoadedConfig) -> None:
-    """Finds what is wrong with the inputs, files and services of others, before anything is started. Raises
+    """Finds what is wrong with the configuration, files and services of others, before anything is started. Raises
     VolleyError.
     """
+    findings(loaded.config)
     for key in ("train", "eval"):
         path: Path | None = getattr(loaded.config.data, key)
         if path is not None and loaded.config.services.env.url is None:  # else it lies on that service's host
@@ -177,6 +179,8 @@ async def _supervised(
     """Raises Stopped, VolleyError, or a group of them."""
     folder = claim.folder
     say(f"run {folder.name} in {folder.path}: starting services (logs in {folder.logs})")
+    for finding in findings(loaded.config):
+        say(f"note: {finding}")
     with Reaper.running(holds=[claim.lock]) as reaper:
         async with (
             stopping_on_signal(

@@ -1,0 +1,97 @@
+"""What a configuration says that cannot come about: told at the start of a run, refused where it cannot be meant.
+
+A pure function of the configuration. Each finding is one sentence that begins with the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from shared.errors import ConfigError
+from shared.schema import RunConfig
+
+_MOST_SEQUENCE_EPSILON = 0.01
+"""GSPO's paper clips at 3e-4 and 4e-4 (arXiv:2507.18071, section 5.1): the ratio is a geometric mean over a sequence."""
+_MOST_LOGPROB = 10.0
+"""Nats a token: what even random weights of a vocabulary of 22,000 tokens are no further away than in the mean."""
+
+
+def findings(config: RunConfig) -> list[str]:
+    """What means less than it says. Raises ConfigError for what cannot be meant."""
+    return [f"{finding}." for examine in _EXAMINERS for finding in examine(config)]
+
+
+def _clipping(config: RunConfig) -> Iterator[str]:
+    loss = config.grpo_config
+    if loss.sampler_is != "none" and loss.num_iterations == 1:
+        yield (
+            f"grpo_config.epsilon={loss.epsilon:g} clips nothing: with sampler_is={loss.sampler_is} the ratio is to the"
+            " policy at the step's start, and with num_iterations=1 that is the policy itself"
+        )
+    if loss.loss_algo == "gspo-token" and loss.epsilon > _MOST_SEQUENCE_EPSILON:
+        yield (
+            f"grpo_config.epsilon={loss.epsilon:g} clips next to nothing: with loss_algo=gspo-token the ratio is a"
+            " geometric mean over a whole sequence, for which its authors take 0.0003 (epsilon_high 0.0004)"
+        )
+
+
+def _unused(config: RunConfig) -> Iterator[str]:
+    loss, fresh = config.grpo_config, type(config.grpo_config)()
+    if loss.sampler_is == "none" and loss.sampler_is_threshold != fresh.sampler_is_threshold:
+        yield f"grpo_config.sampler_is_threshold={loss.sampler_is_threshold:g} has no effect: sampler_is is none"
+    if not loss.beta and loss.kl_loss_mode != fresh.kl_loss_mode:
+        yield f"grpo_config.kl_loss_mode={loss.kl_loss_mode} has no effect: beta is 0"
+
+
+def _sampling(config: RunConfig) -> Iterator[str]:
+    sampling = config.rollout.sampling
+    cut = [
+        text
+        for is_cut, text in (
+            (sampling.top_p < 1, f"top_p={sampling.top_p:g}"),
+            (sampling.top_k > 0, f"top_k={sampling.top_k}"),
+        )
+        if is_cut
+    ]
+    if cut:
+        yield (
+            f"rollout.sampling.{' and '.join(cut)}: training samples from a part of the vocabulary, but the"
+            " log-probabilities of its tokens are of the whole of it (they are not renormalised), so ratios and"
+            " importance weights are of another policy than the one that sampled"
+        )
+
+
+def _filters(config: RunConfig) -> Iterator[str]:
+    filters, size = config.trainer.filters, config.grpo_config.num_generations
+    if filters.zero_variance and size < 2:
+        raise ConfigError(
+            f"trainer.filters.zero_variance with grpo_config.num_generations={size} filters every group: one reward has"
+            " no variance",
+            "turn the filter off, or sample at least 2 episodes a task",
+        )
+    if filters.logprob is not None and filters.logprob > _MOST_LOGPROB:
+        yield (
+            f"trainer.filters.logprob={filters.logprob:g} filters nothing: not even random weights differ by so many"
+            " nats a token"
+        )
+
+
+def _periods(config: RunConfig) -> Iterator[str]:
+    steps, every = config.trainer.max_steps, config.orchestrator.eval_every_n_steps
+    if every is not None and every >= steps > 1:
+        yield (
+            f"orchestrator.eval_every_n_steps={every} evaluates nothing on the way: the run has {steps} steps, and the"
+            " first and the last weights are evaluated anyway"
+        )
+    for section, optimizer, n_updates in (
+        ("trainer", config.trainer.optimizer_config, steps * config.grpo_config.num_iterations),
+        ("sft", config.sft.optimizer_config, config.sft.max_steps),
+    ):
+        if optimizer.warmup_steps >= n_updates > 0 and optimizer.warmup_steps:
+            yield (
+                f"{section}.optimizer_config.learning_rate={optimizer.learning_rate:g} is not reached:"
+                f" warmup_steps={optimizer.warmup_steps} of {n_updates} updates"
+            )
+
+
+_EXAMINERS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_clipping, _unused, _sampling, _filters, _periods)

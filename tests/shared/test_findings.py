@@ -1,0 +1,99 @@
+"""What a configuration says that cannot come about is named, each in one sentence; what can is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared import config
+from shared.errors import ConfigError
+from shared.findings import findings
+from shared.schema import RunConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def of(**given: Any) -> list[str]:
+    tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"env": "e"}}
+    for dotted, value in given.items():
+        *parents, leaf = dotted.split("__")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return findings(RunConfig.model_validate(tree))
+
+
+def test_defaults_mean_what_they_say():
+    assert of() == []
+
+
+@pytest.mark.parametrize(
+    ("given", "begins"),
+    [
+        ({"grpo_config__sampler_is": "token"}, "grpo_config.epsilon=0.2 clips nothing"),
+        ({"grpo_config__loss_algo": "gspo-token"}, "grpo_config.epsilon=0.2 clips next to nothing"),
+        ({"grpo_config__sampler_is_threshold": 3.0}, "grpo_config.sampler_is_threshold=3 has no effect"),
+        ({"grpo_config__kl_loss_mode": "kl"}, "grpo_config.kl_loss_mode=kl has no effect"),
+        ({"rollout__sampling__top_p": 0.9}, "rollout.sampling.top_p=0.9: training samples from a part"),
+        ({"rollout__sampling__top_k": 50}, "rollout.sampling.top_k=50: training samples from a part"),
+        ({"trainer__filters__logprob": 11.0}, "trainer.filters.logprob=11 filters nothing"),
+        ({"orchestrator__eval_every_n_steps": 10}, "orchestrator.eval_every_n_steps=10 evaluates nothing"),
+        ({"trainer__optimizer_config__warmup_steps": 10}, "trainer.optimizer_config.learning_rate=1e-05 is not"),
+        ({"sft__max_steps": 5, "sft__optimizer_config__warmup_steps": 5}, "sft.optimizer_config.learning_rate=1e-05"),
+    ],
+)
+def test_each_is_named_once_by_its_key(given: dict[str, Any], begins: str):
+    (found,) = of(**given)
+    assert found.startswith(begins)
+    assert found.endswith(".")
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"grpo_config__sampler_is": "token", "grpo_config__num_iterations": 2},
+        {"grpo_config__loss_algo": "gspo-token", "grpo_config__epsilon": 3e-4},
+        {"grpo_config__kl_loss_mode": "kl", "grpo_config__beta": 0.1},
+        {
+            "grpo_config__sampler_is_threshold": 3.0,
+            "grpo_config__sampler_is": "token",
+            "grpo_config__num_iterations": 2,
+        },
+        {"rollout__sampling__top_p": 1.0, "rollout__sampling__top_k": -1},
+        {"trainer__filters__logprob": 0.5, "trainer__filters__zero_variance": True},
+        {"orchestrator__eval_every_n_steps": 9},
+        {"trainer__optimizer_config__warmup_steps": 9},
+    ],
+)
+def test_what_can_act_is_not_named(given: dict[str, Any]):
+    assert of(**given) == []
+
+
+def test_both_cuts_of_sampling_are_one_finding():
+    (found,) = of(rollout__sampling__top_p=0.9, rollout__sampling__top_k=50)
+    assert found.startswith("rollout.sampling.top_p=0.9 and top_k=50:")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_committed_configurations(path: Path):
+    given = ["data.train=t", "data.eval=e"] if "gsm8k" in path.stem else []
+    named = [finding.partition("=")[0] for finding in findings(config.load([path], given).config)]
+    assert named == (["grpo_config.epsilon"] if path.stem == "gsm8k_qwen3_4b_tpu" else [])
+
+
+def test_a_filter_that_takes_every_group_is_refused():
+    one = RunConfig.model_validate({"model": {"path": "m"}, "data": {"env": "e"}})
+    lonely = one.model_copy(
+        update={
+            "grpo_config": one.grpo_config.model_copy(update={"num_generations": 1}),
+            "trainer": one.trainer.model_copy(
+                update={"filters": one.trainer.filters.model_copy(update={"zero_variance": True})}
+            ),
+        }
+    )
+    with pytest.raises(ConfigError, match="filters every group"):
+        findings(lonely)
