@@ -11,7 +11,7 @@ from shared.errors import ConfigError
 from shared.schema import RunConfig
 
 _MOST_SEQUENCE_EPSILON = 0.01
-"""GSPO's paper clips at 3e-4 and 4e-4 (arXiv:2507.18071, section 5.1): the ratio is a geometric mean over a sequence."""
+"""GSPO's paper clips at 3e-4 and 4e-4 (arXiv:2507.18071, 5.1): the ratio is a geometric mean over a sequence."""
 _MOST_LOGPROB = 10.0
 """Nats a token: what even random weights of a vocabulary of 22,000 tokens are no further away than in the mean."""
 
