@@ -243,6 +243,12 @@ def _errors_of_omegaconf() -> tuple[type[Exception], ...]:
     return () if errors is None else (errors.OmegaConfBaseException,)
 
 
+def read_tree(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML or JSON file holds. Raises ConfigError."""
+    with _translated(str(path)):
+        return _read(path)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = read_file(path, _MAX_BYTES).decode()

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from shared.errors import Unavailable
@@ -16,9 +17,9 @@ from tools.bootstrap import ROOT, find_uv, locked, uv_environment
 _TIMEOUT_S = 600.0
 
 
-def python_with(package: str, variable: str) -> Path:
-    """That of `$variable`, else of a folder in `.cache`. Args: package: as pip is told, NAME==VERSION. Raises
-    Unavailable where it cannot be installed.
+def python_with(package: str, variable: str, *also: str) -> Path:
+    """That of `$variable`, else of a folder in `.cache`. Args: package: as pip is told, NAME==VERSION; also: what it
+    needs and does not say. Raises Unavailable where it cannot be installed.
     """
     if given := os.environ.get(variable):
         return Path(given)
@@ -26,18 +27,18 @@ def python_with(package: str, variable: str) -> Path:
     python, done = folder / "bin" / "python", folder / "installed"
     with locked(folder.with_suffix(".lock")):
         if not done.exists():
-            _install(package, variable, folder, python)
+            _install(package, variable, folder, python, also)
             done.touch()
     return python
 
 
-def _install(package: str, variable: str, folder: Path, python: Path) -> None:
+def _install(package: str, variable: str, folder: Path, python: Path, also: Sequence[str]) -> None:
     uv = find_uv(ROOT)
     if uv is None:
         raise Unavailable(f"there is no uv to install {package} with", f"make install, or set {variable}")
     for command in (
         [uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder],
-        [uv, "pip", "install", "--quiet", "--python", python, package],
+        [uv, "pip", "install", "--quiet", "--python", python, package, *also],
     ):
         try:
             done = subprocess.run(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.cli.layout import TEMPLATES
+from shared.errors import ConfigError
 
 if TYPE_CHECKING:
     from services.cli.commands import environments
@@ -42,8 +43,25 @@ def add(commands: _Commands) -> None:
 
 
 def _add_submit(parts: _Commands) -> None:
-    submit = parts.add_parser("submit", help="submit a file to a run's environment service; it is validated first")
-    submit.add_argument("file", type=Path, metavar="FILE.py")
+    submit = parts.add_parser("submit", help="submit one to a run's environment service; it is validated first")
+    source = submit.add_mutually_exclusive_group(required=True)
+    source.add_argument("file", type=Path, nargs="?", metavar="FILE.py")
+    source.add_argument(
+        "--import-path", metavar="PACKAGE.MODULE:CLASS", help="of a package that is installed beside the service"
+    )
+    source.add_argument("--remote", metavar="URL", help="an environment on somebody else's server, with --protocol")
+    submit.add_argument("--protocol", help="what --remote speaks: openenv, nemo_gym, volley")
+    submit.add_argument(
+        "--tasks",
+        type=_split_file,
+        action="append",
+        default=[],
+        metavar="SPLIT=FILE.jsonl",
+        help="the rows of --protocol nemo_gym",
+    )
+    submit.add_argument(
+        "--config", type=Path, metavar="FILE.yaml", help="arguments of the class, or settings of the protocol"
+    )
     submit.add_argument("--name", metavar="NAME", help="default: the file's name")
     submit.add_argument("--entry", metavar="CLASS", help="the environment's class, where the file has several")
     submit.add_argument(
@@ -64,6 +82,14 @@ def _add_target(part: argparse.ArgumentParser) -> None:
     part.add_argument("--url", help="of the service, instead of a run")
     part.add_argument("--token-file", type=Path, metavar="FILE", help="an admin's token, with --url")
     part.add_argument("--ca-file", type=Path, metavar="FILE", help="who vouches for the service, with --url")
+
+
+def _split_file(text: str) -> tuple[str, Path]:
+    """Raises ArgumentTypeError."""
+    split, equals, path = text.partition("=")
+    if not (split and equals and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not SPLIT=FILE, for example train=train.jsonl")
+    return split, Path(path)
 
 
 def _weight(text: str) -> float:
@@ -92,11 +118,25 @@ def _test(arguments: argparse.Namespace) -> int:
 def _submit(arguments: argparse.Namespace) -> int:
     from services.cli.commands import environments
 
+    if (arguments.remote is None) != (arguments.protocol is None):
+        raise ConfigError("--remote and --protocol belong together", "for example --protocol openenv")
+    if arguments.tasks and arguments.remote is None:
+        raise ConfigError("--tasks goes with --remote", "a file of one's own makes its tasks itself")
+    if arguments.entry is not None and arguments.file is None:
+        raise ConfigError("--entry goes with a file", "an import path names its class after the colon")
+    source = environments.EnvSource(
+        arguments.file,
+        arguments.import_path,
+        arguments.remote,
+        arguments.protocol,
+        dict(arguments.tasks),
+        arguments.config,
+        arguments.entry,
+    )
     return environments.submit(
         _target(arguments),
-        arguments.file,
+        source,
         arguments.name,
-        entry=arguments.entry,
         weight=arguments.weight,
         replace=arguments.replace,
         wait=not arguments.no_wait,

@@ -38,7 +38,9 @@ type SocketFactory = Callable[[Any], socket.socket]
 """From what getaddrinfo says of an address."""
 
 
-class _HttpReply(NamedTuple):
+class HttpReply(NamedTuple):
+    """An answer as it came, whatever its status."""
+
     status: int
     content_type: str
     content: bytes
@@ -48,7 +50,7 @@ class _HttpReply(NamedTuple):
 class _Wire(Protocol):
     async def send(
         self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float
-    ) -> _HttpReply: ...
+    ) -> HttpReply: ...
 
     async def close(self) -> None: ...
 
@@ -62,6 +64,7 @@ class HttpClient:
         transport: replaces the network in tests (e.g. httpx.ASGITransport(app)).
         socket_factory: makes the socket for an address, and may refuse to (PermissionError).
         as_json: send JSON instead of msgpack, to servers that are not of this project.
+        keep_cookies: send back the cookies that the server sets, also to an address that is a number.
     """
 
     def __init__(
@@ -74,17 +77,25 @@ class HttpClient:
         transport: AsyncBaseTransport | None = None,
         socket_factory: SocketFactory | None = None,
         as_json: bool = False,
+        keep_cookies: bool = False,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._timeout_s, self._ca_file, self._transport = timeout_s, ca_file, transport
-        self._socket_factory = socket_factory
+        self._socket_factory, self._keep_cookies = socket_factory, keep_cookies
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._pack, self._media_type = (orjson.dumps, _JSON) if as_json else (codec.pack, codec.MEDIA_TYPE)
         self._wire: _Wire | None = None
 
     async def __aenter__(self) -> Self:
         if self._transport is None:
-            self._wire = _Network(self.base_url, self._headers, self._media_type, self._ca_file, self._socket_factory)
+            self._wire = _Network(
+                self.base_url,
+                self._headers,
+                self._media_type,
+                self._ca_file,
+                self._socket_factory,
+                keep_cookies=self._keep_cookies,
+            )
         else:
             self._wire = _Direct(self.base_url, self._headers, self._media_type, self._transport)
         return self
@@ -116,6 +127,12 @@ class HttpClient:
     async def delete(self, path: str, *, attempts: int = 1) -> Any:
         return await retry(lambda: self._send("DELETE", path, None, None, None), attempts=attempts)
 
+    async def exchange(self, method: str, path: str, body: Any = None) -> HttpReply:
+        """One request and its answer, also one that tells of an error: for servers that are not of this project. Raises
+        ServiceUnreachable.
+        """
+        return await self._exchanged(method, path, self._pack(body) if body is not None else None, None, None)
+
     async def _send(
         self,
         method: str,
@@ -125,10 +142,16 @@ class HttpClient:
         timeout_s: float | None,
         max_objects: int = MAX_OBJECTS,
     ) -> Any:
+        answer = await self._exchanged(method, path, body, params, timeout_s)
+        return await offload.by_size(len(answer.content), lambda: _read(answer, path, max_objects))
+
+    async def _exchanged(
+        self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float | None
+    ) -> HttpReply:
         assert self._wire is not None, "enter the client first"
         what = f"{method} {self.base_url}{path}"
         try:
-            answer = await self._wire.send(method, path, body, params, timeout_s or self._timeout_s)
+            return await self._wire.send(method, path, body, params, timeout_s or self._timeout_s)
         except TimeoutError as error:
             raise ServiceUnreachable(f"{what} did not answer in time") from error
         except aiohttp.ClientSSLError as error:
@@ -139,7 +162,6 @@ class HttpClient:
             if (reason := descriptors.exhausted(error)) is not None:
                 raise ServiceUnreachable(f"{what}: {reason}", descriptors.HINT) from error
             raise ServiceUnreachable(f"{what}: {_reason(error)}", _hint(error)) from error
-        return await offload.by_size(len(answer.content), lambda: _read(answer, path, max_objects))
 
 
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError)
@@ -156,6 +178,8 @@ class _Network:
         media_type: str,
         ca_file: Path | None,
         socket_factory: SocketFactory | None,
+        *,
+        keep_cookies: bool,
     ) -> None:
         self._content_type = {"Content-Type": media_type}
         trusted = client_context(ca_file) if base_url.startswith("https:") else True
@@ -165,12 +189,16 @@ class _Network:
         skip = ("User-Agent", "Accept-Encoding")
         self._base_url = base_url
         self._session = aiohttp.ClientSession(
-            connector=connector, headers=headers, skip_auto_headers=skip, auto_decompress=False
+            connector=connector,
+            headers=headers,
+            skip_auto_headers=skip,
+            auto_decompress=False,
+            cookie_jar=aiohttp.CookieJar(unsafe=True) if keep_cookies else aiohttp.DummyCookieJar(),
         )
 
     async def send(
         self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float
-    ) -> _HttpReply:
+    ) -> HttpReply:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
         url, headers = self._base_url + path, self._content_type if body is not None else None
         async with self._session.request(
@@ -178,7 +206,7 @@ class _Network:
         ) as answer:
             told = answer.headers
             content = await _bounded(answer, path)
-            return _HttpReply(answer.status, told.get("Content-Type", ""), content, told.get("Retry-After", ""))
+            return HttpReply(answer.status, told.get("Content-Type", ""), content, told.get("Retry-After", ""))
 
     async def close(self) -> None:
         await self._session.close()
@@ -208,12 +236,12 @@ class _Direct:
 
     async def send(
         self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float
-    ) -> _HttpReply:
+    ) -> HttpReply:
         answer = await self._direct.send(
             method, path, body, params, self._content_type if body is not None else {}, timeout_s
         )
         told = answer.headers
-        return _HttpReply(answer.status_code, told.get("Content-Type", ""), answer.content, told.get("Retry-After", ""))
+        return HttpReply(answer.status_code, told.get("Content-Type", ""), answer.content, told.get("Retry-After", ""))
 
     async def close(self) -> None:
         await self._direct.close()
@@ -247,7 +275,7 @@ def _tls_reason(error: aiohttp.ClientSSLError) -> str:
     return f"no TLS connection can be made: {getattr(error.os_error, 'reason', None) or error.os_error}"
 
 
-def _read(answer: _HttpReply, path: str, max_objects: int) -> Any:
+def _read(answer: HttpReply, path: str, max_objects: int) -> Any:
     """The decoded body of a success. Raises what a problem body says, or MalformedAnswer."""
     if answer.status < 300:
         return _decode(answer, path, max_objects) if answer.content else None
@@ -261,7 +289,7 @@ def _read(answer: _HttpReply, path: str, max_objects: int) -> Any:
     raise from_problem(answer.status, body)
 
 
-def _decode(answer: _HttpReply, path: str, max_objects: int) -> Any:
+def _decode(answer: HttpReply, path: str, max_objects: int) -> Any:
     try:
         return codec.by_type(answer.content_type, answer.content, f"the answer of {path}", max_objects)
     except DecodeError as error:

@@ -56,14 +56,11 @@ class EnvClient(HttpClient):
         """The rows of all environments on offer."""
         return await self.get("/environments", attempts=1)
 
-    async def submit(
-        self, name: str, source: str, *, entry: str | None = None, weight: float = 0.0, replace: bool = False
-    ) -> Mapping[str, Any]:
-        """The version that a Python file makes; with `replace` a new one of a name that is there. Raises Conflict,
-        InputError, Forbidden.
+    async def submit(self, body: Mapping[str, Any], *, replace: bool = False) -> Mapping[str, Any]:
+        """The version that a submission makes, as POST /environments takes it; with `replace` a new one of a name that
+        is there. Raises Conflict, InputError, Forbidden.
         """
-        body = {"source": source, "entry": entry, "weight": weight, "name": name}
-        row = await (self.put(f"/environments/{name}", body) if replace else self.post("/environments", body))
+        row = await (self.put(f"/environments/{body['name']}", body) if replace else self.post("/environments", body))
         return _read(lambda: {**row, "name": str(row["name"]), "state": str(row["state"])})
 
     async def versions(self, name: str) -> list[Mapping[str, Any]]:

@@ -80,6 +80,28 @@ def test_what_is_wrong_with_a_file_is_told_with_its_line(volley: Volley, url: st
     assert (code, "nobody submitted an environment 'nobody'" in err) == (1, True)
 
 
+def test_settings_and_a_remote_environment_are_submitted(volley: Volley, url: str, tmp_path: Path) -> None:
+    rows, settings = tmp_path / "rows.jsonl", tmp_path / "settings.yaml"
+    rows.write_text('{"responses_create_params": {"input": "Say x."}, "initial_count": 0, "expected_count": 0}\n')
+    settings.write_text("max_turns: 3\n")
+    command = [sys.executable, "-m", "tests.env.nemo_gym_server", str(port := free_port())]
+    with subprocess.Popen(command, cwd=PROJECT) as process:
+        try:
+            wait_http(f"http://127.0.0.1:{port}/openapi.json")
+            remote = ["--remote", f"http://127.0.0.1:{port}", "--protocol", "nemo_gym", "--tasks", f"train={rows}"]
+            whole = ["submit", "--name", "far", *remote, "--config", str(settings), "--url", url]
+            code, out, _ = volley(*whole)
+            assert (code, "ok    splits: train: 1" in out) == (0, True), out
+        finally:
+            process.kill()
+    settings.write_text("- a\n")
+    assert "does not hold a mapping" in volley(*whole)[2]
+    assert "a remote environment needs a name" in volley("submit", *remote, "--url", url)[2]
+    assert "--remote and --protocol belong together" in volley("submit", *remote[:2], "--url", url)[2]
+    code, _, err = volley("submit", "--import-path", "somewhere.envs:Maze", "--url", url)
+    assert (code, "is no environment of a package that is installed beside the service" in err) == (1, True)
+
+
 def test_a_file_is_tried_without_a_service(tmp_path: Path) -> None:
     """The report comes from another process: a real one, as people see it."""
     file = tmp_path / "dice.py"

@@ -11,7 +11,7 @@ import pytest
 
 from services.env.api import openenv as served
 from services.env.backends import base as backends
-from services.env.backends.remote import openenv
+from services.env.backends.remote import nemo_gym, openenv
 from services.env.grading import pool
 from services.env.rewards import failures as rewards
 from services.env.sandbox import failure
@@ -65,7 +65,7 @@ def test_what_is_done_about_each_class():
     assert {name for name, e in named.items() if e.action == "stop"} == {"Fenced", "NonFinite"}
     assert {name for name, e in named.items() if e.cause == "defect"} == {
         "VolleyError", "DecodeError", "MalformedAnswer", "Untrainable", "PrefixBroken", "NonFinite", "SandboxFailed",
-        "GradingEnded", "OpenEnvRefused",
+        "GradingEnded", "NemoGymRefused", "OpenEnvRefused",
     }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_a_class_from_elsewhere_is_judged_like_its_ancestor():
 
 
 def error(name):
-    modules = (errors, failures, backends, failure, pool, openenv, served, rewards)
+    modules = (errors, failures, backends, failure, pool, nemo_gym, openenv, served, rewards)
     return next(getattr(module, name) for module in modules if hasattr(module, name))("planted")
 
 

@@ -10,7 +10,7 @@ import asyncio
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import orjson
 from services.cli.layout import CACHE, PROJECT, TEMPLATES, python_of, variables_of
 from services.cli.runs import addresses
 from shared.clients.env import EnvClient
+from shared.config import read_tree
 from shared.errors import ConfigError, Unavailable
 from shared.run.folder import RunFolder
 from shared.web.access import Role, read_token, token_for
@@ -80,22 +81,48 @@ def test(file: Path, entry: str | None) -> int:
     return ended.returncode
 
 
-def submit(
-    target: EnvTarget, file: Path, name: str | None, *, entry: str | None, weight: float, replace: bool, wait: bool
-) -> int:
-    """Raises ConfigError (the file), and what the service says. The exit code is 1 if it is rejected."""
-    try:
-        source = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
-    return asyncio.run(_submit(target, name or file.stem, source, entry, weight, replace, wait))
+@dataclass(frozen=True, slots=True)
+class EnvSource:
+    """What is submitted: a Python file, the import path of a package that is installed beside the service, or the
+    address of a remote environment, with the files of its tasks by split. `config` is a file with its settings.
+    """
+
+    file: Path | None = None
+    import_path: str | None = None
+    remote: str | None = None
+    protocol: str | None = None
+    tasks: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    config: Path | None = None
+    entry: str | None = None
+
+    def body(self, name: str | None, weight: float) -> dict[str, Any]:
+        """Of POST /environments. Raises ConfigError."""
+        settings = _settings(self.config) if self.config else {}
+        whole = {"name": name or self._plain_name(), "config": settings, "weight": weight}
+        if self.file is not None:
+            return {**whole, "source": _text(self.file), "entry": self.entry}
+        if self.import_path is not None:
+            return {**whole, "import_path": self.import_path}
+        tasks = {split: _text(path) for split, path in self.tasks.items()}
+        return {**whole, "url": self.remote, "protocol": self.protocol, **({"tasks": tasks} if tasks else {})}
+
+    def _plain_name(self) -> str:
+        """Raises ConfigError."""
+        if self.file is not None:
+            return self.file.stem
+        if self.import_path is not None:
+            return self.import_path.rpartition(":")[2]
+        raise ConfigError("a remote environment needs a name", "add --name NAME")
 
 
-async def _submit(
-    target: EnvTarget, name: str, source: str, entry: str | None, weight: float, replace: bool, wait: bool
-) -> int:
+def submit(target: EnvTarget, source: EnvSource, name: str | None, *, weight: float, replace: bool, wait: bool) -> int:
+    """Raises ConfigError (a file), and what the service says. The exit code is 1 if it is rejected."""
+    return asyncio.run(_submit(target, source.body(name, weight), replace, wait))
+
+
+async def _submit(target: EnvTarget, body: Mapping[str, Any], replace: bool, wait: bool) -> int:
     async with target.client() as client:
-        row = await client.submit(name, source, entry=entry, weight=weight, replace=replace)
+        row = await client.submit(body, replace=replace)
         print(f"{row['name']} is {row['state']}")
         if not wait:
             return 0
@@ -104,8 +131,26 @@ async def _submit(
         if row["state"] == "rejected":
             return 1
         if row["state"] == "canary":
-            print(f"live runs play it now and then; `volley env show {name}` tells how it fares")
+            print(f"live runs play it now and then; `volley env show {body['name']}` tells how it fares")
         return 0
+
+
+def _settings(file: Path) -> Mapping[str, Any]:
+    """Raises ConfigError."""
+    settings = read_tree(file)
+    try:
+        orjson.dumps(settings)
+    except TypeError as error:
+        raise ConfigError(f"{file}: {error}", "settings are what JSON knows; put quotes around a date") from error
+    return settings
+
+
+def _text(file: Path) -> str:
+    """Raises ConfigError."""
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
 async def _decided(client: EnvClient, name: str, told: str) -> Mapping[str, Any]:

@@ -160,7 +160,9 @@ async def _object(raw: Mapping[str, Any], name: str | None = None) -> Submission
     """Raises InputError."""
     if "url" in raw:
         far = http.validated(RemoteBody, _named(raw, name), strict=True)
-        return Submission(far.name, RemoteEnvironment(far.protocol, far.url, far.config), None, far.config, far.weight)
+        tasks = {split: text.encode("utf-8", "surrogatepass") for split, text in far.tasks.items()}
+        there = RemoteEnvironment(far.protocol, far.url, far.config, tasks)
+        return Submission(far.name, there, None, far.config, far.weight)
     if "adapter" in raw:
         asked = http.validated(AdapterBody, _named(raw, name), strict=True)
         return Submission(asked.name, source_of(asked.adapter), None, asked.config, asked.weight)

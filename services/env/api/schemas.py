@@ -97,11 +97,14 @@ class RemoteBody(
         name="echo", url="http://127.0.0.1:8000", protocol="openenv", config={"action_field": "message"}, weight=1.0
     ),
 ):
-    """An environment on somebody else's server; `config` are the settings of the protocol."""
+    """An environment on somebody else's server; `config` are the settings of the protocol. `tasks` are JSON lines by
+    split, for servers that have none of their own (nemo_gym).
+    """
 
     name: EnvName
     url: Annotated[str, Field(min_length=1, max_length=MAX_URL)]
     protocol: Annotated[str, Field(min_length=1, max_length=80)]
+    tasks: dict[str, str] = {}
     config: Config = {}
     weight: Weight = 0.0
 

@@ -22,6 +22,7 @@ from services.env.submissions.canary import Canary
 from services.env.submissions.programs import Programs
 from services.env.submissions.record import PLAYABLE, SubmittedVersion
 from services.env.submissions.store import SubmissionStore
+from services.env.submissions.submission import TASKS
 from shared.errors import InputError, VolleyError
 from shared.process import telemetry
 
@@ -56,7 +57,7 @@ class Offers:
         log = self._log_of(version)
         if version.url is not None:
             remote = RemoteEnvironment(version.protocol, version.url, version.config)
-            known = (version.splits, version.has_demonstration)
+            known = (version.splits, version.has_demonstration, self._store.source(version) / TASKS)
             return open_remote(version.full_name, remote, self._remotes, log, *known)
         return SandboxedBackend(
             version.full_name,

@@ -15,6 +15,8 @@ MAX_SOURCE = 256 * 1024
 """Bytes of one Python file."""
 MAX_ARCHIVE = 4 * 2**20
 """Bytes of a zip file or wheel, packed."""
+TASKS = "tasks"
+"""The folder with what a remote environment's tasks are made from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,10 @@ class Submission:
     @property
     def content(self) -> bytes:
         """What a version's digest is made of."""
-        return self.source if isinstance(self.source, bytes) else f"{self.source.protocol} {self.source.url}".encode()
+        if isinstance(self.source, bytes):
+            return self.source
+        tasks = [split.encode() + b"\n" + text for split, text in sorted(self.source.tasks.items())]
+        return b"\n".join([f"{self.source.protocol} {self.source.url}".encode(), *tasks])
 
     @property
     def digest(self) -> str:
@@ -59,6 +64,11 @@ def check_size(content: bytes, *, archive: bool) -> None:
         content.decode()
     except UnicodeDecodeError as error:
         raise InputError(f"the source is not UTF-8: {error}", "send a Python file in UTF-8") from error
+
+
+def kept_of(remote: RemoteEnvironment) -> Mapping[str, bytes]:
+    """The files to keep of a remote environment: its tasks."""
+    return {f"{TASKS}/{split}.jsonl": text for split, text in remote.tasks.items()}
 
 
 def is_same(version: SubmittedVersion, wanted: Submission) -> bool:

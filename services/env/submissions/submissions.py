@@ -36,7 +36,7 @@ from services.env.submissions.record import (
     Transition,
 )
 from services.env.submissions.store import SubmissionStore
-from services.env.submissions.submission import Submission, is_same
+from services.env.submissions.submission import Submission, is_same, kept_of
 from services.env.submissions.validation import Validated, validate
 from shared.errors import Conflict, Forbidden, InputError, NotFound, StorageUnavailable, Unavailable, VolleyError
 from shared.process import telemetry
@@ -276,7 +276,7 @@ class Submissions:
         if wanted.name in _RESERVED:
             raise InputError(f"{wanted.name!r} is a part of the service's own paths", "choose another name")
         if isinstance(wanted.source, RemoteEnvironment):
-            return replace(wanted, source=checked(wanted.source))
+            return replace(wanted, source=await asyncio.to_thread(checked, wanted.source))
         tier = await self._sandboxes.probe()
         if tier.level < MIN_TIER and wanted.name not in self._unsandboxed:
             raise Forbidden(
@@ -286,7 +286,7 @@ class Submissions:
         return wanted
 
     async def _add(self, wanted: Submission) -> SubmittedVersion:
-        files = {} if wanted.remote else await self._programs.check(wanted)
+        files = kept_of(wanted.remote) if wanted.remote else await self._programs.check(wanted)
         known = self._versions.get(wanted.name, {})
         number = 1 + max(max(known, default=0), await asyncio.to_thread(self._store.newest, wanted.name))
         if len(known) >= MAX_VERSIONS:

@@ -96,6 +96,14 @@ def recognised(text: str) -> Literal["hermes", "qwen3_coder", "llama3_json", "mi
             return "llama3_json" if text.lstrip().startswith("{") else "hermes"
 
 
+def before_calls(text: str) -> str:
+    """What a message that has calls in its text says before the first of them, thoughts included."""
+    spoken = _spoken(text)
+    thought = text[: len(text) - len(spoken)] if text.endswith(spoken) else ""
+    found = [at for mark in (_OPEN, _MISTRAL, _PYTHON) if (at := spoken.find(mark)) >= 0]
+    return thought + spoken[: min(found, default=0)]
+
+
 def write_call(name: str, arguments: Mapping[str, Any], form: CallFormat = "hermes") -> str:
     """The text that `tool_calls` reads back."""
     if form == "qwen3_coder":

@@ -17,7 +17,6 @@ import hashlib
 import math
 import re
 import time
-from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,8 +30,8 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 
 from services.env.backends.base import CALL_SECONDS, Busy, Call, GivenUp
 from services.env.backends.remote import address as addresses
-from services.env.backends.remote.address import RemoteAddress
-from services.env.backends.remote.site import CONNECT_S, RemoteAccess, RemoteDescription, RemoteSite
+from services.env.backends.remote.paths import at_path
+from services.env.backends.remote.site import CONNECT_S, RemoteContext, RemoteDescription, RemoteSite
 from services.env.environments.base import (
     EVAL,
     MAX_REWARD,
@@ -96,20 +95,11 @@ class OpenEnvBackend:
 
     is_remote, has_demonstration = True, False
 
-    def __init__(
-        self,
-        name: str,
-        address: RemoteAddress,
-        config: OpenEnvConfig,
-        access: RemoteAccess,
-        log: deque[str],
-        splits: Mapping[str, int],
-        has_demonstration: bool,
-    ) -> None:
-        """`splits` and `has_demonstration` are what a validation found, which here is what `config` says."""
-        self.name, self.config, self.log = name, config, log
-        self.splits_of: Mapping[str, int] = splits or config.num_tasks
-        self.site = RemoteSite(address, access, config.max_sessions, log)
+    def __init__(self, context: RemoteContext, config: OpenEnvConfig) -> None:
+        """How many tasks there are, `config` says."""
+        self.name, self.config, self.log = context.name, config, context.log
+        self.splits_of: Mapping[str, int] = context.splits or config.num_tasks
+        self.site = RemoteSite(context.address, context.access, config.max_sessions, context.log)
 
     async def describe(self) -> RemoteDescription:
         """Opens one episode. Raises VolleyError where the server cannot be played."""
@@ -221,7 +211,7 @@ class OpenEnvBackend:
         """The user message that an observation becomes. Raises VolleyError where it has no such path."""
         path = self.config.observation
         if path:
-            found = _at(observation, path)
+            found = at_path(observation, path)
         elif isinstance(observation, dict):
             found = {key: value for key, value in observation.items() if key != "metadata"}
         else:
@@ -269,8 +259,8 @@ class OpenEnvEpisode:
         messages = () if seen.done and seen.content is None else (user(self._backend.text(seen.content)),)
         flag = None
         if config.success:
-            flag = _at(seen.content, config.success)
-            flag = _at(seen.metadata, config.success) if flag is None else flag
+            flag = at_path(seen.content, config.success)
+            flag = at_path(seen.metadata, config.success) if flag is None else flag
         success = bool(flag) if config.success else seen.done and seen.reward > 0
         info = Info({"reward": seen.reward}, success, None, {"metadata": seen.metadata} if seen.metadata else {})
         return StepResult(messages, seen.reward, terminated=seen.done, truncated=False, info=info)
@@ -332,18 +322,6 @@ def _parsed(text: str) -> dict[str, Any] | None:
     except DecodeError:
         return None
     return value if isinstance(value, dict) else None
-
-
-def _at(value: Any, path: str) -> Any:
-    """What lies at a dotted path; None where nothing does."""
-    for key in path.split("."):
-        if isinstance(value, dict):
-            value = value.get(key)
-        elif isinstance(value, list) and key.isdecimal() and int(key) < len(value):
-            value = value[int(key)]
-        else:
-            return None
-    return value
 
 
 def task_seed(split: str, index: int) -> int:

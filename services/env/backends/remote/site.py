@@ -39,6 +39,21 @@ class RemoteAccess:
     deadline_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteContext:
+    """What a remote environment's backend is made with. `splits` and `has_demonstration` are what its validation found;
+    `folder` holds what was submitted with it.
+    """
+
+    name: str
+    address: RemoteAddress
+    access: RemoteAccess
+    log: deque[str]
+    splits: Mapping[str, int]
+    has_demonstration: bool
+    folder: Path | None
+
+
 def open_access(tokens_file: Path | None, ca_file: Path | None, deadline_s: float) -> RemoteAccess:
     """Args: tokens_file: a secret file with a line `URL TOKEN` for each server that wants one. Raises ConfigError."""
     tokens: dict[str, str] = {}

@@ -6,7 +6,6 @@ Every episode has a client of its own, so that it ends with its episode.
 from __future__ import annotations
 
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, Any
@@ -14,8 +13,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from services.env.backends.base import Busy
-from services.env.backends.remote.address import RemoteAddress, checked_socket
-from services.env.backends.remote.site import RemoteAccess, RemoteDescription, RemoteSite
+from services.env.backends.remote.address import checked_socket
+from services.env.backends.remote.site import RemoteContext, RemoteDescription, RemoteSite
 from services.env.environments.base import Demonstration, Message, StepResult, check_task
 from services.env.sandbox import answers
 from services.env.sandbox.failure import SandboxFailed
@@ -37,20 +36,11 @@ class VolleyBackend:
 
     is_remote = True
 
-    def __init__(
-        self,
-        name: str,
-        address: RemoteAddress,
-        config: VolleyConfig,
-        access: RemoteAccess,
-        log: deque[str],
-        splits: Mapping[str, int],
-        has_demonstration: bool,
-    ) -> None:
-        self.name, self.config, self.log = name, config, log
-        self.splits_of, self.has_demonstration = splits, has_demonstration
-        self.site = RemoteSite(address, access, config.max_sessions, log)
-        self._ca_file = access.ca_file
+    def __init__(self, context: RemoteContext, config: VolleyConfig) -> None:
+        self.name, self.config, self.log = context.name, config, context.log
+        self.splits_of, self.has_demonstration = context.splits, context.has_demonstration
+        self.site = RemoteSite(context.address, context.access, config.max_sessions, context.log)
+        self._ca_file = context.access.ca_file
 
     async def describe(self) -> RemoteDescription:
         """Asks for splits and a demonstration. Raises VolleyError where the service does not answer as one."""

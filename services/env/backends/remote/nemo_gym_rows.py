@@ -1,0 +1,162 @@
+"""Rows of NeMo-Gym's data files: what a model is asked, and what the server is told of its answer.
+
+A row is one line of JSON: `responses_create_params` with OpenAI's Responses request (`input`, `tools`, `instructions`),
+beside whatever the server's verifier wants to know. Items of the Responses API become chat messages here, and messages
+of the model become items again, as NeMo-Gym's own converter writes them (nemo_gym 0.4.0, responses_converter.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.env.environments.base import Message, user
+from services.env.sandbox.answers import MAX_SPLITS
+from services.env.tools.calls import ToolCall
+from shared import codec
+from shared.errors import DecodeError, InputError
+
+MAX_ROW_BYTES, MAX_ROW_VALUES = 2**20, 20_000
+_ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+_SPLIT = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_TEXTS = ("input_text", "output_text", "text")
+_HINT = 'a line is {"responses_create_params": {"input": [{"role": "user", "content": "…"}], "tools": […]}, …}'
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRow:
+    """One task. `sent` is the whole row, as the server is given it; `digest` is of its bytes."""
+
+    sent: Mapping[str, Any]
+    opening: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+    digest: str
+
+
+def check_rows(tasks: Mapping[str, bytes]) -> None:
+    """Raises InputError naming the split and the line of the first row that cannot be played."""
+    if not tasks:
+        raise InputError("tasks: there are none", 'a NeMo-Gym server has none of its own: {"train": "JSON lines", …}')
+    if len(tasks) > MAX_SPLITS or not all(_SPLIT.fullmatch(split) for split in tasks):
+        raise InputError(f"tasks: up to {MAX_SPLITS} splits are taken, named by letters, digits, _ and -")
+    for split, text in tasks.items():
+        lines = lines_of(text)
+        if not lines:
+            raise InputError(f"tasks.{split}: there is no line in it", _HINT)
+        for number, line in enumerate(lines, 1):
+            try:
+                read_row(line)
+            except InputError as error:
+                raise InputError(f"tasks.{split}: line {number}: {error.detail}", error.hint) from error
+
+
+def read_files(folder: Path) -> Mapping[str, Sequence[bytes]]:
+    """The lines of each split that was submitted. Raises OSError. Blocks on disk."""
+    return {path.stem: lines_of(path.read_bytes()) for path in sorted(folder.glob("*.jsonl"))}
+
+
+def lines_of(text: bytes) -> list[bytes]:
+    return [line for line in text.split(b"\n") if line.strip()]
+
+
+def read_row(line: bytes) -> TaskRow:
+    """Raises InputError."""
+    if len(line) > MAX_ROW_BYTES:
+        raise InputError(f"it has {len(line)} bytes, at most {MAX_ROW_BYTES} are taken")
+    try:
+        row = codec.from_json(line, "it", MAX_ROW_VALUES)
+    except DecodeError as error:
+        raise InputError(error.detail, _HINT) from error
+    asked = row.get("responses_create_params") if isinstance(row, dict) else None
+    if not isinstance(asked, dict) or not isinstance(asked.get("input"), str | list):
+        raise InputError("it has no responses_create_params with an input", _HINT)
+    opening = [Message(role="system", content=asked["instructions"])] if _is_text(asked.get("instructions")) else []
+    given = asked["input"]
+    opening += [user(given)] if isinstance(given, str) else [_message(item) for item in given if not _is_thought(item)]
+    tools = tuple(_schema(tool) for tool in asked.get("tools") or ())
+    return TaskRow(row, tuple(opening), tools, hashlib.blake2b(line, digest_size=6).hexdigest())
+
+
+def output_items(text: str, calls: Sequence[ToolCall], call_ids: Sequence[str]) -> list[dict[str, Any]]:
+    """What a model said, as the items of a response: its thoughts, its text, its calls of tools."""
+    thoughts, said = _THINK.findall(text), _THINK.sub("", text)
+    items: list[dict[str, Any]] = []
+    if thoughts:
+        summary = [{"type": "summary_text", "text": thought} for thought in thoughts]
+        items.append({"type": "reasoning", "id": _id("rs"), "summary": summary, "status": "completed"})
+    if said or not (items or calls):
+        content = [{"type": "output_text", "text": said, "annotations": []}]
+        message = {"type": "message", "id": _id("msg"), "role": "assistant", "status": "completed"}
+        items.append({**message, "content": content})
+    for call, call_id in zip(calls, call_ids, strict=True):
+        arguments = orjson.dumps(call.arguments or {}).decode()
+        item = {"type": "function_call", "id": call_id, "call_id": call_id, "name": call.name, "status": "completed"}
+        items.append({**item, "arguments": arguments})
+    return items
+
+
+def tool_output(call_id: str, text: str) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": text}
+
+
+def response(row: TaskRow, output: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A whole response, as a server of the Responses API would have sent it."""
+    asked = row.sent["responses_create_params"]
+    told = {"tool_choice": asked.get("tool_choice") or "auto", "tools": asked.get("tools") or []}
+    whole = {"id": _id("resp"), "object": "response", "created_at": 0.0, "model": "policy", "status": "completed"}
+    return {**whole, **told, "parallel_tool_calls": True, "output": list(output)}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_thought(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("type") == "reasoning"
+
+
+def _message(item: Any) -> Message:
+    """One item of the input. Raises InputError."""
+    match item:
+        case {"type": "function_call", "name": str(name), "arguments": str(arguments)}:
+            call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+            return Message(role="assistant", content="", tool_calls=[{"id": str(item.get("call_id", "")), **call}])
+        case {"type": "function_call_output", "output": str(output)}:
+            return Message(role="tool", content=output)
+        case {"role": str(role), "content": content} if role in _ROLES:
+            return Message(role=_ROLES[role], content=_text(content))  # type: ignore[typeddict-item]
+        case _:
+            raise InputError(f"an item of its input is no message: {str(item)[:120]}", _HINT)
+
+
+def _text(content: Any) -> str:
+    """Raises InputError for what is no text: pictures, sound, files."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
+            raise InputError(f"a part of a message is no text: {str(part)[:120]}", "only text is played")
+    return "".join(part["text"] for part in parts)
+
+
+def _schema(tool: Any) -> Mapping[str, Any]:
+    """A tool of the Responses API in the shape of chat completions. Raises InputError."""
+    match tool:
+        case {"type": "function", "name": str(name)}:
+            known = {key: tool[key] for key in ("description", "parameters") if tool.get(key) is not None}
+            return {"type": "function", "function": {"name": name, **known}}
+        case _:
+            raise InputError(f"a tool is no function: {str(tool)[:120]}", "only tools of type function are played")
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"
