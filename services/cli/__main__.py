@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `volley`."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # not every locale has the signs of curves, bars and tables
-    arguments = parser().parse_args(argv)
+    arguments = parsed(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         code = _flushed(command(arguments))
@@ -44,6 +44,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"volley: {error.filename}: {error.strerror}", file=sys.stderr)
         code = 1
     raise SystemExit(code)
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; argparse takes no further positional arguments after an option that follows the first ones."""
+    whole = parser()
+    arguments, late = whole.parse_known_args(argv)
+    if late and not (hasattr(arguments, "overrides") and all("=" in one and one[0] != "-" for one in late)):
+        whole.error(f"unrecognized arguments: {' '.join(late)}")
+    if late:
+        arguments.overrides = [*arguments.overrides, *late]
+    return arguments
 
 
 def _flushed(code: int) -> int:
@@ -195,6 +206,20 @@ def _add_proving(commands: _Commands) -> None:
 
 
 def _add_measuring(commands: _Commands) -> None:
+    evaluate = commands.add_parser(
+        "eval", help="measure a run's version or a model on the held-out tasks of a configuration, without training"
+    )
+    evaluate.add_argument("target", metavar="RUN|RUN@VERSION|MODEL", help="RUN: its newest version")
+    evaluate.add_argument(
+        "--config",
+        action="append",
+        metavar="FILE.yaml",
+        help="on what, and how (default: the run's own); given again, the later file wins",
+    )
+    evaluate.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
+    evaluate.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
+    evaluate.set_defaults(command=_evaluate)
+
     soak = commands.add_parser("soak", help="run the whole stack for some minutes and see that nothing grows")
     soak.add_argument("--minutes", type=_minutes, default=30.0, metavar="M", help="how long (default: 30)")
     soak.add_argument("--config", action="append", metavar="FILE.yaml", help="of the run (default: configs/soak.yaml)")
@@ -296,6 +321,12 @@ def _chaos(arguments: argparse.Namespace) -> int:
     amounts = Amounts(arguments.kills, arguments.wipes, arguments.zombies)
     wanted = CampaignSpec(arguments.seed, amounts, arguments.minutes, arguments.dir)
     return command.main(wanted, real=arguments.real, as_json=arguments.json)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from services.cli.commands import evaluate
+
+    return evaluate.main(arguments.target, arguments.config or [], arguments.overrides, arguments.json)
 
 
 def _soak(arguments: argparse.Namespace) -> int:

@@ -82,6 +82,8 @@ def _train(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False
                     started[name] = state
                     display.service(name, state)
 
+                for finding in findings(loaded.config):
+                    display.say(f"note: {finding}")
                 record = supervise(
                     loaded, claim, lambda running: follow(running, folder, display, tails), display.say, seams, seen
                 )
@@ -179,8 +181,6 @@ async def _supervised(
     """Raises Stopped, VolleyError, or a group of them."""
     folder = claim.folder
     say(f"run {folder.name} in {folder.path}: starting services (logs in {folder.logs})")
-    for finding in findings(loaded.config):
-        say(f"note: {finding}")
     with Reaper.running(holds=[claim.lock]) as reaper:
         async with (
             stopping_on_signal(
@@ -198,9 +198,9 @@ async def follow(running: stack.LocalStack, folder: RunFolder, display: Progress
     news = time.monotonic()
     async with running.client("orchestrator") as orchestrator, running.client("trainer") as trainer:
         while True:
-            run = await _told(orchestrator, f"/runs/{folder.name}")
+            run = await told_by(orchestrator, f"/runs/{folder.name}")
             if display.detailed:
-                display.activity(Activity(run, await _told(trainer, "/status")))
+                display.activity(Activity(run, await told_by(trainer, "/status")))
             state, reason = str(run.get("state", "unknown")), str(run.get("reason") or "")
             for kind, record in tails.new():
                 display.record(kind, record)
@@ -219,7 +219,7 @@ async def follow(running: stack.LocalStack, folder: RunFolder, display: Progress
             await asyncio.sleep(_POLL_S)
 
 
-async def _told(client: HttpClient, path: str) -> Mapping[str, Any]:
+async def told_by(client: HttpClient, path: str) -> Mapping[str, Any]:
     """What the service says of itself; only a reason while it does not answer (it may be restarting)."""
     try:
         return await client.get(path, attempts=1)
