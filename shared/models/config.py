@@ -1,27 +1,28 @@
 """What a model computes, read from a Hugging Face folder once and the same for trainer and engine.
 
-Invariants: a configuration that is accepted means exactly what Hugging Face's `Qwen3Config` means by it, whichever
-version of transformers wrote it (θ at the top or in `rope_parameters`), defaults included; one that asks for something
-that trainer or engine do not compute is refused by the name of its key. Neither side reads a config.json itself: the
-engine is started from what `to_hf` gives, so a key that is not named here has no effect on either.
+Invariants: a configuration that is accepted means exactly what transformers' configuration class of that `model_type`
+means by it, whichever version wrote it (θ at the top or in `rope_parameters`), defaults included; one that asks for
+something that trainer or engine do not compute is refused by the name of its key. Neither side reads a config.json
+itself: the engine is started from what `to_hf` gives, so a key that is not named here has no effect on either.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self, cast
 
+import numpy as np
 import orjson
 
 from shared.errors import ConfigError
+from shared.models import rope
+from shared.models.families import FAMILIES, NAMES, Family
+from shared.models.rope import Llama3Scaling, number, shown
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-ARCHITECTURE = "Qwen3ForCausalLM"
-_SUPPORTED = "supported is dense Qwen3: silu, no biases, no sliding window, plain RoPE, no quantization"
-_MAX_THETA = 1e30
+_SUPPORTED = f"supported are {NAMES}: silu, no sliding window, no quantization"
 _REQUIRED = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 18,
@@ -29,17 +30,11 @@ _REQUIRED = {
     "num_hidden_layers": 1 << 10,
     "num_attention_heads": 1 << 12,
 }
-# What `Qwen3Config` of transformers 4.51 to 5.12 takes where a key is absent.
-_DEFAULTS = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}
-_DEFAULT_THETA, _DEFAULT_EPS, _DEFAULT_INITIALIZER_RANGE = 10_000.0, 1e-6, 0.02
+_DEFAULT_EPS, _DEFAULT_INITIALIZER_RANGE = 1e-6, 0.02
 # Keys that change what is computed, here or in a model of another family, and the values under which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "model_type": ("qwen3",),
-    "architectures": (None, [ARCHITECTURE]),
     "hidden_act": ("silu",),
-    "attention_bias": (False,),
     "mlp_bias": (None, False),
-    "use_sliding_window": (False,),
     "attention_dropout": (0, 0.0),
     "partial_rotary_factor": (None, 1, 1.0),
     "quantization_config": (None,),
@@ -51,17 +46,19 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pruned_heads": (None, {}),
     "auto_map": (None,),
 }
+_SPELLED = ("model_type", "rope_scaling", "eos_token_ids")
 _NOT_COMPUTED = ("max_position_embeddings", "initializer_range", "eos_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense Qwen3, under the names of its config.json.
+    """A dense decoder of one of the families, under the names of its config.json.
 
     `initializer_range` is the standard deviation of random weights, where the folder has none; `eos_token_ids` end a
     text unless a request says otherwise, sorted, those of generation_config.json included.
     """
 
+    model_type: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -71,6 +68,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
+    rope_scaling: Llama3Scaling | None
     tie_word_embeddings: bool
     max_position_embeddings: int
     initializer_range: float
@@ -91,20 +89,18 @@ class ModelConfig:
         if not isinstance(raw, dict):
             raise ConfigError(f"{where} is not a JSON object", "model.path must be the folder of a Hugging Face model")
         given = cast(dict[str, Any], raw)
-        _refuse_unsupported(given, where)
-        missing = [key for key in _REQUIRED if key not in given]
-        if missing:
-            raise ConfigError(f"{where} lacks {', '.join(missing)}", _SUPPORTED)
-        sizes = {key: _size(given[key], key, where, most) for key, most in _REQUIRED.items()}
-        if given.get("num_key_value_heads", 0) is None:
-            given = given | {"num_key_value_heads": sizes["num_attention_heads"]}
-        sizes |= {key: _size(given.get(key, default), key, where, 1 << 30) for key, default in _DEFAULTS.items()}
+        model_type = _model_type(given, where)
+        family = FAMILIES[model_type]
+        _refuse_unsupported(given, family, where)
+        theta, scaling = rope.parse(given, where, llama3=family.llama3_rope)
         found = cls(
-            **sizes,
-            rms_norm_eps=_number(given.get("rms_norm_eps", _DEFAULT_EPS), "rms_norm_eps", where, 1.0),
-            rope_theta=_theta(given, where),
+            model_type=model_type,
+            **_sizes(given, family, where),
+            rms_norm_eps=number(given.get("rms_norm_eps", _DEFAULT_EPS), "rms_norm_eps", where, 1.0),
+            rope_theta=theta,
+            rope_scaling=scaling,
             tie_word_embeddings=_boolean(given.get("tie_word_embeddings", False), "tie_word_embeddings", where),
-            initializer_range=_number(
+            initializer_range=number(
                 given.get("initializer_range", _DEFAULT_INITIALIZER_RANGE), "initializer_range", where, 100.0
             ),
             eos_token_ids=tuple(sorted({*_eos_of(given, where), *more_eos})),
@@ -114,15 +110,21 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """A config.json that every version of transformers reads as this: θ at the top, nothing left to a default."""
-        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "eos_token_ids"}
-        eos = list(self.eos_token_ids)
-        constant = {
-            "architectures": [ARCHITECTURE],
-            "model_type": "qwen3",
-            "hidden_act": "silu",
-            "attention_bias": False,
-        }
-        return constant | named | {"use_sliding_window": False, "attention_dropout": 0.0, "eos_token_id": eos or None}
+        named = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _SPELLED}
+        eos, family = list(self.eos_token_ids), self.family
+        constant = {"architectures": [family.architecture], "model_type": self.model_type, "hidden_act": "silu"}
+        scaling = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling.to_hf()}
+        written = {**family.written, "attention_dropout": 0.0, "eos_token_id": eos or None}
+        return constant | named | scaling | written
+
+    @property
+    def family(self) -> Family:
+        """What is common to all models of this `model_type`."""
+        return FAMILIES[self.model_type]
+
+    def rope_frequencies(self) -> np.ndarray:
+        """float64 [head_dim / 2]: radians a position."""
+        return rope.frequencies(self.rope_theta, self.head_dim, self.rope_scaling)
 
     def difference(self, other: ModelConfig) -> str | None:
         """The first key by which two models of the same weights would compute something else; None if there is none."""
@@ -141,8 +143,42 @@ def _load(path: Path) -> object:
         raise ConfigError(f"model file {path} is not valid JSON: {error}", "download it again, or mend it") from error
 
 
-def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
-    for key, neutral in _NEUTRAL.items():
+def _model_type(raw: Mapping[str, Any], where: str) -> str:
+    """Raises ConfigError for a family that is not computed, or whose architecture is another than its type says."""
+    named = raw.get("model_type", "qwen3")
+    if not isinstance(named, str) or named not in FAMILIES:
+        raise _unsupported("model_type", named, where)
+    architectures = raw.get("architectures")
+    if architectures not in (None, [FAMILIES[named].architecture]):
+        raise ConfigError(
+            f"{where}: architectures={shown(architectures)} is not that of model_type={named!r}", _SUPPORTED
+        )
+    return named
+
+
+def _sizes(given: Mapping[str, Any], family: Family, where: str) -> dict[str, int]:
+    """The required sizes, and those with defaults. Raises ConfigError."""
+    if missing := [key for key in _REQUIRED if key not in given]:
+        raise ConfigError(f"{where} lacks {', '.join(missing)}", _SUPPORTED)
+    sizes = {key: _size(given[key], key, where, most) for key, most in _REQUIRED.items()}
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    for key, default in family.defaults.items():
+        value = given.get(key, default)
+        if value is None and key == "num_key_value_heads":
+            value = heads
+        elif value is None and key == "head_dim" and default is None:
+            if hidden % heads:
+                raise ConfigError(
+                    f"{where}: hidden_size={hidden} is no multiple of num_attention_heads={heads}",
+                    "correct them, or name head_dim",
+                )
+            value = hidden // heads
+        sizes[key] = _size(value, key, where, 1 << 30)
+    return sizes
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> None:
+    for key, neutral in {**_NEUTRAL, **family.neutral}.items():
         value = raw.get(key, neutral[0])
         if not any(type(value) is type(one) and value == one for one in neutral):
             raise _unsupported(key, value, where)
@@ -175,39 +211,13 @@ def _check_together(model: ModelConfig, raw: Mapping[str, Any], where: str) -> N
             )
 
 
-def _theta(raw: Mapping[str, Any], where: str) -> float:
-    """θ from wherever it stands: at the top, as transformers 4 writes, or in `rope_parameters`, as 5 does."""
-    found: dict[str, float] = {}
-    if "rope_theta" in raw:
-        found["rope_theta"] = _number(raw["rope_theta"], "rope_theta", where, _MAX_THETA)
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = raw.get(name)
-        if rope is None:
-            continue
-        if not isinstance(rope, dict):
-            raise _unsupported(name, rope, where)
-        for key, value in cast(dict[str, Any], rope).items():
-            if key == "rope_theta":
-                found[f"{name}.rope_theta"] = _number(value, f"{name}.rope_theta", where, _MAX_THETA)
-            elif not (key in ("rope_type", "type") and value == "default") and not (
-                key == "partial_rotary_factor" and value == 1
-            ):
-                raise _unsupported(f"{name}.{key}", value, where)
-    if len(set(found.values())) > 1:
-        said = ", ".join(f"{key}={value:g}" for key, value in found.items())
-        raise ConfigError(
-            f"{where} gives several values of θ: {said}", "keep the one that the weights were trained with"
-        )
-    return next(iter(found.values()), _DEFAULT_THETA)
-
-
 def _eos_of(raw: object, where: str) -> tuple[int, ...]:
     """`eos_token_id` of a config.json or generation_config.json: one id, several, or none."""
     value: object = cast(dict[str, Any], raw).get("eos_token_id") if isinstance(raw, dict) else raw
     ids: list[Any] = [] if value is None else cast(list[Any], value) if isinstance(value, list) else [value]
     if any(type(token) is not int or token < 0 for token in ids):
         raise ConfigError(
-            f"{where}: eos_token_id is {_shown(value)}, expected a token id or a list of them",
+            f"{where}: eos_token_id is {shown(value)}, expected a token id or a list of them",
             "see the tokenizer's files",
         )
     return tuple(ids)
@@ -215,31 +225,15 @@ def _eos_of(raw: object, where: str) -> tuple[int, ...]:
 
 def _size(value: object, key: str, where: str, most: int) -> int:
     if type(value) is not int or not 1 <= value <= most:
-        raise ConfigError(f"{where}: {key} is {_shown(value)}, expected a whole number from 1 to {most}", _SUPPORTED)
+        raise ConfigError(f"{where}: {key} is {shown(value)}, expected a whole number from 1 to {most}", _SUPPORTED)
     return value
-
-
-def _number(value: object, key: str, where: str, most: float) -> float:
-    if (
-        type(value) not in (int, float)
-        or not 0 < (number := float(cast(float, value))) <= most
-        or not math.isfinite(number)
-    ):
-        raise ConfigError(
-            f"{where}: {key} is {_shown(value)}, expected a number above 0 and at most {most:g}", _SUPPORTED
-        )
-    return number
 
 
 def _boolean(value: object, key: str, where: str) -> bool:
     if type(value) is not bool:
-        raise ConfigError(f"{where}: {key} is {_shown(value)}, expected true or false", _SUPPORTED)
+        raise ConfigError(f"{where}: {key} is {shown(value)}, expected true or false", _SUPPORTED)
     return value
 
 
 def _unsupported(key: str, value: object, where: str) -> ConfigError:
-    return ConfigError(f"{where}: {key}={_shown(value)} is not supported", _SUPPORTED)
-
-
-def _shown(value: object) -> str:
-    return repr(value)[:80]
+    return rope.unsupported(key, value, where, _SUPPORTED)

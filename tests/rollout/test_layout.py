@@ -12,8 +12,8 @@ HF = models.random_weights(CONFIG, 0)
 TUNIX = models.to_tunix(HF, CONFIG)
 
 
-def to_engine(weights: models.Weights, shapes: layout.Shapes, kind: str, head_dim: int) -> models.Weights:
-    return dict(layout.to_engine({k: lambda v=v: v for k, v in weights.items()}, shapes, kind, head_dim))
+def to_engine(weights: models.Weights, shapes: layout.Shapes, head_dim: int) -> models.Weights:
+    return dict(layout.to_engine({k: lambda v=v: v for k, v in weights.items()}, shapes, head_dim))
 
 
 def engine_shapes() -> dict[str, tuple[int, ...]]:
@@ -37,7 +37,7 @@ def engine_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def test_both_layouts_give_the_same_weights() -> None:
-    from_hf, from_tunix = (to_engine(w, engine_shapes(), kind, 128) for w, kind in ((HF, "hf"), (TUNIX, "orbax")))
+    from_hf, from_tunix = (to_engine(w, engine_shapes(), 128) for w in (HF, TUNIX))
     assert from_hf.keys() == engine_shapes().keys()
     for name, value in from_hf.items():
         np.testing.assert_array_equal(value, from_tunix[name], err_msg=name)
@@ -48,7 +48,7 @@ def test_both_layouts_give_the_same_weights() -> None:
 
 def test_heads_repeat_where_the_engine_has_more_devices_than_heads() -> None:
     shapes = engine_shapes() | {"model.layers.0.self_attn.k_proj.weight": (64, 4 * 128)}
-    wide = to_engine(TUNIX, shapes, "orbax", 128)["model.layers.0.self_attn.k_proj.weight"].reshape(64, 4, 128)
+    wide = to_engine(TUNIX, shapes, 128)["model.layers.0.self_attn.k_proj.weight"].reshape(64, 4, 128)
     narrow = TUNIX["layers.0.attn.k_proj.w"]
     for head in range(4):
         np.testing.assert_array_equal(wide[:, head], narrow[:, head // 2])
@@ -61,16 +61,34 @@ def test_heads_repeat_where_the_engine_has_more_devices_than_heads() -> None:
         ({"layers.1.mlp.gate_proj.kernel": np.zeros((64, 128), np.float32)}, "layers.1"),
         ({"final_norm.w": np.zeros(65, np.float32)}, "model.norm.scale has shape"),
         ({"layers.0.mlp.experts.kernel": np.zeros(3, np.float32)}, "no rule for the weight layers.0.mlp.experts"),
+        ({"model.norm.weight": np.zeros(64, np.float32)}, r"no rule for the weight model\.norm\.weight"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, np.ndarray | None], named: str) -> None:
     weights = {k: v for k, v in (TUNIX | change).items() if v is not None}
     with pytest.raises(WeightsError, match=named):
-        to_engine(weights, engine_shapes(), "orbax", 128)
+        to_engine(weights, engine_shapes(), 128)
 
 
 def test_a_tied_model_ignores_the_copy_that_hugging_face_may_keep() -> None:
     shapes = {k: v for k, v in engine_shapes().items() if k != "lm_head.embedding"}
-    assert to_engine(HF, shapes, "hf", 128).keys() == shapes.keys()
+    assert to_engine(HF, shapes, 128).keys() == shapes.keys()
     with pytest.raises(WeightsError, match="lm_head"):
-        to_engine(TUNIX, shapes, "orbax", 128)
+        to_engine(TUNIX, shapes, 128)
+
+
+def test_biases_go_where_their_projections_go() -> None:
+    config = models.tiny_config(model_type="qwen2", architectures=["Qwen2ForCausalLM"], num_hidden_layers=1)
+    weights = models.random_weights(config, 0)
+    shapes = {
+        name: shape for name, shape in engine_shapes().items() if not name.endswith(("q_norm.scale", "k_norm.scale"))
+    }
+    shapes |= {f"model.layers.0.self_attn.{name}_proj.bias": (n * 128,) for name, n in (("q", 4), ("k", 4), ("v", 2))}
+    shapes["model.layers.0.self_attn.k_proj.weight"] = (64, 4 * 128)  # the engine has more devices than key heads
+    from_hf, from_tunix = (to_engine(w, shapes, 128) for w in (weights, models.to_tunix(weights, config)))
+    for name, value in from_hf.items():
+        np.testing.assert_array_equal(value, from_tunix[name], err_msg=name)
+    narrow = weights["model.layers.0.self_attn.k_proj.bias"].reshape(2, 128)
+    wide = from_hf["model.layers.0.self_attn.k_proj.bias"].reshape(4, 128)
+    for head in range(4):
+        np.testing.assert_array_equal(wide[head], narrow[head // 2])

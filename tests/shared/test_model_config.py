@@ -59,7 +59,7 @@ def test_defaults_are_those_of_hugging_face() -> None:
 # effect.
 CHANGED: dict[str, tuple[Any, str | None]] = {
     "architectures": (["Qwen3ForSequenceClassification"], "refused"),
-    "model_type": ("llama", "refused"),
+    "model_type": ("mistral", "refused"),
     "vocab_size": (513, "vocab_size"),
     "hidden_size": (65, "hidden_size"),
     "intermediate_size": (129, "intermediate_size"),

@@ -1,4 +1,4 @@
-"""Tiny Qwen3 models for tests: the same weights as a Hugging Face folder and as a checkpoint in Tunix's layout."""
+"""Tiny models for tests: the same weights as a Hugging Face folder and as a checkpoint in Tunix's layout."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Weights:
         "self_attn.o_proj": (dim, q),
     }
     shapes |= {"mlp.gate_proj": (ffn, dim), "mlp.up_proj": (ffn, dim), "mlp.down_proj": (dim, ffn)}
-    gains = {
-        "self_attn.q_norm": head,
-        "self_attn.k_norm": head,
-        "input_layernorm": dim,
-        "post_attention_layernorm": dim,
-    }
+    gains = {"input_layernorm": dim, "post_attention_layernorm": dim}
+    if config["model_type"] == "qwen3":
+        gains = {"self_attn.q_norm": head, "self_attn.k_norm": head} | gains
+    biases = {"q_proj": q, "k_proj": kv, "v_proj": kv} if config["model_type"] == "qwen2" else {}
     for layer in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
             weights[f"model.layers.{layer}.{name}.weight"] = normal(*shape)
         for name, size in gains.items():
             weights[f"model.layers.{layer}.{name}.weight"] = 1 + normal(size)
+        for name, size in biases.items():
+            weights[f"model.layers.{layer}.self_attn.{name}.bias"] = normal(size, scale=0.5)
     return weights
 
 
@@ -97,9 +97,11 @@ def _tunix_leaf(name: str, value: np.ndarray, config: Mapping[str, Any]) -> tupl
         return top[name], value
     if name == "lm_head.weight":
         return "lm_head.w", np.ascontiguousarray(value.T)
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(?:self_attn\.|mlp\.)?(\w+)\.weight", name)
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(?:self_attn\.|mlp\.)?(\w+)\.(weight|bias)", name)
     assert match, name
-    layer, leaf = match.groups()
+    layer, leaf, kind = match.groups()
+    if kind == "bias":
+        return f"layers.{layer}.attn.{leaf[0]}_bias", value
     if leaf.endswith("layernorm"):
         return f"layers.{layer}.{leaf}.w", value
     if leaf in ("q_norm", "k_norm"):

@@ -1,4 +1,5 @@
-"""Independent float64 numpy forward of Hugging Face's Qwen3, written from the paper's equations and config.json only.
+"""Independent float64 numpy forward of Hugging Face's dense Qwen3, Qwen2 and Llama, written from the papers' equations
+and config.json only. Which of them it is, the weights say: norms of queries and keys, or biases.
 
 Weights are a flat dict with Hugging Face's names and orientation ([out, in] for linear layers). Nothing here imports
 JAX, so an error in the engine or in the trainer cannot hide in a shared primitive.
@@ -31,10 +32,29 @@ def _rms(x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * gain
 
 
-def _rope(x: np.ndarray, theta: float) -> np.ndarray:
-    """x: [T, heads, head_dim]; rotates the two halves of every head by position * theta^(-2i/d)."""
+def _frequencies(config: Config) -> np.ndarray:
+    """float64 [head_dim / 2]: theta^(-2i/d), scaled one by one as Llama 3.1 does where the config asks for it."""
+    dim, scaling = config["head_dim"], config.get("rope_scaling")
+    plain = [config["rope_theta"] ** (-2 * i / dim) for i in range(dim // 2)]
+    return np.array([f if scaling is None else _llama3(f, scaling) for f in plain])
+
+
+def _llama3(frequency: float, scaling: Mapping[str, Any]) -> float:
+    length, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    wavelength = 2 * np.pi / frequency
+    if wavelength < length / high:
+        return frequency
+    if wavelength > length / low:
+        return frequency / factor
+    smooth = (length / wavelength - low) / (high - low)
+    return (1 - smooth) * frequency / factor + smooth * frequency
+
+
+def _rope(x: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+    """x: [T, heads, head_dim]; rotates the two halves of every head by position * frequency."""
     length, _, dim = x.shape
-    angles = np.outer(np.arange(length), theta ** (-np.arange(0, dim, 2) / dim))[:, None, :]
+    angles = np.outer(np.arange(length), frequencies)[:, None, :]
     a, b = x[..., : dim // 2], x[..., dim // 2 :]
     return np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], axis=-1)
 
@@ -46,13 +66,14 @@ def _softmax(x: np.ndarray) -> np.ndarray:
 
 def _attention(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Config, keep: Round) -> np.ndarray:
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
-    theta, eps, length = config["rope_theta"], config["rms_norm_eps"], len(x)
+    frequencies, eps, length = _frequencies(config), config["rms_norm_eps"], len(x)
     q, k, v = (
-        keep(x @ w[f"{prefix}{name}_proj.weight"].T).reshape(length, n, dim)
+        keep(x @ w[f"{prefix}{name}_proj.weight"].T + w.get(f"{prefix}{name}_proj.bias", 0.0)).reshape(length, n, dim)
         for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
     )
-    q = keep(_rope(keep(_rms(q, w[prefix + "q_norm.weight"], eps)), theta))
-    k = keep(_rope(keep(_rms(k, w[prefix + "k_norm.weight"], eps)), theta))
+    if f"{prefix}q_norm.weight" in w:
+        q, k = (keep(_rms(t, w[f"{prefix}{n}_norm.weight"], eps)) for n, t in (("q", q), ("k", k)))
+    q, k = keep(_rope(q, frequencies)), keep(_rope(k, frequencies))
     k, v = (np.repeat(t, heads // kv_heads, axis=1) for t in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim)
     scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from services.trainer.learner.batch import Row
-from services.trainer.models import qwen3
-from services.trainer.models.names import from_hf, hf_name
+from services.trainer.models import family
 from shared.models.config import ModelConfig
+from shared.models.names import from_hf, hf_name
 from shared.types import Group, Trajectory, VersionSpan
 from tests.support import models
 
@@ -21,10 +21,10 @@ CONFIG = models.tiny_config(vocab_size=96, hidden_size=32, intermediate_size=64,
 
 def model_of(
     weights: models.Weights, config: dict[str, Any], mesh: jax.sharding.Mesh | None = None, **options: Any
-) -> qwen3.Qwen3:
+) -> family.Model:
     shape = ModelConfig.parse(config)
-    mesh = mesh or qwen3.make_mesh((1, 1), ("fsdp", "tp"))
-    return qwen3.build(shape, partial(_leaf, weights), mesh, **({"dtype": "float32"} | options))
+    mesh = mesh or family.make_mesh((1, 1), ("fsdp", "tp"))
+    return family.build(shape, partial(_leaf, weights), mesh, **({"dtype": "float32"} | options))
 
 
 def _leaf(weights: models.Weights, name: str, size: tuple[int, ...]) -> np.ndarray:

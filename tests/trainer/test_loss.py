@@ -15,7 +15,7 @@ from services.trainer.algorithms.loss import GrpoOptions, grpo_loss, supervised_
 from services.trainer.learner.batch import Batch, BatchLayout, Row, micro_batches, row_weights
 from services.trainer.learner.logprobs import TokenScores
 from services.trainer.learner.train_step import flat, model_loss
-from services.trainer.models.names import from_hf, hf_name
+from shared.models.names import from_hf, hf_name
 from tests.support import models
 from tests.trainer import grpo_ref
 from tests.trainer.grpo_ref import ReferenceSpec, Sequence_

@@ -15,11 +15,11 @@ from services.trainer.algorithms.loss import GRPO_SUMS, GrpoOptions, grpo_loss
 from services.trainer.learner.batch import BatchLayout, micro_batches, row_weights
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.train_step import TunixLearner, flat, make_logger
-from services.trainer.models import qwen3
+from services.trainer.models import family, qwen3
 from services.trainer.models.initial_weights import leaves_of, random_leaves
-from services.trainer.models.names import hf_name
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
+from shared.models.names import hf_name
 from tests.support import models, qwen3_ref
 from tests.trainer.support import CONFIG, model_of, rows, write_shards
 
@@ -28,16 +28,16 @@ OPTIMIZER = OptimizerOptions(1e-2, "constant", 0, 10, 0.9, 0.95, 0.0, 1.0)
 LOSS = GrpoOptions(0.2, 0.2, 0.0, "grpo", "low_var_kl", None)
 
 
-def load(folder: Path, mesh: jax.sharding.Mesh, **options) -> qwen3.Qwen3:
+def load(folder: Path, mesh: jax.sharding.Mesh, **options) -> family.Model:
     shape = ModelConfig.read(folder)
-    return qwen3.build(shape, leaves_of(folder, shape, seed=0), mesh, **({"dtype": "float32"} | options))
+    return family.build(shape, leaves_of(folder, shape, seed=0), mesh, **({"dtype": "float32"} | options))
 
 
 def mesh(*shape: int) -> jax.sharding.Mesh:
-    return qwen3.make_mesh(shape, ("fsdp", "tp"))
+    return family.make_mesh(shape, ("fsdp", "tp"))
 
 
-def learner(model: qwen3.Qwen3, n_micro: int = 1) -> TunixLearner:
+def learner(model: family.Model, n_micro: int = 1) -> TunixLearner:
     def loss(scores, batch):
         return grpo_loss(scores, batch, LOSS)
 
@@ -174,7 +174,7 @@ def test_an_incomplete_download_is_named(tmp_path: Path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"model_type": "llama"},
+        {"model_type": "mistral"},
         {"attention_bias": True},
         {"rope_scaling": {"rope_type": "yarn"}},
         {"use_sliding_window": True},

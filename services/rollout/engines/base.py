@@ -111,8 +111,8 @@ class GenerateResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedWeights:
-    """Weights to stage: `kind` says whether `folder` is a checkpoint, with an Orbax folder `below` it (Tunix's layout),
-    or a Hugging Face folder.
+    """Weights to stage: `kind` says whether `folder` is a checkpoint, with an Orbax folder `below` it, or a Hugging
+    Face folder.
 
     A checkpoint's `files` are as its manifest names them: an engine reads each once (`shared.run.weights.copy_files`)
     and loads the very bytes whose digest it has taken. What they hold must have exactly the leaves of `tree`. With a

@@ -1,1 +1,1 @@
-"""Qwen3 of Tunix, built from a Hugging Face folder and sharded over a mesh."""
+"""Models of Tunix, one module a family, built from a Hugging Face folder and sharded over a mesh."""

@@ -15,9 +15,9 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from services.trainer.models.names import from_hf, hf_name
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
+from shared.models.names import from_hf, hf_name
 
 type Leaves = Callable[[str, tuple[int, ...]], np.ndarray]
 
@@ -32,7 +32,7 @@ def leaves_of(folder: Path, model: ModelConfig, seed: int) -> Leaves:
 
 def random_leaves(model: ModelConfig, seed: int) -> Leaves:
     """Normal weights with the config's initializer_range; projections onto the residual stream are scaled by 1/sqrt(2
-    L).
+    L), biases are 0 and norms 1.
 
     Every leaf has a generator of its own, seeded by its name, so values depend on neither order nor sharding.
     """
@@ -40,6 +40,8 @@ def random_leaves(model: ModelConfig, seed: int) -> Leaves:
     def leaf(name: str, size: tuple[int, ...]) -> np.ndarray:
         if name.endswith("norm.w"):
             return np.ones(size, np.float32)
+        if name.endswith("_bias"):
+            return np.zeros(size, np.float32)
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         scale = model.initializer_range
         if name.endswith(_RESIDUAL):
@@ -57,7 +59,8 @@ def safetensors_leaves(folder: Path, files: list[Path]) -> Leaves:
         source = where.get(hf_name(name))
         if source is None:
             raise ConfigError(
-                f"model folder {folder} lacks the tensor {hf_name(name)}", "is it a complete Qwen3 checkpoint?"
+                f"model folder {folder} lacks the tensor {hf_name(name)}",
+                "is it complete, and of the family that config.json names?",
             )
         try:
             return from_hf(name, _read(source, hf_name(name)), size)

@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import psutil
+from sgl_jax.srt.layers import embeddings
 from sgl_jax.srt.layers.attention import native_backend
 from sgl_jax.srt.layers.logits_processor import LogitsProcessor
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
@@ -35,11 +38,20 @@ class _ThisProcess:
 def build_scheduler(spec: EngineSpec, link: EngineLink, version: str | None) -> RolloutScheduler:
     """Loads the model (or its shapes only) and allocates the pool. Raises whatever the engine raises on a bad model."""
     LogitsProcessor._get_logits = float32_logits
+    embeddings.Llama3RotaryEmbedding._compute_cos_sin = _scaled_cos_sin
     if spec.device == "cpu":
         native_backend.NativeAttention = BlockAttention
     scheduler = RolloutScheduler(_server_args(spec), link, version)
     scheduler.parent_process = scheduler.tp_worker.parent_process = _ThisProcess()
     return scheduler
+
+
+def _scaled_cos_sin(rotary: Any, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float32 [n, head_dim / 2] each. sglang-jax 0.1.0rc0 makes the frequencies of Llama 3's scaling and then turns by
+    those without it.
+    """
+    angles = positions.astype(jnp.float32)[..., None] * rotary._compute_inv_freq(rotary.base)
+    return jnp.cos(angles), jnp.sin(angles)
 
 
 def describe(scheduler: RolloutScheduler, spec: EngineSpec) -> Message:

@@ -44,7 +44,7 @@ def load_leaves(
         read = time.perf_counter()
         _bound_leaves(found, max(leaf.size for leaf in current.values()))
         shapes = {name: leaf.shape for name, leaf in current.items()}
-        arrays = to_engine({k: v.read for k, v in found.items()}, shapes, weights.kind, runner.model_config.head_dim)
+        arrays = to_engine({k: v.read for k, v in found.items()}, shapes, runner.model_config.head_dim)
         exact = weights.kind == "orbax"
         leaves: list[jax.Array] = []
         for name, value in arrays:
@@ -106,7 +106,8 @@ def _place(name: str, value: np.ndarray, like: jax.Array, *, exact: bool) -> jax
             f"{name} is {value.dtype}, the engine computes with {like.dtype}", "is model.dtype the trainer's?"
         )
     try:
-        return jax.block_until_ready(jax.device_put(np.ascontiguousarray(value, dtype=like.dtype), like.sharding))
+        # A transposed array is copied by JAX, which is several times as fast at it as numpy.
+        return jax.block_until_ready(jax.device_put(np.asarray(value, like.dtype), like.sharding))
     except jax.errors.JaxRuntimeError as error:
         if _OUT_OF_MEMORY in str(error):
             raise MemoryError(str(error).splitlines()[0]) from error

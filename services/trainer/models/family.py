@@ -1,0 +1,127 @@
+"""Any family's model: construction on a mesh, and the forward pass up to the last hidden state.
+
+A family is the module beside this one that has the name of its `model_type`, with `create` and `forward`; it is
+built on a model of Tunix and computes what transformers computes by the same config.json. Every model carries the
+configuration it was made from as `described`.
+
+Invariants: logits of a whole sequence are never built here; sequences are right-padded, so the causal mask alone keeps
+real tokens from attending to padding; parameters are float32 under Tunix's names, whatever the activations are.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Literal, Protocol, cast
+
+import jax
+import numpy as np
+from flax import nnx
+
+from services.trainer.models.initial_weights import Leaves
+from shared.errors import ConfigError
+from shared.models.config import ModelConfig
+
+type Remat = Literal["none", "block", "decoder"]
+type Model = Any
+"""An nnx module of Tunix with `embedder`, `layers`, `final_norm`, `lm_head` where embeddings are not tied, and
+`config.dtype`."""
+
+
+class FamilyModule(Protocol):
+    """What a family's module holds."""
+
+    def create(self, model: ModelConfig, dtype: str, remat: Remat) -> Model:
+        """With parameters of no meaning; `dtype` is that of activations."""
+        ...
+
+    def forward(self, model: Model, ids: jax.Array) -> jax.Array:
+        """Normalized last hidden states [B, T, D] of right-padded ids int32 [B, T]."""
+        ...
+
+
+def _module(model: ModelConfig) -> FamilyModule:
+    """Imported when it is first needed: Tunix's models take a second each."""
+    return cast(FamilyModule, import_module(f"{__package__}.{model.model_type}"))
+
+
+def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
+    """A mesh over the first prod(shape) devices; an axis of Tunix's that is not named has size 1.
+
+    Raises ConfigError if there are too few devices.
+    """
+    absent = tuple(axis for axis in ("fsdp", "tp") if axis not in axis_names)
+    shape, axis_names = (*shape, *(1 for _ in absent)), (*axis_names, *absent)
+    n, have = int(np.prod(shape)), jax.device_count()
+    if n > have:
+        raise ConfigError(
+            f"trainer.mesh.shape={list(shape)} needs {n} devices, {have} are here", "choose a smaller mesh"
+        )
+    axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, axis_names, axis_types=axis_types, devices=jax.devices()[:n])
+
+
+def build(model: ModelConfig, leaves: Leaves, mesh: jax.sharding.Mesh, *, dtype: str, remat: Remat = "none") -> Model:
+    """A model whose parameters are float32 and sharded over `mesh`; `dtype` is that of activations.
+
+    Raises ConfigError if a dimension does not divide over its mesh axis, or a tensor is missing.
+    """
+    graph, state = _abstract(model, dtype, remat, mesh)
+    return nnx.merge(graph, fill(state, leaves, mesh))
+
+
+def float32_graph(model: Model) -> Any:
+    """The graph of the same model with float32 activations, to be merged with the state of `model`."""
+    mesh = model.embedder.input_embedding.get_value().sharding.mesh
+    return _abstract(model.described, "float32", model.config.remat_config.name.lower(), mesh)[0]
+
+
+def _abstract(model: ModelConfig, dtype: str, remat: Any, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
+    """Graph and state, of shapes only."""
+
+    def make() -> Model:
+        made = _module(model).create(model, dtype, remat)
+        made.described = model
+        return made
+
+    with mesh:
+        return nnx.split(nnx.eval_shape(make))
+
+
+def fill(state: Any, leaves: Leaves, mesh: jax.sharding.Mesh) -> Any:
+    """The same nnx state with every leaf taken from `leaves`, cast to the leaf's dtype and placed on the mesh."""
+    filled = []
+    for path, variable in nnx.to_flat_state(state):
+        name = leaf_name(path)
+        target = variable.get_value()
+        sharding = _sharding(name, target.shape, variable, mesh)
+        value = np.asarray(leaves(name, target.shape), target.dtype)
+        filled.append((path, variable.replace(jax.device_put(value, sharding))))
+    return nnx.from_flat_state(filled)
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """("layers", 0, "attn", "q_proj", "w") -> layers.0.attn.q_proj.w"""
+    return ".".join(str(part) for part in path)
+
+
+def _sharding(name: str, size: tuple[int, ...], variable: Any, mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
+    axes = variable.get_metadata()["out_sharding"]
+    for dim, axis in zip(size, axes, strict=False):
+        if axis is not None and dim % mesh.shape[axis]:
+            raise ConfigError(
+                f"parameter {name} of shape {list(size)} does not divide over {axis}={mesh.shape[axis]}",
+                "change trainer.mesh.shape",
+            )
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+
+
+def hidden_states(model: Model, ids: jax.Array) -> jax.Array:
+    """Normalized last hidden states [B, T, D] of right-padded ids int32 [B, T]."""
+    return _module(model.described).forward(model, ids)
+
+
+def head(model: Model) -> jax.Array:
+    """The output projection as [V, D] (tied embeddings) or the transpose of [D, V]; in the activations' dtype."""
+    tied = model.described.tie_word_embeddings
+    weight = model.embedder.input_embedding.get_value() if tied else model.lm_head.w.get_value().T
+    return weight.astype(model.config.dtype)

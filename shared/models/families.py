@@ -1,0 +1,61 @@
+"""The model families that trainer and engine compute, by the `model_type` of a config.json: what their configurations
+leave to defaults, and which keys must keep the value that is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One `model_type`.
+
+    Attributes:
+        architecture: the class of transformers, and of sglang-jax.
+        defaults: sizes where the key is absent; `num_key_value_heads` None is that of the queries, `head_dim` None is
+            hidden_size / num_attention_heads.
+        neutral: keys of this family alone, with the values under which they do not change what is computed.
+        written: what a config.json of ours says beside the sizes.
+        qkv_bias: the projections to queries, keys and values have a bias.
+        qk_norm: queries and keys are normalized by head.
+        llama3_rope: `rope_type` "llama3" is computed.
+    """
+
+    architecture: str
+    defaults: Mapping[str, int | None]
+    neutral: Mapping[str, tuple[Any, ...]]
+    written: Mapping[str, Any]
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    llama3_rope: bool = False
+
+
+# Defaults are those of the configuration classes of transformers 4.51 to 5.12.
+FAMILIES: Mapping[str, Family] = {
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+        neutral={"attention_bias": (False,), "use_sliding_window": (False,)},
+        written={"attention_bias": False, "use_sliding_window": False},
+        qk_norm=True,
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        defaults={"num_key_value_heads": 32, "head_dim": None, "max_position_embeddings": 32768},
+        neutral={"use_sliding_window": (False,)},
+        written={"use_sliding_window": False},
+        qkv_bias=True,
+    ),
+    "llama": Family(
+        "LlamaForCausalLM",
+        defaults={"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
+        neutral={"attention_bias": (False,), "use_sliding_window": (None, False)},
+        written={"attention_bias": False, "mlp_bias": False},
+        llama3_rope=True,
+    ),
+}
+NAMES = "dense Qwen3 (model_type qwen3), Qwen2 and 2.5 (qwen2), Llama 2 and 3 with SmolLM2 (llama)"
+"""For sentences."""

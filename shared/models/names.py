@@ -1,0 +1,82 @@
+"""What Tunix and Hugging Face call the parameters of the dense families, and how each turns them. The one home of these
+names: the trainer loads and saves by them, the rollout service reads checkpoints of either kind, the command line
+exports.
+
+| Tunix                               | Hugging Face                                |
+|-------------------------------------|---------------------------------------------|
+| embedder.input_embedding [V, D]     | model.embed_tokens.weight [V, D]            |
+| final_norm.w [D]                    | model.norm.weight [D]                       |
+| lm_head.w [D, V]                    | lm_head.weight [V, D]                       |
+| layers.N.attn.{q,k,v}_proj.w [D, H, K] | model.layers.N.self_attn.….weight [HK, D] |
+| layers.N.attn.{q,k,v}_bias [HK]     | model.layers.N.self_attn.….bias [HK]        |
+| layers.N.attn.o_proj.w [H, K, D]    | model.layers.N.self_attn.o_proj.weight [D, HK] |
+| layers.N.mlp.….kernel [in, out]     | model.layers.N.mlp.….weight [out, in]       |
+| layers.N.….w, of norms              | model.layers.N.….weight                     |
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+_BLOCK = {
+    "attn.q_proj.w": "self_attn.q_proj.weight",
+    "attn.k_proj.w": "self_attn.k_proj.weight",
+    "attn.v_proj.w": "self_attn.v_proj.weight",
+    "attn.o_proj.w": "self_attn.o_proj.weight",
+    "attn.q_bias": "self_attn.q_proj.bias",
+    "attn.k_bias": "self_attn.k_proj.bias",
+    "attn.v_bias": "self_attn.v_proj.bias",
+    "attn.q_norm.w": "self_attn.q_norm.weight",
+    "attn.k_norm.w": "self_attn.k_norm.weight",
+    "mlp.gate_proj.kernel": "mlp.gate_proj.weight",
+    "mlp.up_proj.kernel": "mlp.up_proj.weight",
+    "mlp.down_proj.kernel": "mlp.down_proj.weight",
+    "input_layernorm.w": "input_layernorm.weight",
+    "post_attention_layernorm.w": "post_attention_layernorm.weight",
+}
+_TOP = {
+    "embedder.input_embedding": "model.embed_tokens.weight",
+    "final_norm.w": "model.norm.weight",
+    "lm_head.w": "lm_head.weight",
+}
+
+
+def is_leaf(name: str) -> bool:
+    """Whether this is one of Tunix's names."""
+    match = re.fullmatch(r"layers\.\d+\.(.+)", name)
+    return name in _TOP or (match is not None and match[1] in _BLOCK)
+
+
+def hf_name(leaf: str) -> str:
+    """The Hugging Face tensor of a parameter leaf: layers.0.attn.q_proj.w -> model.layers.0.self_attn.q_proj.weight.
+    Raises KeyError.
+    """
+    if leaf in _TOP:
+        return _TOP[leaf]
+    match = re.fullmatch(r"layers\.(\d+)\.(.+)", leaf)
+    if match is None or match[2] not in _BLOCK:
+        raise KeyError(leaf)
+    return f"model.layers.{match[1]}.{_BLOCK[match[2]]}"
+
+
+def to_hf(leaf: str, value: np.ndarray) -> np.ndarray:
+    """A parameter leaf in the orientation of Hugging Face's tensor; a view of it."""
+    if leaf == "embedder.input_embedding" or value.ndim == 1:
+        return value
+    if value.ndim == 3:
+        flat = (-1, value.shape[2]) if leaf.endswith("o_proj.w") else (value.shape[0], -1)
+        value = value.reshape(flat)
+    return value.T
+
+
+def from_hf(leaf: str, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """A Hugging Face tensor ([out, in] for linear layers) in the orientation and shape of the leaf.
+
+    Raises ValueError if the sizes do not fit.
+    """
+    out = tensor if leaf == "embedder.input_embedding" or tensor.ndim == 1 else tensor.T
+    if out.size != np.prod(shape) or (out.ndim == len(shape) and out.shape != shape):
+        raise ValueError(f"{hf_name(leaf)} has shape {list(tensor.shape)}, which does not make {list(shape)}")
+    return out.reshape(shape)

@@ -1,0 +1,128 @@
+"""Rotary positions: θ and scaling, from every spelling of a config.json, and the frequencies that they mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from shared.errors import ConfigError
+
+MAX_THETA = 1e30
+_DEFAULT_THETA = 10_000.0
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_HINT = "supported are plain rotary positions, and Llama 3's scaling for Llama models"
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling of frequencies: those of wavelengths above `original_max_position_embeddings /
+    low_freq_factor` tokens are divided by `factor`, those below `… / high_freq_factor` stay, between them is a blend.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def to_hf(self) -> dict[str, Any]:
+        """As `rope_scaling`."""
+        return {"rope_type": "llama3", **asdict(self)}
+
+
+def frequencies(theta: float, head_dim: int, scaling: Llama3Scaling | None) -> np.ndarray:
+    """float64 [head_dim / 2]: radians a position for each pair of a head's numbers, as transformers'
+    `_compute_llama3_parameters` has them.
+    """
+    plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if scaling is None:
+        return plain
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    return (1 - blend) * plain / scaling.factor + blend * plain
+
+
+def parse(raw: Mapping[str, Any], where: str, *, llama3: bool) -> tuple[float, Llama3Scaling | None]:
+    """θ and scaling from wherever they stand: at the top and in `rope_scaling`, as transformers 4 writes them, or in
+    `rope_parameters`, as 5 does. Raises ConfigError naming the key; with `llama3` that scaling is accepted.
+    """
+    thetas: dict[str, float] = {}
+    scalings: set[Llama3Scaling | None] = set()
+    if "rope_theta" in raw:
+        thetas["rope_theta"] = number(raw["rope_theta"], "rope_theta", where, MAX_THETA)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = raw.get(name)
+        if rope is None:
+            continue
+        if not isinstance(rope, dict):
+            raise unsupported(name, rope, where)
+        entries = cast(dict[str, Any], rope)
+        if "rope_theta" in entries:
+            thetas[f"{name}.rope_theta"] = number(entries["rope_theta"], f"{name}.rope_theta", where, MAX_THETA)
+        scalings.add(_scaling(entries, name, where, llama3=llama3))
+    if len(set(thetas.values())) > 1:
+        said = ", ".join(f"{key}={value:g}" for key, value in thetas.items())
+        raise ConfigError(
+            f"{where} gives several values of θ: {said}", "keep the one that the weights were trained with"
+        )
+    if len(scalings) > 1:
+        raise ConfigError(
+            f"{where}: rope_scaling and rope_parameters say different things",
+            "keep the one that the weights were trained with",
+        )
+    return next(iter(thetas.values()), _DEFAULT_THETA), next(iter(scalings), None)
+
+
+def _scaling(rope: Mapping[str, Any], name: str, where: str, *, llama3: bool) -> Llama3Scaling | None:
+    kinds = {key: rope[key] for key in ("rope_type", "type") if key in rope}
+    if llama3 and kinds and all(kind == "llama3" for kind in kinds.values()):
+        return _llama3(rope, name, where)
+    for key, value in (kinds | dict(rope)).items():  # the kind first: the other keys follow from it
+        if key != "rope_theta" and not (key in kinds and value == "default") and not _whole_head(key, value):
+            raise unsupported(f"{name}.{key}", value, where)
+    return None
+
+
+def _whole_head(key: str, value: object) -> bool:
+    return key == "partial_rotary_factor" and value == 1
+
+
+def _llama3(rope: Mapping[str, Any], name: str, where: str) -> Llama3Scaling:
+    for key, value in rope.items():
+        if key not in (*_LLAMA3, "rope_type", "type", "rope_theta") and not _whole_head(key, value):
+            raise unsupported(f"{name}.{key}", value, where)
+    if missing := [key for key in _LLAMA3 if key not in rope]:
+        raise ConfigError(f"{where}: {name} lacks {', '.join(missing)}", "rope_type llama3 needs all four numbers")
+    factor, low, high, length = (number(rope[key], f"{name}.{key}", where, 1 << 30) for key in _LLAMA3)
+    if high <= low:
+        raise ConfigError(
+            f"{where}: {name}.high_freq_factor={high:g} is not above low_freq_factor={low:g}", "correct them"
+        )
+    if length != int(length):
+        raise unsupported(f"{name}.original_max_position_embeddings", length, where)
+    return Llama3Scaling(factor, low, high, int(length))
+
+
+def number(value: object, key: str, where: str, most: float) -> float:
+    """A number above 0 and at most `most`. Raises ConfigError naming the key."""
+    if (
+        type(value) not in (int, float)
+        or not 0 < (given := float(cast(float, value))) <= most
+        or not math.isfinite(given)
+    ):
+        raise ConfigError(f"{where}: {key} is {shown(value)}, expected a number above 0 and at most {most:g}", _HINT)
+    return given
+
+
+def unsupported(key: str, value: object, where: str, hint: str = _HINT) -> ConfigError:
+    """The error for a key that asks for what is not computed."""
+    return ConfigError(f"{where}: {key}={shown(value)} is not supported", hint)
+
+
+def shown(value: object) -> str:
+    """For a sentence, whatever a file may hold."""
+    return repr(value)[:80]

@@ -1,0 +1,136 @@
+"""What config.json of each family means, and the numpy reference of the tests, against transformers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.errors import ConfigError
+from shared.models import names
+from shared.models.config import ModelConfig
+from tests.support import families, models, qwen3_ref
+
+LLAMA = families.case("llama-scaled").written
+QWEN2 = families.case("qwen2").written
+SCALED = LLAMA["rope_parameters"]
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_the_reference_computes_what_transformers_computes(name: str) -> None:
+    case = families.case(name)
+    found = qwen3_ref.score(case.weights, case.config, case.ids[:1].tolist(), case.ids[1:].tolist())
+    np.testing.assert_allclose(found, case.logprobs, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_what_is_written_is_read_as_the_same(name: str) -> None:
+    case = families.case(name)
+    model = ModelConfig.parse(case.written)
+    assert ModelConfig.parse(json.loads(json.dumps(model.to_hf()))) == model
+    assert model.model_type == case.written["model_type"]
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_names_and_orientation_of_every_tensor_are_those_of_both_sides(name: str) -> None:
+    case = families.case(name)
+    theirs = models.to_tunix(case.weights, case.config)
+    assert {names.hf_name(leaf) for leaf in theirs} == case.weights.keys()
+    for leaf, value in theirs.items():
+        assert names.is_leaf(leaf)
+        np.testing.assert_array_equal(names.to_hf(leaf, value), case.weights[names.hf_name(leaf)], err_msg=leaf)
+        np.testing.assert_array_equal(names.from_hf(leaf, case.weights[names.hf_name(leaf)], value.shape), value)
+    assert not names.is_leaf("model.norm.weight")
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    """Printed by `LlamaConfig()` and `Qwen2Config()` of transformers 4.57 and 5.23."""
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+    }
+    llama, qwen2 = (ModelConfig.parse({"model_type": name, **sizes}) for name in ("llama", "qwen2"))
+    assert (llama.head_dim, llama.num_key_value_heads, llama.max_position_embeddings) == (2, 32, 2048)
+    assert (qwen2.head_dim, qwen2.num_key_value_heads, qwen2.max_position_embeddings) == (2, 32, 32768)
+    for model in (llama, qwen2):
+        assert (model.rope_theta, model.rms_norm_eps, model.tie_word_embeddings) == (10000.0, 1e-6, False)
+    assert ModelConfig.parse({"model_type": "llama", **sizes, "head_dim": None}) == llama
+
+
+def test_smollm2_as_it_is_published() -> None:
+    published = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 576,
+        "initializer_range": 0.041666666666666664,
+        "intermediate_size": 1536,
+        "is_llama_config": True,
+        "max_position_embeddings": 8192,
+        "model_type": "llama",
+        "num_attention_heads": 9,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 3,
+        "pad_token_id": 2,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_interleaved": False,
+        "rope_scaling": None,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 49152,
+    }
+    model = ModelConfig.parse(published)
+    assert (model.head_dim, model.rope_theta, model.rope_scaling) == (64, 100000.0, None)
+
+
+def test_llamas_scaling_is_read_from_every_spelling() -> None:
+    plain = {key: value for key, value in LLAMA.items() if key != "rope_parameters"}
+    old = {key: value for key, value in SCALED.items() if key != "rope_theta"}
+    models_ = [
+        ModelConfig.parse(config)
+        for config in (
+            LLAMA,
+            plain | {"rope_theta": 500.0, "rope_scaling": old},
+            plain | {"rope_theta": 500.0, "rope_scaling": old | {"type": "llama3"}},
+        )
+    ]
+    assert models_[0].rope_scaling is not None
+    assert models_[0] == models_[1] == models_[2]
+    assert models_[0].difference(ModelConfig.parse(plain | {"rope_theta": 500.0})) == "rope_scaling"
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "named"),
+    [
+        (LLAMA, {"attention_bias": True}, "attention_bias=True"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias=True"),
+        (LLAMA, {"architectures": ["MistralForCausalLM"]}, "is not that of model_type='llama'"),
+        (LLAMA, {"model_type": "gemma2"}, "model_type='gemma2' is not supported (supported are dense Qwen3"),
+        (LLAMA, {"model_type": ["llama"]}, "model_type=['llama']"),
+        (LLAMA, {"hidden_size": 33, "head_dim": None}, "hidden_size=33 is no multiple of num_attention_heads=4"),
+        (LLAMA, {"rope_parameters": SCALED | {"factor": 0}}, "rope_parameters.factor is 0"),
+        (LLAMA, {"rope_parameters": SCALED | {"high_freq_factor": 1.0}}, "high_freq_factor=1 is not above"),
+        (LLAMA, {"rope_parameters": SCALED | {"mscale": 1.0}}, "rope_parameters.mscale=1.0"),
+        (LLAMA, {"rope_parameters": SCALED | {"original_max_position_embeddings": 1.5}}, "original_max_position"),
+        (LLAMA, {"rope_parameters": {"rope_type": "llama3"}}, "lacks factor, low_freq_factor"),
+        (LLAMA, {"rope_scaling": {"rope_type": "default"}}, "rope_scaling and rope_parameters say different"),
+        (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
+        (QWEN2, {"rope_parameters": SCALED}, "rope_parameters.rope_type='llama3'"),
+        (QWEN2, {"use_sliding_window": True}, "use_sliding_window=True"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(config: dict[str, Any], change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelConfig.parse(config | change)
+    assert named in str(error.value)

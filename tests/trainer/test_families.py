@@ -1,0 +1,106 @@
+"""Every family in the trainer, against the log-probabilities of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from services.trainer.algorithms.loss import SUPERVISED_SUMS, supervised_loss
+from services.trainer.learner.batch import BatchLayout, Row, micro_batches, row_weights
+from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
+from services.trainer.learner.train_step import TunixLearner, flat, make_logger
+from services.trainer.models import family
+from services.trainer.models.initial_weights import leaves_of
+from shared.errors import ConfigError
+from shared.models.config import ModelConfig
+from shared.models.names import hf_name
+from tests.support import families, models
+
+OPTIMIZER = OptimizerOptions(1e-2, "constant", 0, 10, 0.9, 0.95, 0.0, 1.0)
+
+
+def load(folder: Path, dtype: str = "float32", mesh: tuple[int, int] = (1, 1)) -> family.Model:
+    described = ModelConfig.read(folder)
+    return family.build(
+        described, leaves_of(folder, described, seed=0), family.make_mesh(mesh, ("fsdp", "tp")), dtype=dtype
+    )
+
+
+def logprobs(model: family.Model, ids: np.ndarray) -> np.ndarray:
+    """float32 [n - 1]."""
+    with model.embedder.input_embedding.get_value().sharding.mesh:
+        hidden = jax.jit(lambda state: family.hidden_states(nnx.merge(nnx.graphdef(model), state), ids[None]))(
+            nnx.state(model)
+        )
+        table = jax.nn.log_softmax((hidden[0] @ family.head(model).T).astype(np.float32), -1)
+    return np.asarray(table)[np.arange(len(ids) - 1), ids[1:]]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "llama-scaled" else pytest.param(name, marks=pytest.mark.long) for name in families.NAMES]
+)
+def test_the_trainer_computes_what_transformers_computes(name: str, tmp_path: Path) -> None:
+    case = families.case(name)
+    folder = models.write_hf(tmp_path / "hf", case.written, case.weights)
+    model = load(folder)
+    np.testing.assert_allclose(logprobs(model, case.ids), case.logprobs, atol=1e-5)
+    assert {hf_name(leaf) for leaf in flat(nnx.state(model))} == case.weights.keys()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2"])
+def test_activations_in_bfloat16_stay_close(name: str, tmp_path: Path) -> None:
+    case = families.case(name)
+    found = logprobs(load(models.write_hf(tmp_path / "hf", case.written, case.weights), "bfloat16"), case.ids)
+    assert 1e-4 < np.abs(found - case.logprobs).max() < 0.3
+
+
+def test_biases_are_sharded_with_their_heads(tmp_path: Path) -> None:
+    case = families.case("qwen2")
+    model = load(models.write_hf(tmp_path / "hf", case.written, case.weights), mesh=(2, 2))
+    assert model.layers[0].attn.q_bias.get_value().sharding.spec == jax.sharding.PartitionSpec("tp")
+    np.testing.assert_allclose(logprobs(model, case.ids), case.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [pytest.param("llama-tied", marks=pytest.mark.long), "qwen2"])
+def test_a_step_changes_every_parameter_and_no_bias_appears(name: str, tmp_path: Path) -> None:
+    case = families.case(name)
+    model = load(models.write_hf(tmp_path / "hf", case.written, case.weights))
+    learner = TunixLearner(
+        model,
+        make_optimizer(OPTIMIZER),
+        supervised_loss,
+        sums=SUPERVISED_SUMS,
+        temperature=1.0,
+        n_micro=1,
+        logger=make_logger(),
+    )
+    ones = np.ones(len(case.ids), np.uint8)
+    rows = [Row(case.ids, ones, np.zeros(len(case.ids), np.float32), ones, 0.0)]
+    before = {leaf: np.asarray(value) for leaf, value in learner.params().items()}
+    batches = micro_batches(rows, row_weights(rows, "token-mean", 1), BatchLayout((48,), 1, 0), 1)
+    first = learner.update(batches)
+    assert first.loss == pytest.approx(-case.logprobs.mean(), rel=1e-4)
+    after = learner.params()
+    assert before.keys() == after.keys()
+    assert all(not np.array_equal(before[leaf], after[leaf]) for leaf in before)
+    exact, noise = learner.probe(case.ids)
+    assert np.isfinite(exact).all()
+    assert noise < 1e-5
+    assert learner.update(batches).loss < first.loss
+
+
+def test_random_weights_of_a_family_with_biases_begin_without_them(tmp_path: Path) -> None:
+    folder = models.write_hf(tmp_path / "hf", families.case("qwen2").written)
+    assert not np.asarray(load(folder).layers[1].attn.k_bias.get_value()).any()
+
+
+def test_weights_of_another_family_are_refused(tmp_path: Path) -> None:
+    case = families.case("qwen2")
+    lacking = {name: value for name, value in case.weights.items() if not name.endswith(".bias")}
+    with pytest.raises(ConfigError, match=r"lacks the tensor model\.layers\.0\.self_attn\.k_proj\.bias"):
+        load(models.write_hf(tmp_path / "hf", case.written, lacking))
