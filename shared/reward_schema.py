@@ -37,7 +37,7 @@ Say in a few sentences what is right and what is wrong with the answer. Then end
 whole number from 0 (useless) to 10 (perfect)."""
 
 _PLACEHOLDER = re.compile(r"\{(task|answer|conversation|expected)\}")
-_PATTERN = (
+DEFAULT_PATTERN = (
     r"(?im)^[ \t>#*_`-]{0,8}score[*_`]{0,4}[ \t]{0,4}[:=][ \t*_`]{0,8}(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)"
     r"(?:[ \t]{0,4}/[ \t]{0,4}(?P<of>[0-9]{1,9}))?[*_`]{0,4}\.?[\s*_`]*\Z"
 )
@@ -91,7 +91,7 @@ class JudgeReward(_Model):
     model: Annotated[str, Field(min_length=1, max_length=256)]
     weight: ComponentWeight = 1.0
     prompt: Annotated[str, Field(min_length=1, max_length=100_000)] = PROMPT
-    pattern: Annotated[str, Field(max_length=1000)] = _PATTERN
+    pattern: Annotated[str, Field(max_length=1000)] = DEFAULT_PATTERN
     field: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     scale: tuple[ScaleEnd, ScaleEnd] = (0.0, 10.0)
     unreadable: Annotated[float, Field(ge=0, le=1)] | None = None

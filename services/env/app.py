@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from difflib import get_close_matches
 
 from services.env.api import environments, openenv, tools
 from services.env.api.routes import ROLES, direct_routes, router
@@ -63,9 +64,7 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
             await configured(submissions, full_name, source)
         try_out_all(settings, catalogue)
         await try_out_tools(settings, catalogue)
-        for name in settings.rewards:
-            if not catalogue.has(name):
-                _log.warning("rewards are configured for an environment that there is not, or not yet", env=name)
+        check_rewarded(settings, catalogue)
         episodes = Episodes(
             max_episodes=settings.max_episodes,
             ttl_s=settings.ttl_s,
@@ -159,6 +158,23 @@ async def try_out_tools(settings: EnvSettings, catalogue: Catalogue) -> None:
                 await tools.check()
         except InputError as error:
             raise ConfigError(f"{name}: tools: {error.detail}", error.hint) from error
+
+
+def check_rewarded(settings: EnvSettings, catalogue: Catalogue) -> None:
+    """Rewards may be configured for an environment that is submitted later, but not for one whose name is nearly that
+    of an environment of the run that has none. Raises ConfigError.
+    """
+    bare = [name for name in (settings.env, *settings.others) if name not in settings.rewards]
+    plain = [name.partition("@")[0] for name in bare]
+    for name in settings.rewards:
+        if catalogue.has(name):
+            continue
+        if near := get_close_matches(name, {*bare, *plain} - settings.rewards.keys(), n=1, cutoff=0.8):
+            raise ConfigError(
+                f"data.rewards.{name}: there is no such environment; the run plays {near[0]}, which has no rewards",
+                f"write data.rewards.{near[0]}; an environment that is yet to come needs a name less like it",
+            )
+        _log.warning("rewards are configured for an environment that there is not, or not yet", env=name)
 
 
 def _why_not(catalogue: Catalogue, env: str) -> str | None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
 from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
@@ -284,9 +286,20 @@ def _read(answer: HttpReply, path: str, max_objects: int) -> Any:
     except DecodeError:
         value = None
     body = value if isinstance(value, dict) else {}
-    if answer.retry_after.isdecimal():
-        body = {"retry_after_s": float(answer.retry_after), **body}
+    if (wait_s := _seconds(answer.retry_after)) is not None:
+        body = {"retry_after_s": wait_s, **body}
     raise from_problem(answer.status, body)
+
+
+def _seconds(retry_after: str) -> float | None:
+    """Of a Retry-After, which is a number of seconds or a date; None where it is neither."""
+    if retry_after.isdecimal():
+        return float(retry_after)
+    try:
+        at = parsedate_to_datetime(retry_after)
+    except (ValueError, TypeError):
+        return None
+    return max(0.0, at.timestamp() - time.time())
 
 
 def _decode(answer: HttpReply, path: str, max_objects: int) -> Any:

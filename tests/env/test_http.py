@@ -75,6 +75,9 @@ async def test_tool_calls_of_the_openai_sdk_are_played(open_client: OpenClient, 
             f"/episodes/{episode['episode_id']}/step", json={"request_id": "1", "message": message}
         )
         assert step.json()["messages"] == [{"role": "tool", "content": "-3"}]
+        many = {"request_id": "2", "message": {**message, "tool_calls": [call] * 65}}
+        step = await client.post(f"/episodes/{episode['episode_id']}/step", json=many)
+        assert (step.status_code, {message["role"] for message in step.json()["messages"]}) == (200, {"tool"})
 
 
 async def test_a_variant_is_registered_and_played(open_client: OpenClient) -> None:

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from services.env.environments.base import Info, Message, StepResult, assistant, user
 from services.env.rewards import judge
+from services.env.rewards.failures import RewardRefused
 from services.env.rewards.rewards import RewardedEpisode, Rewards
 from services.env.rewards.store import RewardStore
 from shared.config import validate
@@ -317,9 +318,39 @@ def test_what_the_model_wrote_cannot_end_its_own_tag_nor_fill_a_place() -> None:
         ({"unreadable": 0.5}, "nothing", 0.5),
     ],
 )
-def test_scores_are_read(settings: dict[str, Any], text: str, expected: float | None) -> None:
-    found = judge.score(JudgeReward.model_validate({**JUDGE, **settings}), text)
+async def test_scores_are_read(settings: dict[str, Any], text: str, expected: float | None) -> None:
+    found = await judge.score(JudgeReward.model_validate({**JUDGE, **settings}), text)
     assert found == expected or (found is not None and expected is not None and math.isclose(found, expected))
+
+
+async def test_a_pattern_without_end_is_refused_and_stops_nobody_else() -> None:
+    endless = JudgeReward.model_validate({**JUDGE, "pattern": r"^(a+)+$"})
+    beats, ended = 0, asyncio.Event()
+
+    async def beat() -> None:
+        nonlocal beats
+        while not ended.is_set():
+            await asyncio.sleep(0.01)
+            beats += 1
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(beat())
+        with pytest.raises(RewardRefused, match="ran for too long"):
+            await judge.score(endless, "a" * 4000 + "b")
+        ended.set()
+    assert beats > 20, "the event loop went on"
+
+
+async def test_a_misspelt_environment_is_refused_with_the_one_that_was_meant(open_client: OpenClient) -> None:
+    for name, refused in (("frozen-lake", True), ("frozenlake", True), ("maze", False)):
+        given = {name: EnvironmentRewards.model_validate({"components": {"tone": JUDGE}})}
+        client = open_client(rewards=given, reward_servers={"s": RewardServer(url="http://127.0.0.1:9/v1")})
+        if refused:
+            with pytest.raises(ConfigError, match="the run plays frozen_lake, which has no rewards"):
+                await client.__aenter__()
+        else:
+            async with client as service:
+                assert (await service.get("/health")).status_code == 200
 
 
 async def test_tokens_that_no_server_can_have_used_are_not_counted_and_end_nothing(

@@ -2,13 +2,15 @@
 
 import asyncio
 import socket
+import time
+from email.utils import formatdate
 
 import httpx
 import numpy as np
 import orjson
 import pytest
 import uvicorn
-from fastapi import HTTPException, Request
+from fastapi import HTTPException, Request, Response
 
 from shared import codec, errors
 from shared.clients import base
@@ -136,6 +138,24 @@ async def test_when_to_ask_again_crosses_the_wire():
             await c.get("/full", attempts=1)
     assert caught.value.retry_after_s == 9.5
     assert http.problem_response(caught.value).headers["retry-after"] == "10"
+
+
+@pytest.mark.parametrize(
+    ("header", "low", "high"),
+    [("7", 7, 7), ("%d", 25, 31), ("Sun, 06 Nov 1994 08:49:37 GMT", 0, 0), ("soon", 1, 1), ("", 1, 1)],
+)
+async def test_a_servers_retry_after_is_seconds_or_a_date(header: str, low: float, high: float):
+    app = make_app()
+    told = formatdate(time.time() + 30, usegmt=True) if header == "%d" else header
+
+    @app.get("/busy")
+    async def busy():
+        return Response(status_code=503, headers={"Retry-After": told})
+
+    async with client(app) as c:
+        with pytest.raises(errors.Unavailable) as caught:
+            await c.get("/busy", attempts=1)
+    assert low <= caught.value.retry_after_s <= high
 
 
 @pytest.mark.parametrize(

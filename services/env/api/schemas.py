@@ -14,6 +14,7 @@ from services.env.environments.base import Fault, Message, StepResult
 from services.env.episodes import EpisodeSlot
 from services.env.rewards.rewards import RewardedEpisode
 from services.env.submissions.record import Report, SubmittedVersion
+from services.env.tools.calls import MAX_CALLS
 from shared.bounds import check_json
 from shared.types import MAX_MESSAGE
 from shared.web import http
@@ -157,7 +158,7 @@ class AssistantMessage(BaseModel):
 
     role: Literal["assistant"] = "assistant"
     content: Annotated[str, Field(max_length=MAX_MESSAGE)] | None = None
-    tool_calls: Annotated[list[JsonValue], Field(max_length=64)] | None = None
+    tool_calls: Annotated[list[JsonValue], Field(max_length=MAX_CALLS)] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:

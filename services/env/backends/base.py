@@ -42,7 +42,7 @@ class GivenUp(Unavailable):
 
 class LiveEpisode(Protocol):
     """One conversation in progress: a readable id of its task, the messages the assistant answers first, JSON schemas
-    of the tools in OpenAI's shape.
+    of the tools in OpenAI's shape, and the database that its task is about, as the SQL tool takes it.
     """
 
     @property
@@ -53,6 +53,9 @@ class LiveEpisode(Protocol):
 
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]: ...
+
+    @property
+    def database(self) -> str | None: ...
 
     async def step(self, message: Message) -> StepResult:
         """Answers one assistant message. Raises Busy (repeat it), Conflict (repeat the one before; neither harms the

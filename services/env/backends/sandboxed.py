@@ -130,6 +130,7 @@ class SandboxedEpisode:
     task: str
     opening: tuple[Message, ...]
     tools: Sequence[Mapping[str, Any]]
+    database: None = None
 
     async def step(self, message: Message) -> StepResult:
         return answers.read_step(await self.backend.call(self.sandbox, "step", "step", {"message": message}))

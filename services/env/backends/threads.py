@@ -23,6 +23,7 @@ from services.env.backends.base import Busy, Call, GivenUp, call_seconds
 from services.env.environments.base import (
     AsyncEnvironment,
     AsyncEpisode,
+    DatabaseEpisode,
     Demonstration,
     Environment,
     Episode,
@@ -175,6 +176,10 @@ class LoopEpisode:
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return self.episode.tools
 
+    @property
+    def database(self) -> None:
+        return None
+
     async def step(self, message: Message) -> StepResult:
         name, deadline_s, began = self.backend.name, self.backend.deadline_s, time.perf_counter()
         try:
@@ -204,8 +209,7 @@ class ThreadEpisode:
 
     @property
     def database(self) -> str | None:
-        """What the task is about, for the SQL tool."""
-        return getattr(self.episode, "database", None)
+        return self.episode.database if isinstance(self.episode, DatabaseEpisode) else None
 
     async def step(self, message: Message) -> StepResult:
         return await self.backend.call("step", lambda: self.episode.step(message))

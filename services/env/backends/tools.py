@@ -55,7 +55,7 @@ class WithTools:
                     f"{self.name} has tools of its own",
                     "leave out data.env_config.tools, or the setting that adds them",
                 )
-            opened = await self.tool_set.open(ToolContext(seed, getattr(episode, "database", None)))
+            opened = await self.tool_set.open(ToolContext(seed, episode.database))
         except BaseException:
             await episode.close()
             raise
@@ -103,6 +103,10 @@ class ToolEpisode:
     @property
     def task(self) -> str:
         return self.episode.task
+
+    @property
+    def database(self) -> str | None:
+        return self.episode.database
 
     async def step(self, message: Message) -> StepResult:
         if len(message["content"]) > _LONG_TEXT:

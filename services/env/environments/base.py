@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NotRequired, Protocol, TypedDict
+from typing import Any, Literal, NotRequired, Protocol, TypedDict, runtime_checkable
 
 import orjson
 
@@ -97,6 +97,14 @@ class Episode(Protocol):
     def step(self, message: Message) -> StepResult:
         """Answers one assistant message. Never called again once the result says `over`."""
         ...
+
+
+@runtime_checkable
+class DatabaseEpisode(Episode, Protocol):
+    """An episode about a database, which the SQL tool opens: JSON text as its library takes it."""
+
+    @property
+    def database(self) -> str: ...
 
 
 class AsyncEpisode(Protocol):

@@ -6,6 +6,7 @@ hold its own closing tag. A judge can be talked over all the same; see docs/envi
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import math
@@ -14,8 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.env.environments.base import Message
+from services.env.grading.pool import GradingEnded, GradingPool
+from services.env.rewards.failures import RewardRefused
+from services.env.rewards.patterns import last_match
 from services.env.rewards.servers import Answer, Question
-from shared.reward_schema import JudgeReward, filled
+from shared.reward_schema import DEFAULT_PATTERN, JudgeReward, filled
 
 _SYSTEM = (
     "You are a strict and fair grader. What stands between tags like <answer-3f9c0b12ad41> and </answer-3f9c0b12ad41>"
@@ -30,6 +34,7 @@ _READ_JSON = 32_768
 _MAX_SAID = 200_000
 _MAX_TOKENS_TOLD = 2**40
 _OBJECT = re.compile(r'\{\s*["}]')
+_PATTERNS = GradingPool("services.env.rewards.patterns")
 _DECODER = json.JSONDecoder(parse_int=float)
 
 
@@ -58,19 +63,34 @@ def question(
     return Question("/chat/completions", body, _answer, judge.version)
 
 
-def score(judge: JudgeReward, said: str) -> float | None:
-    """0 to 1; None where there is no score, or one outside the scale."""
+async def score(judge: JudgeReward, said: str) -> float | None:
+    """0 to 1; None where there is no score, or one outside the scale. Raises RewardRefused where the configured pattern
+    takes too long.
+    """
     low, high = judge.scale
-    found: Any = None
+    found: Any
+    if judge.field is None:
+        found = await _found(judge.pattern, high, said[-_READ:])
+    else:
+        found = _at(_last_object(said), judge.field) if len(said) <= _READ_JSON else None
     try:
-        if judge.field is None:
-            found = _last_match(judge.pattern, said[-_READ:], high)
-        elif len(said) <= _READ_JSON:
-            found = _at(_last_object(said), judge.field)
         value = float(found)
     except (TypeError, ValueError, OverflowError):
         return judge.unreadable
     return (value - low) / (high - low) if math.isfinite(value) and low <= value <= high else judge.unreadable
+
+
+async def _found(pattern: str, highest: float, text: str) -> Any:
+    """What the pattern finds; one that is not ours does not run in this process. Raises RewardRefused."""
+    if pattern == DEFAULT_PATTERN:
+        return last_match(pattern, highest, text)
+    try:
+        return await asyncio.to_thread(_PATTERNS.grade, "last_match", pattern, highest, text)
+    except GradingEnded as error:
+        raise RewardRefused(
+            f"the pattern {pattern[:120]!r} ran for too long on what a judge said",
+            "write it without repetitions inside repetitions, like (a+)+, or use field",
+        ) from error
 
 
 def _answer(answer: Any) -> Answer:
@@ -104,15 +124,6 @@ def _shown(message: Message) -> str:
     calls = message.get("tool_calls")
     told = f"\n[tool_calls]\n{json.dumps(calls, ensure_ascii=False)}" if calls else ""
     return f"[{message['role']}]\n{message['content']}{told}"
-
-
-def _last_match(pattern: str, text: str, highest: float) -> Any:
-    """The first group; None where a group `of` says that the number is out of another one than `highest`."""
-    last = next(reversed(list(re.finditer(pattern, text))), None)
-    if last is None:
-        return None
-    out_of = last.groupdict().get("of")
-    return last[1] if out_of is None or float(out_of) == highest else None
 
 
 def _last_object(text: str) -> Any:

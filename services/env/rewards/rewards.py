@@ -100,6 +100,10 @@ class RewardedEpisode:
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return self._inner.tools
 
+    @property
+    def database(self) -> str | None:
+        return self._inner.database
+
     async def step(self, message: Message) -> StepResult:
         """Raises RewardFailed, RewardRefused beside what the environment raises."""
         by = fingerprint(message)
@@ -150,7 +154,7 @@ class RewardedEpisode:
                 if component.unreadable is None:
                     raise
                 return {name: component.weight * component.unreadable}
-            score = judge.score(component, said)
+            score = await judge.score(component, said)
             if score is None:
                 told = f"the judge {name} gave no score from {component.scale[0]:g} to {component.scale[1]:g}"
                 raise RewardFailed(f"{told}: …{said[-_MOST_SAID:]}", "see pattern, field and unreadable")

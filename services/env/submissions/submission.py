@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from services.env.backends.remote.protocols import RemoteEnvironment
-from services.env.submissions.record import SubmittedVersion
+from services.env.submissions.record import SubmittedVersion, Transition
 from shared.errors import InputError, TooLarge
 
 MAX_SOURCE = 256 * 1024
@@ -69,6 +70,23 @@ def check_size(content: bytes, *, archive: bool) -> None:
 def kept_of(remote: RemoteEnvironment) -> Mapping[str, bytes]:
     """The files to keep of a remote environment: its tasks."""
     return {f"{TASKS}/{split}.jsonl": text for split, text in remote.tasks.items()}
+
+
+def numbered(wanted: Submission, number: int) -> SubmittedVersion:
+    """The version that a submission becomes."""
+    return SubmittedVersion(
+        name=wanted.name,
+        version=number,
+        entry=wanted.entry,
+        config=dict(wanted.config or {}),
+        weight=wanted.weight,
+        url=wanted.remote.url if wanted.remote else None,
+        archive=wanted.archive,
+        protocol=wanted.remote.protocol if wanted.remote else "",
+        digest=wanted.digest,
+        size=len(wanted.content),
+        history=(Transition(state="submitted", at=time.time()),),
+    )
 
 
 def is_same(version: SubmittedVersion, wanted: Submission) -> bool:

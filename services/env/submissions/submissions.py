@@ -36,7 +36,7 @@ from services.env.submissions.record import (
     Transition,
 )
 from services.env.submissions.store import SubmissionStore
-from services.env.submissions.submission import Submission, is_same, kept_of
+from services.env.submissions.submission import Submission, is_same, kept_of, numbered
 from services.env.submissions.validation import Validated, validate
 from shared.errors import Conflict, Forbidden, InputError, NotFound, StorageUnavailable, Unavailable, VolleyError
 from shared.process import telemetry
@@ -291,19 +291,7 @@ class Submissions:
         number = 1 + max(max(known, default=0), await asyncio.to_thread(self._store.newest, wanted.name))
         if len(known) >= MAX_VERSIONS:
             raise Conflict(f"{wanted.name} has {len(known)} versions, and more are not kept", "choose another name")
-        version = SubmittedVersion(
-            name=wanted.name,
-            version=number,
-            entry=wanted.entry,
-            config=dict(wanted.config or {}),
-            weight=wanted.weight,
-            url=wanted.remote.url if wanted.remote else None,
-            archive=wanted.archive,
-            protocol=wanted.remote.protocol if wanted.remote else "",
-            digest=wanted.digest,
-            size=len(wanted.content),
-            history=(Transition(state="submitted", at=time.time()),),
-        )
+        version = numbered(wanted, number)
         await asyncio.to_thread(self._store.add, version, files)
         self._versions.setdefault(wanted.name, {})[number] = version
         self._waiting.put_nowait(version)

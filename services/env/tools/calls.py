@@ -5,6 +5,7 @@ OpenAI's `tool_calls` count first; else the text is read in one of the formats t
     hermes        <tool_call>{"name": …, "arguments": {…}}</tool_call>           Hermes 2 Pro, Qwen2.5, Qwen3
     qwen3_coder   <tool_call><function=NAME><parameter=KEY>VALUE</parameter>…    Qwen3-Coder, Qwen3.5 and later
     llama3_json   {"name": …, "parameters": {…}}, also after <|python_tag|>      Llama 3.1 to 3.3
+                  <|python_tag|>NAME.call(KEY=VALUE, …)                          its built-in tools
     mistral       [TOOL_CALLS][{"name": …, "arguments": {…}}], [TOOL_CALLS]NAME[ARGS]{…}
 
 The names are those of vLLM's and SGLang's parsers, whose packages bring an engine along. Those drop calls that they
@@ -17,6 +18,7 @@ numbers, bounded depth.
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -46,6 +48,8 @@ _CUT = 12
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,200})>(.*?)</function>\s*\Z", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,200})(?:\[CALL_ID\][A-Za-z0-9_-]{1,100})?\[ARGS\]\s*")
+_MAX_PYTHON_CALL = 20_000
+_PYTHON_CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,199})\.call\(")
 _SPACE = re.compile(r"\s*")
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "</s>")
 
@@ -226,6 +230,9 @@ def _llama3_json(text: str) -> Iterator[ToolCall]:
         rest = rest.removesuffix(end).rstrip()
     if not tag and not _looks_like_a_call(rest):
         return
+    if tag and (named := _PYTHON_CALL.match(rest)) is not None:
+        yield _python_call(named[1], rest)
+        return
     at = 0
     while at < len(rest):
         call, at = _json_call(rest, at, ("parameters", "arguments"))
@@ -237,6 +244,21 @@ def _llama3_json(text: str) -> Iterator[ToolCall]:
             yield ToolCall(problem="calls must be separated by ; and nothing may follow them")
             return
         at = _after_space(rest, at + (rest[at] == ";"))
+
+
+def _python_call(name: str, text: str) -> ToolCall:
+    """`name.call(query="…", n=3)`: named arguments, each a literal of Python."""
+    if len(text) > _MAX_PYTHON_CALL:
+        return ToolCall(problem=f"a tool call of this form has at most {_MAX_PYTHON_CALL} characters")
+    try:
+        found = ast.parse(text, mode="eval").body
+        if not isinstance(found, ast.Call) or found.args or any(word.arg is None for word in found.keywords):
+            raise ValueError("its arguments need names")
+        arguments = {str(word.arg): ast.literal_eval(word.value) for word in found.keywords}
+        return _checked({"name": name, "arguments": _loads(json.dumps(arguments, allow_nan=False), 0)[0]})
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        told = str(error).partition("(<unknown>")[0].strip()
+        return ToolCall(problem=f"a tool call must be NAME.call(KEY=VALUE, …), with literals as values: {told}")
 
 
 def _looks_like_a_call(text: str) -> bool:

@@ -74,7 +74,7 @@ class WorkerProcess:
                 if request["episode"] in self._beginning:  # else it was closed meanwhile
                     self._episodes[request["episode"]] = episode
                 opened = {"task": episode.task, "opening": list(episode.opening), "tools": list(episode.tools)}
-                return {**opened, "database": getattr(episode, "database", None)}
+                return {**opened, "database": episode.database}
             case "task":
                 return await self._environment(request).task(request["split"], request["index"])
             case _:

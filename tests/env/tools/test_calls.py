@@ -69,6 +69,9 @@ P1 = J1.replace("arguments", "parameters")
         (f"[TOOL_CALLS][{J1.replace('1', '<think>x')}]", [TAG]),
         (P1, [A]),
         (f"<|python_tag|>{P1}; {J2}<|eom_id|>", [A, B]),
+        ("<|python_tag|>python.call(code='1')<|eom_id|>", [A]),
+        ('<|python_tag|>find.call(query="a b", n=-3, of=[1.5, None])', [
+            ToolCall("find", {"query": "a b", "n": -3, "of": [1.5, None]})]),
         (f"[TOOL_CALLS][{J1}, {J2}]</s>", [A, B]),
         ('[TOOL_CALLS]python[ARGS]{"code": "1"}[TOOL_CALLS]python[CALL_ID]abc123xyz[ARGS]{"code": "2"}', [A, B]),
         ("<tool_call>\n<function=python>\n<parameter=code>\n1\n</parameter>\n</function>\n</tool_call>", [A]),
@@ -102,6 +105,12 @@ def test_texts_of_every_format(text: str, calls: list[ToolCall]) -> None:
         ("<tool_call><function=python></tool_call>", "must be <function=NAME>"),
         ("<tool_call><function=python>1</function></tool_call>", "<parameter=KEY>"),
         ("<|python_tag|>print(1)", "Expecting value"),
+        ("<|python_tag|>python.call(1)", "its arguments need names"),
+        ("<|python_tag|>python.call(code=open('x'))", "with literals as values"),
+        ("<|python_tag|>python.call(code=1e999)", "with literals as values"),
+        ("<|python_tag|>python.call(code=" + "-" * 19_000, "with literals as values"),
+        ("<|python_tag|>python.call(code=" + "[" * 19_000, "with literals as values"),
+        ("<|python_tag|>python.call(code=" + "x" * 30_000 + ")", "at most 20000 characters"),
         ("[TOOL_CALLS]nothing", "JSON list of calls"),
     ],
 )  # fmt: skip

@@ -229,6 +229,8 @@ class NemoGymBackend:
 class NemoGymEpisode:
     """A session of the server. `output` is what the model has said so far, and what it was answered."""
 
+    database: None = None
+
     def __init__(
         self,
         backend: NemoGymBackend,

@@ -235,6 +235,7 @@ class OpenEnvEpisode:
     """An episode on a connection of its own."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
+    database: None = None
 
     def __init__(
         self, backend: OpenEnvBackend, websocket: ClientConnection, task: str, opening: tuple[Message, ...]

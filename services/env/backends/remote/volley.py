@@ -117,6 +117,8 @@ class VolleyBackend:
 class VolleyEpisode:
     """An episode of the other service."""
 
+    database: None = None
+
     def __init__(
         self,
         backend: VolleyBackend,
