@@ -169,6 +169,7 @@ class Orchestrator:
             settings.seed,
             settings.eval_every,
             settings.max_steps,
+            settings.save_interval,
         )
 
         def others() -> list[HeldOutTasks]:

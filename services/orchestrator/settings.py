@@ -42,6 +42,7 @@ class OrchestratorSettings:
     max_steps: int
     n_eval_tasks: int
     eval_every: int | None
+    save_interval: int
 
     @property
     def n_groups(self) -> int:
@@ -86,6 +87,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         max_steps=trainer.max_steps,
         n_eval_tasks=config.data.n_eval_tasks,
         eval_every=orchestrator.eval_every_n_steps,
+        save_interval=trainer.checkpointing_options.save_interval_steps,
     )
 
 

@@ -179,6 +179,9 @@ class MemoryQueue:
             return PublishRefusal.NOT_READY
         if self.given_back:
             return Reservation(self.given_back.pop(0), self.version)
+        if self.issued - self.void >= total:
+            await asyncio.sleep(0.01)
+            return PublishRefusal.EXHAUSTED
         if self.issued >= self.limit:
             await asyncio.sleep(0.01)
             return PublishRefusal.FULL

@@ -4,9 +4,12 @@ import asyncio
 import fcntl
 import resource
 from contextlib import contextmanager
+from itertools import pairwise
 
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import read_records
@@ -94,10 +97,36 @@ async def test_tokens_of_another_version_do_not_count_at_the_ends(tmp_path):
     assert (record.failed, record.version_max) == (0, "e000001-s000000")
 
 
-async def test_an_evaluation_in_between_may_meet_newer_weights(tmp_path):
+async def test_an_evaluation_in_between_takes_no_newer_weights(tmp_path):
     engine = ScriptedEngine([Say([60, EOS], versions=("e000001-s000006",))], version=WeightVersion(1, 5))
-    record = await measured(evaluator(tmp_path, ScriptedEnv(n_turns=1), engine), 5)
-    assert (record.failed, record.version_min, record.version_max) == (0, "e000001-s000005", "e000001-s000006")
+    other = ScriptedEngine(version=WeightVersion(1, 5))
+    record = await measured(evaluator(tmp_path, ScriptedEnv(n_turns=1), engine, other=other), 5)
+    assert (record.failed, record.version_min, record.version_max) == (0, "e000001-s000005", "e000001-s000005")
+
+
+@given(
+    every=st.integers(1, 7),
+    save_interval=st.integers(1, 7),
+    last_step=st.integers(1, 40),
+    wanted=st.sets(st.integers(1, 40)),
+)
+def test_groups_are_made_up_to_the_next_step_that_is_measured(every, save_interval, last_step, wanted):
+    """As the trainer saves: every `save_interval` steps, at the last, and (`wanted`) when somebody asks for it."""
+    plan, step, saved, done = EvalPlan("demo", 6, 7, every, last_step, save_interval), 0, 0, set[int]()
+    while True:
+        if plan.due(saved, frozenset(done)):
+            assert step == saved, "nothing newer than what is measured has been made"
+            done.add(saved)
+        admitted = plan.last_admitted(saved, frozenset(done))
+        if step == last_step:
+            break
+        assert admitted > step, "the trainer gets groups for another step"
+        step += 1
+        if step - saved == save_interval or step == last_step or step in wanted:
+            saved = step
+    assert {0, last_step} <= done
+    assert len(done) >= min(last_step // max(every, save_interval), 1)
+    assert all(b - a < every + save_interval for a, b in pairwise(sorted(done)))
 
 
 async def test_two_orchestrators_measure_a_step_once(tmp_path):

@@ -93,6 +93,30 @@ async def test_an_evaluation_of_undone_weights_ends_and_its_step_is_measured_whe
     assert (record.step, record.version_min) == (5, "e000002-s000005")
 
 
+async def test_weights_that_are_left_behind_are_not_measured_but_the_newer_ones(tmp_path):
+    run = RunUnderTest(tmp_path, MemoryQueue(version=5, limit=0))
+    run.serve(1, 4)
+    async with following(run):
+        await until(lambda: run.status.evaluating_step == 5)
+        run.queue.version = 6
+        run.serve(1, 6)
+        await until(lambda: run.evaluator.records)
+    assert [(record.step, record.version_max) for record in run.evaluator.records] == [(6, "e000001-s000006")]
+
+
+async def test_no_ticket_is_taken_beyond_the_step_that_is_measured_next(tmp_path):
+    run = RunUnderTest(tmp_path, MemoryQueue(version=4, limit=100))
+    run.serve(1, 4)
+    async with following(run):
+        await until(lambda: run.queue.issued == 5 * TERMS.batch)
+        await until(lambda: run.status.waiting is not None and "are measured before" in run.status.waiting.why)
+        assert run.queue.issued == 5 * TERMS.batch
+        run.queue.version = 5
+        run.serve(1, 5)
+        await until(lambda: run.queue.issued == 10 * TERMS.batch)
+    assert [record.step for record in run.evaluator.records] == [5]
+
+
 async def test_the_run_ends_only_when_the_last_step_of_the_present_lineage_is_measured(tmp_path):
     run = RunUnderTest(tmp_path, MemoryQueue(version=20, limit=0))
     run.serve(1, 19)

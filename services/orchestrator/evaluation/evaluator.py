@@ -1,8 +1,9 @@
 """Held-out evaluation: greedy episodes on the first tasks of the split `eval`, once for each step that asks for it.
 
 Invariants
-- At step 0 and at the last step every token comes from exactly that step's weights; a task that got others counts as
-  failed.
+- Every token comes from exactly the weights of the step that is measured. No ticket is reserved beyond that step
+  before it is measured (`EvalPlan.last_admitted`), so the trainer makes no newer ones meanwhile; should it have groups
+  for one all the same, the evaluation is dropped, and the newer weights are measured.
 - Where a run plays several environments, each has a line of its own, that of the main one last: it alone makes the step
   done. Another one that cannot be measured is left out; it does not hold up the run.
 - A line of `evals.jsonl` is on disk before the evaluation counts as done. Neither a restart nor a second orchestrator
@@ -61,7 +62,7 @@ class HeldOutTasks(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
     """When and on what: step 0, every `every` steps if set, and `last_step`; tasks 0 … n_tasks - 1 of the main
-    environment `env`.
+    environment `env`. Every `save_interval` steps weights become durable, and only these can be measured.
     """
 
     env: str
@@ -69,6 +70,7 @@ class EvalPlan:
     seed: int
     every: int | None
     last_step: int
+    save_interval: int = 1
 
     def due(self, step: int, done: frozenset[int]) -> bool:
         """Whether the weights of this step, the newest, have to be measured now.
@@ -83,7 +85,15 @@ class EvalPlan:
         return self.every is not None and step // self.every > last // self.every
 
     def need(self, step: int) -> VersionBounds:
-        return VersionBounds(min_step=step, max_step=step if step in (0, self.last_step) else None, strict=True)
+        return VersionBounds(min_step=step, max_step=step, strict=True)
+
+    def last_admitted(self, step: int, done: frozenset[int]) -> int:
+        """The last step that groups may be made for while `step` is the newest durable one: the next to be measured."""
+        if self.every is None:
+            return self.last_step
+        last = max((s for s in done if s <= step), default=0)
+        ahead = max(0, (last // self.every + 1) * self.every - step)
+        return min(self.last_step, step + -(-ahead // self.save_interval) * self.save_interval)
 
 
 class Evaluator:
@@ -117,7 +127,13 @@ class Evaluator:
         self._lineage = lineage
 
     def due(self, step: int) -> bool:
-        return self.plan.due(step, frozenset(record.step for record in self.records if record.env is None))
+        return self.plan.due(step, self._done())
+
+    def last_admitted(self, step: int) -> int:
+        return self.plan.last_admitted(step, self._done())
+
+    def _done(self) -> frozenset[int]:
+        return frozenset(record.step for record in self.records if record.env is None)
 
     async def run(self, step: int) -> None:
         """Measures the weights of `step`, unless another orchestrator has. Raises Unavailable when no task of the main

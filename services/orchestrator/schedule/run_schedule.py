@@ -1,10 +1,10 @@
 """A run as the orchestrator sees it: wait for the services, evaluate, generate while the trainer trains,
 evaluate, finish.
 
-Reservations pause while an evaluation runs. So the one at step 0 ends before the first group is generated, and the one
-at the last step starts when no group is generated any more. A trainer that goes back to an older checkpoint takes the
-run with it: what waits for weights that were undone stops waiting for them, and an evaluation of such weights ends
-without a record.
+Reservations pause while an evaluation runs, and before it none is made for a later step. So the one at step 0 ends
+before the first group is generated, and each other one starts when nothing newer can be trained. A trainer that goes
+back to an older checkpoint takes the run with it: what waits for weights that were undone stops waiting for them, and
+an evaluation of such weights ends without a record.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class RunSchedule:
             if self._evaluator.due(at.step):
                 with self._gate.held("evaluation"):
                     await self._evaluate(at)
+                    self._bound(at.step)
             elif at.step >= self._max_steps:
                 return
             else:
@@ -125,25 +126,32 @@ class RunSchedule:
                 )
                 self._evaluator.follow(self._lineage)
             self._loop.saw(state, held)
+            self._bound(version.step)
             self._balancer.set_target(version, self._lineage)
         self.state = state
 
+    def _bound(self, step: int) -> None:
+        """Nothing is generated for steps after the next one that is to be measured."""
+        self._loop.last_step = self._evaluator.last_admitted(step)
+
     async def _evaluate(self, at: WeightVersion) -> None:
-        """Ends with a record, or without one when the weights are undone meanwhile."""
+        """Ends with a record, or without one when the weights are undone, or newer ones made, meanwhile."""
         self._status.evaluating_step = at.step
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = {group.create_task(self._evaluator.run(at.step)), group.create_task(self._undone(at))}
+                tasks = {group.create_task(self._evaluator.run(at.step)), group.create_task(self._left(at))}
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks:
                     task.cancel()
         finally:
             self._status.evaluating_step = None
 
-    async def _undone(self, version: WeightVersion) -> None:
-        while in_lineage(version, self._lineage):
-            await self._next_version()
-        _log.warning("evaluation dropped: the trainer went back", version=str(version), lineage=self._lineage)
+    async def _left(self, version: WeightVersion) -> None:
+        """Returns when these are not the newest weights any more: servers may not have them, and will not again."""
+        now = version
+        while in_lineage(version, self._lineage) and now.step == version.step:
+            now = await self._next_version()
+        _log.warning("evaluation dropped: there are other weights now", version=str(version), now=str(now))
 
 
 def _position(state: QueueState) -> tuple[int, ...]:

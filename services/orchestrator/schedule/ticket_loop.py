@@ -29,7 +29,7 @@ from shared.process.wedge import Wait
 from shared.queue.records import Published, PublishRefusal, QueueState, Reservation
 from shared.types import Group
 
-_RESERVE_WAIT_S = 2.0
+_RESERVE_WAIT_S, _SHORT_WAIT_S = 2.0, 0.25
 _RETRY_S, _RETRY_CAP_S = 0.1, 1.0
 _GIVE_BACK_S, _LATE_S = 2.0, 0.5
 _log = telemetry.Log("tickets")
@@ -39,6 +39,8 @@ _WAITING = {
     PublishRefusal.FULL: Wait("trainer", "the trainer has enough groups and has not finished a step yet"),
     PublishRefusal.EXHAUSTED: Wait("trainer", "all groups are generated, the trainer is finishing"),
 }
+
+_BEFORE_EVALUATION = Wait("trainer", "the next weights are measured before groups are made for later steps")
 
 
 class TicketSource(Protocol):
@@ -83,6 +85,8 @@ type RunGroup = Callable[[int, VersionBounds], Awaitable[Group]]
 class TicketLoop:
     """Args: n_groups: groups worked on at once; run_group: makes the group of a ticket (failed ones too); mixture: what
     follows when only failures come out of an environment.
+
+    `last_step` bounds the step that groups are made for, while something else comes first; None if nothing does.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class TicketLoop:
         self._slots = asyncio.Semaphore(n_groups)
         self._held: dict[int, VersionBounds] = {}
         self._void = 0
+        self.last_step: int | None = None
 
     async def run(self) -> None:
         """Works until cancelled; tickets in hand are given back then.
@@ -141,7 +146,8 @@ class TicketLoop:
                 continue
             failures = 0
             if isinstance(answer, PublishRefusal):
-                self._status.waiting = _WAITING[answer]
+                is_bounded = answer is PublishRefusal.EXHAUSTED and self._total() < self._terms.total
+                self._status.waiting = _BEFORE_EVALUATION if is_bounded else _WAITING[answer]
             elif self._gate.is_open:
                 self._status.waiting = None
                 return answer
@@ -150,9 +156,10 @@ class TicketLoop:
 
     async def _ask(self) -> Reservation | PublishRefusal:
         """The queue's next answer. A ticket that comes when this was cancelled is given back."""
-        terms = self._terms
+        terms, total = self._terms, self._total()
+        wait_s = _RESERVE_WAIT_S if total == terms.total else _SHORT_WAIT_S
         asking = asyncio.ensure_future(
-            self._queue.reserve_wait(terms.lease_s, terms.batch, terms.max_staleness, terms.total, _RESERVE_WAIT_S)
+            self._queue.reserve_wait(terms.lease_s, terms.batch, terms.max_staleness, total, wait_s)
         )
         try:
             return await asyncio.shield(asking)
@@ -166,6 +173,11 @@ class TicketLoop:
                 await self._give_back(answer.ticket)
             await asyncio.wait([asking])
             raise
+
+    def _total(self) -> int:
+        """Groups that may be reserved by now, in the whole run."""
+        terms = self._terms
+        return terms.total if self.last_step is None else min(terms.total, self.last_step * terms.batch)
 
     async def _work(self, reservation: Reservation, need: VersionBounds) -> None:
         ticket, began = reservation.ticket, time.monotonic()
