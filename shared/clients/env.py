@@ -45,6 +45,14 @@ class StepReply:
     fault: Fault | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DemonstrationReply:
+    """A conversation that ends with the assistant's last message, and JSON schemas of the tools that its task has."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
 class EnvClient(HttpClient):
     """Every method raises VolleyError: ServiceUnreachable, or what the service's problem body says."""
 
@@ -86,12 +94,10 @@ class EnvClient(HttpClient):
         answer = await self.post(f"/{env}/num_tasks", {"split": split})
         return _read(lambda: int(answer["num_tasks"]))
 
-    async def demonstration(self, env: str, split: str, index: int) -> list[Message]:
-        """A conversation of one task to learn from, solved or not; the last message is the assistant's. Raises
-        NotFound.
-        """
+    async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
+        """A conversation of one task to learn from, solved or not. Raises NotFound."""
         answer = await self.post(f"/{env}/demonstration", {"split": split, "index": index})
-        return _read(lambda: list(answer["messages"]))
+        return _read(lambda: DemonstrationReply(list(answer["messages"]), list(answer.get("tools") or ())))
 
     async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
         """A new episode. `seed` drives what is random in it after the task is chosen. Raises NotFound."""

@@ -38,7 +38,7 @@ async def environments(folder: Path) -> AsyncIterator[EnvClient]:
 async def played(client: EnvClient, *, solved: bool) -> Trajectory:
     """An episode as the orchestrator records it: a demonstration, or somebody who says nothing."""
     tokenizer = tiny_tokenizer()
-    shown = await client.demonstration("frozen_lake", "train", 5)
+    shown = (await client.demonstration("frozen_lake", "train", 5)).messages
     texts = [message["content"] for message in shown if message["role"] == "assistant"] if solved else [""] * 6
     opened = await client.create("r", "frozen_lake", "train", 5, seed=seeding.env_seed(SEED, TICKET, 0))
     ids = tokenizer.render_prompt(opened.messages)
@@ -99,7 +99,7 @@ async def test_what_cannot_be_played_again_is_told(tmp_path: Path) -> None:
 
 async def test_the_words_of_a_turn_are_those_that_were_sampled(tmp_path: Path) -> None:
     async with environments(tmp_path) as client:
-        shown = await client.demonstration("frozen_lake", "train", 5)
+        shown = (await client.demonstration("frozen_lake", "train", 5)).messages
         trajectory = await played(client, solved=True)
     assert said(tiny_tokenizer(), trajectory) == [m["content"] for m in shown if m["role"] == "assistant"]
 

@@ -70,7 +70,7 @@ async def test_a_demonstration_is_played_through_the_client(service: str) -> Non
     async with EnvClient(service) as client:
         await client.ready()
         assert await client.num_tasks("sokoban", "eval") == 256
-        shown = await client.demonstration("sokoban", "eval", 3)
+        shown = (await client.demonstration("sokoban", "eval", 3)).messages
         opening = await client.create("r", "sokoban", "eval", 3, seed=0)
         assert list(opening.messages) == shown[:1]
         result = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from services.trainer.algorithms import sft
 from services.trainer.learner.batch import BatchLayout
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.train_step import make_logger
+from shared.clients.env import DemonstrationReply
 from shared.errors import ConfigError, ServiceUnreachable
 from shared.models.chat import ChatTokenizer
 from tests.support import models
@@ -31,22 +33,22 @@ class Env:
         assert (env, split) == ("lake", "train")
         return self.n_tasks
 
-    async def demonstration(self, env: str, split: str, index: int) -> list[Any]:
+    async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
         self.asked.append(index)
-        return [{"role": "user", "content": str(index)}, {"role": "assistant", "content": "ok"}]
+        return DemonstrationReply([{"role": "user", "content": str(index)}, {"role": "assistant", "content": "ok"}])
 
 
 @pytest.mark.parametrize("n_tasks", [5, 10**9])
 async def test_distinct_training_tasks_chosen_by_the_seed(n_tasks: int):
     first, second, other = [await sft.fetch(Env(n_tasks), "lake", 20, seed) for seed in (1, 1, 2)]
-    contents = [m[0]["content"] for m in first]
+    contents = [shown.messages[0]["content"] for shown in first]
     assert first == second != other
     assert len(contents) == len(set(contents)) == min(20, n_tasks)
 
 
 async def test_an_environment_that_goes_away_meanwhile_is_one_error():
     class Leaving(Env):
-        async def demonstration(self, env: str, split: str, index: int) -> list[Any]:
+        async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
             raise ServiceUnreachable("env did not answer")
 
     with pytest.raises(ServiceUnreachable):
@@ -54,22 +56,37 @@ async def test_an_environment_that_goes_away_meanwhile_is_one_error():
 
 
 def test_what_the_assistant_says_and_its_end_are_trained():
-    (row,) = sft.tokenize(TOKENIZER, [TALK], 128)
+    (row,) = sft.tokenize(TOKENIZER, [DemonstrationReply(TALK)], 128)
     said = TOKENIZER.decode([int(t) for t, m in zip(row.ids, row.mask, strict=True) if m])
     assert said == "Right<|im_end|>Up<|im_end|>"
     assert row.n_tokens == int(row.mask.sum())
 
 
+def test_demonstrations_are_rendered_with_the_tools_that_a_rollout_is_rendered_with(tmp_path: Path):
+    folder = shutil.copytree(Path(__file__).parents[2] / "configs/models/tiny", tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    told = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    settings["chat_template"] = told + settings["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = ChatTokenizer(folder)
+    tool = {"type": "function", "function": {"name": "calculator", "description": "exact", "parameters": {}}}
+    (row,) = sft.tokenize(tokenizer, [DemonstrationReply(TALK[:2], [tool])], 400)
+    prompt = tokenizer.render_prompt(TALK[:1], [tool])
+    assert "calculator" in tokenizer.decode(prompt)
+    assert list(row.ids[: len(prompt)]) == prompt
+    assert not row.mask[: len(prompt)].any()
+
+
 def test_demonstrations_that_do_not_fit_are_left_out():
-    long = [{"role": "user", "content": "go " * 200}, {"role": "assistant", "content": "Up"}]
-    assert len(sft.tokenize(TOKENIZER, [TALK, long], 128)) == 1
+    long = DemonstrationReply([{"role": "user", "content": "go " * 200}, {"role": "assistant", "content": "Up"}])
+    assert len(sft.tokenize(TOKENIZER, [DemonstrationReply(TALK), long], 128)) == 1
     with pytest.raises(ConfigError, match="fits into 128 tokens"):
         sft.tokenize(TOKENIZER, [long], 128)
 
 
 def test_it_learns_and_is_deterministic():
     config = CONFIG | {"vocab_size": 512, "num_hidden_layers": 1}
-    rows = sft.tokenize(TOKENIZER, [TALK, TALK[:2]], 64)
+    rows = sft.tokenize(TOKENIZER, [DemonstrationReply(TALK), DemonstrationReply(TALK[:2])], 64)
     options = sft.SftOptions(
         max_steps=12, batch_size=4, seed=0, layout=BatchLayout((64,), 2, TOKENIZER.pad_id), optimizer=OPTIMIZER
     )

@@ -117,11 +117,11 @@ async def show_task(request: Request, env: EnvName) -> Response:
 @router.post("/{env}/demonstration", tags=["tasks"], openapi_extra=declares(body=TaskBody, answer=Shown))
 async def demonstrate(request: Request, env: EnvName) -> Response:
     """A conversation of one task to learn from, ending with the assistant's last message, and whether it solves the
-    task.
+    task; beside it the tools that its episodes have.
     """
     body = await read(request, TaskBody)
     shown = await _backend(request, env).demonstration(body.split, body.index)
-    return respond(request, {"messages": list(shown.messages), "success": shown.success})
+    return respond(request, {"messages": list(shown.messages), "success": shown.success, "tools": list(shown.tools)})
 
 
 for _path, _handler, _body, _answer in (

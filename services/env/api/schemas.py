@@ -295,6 +295,7 @@ class Shown(BaseModel):
 
     messages: list[Said]
     success: bool
+    tools: list[dict[str, Any]]
 
 
 class Created(BaseModel):

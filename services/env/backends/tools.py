@@ -33,6 +33,7 @@ class WithTools:
 
     def __init__(self, name: str, base: Backend, tool_set: ToolSet) -> None:
         self.name, self.base, self.tool_set = name, base, tool_set
+        self._tools: Sequence[ToolDescription] | None = None
 
     @property
     def use(self) -> ToolUse:
@@ -65,16 +66,20 @@ class WithTools:
     async def demonstration(self, split: str, index: int) -> Demonstration:
         """The environment's own, with calls where it knows how to write them."""
         shown = await self._with_calls(split, index) or await self.base.demonstration(split, index)
-        if not self.use.describe:
-            return shown
-        opened = await self.tool_set.open(ToolContext(0))
-        try:
-            return replace(shown, messages=_told(shown.messages, opened.tools, self.use))
-        finally:
-            await opened.close()
+        tools = await self._described()
+        schemas = tuple(tool.schema for tool in tools)
+        return replace(shown, messages=_told(shown.messages, tools, self.use), tools=schemas)
 
     def why_stuck(self) -> str | None:
         return self.base.why_stuck()
+
+    async def _described(self) -> Sequence[ToolDescription]:
+        """The tools that episodes have; opened once for all demonstrations."""
+        if self._tools is None:
+            opened = await self.tool_set.open(ToolContext(0))
+            self._tools = tuple(opened.tools)
+            await opened.close()
+        return self._tools
 
     async def _with_calls(self, split: str, index: int) -> Demonstration | None:
         local = self.base.local if isinstance(self.base, InProcesses) else self.base

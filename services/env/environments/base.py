@@ -74,11 +74,12 @@ class StepResult:
 @dataclass(frozen=True, slots=True)
 class Demonstration:
     """A conversation of one task, from the first message to the assistant's last; `success` says whether it solves the
-    task.
+    task; `tools` are those that its episodes have.
     """
 
     messages: tuple[Message, ...]
     success: bool
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 class Episode(Protocol):

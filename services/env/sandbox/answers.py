@@ -122,11 +122,11 @@ def read_step(value: Any) -> StepResult:
 
 
 def read_demonstration(value: Any) -> Demonstration:
-    found = _record(value, "the demonstration", {"messages", "success"})
+    found = _record(value, "the demonstration", {"messages", "success", "tools"})
     messages = _messages(found["messages"])
     if not messages or messages[-1]["role"] != "assistant":
         raise _wrong("the last message of the demonstration", found["messages"])
-    return Demonstration(messages, _flag(found["success"], "success"))
+    return Demonstration(messages, _flag(found["success"], "success"), _tools(found["tools"]))
 
 
 def read_script(value: Any) -> ScriptResult:

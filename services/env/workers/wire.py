@@ -50,8 +50,8 @@ def step_of(value: Mapping[str, Any]) -> StepResult:
 
 
 def of_demonstration(shown: Demonstration) -> dict[str, Any]:
-    return {"messages": list(shown.messages), "success": bool(shown.success)}
+    return {"messages": list(shown.messages), "success": bool(shown.success), "tools": list(shown.tools)}
 
 
 def demonstration_of(value: Mapping[str, Any]) -> Demonstration:
-    return Demonstration(tuple(value["messages"]), value["success"])
+    return Demonstration(tuple(value["messages"]), value["success"], tuple(value["tools"]))

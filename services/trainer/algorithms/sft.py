@@ -18,9 +18,9 @@ from services.trainer.learner.batch import BatchLayout, Row, micro_batches, row_
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.train_step import Logger, TunixLearner
 from services.trainer.models.qwen3 import Qwen3
+from shared.clients.env import DemonstrationReply
 from shared.errors import ConfigError, NonFinite, first_error
-from shared.models.chat import ChatTokenizer, Messages
-from shared.types import Message
+from shared.models.chat import ChatTokenizer
 
 _CONCURRENT = 32
 _SPLIT = "train"
@@ -31,7 +31,7 @@ class Demonstrator(Protocol):
 
     async def num_tasks(self, env: str, split: str) -> int: ...
 
-    async def demonstration(self, env: str, split: str, index: int) -> list[Message]: ...
+    async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class SftMetrics:
     tokens: int
 
 
-async def fetch(client: Demonstrator, env: str, n: int, seed: int) -> list[list[Message]]:
+async def fetch(client: Demonstrator, env: str, n: int, seed: int) -> list[DemonstrationReply]:
     """Up to `n` demonstrations of distinct training tasks, chosen by `seed`, in that order. Raises what the client
     raises.
     """
@@ -65,7 +65,7 @@ async def fetch(client: Demonstrator, env: str, n: int, seed: int) -> list[list[
     chosen = rng.permutation(total)[:n] if total <= 4 * n else np.unique(rng.integers(0, total, n))
     limit = asyncio.Semaphore(_CONCURRENT)
 
-    async def one(index: int) -> list[Message]:
+    async def one(index: int) -> DemonstrationReply:
         async with limit:
             return await client.demonstration(env, _SPLIT, index)
 
@@ -77,9 +77,9 @@ async def fetch(client: Demonstrator, env: str, n: int, seed: int) -> list[list[
     return [task.result() for task in tasks]
 
 
-def tokenize(tokenizer: ChatTokenizer, demonstrations: Sequence[Messages], longest: int) -> list[Row]:
+def tokenize(tokenizer: ChatTokenizer, demonstrations: Sequence[DemonstrationReply], longest: int) -> list[Row]:
     """Rows of the demonstrations that fit into `longest` tokens. Raises ConfigError if none does."""
-    rows = [supervised_row(*tokenizer.render_demonstration(messages)) for messages in demonstrations]
+    rows = [supervised_row(*tokenizer.render_demonstration(shown.messages, shown.tools)) for shown in demonstrations]
     fitting = [row for row in rows if len(row.ids) <= longest]
     if not fitting:
         raise ConfigError(f"no demonstration fits into {longest} tokens", "raise trainer.length_buckets")

@@ -20,8 +20,9 @@ from services.trainer.learner.train_step import make_logger
 from services.trainer.loop.group_buffer import ReadyGroup
 from services.trainer.models.initial_weights import Leaves, leaves_of
 from services.trainer.models.qwen3 import Qwen3, Remat, build, make_mesh
+from shared.clients.env import DemonstrationReply
 from shared.errors import ConfigError, WeightsError
-from shared.models.chat import ChatTokenizer, Messages
+from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from shared.models.origin import Origin
 from shared.run.state import TrainerState
@@ -76,7 +77,7 @@ class TunixBackend:
         return leaves_of(options.folder, self._described, options.seed)
 
     def warm_start(
-        self, tokenizer: ChatTokenizer, demonstrations: Sequence[Messages], options: SftOptions
+        self, tokenizer: ChatTokenizer, demonstrations: Sequence[DemonstrationReply], options: SftOptions
     ) -> Iterator[SftMetrics]:
         """Supervised steps on the built model, one for each item asked for. Raises ConfigError."""
         assert self._model is not None

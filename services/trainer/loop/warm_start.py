@@ -13,9 +13,9 @@ from services.trainer.learner.backend import TunixBackend
 from services.trainer.loop.interfaces import Waiter
 from services.trainer.settlement.ledger import StepLog
 from services.trainer.status import TrainerStatus
+from shared.clients.env import DemonstrationReply
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
-from shared.types import Message
 
 _log = telemetry.Log("warm start")
 
@@ -60,5 +60,5 @@ class PatientDemonstrator:
     async def num_tasks(self, env: str, split: str) -> int:
         return await self.waiter.patiently(lambda: self.client.num_tasks(env, split))
 
-    async def demonstration(self, env: str, split: str, index: int) -> list[Message]:
+    async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
         return await self.waiter.patiently(lambda: self.client.demonstration(env, split, index))

@@ -22,7 +22,11 @@ INFO = {"reward_components": {"a": 0.5, "b": 0.5}, "success": True, "error": Non
 STEP = {"messages": [MESSAGE], "reward": 1.0, "terminated": False, "truncated": True, "info": INFO}
 DESCRIPTION = {"protocol": "simple", "entry": "A", "splits": {"train": 3}, "tools": [{}], "has_demonstration": False}
 OPENING = {"task": "train/0", "messages": [MESSAGE], "tools": []}
-DEMONSTRATION = {"messages": [MESSAGE, {"role": "assistant", "content": "x", "tool_calls": [{}]}], "success": False}
+DEMONSTRATION = {
+    "messages": [MESSAGE, {"role": "assistant", "content": "x", "tool_calls": [{}]}],
+    "success": False,
+    "tools": [],
+}
 SCRIPT = {"stdout": "", "stderr": "", "exit": 0, "cut": False}
 
 READERS: dict[str, tuple[Callable[[Any], Any], Any]] = {

@@ -65,8 +65,10 @@ async def test_a_demonstration_that_calls_the_calculator_earns_what_it_promises(
     async with open_client(env="gsm8k", configs={"gsm8k": config}) as client:
         for index in (0, 1):
             asked = {"split": "train", "index": index}
-            shown = (await client.post("/gsm8k/demonstration", json=asked)).json()["messages"]
+            whole = (await client.post("/gsm8k/demonstration", json=asked)).json()
+            shown = whole["messages"]
             episode = await open_episode(client, "gsm8k", request_id=str(index), index=index)
+            assert whole["tools"] == episode["tools"] != []
             assert [message["role"] for message in shown[:3]] == ["user", "assistant", "tool"]
             assert shown[0] == episode["messages"][0]
             for said, answered in zip(shown[1::2], [*shown[2::2], None], strict=True):

@@ -86,7 +86,7 @@ class VolleyBackend:
         async with self.client() as client:
             asked = {"split": split, "index": index}
             answer = await client.post(f"/{self.config.environment}/demonstration", asked)
-        return self.read(lambda: answers.read_demonstration(answer))
+        return self.read(lambda: answers.read_demonstration({"tools": [], **answer}))
 
     def why_stuck(self) -> str | None:
         return self.site.trouble

@@ -127,7 +127,7 @@ class Gsm8k(ProblemFiles[Problem]):
         problem = self.problem(split, index)
         ask = user(_question(problem, self._config))
         if self._config.tool == "calculator":
-            return Demonstration((ask, *solution_messages(problem, self._config.max_turns)), success=True)
+            return Demonstration((ask, *solution_messages(problem, self._config.max_turns)), True, (CALCULATOR,))
         return Demonstration((ask, {"role": "assistant", "content": solution_text(problem)}), success=True)
 
     def calculator_demonstration(self, split: str, index: int, max_turns: int, form: CallFormat) -> Demonstration:

@@ -130,7 +130,7 @@ class Adapter:
         shown = getattr(self._environment, "demonstration", None)
         if not callable(shown):
             raise Refused(f"{self._class.__name__} has no method demonstration")
-        return demonstration_of(self._wait(shown(split, index)))
+        return {**demonstration_of(self._wait(shown(split, index))), "tools": self._tools()}
 
     def _new(self) -> Any:
         return self._class(**self._config)
