@@ -193,6 +193,8 @@ class MeshSection(Section):
 
 
 class CheckpointingOptions(Section):
+    """The newest `max_to_keep` stay, and beside them the one that solved the most held-out tasks."""
+
     save_interval_steps: PositiveInt = 1
     max_to_keep: Annotated[int, Field(ge=2)] = 3
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orjson
 import pytest
 
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
@@ -264,3 +265,35 @@ def test_a_checkpoint_that_could_not_be_read_again_replaces_none(checkpoints: Ch
     with pytest.raises(WeightsError, match="could not be read again"):
         checkpoints.save(state(3, lineage=((1, 0), (1, 2))), CONTENTS, None)
     assert names(checkpoints) == ["e000001-s000001", "e000001-s000002"]
+
+
+def evaluated(checkpoints: CheckpointFolders, version: str, success: float, **more: object) -> None:
+    """A line of evals.jsonl as the orchestrator writes it."""
+    row = {"step": 0, "version_min": version, "version_max": version, "success": success, "reward_mean": 0.5, **more}
+    with (checkpoints.root.parent / "evals.jsonl").open("ab") as file:
+        file.write(orjson.dumps(row) + b"\n")
+
+
+def test_the_version_that_solved_the_most_held_out_tasks_stays(checkpoints: CheckpointFolders):
+    checkpoints.save(state(1), CONTENTS, None)
+    evaluated(checkpoints, "e000001-s000001", 0.9)
+    evaluated(checkpoints, "e000001-s000002", 0.4)
+    evaluated(checkpoints, "e000001-s000003", 1.0, env="another")
+    evaluated(checkpoints, "e000009-s000003", 1.0)
+    for step in range(2, 6):
+        checkpoints.save(state(step), CONTENTS, None)
+    assert names(checkpoints) == ["e000001-s000001", "e000001-s000004", "e000001-s000005"]
+    evaluated(checkpoints, "e000001-s000005", 0.9)  # as good, and newer
+    for step in range(6, 9):
+        checkpoints.save(state(step), CONTENTS, None)
+    assert names(checkpoints) == ["e000001-s000005", "e000001-s000007", "e000001-s000008"]
+
+
+@pytest.mark.parametrize(
+    "text", [b"{", b"[]\n", b'{"version_min":3}\n', b"\xff\n", b'{"version_min":"e1","success":1}\n']
+)
+def test_what_is_no_evaluation_keeps_nothing(checkpoints: CheckpointFolders, text: bytes):
+    (checkpoints.root.parent / "evals.jsonl").write_bytes(text)
+    for step in range(1, 5):
+        checkpoints.save(state(step), CONTENTS, None)
+    assert names(checkpoints) == ["e000001-s000003", "e000001-s000004"]

@@ -21,6 +21,7 @@ from services.cli.reporting.progress import printed_text
 from services.cli.runs.record import RunRecord, read_record, write_json
 from shared.errors import ConfigError
 from shared.run import ledger
+from shared.run.best import best_version
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS, Change
 from shared.run.state import in_lineage, newest_lineage
@@ -64,7 +65,7 @@ def make(folder: RunFolder) -> dict[str, Any]:
     summary = summarize(steps, environments.of_main(evals), record)
     curves = environments.curves(steps, evals, _main_environment(record))
     summary |= {"tickets": dispositions(lines), "episodes": outcomes(steps, lines)}
-    summary |= {"environments": [one.summary() for one in curves]}
+    summary |= {"environments": [one.summary() for one in curves], "best": _best(folder, lineage)}
     write_json(folder.summary, summary)
     from services.cli.reporting import plot
 
@@ -169,6 +170,7 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
         ("largest staleness (steps)", _or_dash(summary["staleness_max"], ".0f")),
         ("tokens/s during RL", _or_dash(summary["tokens_per_sec"], ",.0f")),
         ("final weights", str(summary["final_weight_version"] or "–")),
+        *_best_rows(summary.get("best")),
         *_provenance_rows(summary),
         ("groups", _counted(summary["tickets"])),
         *environments.table_rows(summary["environments"]),
@@ -182,6 +184,22 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
     return "\n".join(
         [rule, f"run {folder.name}", rule, *(f"{label:<{labels}}  {value}" for label, value in rows), rule]
     )
+
+
+def _best(folder: RunFolder, lineage: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
+    """The version that solved the most held-out tasks; None without one, or while no checkpoint tells what counts."""
+    best = best_version(folder.evals, lineage)
+    if best is None:
+        return None
+    is_kept = (folder.checkpoints / str(best.version)).is_dir()
+    return {"version": str(best.version), "success": best.success, "kept": is_kept}
+
+
+def _best_rows(best: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    if best is None:
+        return []
+    kept = "" if best["kept"] else ", not kept"
+    return [("best weights", f"{best['version']}: {best['success']:.1%}{kept}")]
 
 
 def _main_environment(record: RunRecord | None) -> str:

@@ -31,6 +31,8 @@ from shared.models.origin import Origin
 from shared.process import telemetry
 from shared.run import state as states
 from shared.run import weights
+from shared.run.best import best_version
+from shared.run.folder import RunFolder
 from shared.run.state import OPTIMIZER, TrainerState
 from shared.run.weights import BAD, Manifest, ManifestFile, ManifestLeaf, Probe
 from shared.types import WeightVersion
@@ -92,7 +94,8 @@ class CheckpointFolders:
 
     Args:
         root: where the version folders are; made if missing.
-        max_to_keep: how many steps stay; the reference version stays beside them.
+        max_to_keep: how many steps stay; beside them the reference version, and the one that solved the most
+            held-out tasks.
 
     `bad` are the versions that `newest` found damaged, with the reason.
     """
@@ -262,7 +265,9 @@ class CheckpointFolders:
         found = weights.versions(self.root)
         if found[-1] != state.version:
             return
+        best = best_version(RunFolder(self.root.parent).evals, state.lineage)
         kept = {str(version) for version in _retained(found, self._max_to_keep)} | {state.reference}
+        kept |= {str(best.version)} if best else set()
         for version in found:
             if str(version) not in kept:
                 self._remove(str(version))
