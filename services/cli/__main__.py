@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.cli import environment_arguments
+from services.cli import environment_arguments, model_arguments
 from shared.config import add_arguments
 from shared.errors import ConfigError, VolleyError
 
@@ -76,7 +76,14 @@ def parser() -> argparse.ArgumentParser:
         prog="volley", description="Reinforcement-learning post-training for language-model agents."
     )
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    for add in (_add_running, environment_arguments.add, _add_looking, _add_proving, _add_measuring):
+    for add in (
+        _add_running,
+        environment_arguments.add,
+        model_arguments.add,
+        _add_looking,
+        _add_proving,
+        _add_measuring,
+    ):
         add(commands)
     return whole
 

@@ -32,7 +32,7 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
     """
     kept = None if run_folder is None else kept_in(run_folder)
     if (found := origin.find(path, kept)) is not None:
-        return kept if kept is not None and origin.read(kept) == found else _model_of(found)
+        return kept if kept is not None and origin.read(kept) == found else model_of(found)
     folder = Path(path)
     if folder.is_dir():
         if RunFolder(folder).record.exists() and not (folder / "config.json").exists():
@@ -78,13 +78,10 @@ def keep(run: RunConfig) -> Origin | None:
 
 def _copy(found: Origin, kept: Path) -> None:
     """Whole or not at all; config.json is that of the weights."""
-    draft, source = kept.with_name(".tmp-model"), _model_of(found)
+    draft, source = kept.with_name(".tmp-model"), model_of(found)
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    for pattern in _SMALL:
-        for file in source.glob(pattern):
-            if not file.match(_INDEX) and file.name != ORIGIN:
-                shutil.copy(file, draft / file.name)
+    copy_small(source, draft)
     model = weights.read_manifest(found.checkpoint).model
     (draft / "config.json").write_bytes(orjson.dumps(model, option=orjson.OPT_INDENT_2))
     (draft / ORIGIN).write_bytes(orjson.dumps(asdict(found), option=orjson.OPT_INDENT_2))
@@ -92,8 +89,16 @@ def _copy(found: Origin, kept: Path) -> None:
     draft.rename(kept)
 
 
-def _model_of(found: Origin) -> Path:
-    """The folder with the other run's tokenizer. Raises ConfigError."""
+def copy_small(source: Path, target: Path) -> None:
+    """What a model's folder holds beside the weights: configurations, tokenizer, chat template."""
+    for pattern in _SMALL:
+        for file in source.glob(pattern):
+            if not file.match(_INDEX) and file.name != ORIGIN:
+                shutil.copy(file, target / file.name)
+
+
+def model_of(found: Origin) -> Path:
+    """The folder with the config.json and the tokenizer of a version of another run. Raises ConfigError."""
     try:
         return model_folder(config.stored(Path(found.folder)).config.model.path, Path(found.folder))
     except ConfigError as error:

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from services.env.sandbox.packages.dependencies import PYPI, find_uv
+from services.env.sandbox.packages.dependencies import PYPI
+from shared.process.uv import find_uv
 from shared.schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.submitted import decided, opened

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.env.sandbox.packages.dependencies import find_uv, read_metadata
+from services.env.sandbox.packages.dependencies import read_metadata
+from shared.process.uv import find_uv
 from shared.schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.submitted import decided, opened

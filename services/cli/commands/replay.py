@@ -5,15 +5,16 @@ The process writes a JSON line a step, and as its last line the result or an err
 
 from __future__ import annotations
 
-import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from services.cli.layout import python_of, variables_of
+from services.cli.layout import variables_of
+from services.cli.local import trainer_program
 from shared import config
-from shared.errors import ConfigError, VolleyError, from_problem
+from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 
 
@@ -39,9 +40,13 @@ def replayed(folder: RunFolder, what: list[str], last: int | None, *, show: bool
     if not folder.config.exists():
         raise ConfigError(f"{folder.path} is not the folder of a run", "it holds no config.yaml")
     cpu = config.load([folder.config]).config.rollout.engine.device == "cpu"
-    command = [str(python_of("trainer")), "-P", "-m", "services.trainer.replay.steps", str(folder.path), *what]
-    command += [] if last is None else ["--to-step", str(last)]
-    return _followed(command, variables_of("trainer", cpu=cpu), show=show)
+    arguments = [str(folder.path), *what, *([] if last is None else ["--to-step", str(last)])]
+
+    def print_step(line: Mapping[str, Any]) -> None:
+        if show and "loss" in line:
+            print(f"step {line['step']}: loss {line['loss']:.6g}, {line['compared']}", flush=True)
+
+    return trainer_program.run("services.trainer.replay.steps", arguments, variables_of("trainer", cpu=cpu), print_step)
 
 
 def told(result: dict[str, Any]) -> str:
@@ -66,28 +71,3 @@ def told(result: dict[str, Any]) -> str:
 def _amount(divergence: dict[str, Any]) -> str:
     amount = divergence["max_abs_diff"]
     return "differs in shape, or is not finite" if amount is None else f"max |Δ| {amount:.3g}"
-
-
-def _parsed(line: bytes) -> dict[str, Any]:
-    """Empty for what a library wrote to the same place."""
-    try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _followed(command: list[str], variables: dict[str, str], *, show: bool) -> dict[str, Any]:
-    """The last line of the process. Raises the VolleyError it tells of, or one if it ends without a result."""
-    last: dict[str, Any] = {}
-    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            last = _parsed(line)
-            if show and "loss" in last:
-                print(f"step {last['step']}: loss {last['loss']:.6g}, {last['compared']}", flush=True)
-    if "title" in last:
-        raise from_problem(last["status"], last)
-    if "ok" not in last:
-        raise VolleyError(f"the replay ended with code {process.returncode} and without a result")
-    return last

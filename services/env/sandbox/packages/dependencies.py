@@ -25,6 +25,7 @@ from typing import Any
 
 from services.env.sandbox.process import workspace
 from shared.errors import InputError, TooLarge, Unavailable
+from shared.process.uv import find_uv
 
 PYPI = "https://pypi.org/simple"
 LOOK_S = 0.25
@@ -108,17 +109,6 @@ def check_requirement(text: str) -> str:
     extras = f"[{','.join(sorted(parsed.extras))}]" if parsed.extras else ""
     marker = f" ; {parsed.marker}" if parsed.marker else ""
     return f"{canonicalize_name(parsed.name)}{extras}{parsed.specifier}{marker}"
-
-
-def find_uv() -> Path:
-    """Raises Unavailable."""
-    beside = Path(sys.executable).parent / "uv"
-    found = str(beside) if beside.exists() else shutil.which("uv")
-    if found is None:
-        raise Unavailable(
-            "uv is not installed, which installs dependencies", "install the package uv beside the service"
-        )
-    return Path(found)
 
 
 class DependencyStore:

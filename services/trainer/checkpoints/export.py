@@ -1,0 +1,97 @@
+"""A version of a run as a Hugging Face folder: `python -m services.trainer.checkpoints.export RUN_DIR FOLDER --version
+V`, which prints what it wrote, or an error as a problem body. It reads the run's folder, and changes nothing in it.
+
+The tensors are the published parameters bit by bit, in the run's `model.dtype`: what the rollout servers compute with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from safetensors.numpy import save_file
+
+from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+from shared.errors import ConfigError, VolleyError, WeightsError, problem
+from shared.files.storage import storage
+from shared.models import hub, origin
+from shared.models.config import CONFIG
+from shared.models.names import hf_name, to_hf
+from shared.run import state as states
+from shared.run.folder import RunFolder
+
+_TOKENS = ("bos_token_id", "pad_token_id")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 written, 1 failed, 2 wrong usage."""
+    parser = argparse.ArgumentParser(prog="python -m services.trainer.checkpoints.export")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--version", default=origin.LATEST)
+    arguments = parser.parse_args(argv)
+    try:
+        _tell({"ok": True, **export(arguments.run_dir, arguments.folder, arguments.version)})
+    except VolleyError as error:
+        _tell(problem(error))
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def export(run_dir: Path, folder: Path, version: str) -> dict[str, Any]:
+    """Writes `folder`, whole or not at all, and tells what is in it.
+
+    Raises ConfigError (no run, no such version, the folder is taken), WeightsError (the checkpoint is not whole),
+    StorageFull.
+    """
+    if not RunFolder(run_dir).config.exists():
+        raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} exists and is not empty", "name another folder, or remove it")
+    found = origin.find(f"{run_dir}@{version}", None)
+    if found is None:
+        raise ConfigError(f"{run_dir}@{version} is a folder, so no version of a run can be meant", "rename it")
+    model = hub.model_of(found)
+    manifest, _ = states.verify(found.checkpoint)
+    params = OrbaxArrays().read(found.checkpoint / manifest.path)
+    tensors = {hf_name(leaf): np.ascontiguousarray(to_hf(leaf, value)) for leaf, value in params.items()}
+    dtypes = sorted({value.dtype.name for value in tensors.values()})
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with storage(folder.parent), tempfile.TemporaryDirectory(prefix=".volley-export-", dir=folder.parent) as temporary:
+        draft = Path(temporary) / "model"
+        draft.mkdir()
+        hub.copy_small(model, draft)
+        config = _config(manifest.model, model, dtypes[0])
+        (draft / CONFIG).write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2) + b"\n")
+        save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+        if folder.exists():
+            folder.rmdir()
+        draft.rename(folder)
+    return {"version": manifest.version, "tensors": len(tensors), "dtype": ", ".join(dtypes)}
+
+
+def _config(described: Mapping[str, Any], model: Path, dtype: str) -> dict[str, Any]:
+    """The run's description of its model, with the dtype of its tensors and the special tokens that the model's folder
+    names.
+    """
+    try:
+        given = orjson.loads((model / CONFIG).read_bytes())
+        tokens = {key: given[key] for key in _TOKENS if key in given}
+    except (OSError, ValueError, TypeError) as error:
+        raise WeightsError(f"the model's {model / CONFIG} cannot be read any more: {error}") from error
+    return {**described, **tokens, "torch_dtype": dtype}
+
+
+def _tell(line: Mapping[str, Any]) -> None:
+    sys.stdout.write(orjson.dumps(line).decode() + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

