@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from shared.services import SERVICES
+from tests.docs.commands import first_example
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERRIDES = (
@@ -26,6 +27,16 @@ ASK_WEIGHTS = """
 import pathlib, urllib.request
 token = pathlib.Path("/run/secrets/token_viewer").read_text()
 request = urllib.request.Request("http://127.0.0.1:8102/weights", headers={"Authorization": "Bearer " + token})
+print(urllib.request.urlopen(request, timeout=10).read().decode())
+"""
+
+ASK_ENVIRONMENTS = """
+import pathlib, sys, urllib.request
+token = pathlib.Path("/run/secrets/token_admin").read_text()
+headers = {"Authorization": "Bearer " + token, "Content-Type": "text/x-python"}
+request = urllib.request.Request("http://127.0.0.1:8101" + sys.argv[1], headers=headers)
+if len(sys.argv) > 2:
+    request.data = sys.argv[2].encode()
 print(urllib.request.urlopen(request, timeout=10).read().decode())
 """
 
@@ -82,6 +93,13 @@ class ComposeStack:
         """What GET /weights of one rollout server answers."""
         return json.loads(self("exec", "-T", "--index", str(replica), "rollout", "python", "-IS", "-c", ASK_WEIGHTS))
 
+    def environments(self, path: str, *source: str) -> Any:
+        """What the environment service answers to an administrator."""
+        return json.loads(self("exec", "-T", "env", "python", "-IS", "-c", ASK_ENVIRONMENTS, path, *source))
+
+    def state_of(self, name: str) -> str:
+        return self.environments(f"/environments/{name}")["versions"][-1]["state"]
+
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
@@ -96,6 +114,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeStack]:
 
 def test_scaled_stack_trains_and_both_rollout_servers_end_on_the_last_version(stack: ComposeStack) -> None:
     stack("up", "--build", "--detach", "--scale", "rollout=2", timeout_s=1500)
+    stack.environments("/environments?name=compass&weight=0", first_example())
     code = stack.exit_code("report", timeout_s=1200)
     told = stack("logs", "--no-log-prefix", "report")
     assert code == 0, told + stack("logs", "--tail", "30")
@@ -104,3 +123,7 @@ def test_scaled_stack_trains_and_both_rollout_servers_end_on_the_last_version(st
     assert summary["steps"] == 5
     assert summary["final_weight_version"].endswith("-s000005")
     assert [stack.weights(replica)["current"] for replica in (1, 2)] == [summary["final_weight_version"]] * 2
+    assert stack.state_of("compass") == "active"
+    stack("restart", "--timeout", "20", "env")
+    stack("up", "--no-deps", "--no-recreate", "--detach", "--wait", "env", timeout_s=120)
+    assert stack.state_of("compass") == "active", "what was submitted is kept in a volume"

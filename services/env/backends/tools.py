@@ -16,7 +16,7 @@ from services.env.backends.processes import InProcesses
 from services.env.backends.threads import InThreads
 from services.env.environments.base import Demonstration, Info, Message, StepResult
 from services.env.tools.base import ToolContext, ToolDescription
-from services.env.tools.calls import CallFormat, tool_calls, write_call
+from services.env.tools.calls import CallFormat, tool_calls_of, write_call
 from services.env.tools.dispatch import EpisodeTools
 from services.env.tools.settings import ToolUse
 from services.env.tools.toolset import ToolSet
@@ -24,8 +24,6 @@ from shared.errors import ConfigError
 
 _PATIENCE_S = 29.0
 """For all calls of a message, whatever their own bounds."""
-_LONG_TEXT = 20_000
-"""Characters; reading the calls of more at once would hold up the event loop."""
 
 
 class WithTools:
@@ -114,10 +112,7 @@ class ToolEpisode:
         return self.episode.database
 
     async def step(self, message: Message) -> StepResult:
-        if len(message["content"]) > _LONG_TEXT:
-            calls = await asyncio.to_thread(tool_calls, message, self.use.format, self.tools)
-        else:
-            calls = tool_calls(message, self.use.format, self.tools)
+        calls = await tool_calls_of(message, self.use.format, self.tools)
         if not calls:
             result = await self.episode.step(message)
             return replace(result, info=replace(result.info, extra={**result.info.extra, **self._counts()}))

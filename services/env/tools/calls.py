@@ -19,6 +19,7 @@ numbers, bounded depth.
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import math
 import re
@@ -48,6 +49,8 @@ _CUT = 12
 _FUNCTION = re.compile(r"\s*<function=([^<>\n]{1,200})>(.*?)</function>\s*\Z", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,200})>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]{1,200})(?:\[CALL_ID\][A-Za-z0-9_-]{1,100})?\[ARGS\]\s*")
+_LONG_TEXT = 20_000
+"""Characters; reading the calls of more at once would hold up the event loop."""
 _MAX_PYTHON_CALL = 20_000
 _PYTHON_CALL = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,199})\.call\(")
 _SPACE = re.compile(r"\s*")
@@ -82,6 +85,13 @@ def tool_calls(message: Message, form: CallFormat = "auto", schemas: Schemas = (
         "mistral": lambda: _mistral(text),
     }
     return list(islice(readers[recognised(text) if form == "auto" else form](), MAX_CALLS))
+
+
+async def tool_calls_of(message: Message, form: CallFormat, schemas: Schemas) -> list[ToolCall]:
+    """The same beside the event loop, where it takes long."""
+    if len(message["content"]) > _LONG_TEXT:
+        return await asyncio.to_thread(tool_calls, message, form, schemas)
+    return tool_calls(message, form, schemas)
 
 
 def recognised(text: str) -> Literal["hermes", "qwen3_coder", "llama3_json", "mistral"]:

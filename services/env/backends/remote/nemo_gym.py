@@ -16,7 +16,6 @@ import asyncio
 import math
 import re
 import secrets
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, Any, Literal
@@ -36,7 +35,7 @@ from services.env.backends.remote.nemo_gym_rows import (
 from services.env.backends.remote.paths import at_path
 from services.env.backends.remote.site import CONNECT_S, RemoteContext, RemoteDescription, RemoteSite
 from services.env.environments.base import MAX_REWARD, Demonstration, Info, Message, StepResult, check_task, user
-from services.env.tools.calls import CallFormat, ToolCall, before_calls, tool_calls
+from services.env.tools.calls import CallFormat, ToolCall, before_calls, tool_calls_of
 from services.env.tools.dispatch import shortened
 from shared import codec
 from shared.bounds import MAX_OBJECTS
@@ -83,6 +82,22 @@ class NemoGymRefused(VolleyError):
     title = "Refused by the NeMo-Gym server"
 
 
+class SilentConnection(asyncio.Protocol):
+    """A connection on which neither side says anything; it ends when the server does."""
+
+    def __init__(self) -> None:
+        self.alive = True
+
+    def data_received(self, data: bytes) -> None:
+        self.alive = False
+
+    def eof_received(self) -> None:
+        self.alive = False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.alive = False
+
+
 class NemoGymBackend:
     """A NeMo-Gym resources server as an environment; `context.folder` holds its tasks, a file for each split."""
 
@@ -118,7 +133,7 @@ class NemoGymBackend:
         row = await self._row(split, index)
         async with self.site.session(), AsyncExitStack() as stack:
             client = await stack.enter_async_context(self.client())
-            watch = await self._watch(stack) if self.config.watch else None
+            watch = await self._watched(stack) if self.config.watch else None
             with call_seconds(self.name, "reset").time():
                 style, opening = await self.site.within("reset", self._opened(client, row))
             task = f"{split}/{index}@{row.digest}"
@@ -203,11 +218,19 @@ class NemoGymBackend:
                 )
         return self._style
 
-    async def _watch(self, stack: AsyncExitStack) -> socket.socket:
+    async def _watched(self, stack: AsyncExitStack) -> SilentConnection:
+        """Raises ServiceUnreachable."""
+        address, tls = self.site.address, self.site.tls
         try:
-            return stack.enter_context(await addresses.connect(self.site.address, CONNECT_S))
+            sock = await addresses.connect(address, CONNECT_S)
+            async with asyncio.timeout(CONNECT_S):
+                transport, watch = await asyncio.get_running_loop().create_connection(
+                    SilentConnection, sock=sock, ssl=tls, server_hostname=address.host if tls else None
+                )
         except OSError as error:
             raise self.site.unreachable("", error) from error
+        stack.callback(transport.abort)
+        return watch
 
     async def _read(self) -> Mapping[str, Sequence[bytes]]:
         """Raises StorageDenied."""
@@ -236,7 +259,7 @@ class NemoGymEpisode:
         backend: NemoGymBackend,
         client: HttpClient,
         held: AsyncExitStack,
-        watch: socket.socket | None,
+        watch: SilentConnection | None,
         row: TaskRow,
         task: str,
         opening: tuple[Message, ...],
@@ -250,12 +273,12 @@ class NemoGymEpisode:
         self._turns, self._total = 0, 0.0
 
     async def step(self, message: Message) -> StepResult:
-        calls = tool_calls(message, self._backend.config.tool_format, self.tools) if self.tools else []
+        calls = await tool_calls_of(message, self._backend.config.tool_format, self.tools) if self.tools else []
         self._turns += 1
         answer = self._stepped(message, calls) if self._style == "step" else self._verified(message, calls)
         with call_seconds(self._backend.name, "step").time():
             result = await self._backend.site.within("step", answer)
-        self._check_session()
+        await self._check_session()
         return result
 
     async def close(self) -> None:
@@ -266,17 +289,12 @@ class NemoGymEpisode:
             finally:
                 self._backend.site.leave()
 
-    def _check_session(self) -> None:
+    async def _check_session(self) -> None:
         """Raises Unavailable where the server went away since the episode began, and with it all that it knew."""
         if self._watch is None:
             return
-        try:
-            alive = bool(self._watch.recv(1, socket.MSG_PEEK))
-        except BlockingIOError:
-            alive = True
-        except OSError:
-            alive = False
-        if not alive:
+        await asyncio.sleep(0)  # what came before the answer is read before the answer is believed
+        if not self._watch.alive:
             self._backend.log.append(f"{self.task}: the server closed the connection of the session")
             raise Unavailable(
                 f"{self._backend.site.address} closed the connection of the session: it was started again",
