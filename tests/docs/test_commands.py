@@ -39,6 +39,7 @@ SHORT = {"verify", "report", "status", "access"}
 DOCKER = """#!/bin/sh
 case "$*" in
   "compose exec env cat /run/secrets/token_viewer") cat "$TOKEN_VIEWER";;
+  "compose exec env cat /run/secrets/token_admin") cat "$TOKEN_ADMIN";;
   "compose port --index 2 rollout 8102") echo "$ROLLOUT";;
   *) echo "not known here: docker $*" >&2; exit 1;;
 esac
@@ -75,7 +76,9 @@ def shell(place, script, timeout_s=120):
     folder, urls, services = place
     path = f"{folder / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("VOLLEY_")}
-    more = {"TOKEN_VIEWER": str(services.token_files.viewer), "ROLLOUT": urls["rollout"].partition("://")[2]}
+    files = services.token_files
+    tokens = {"TOKEN_VIEWER": str(files.viewer), "TOKEN_ADMIN": str(files.admin)}
+    more = {**tokens, "ROLLOUT": urls["rollout"].partition("://")[2]}
     return subprocess.run(
         ["bash", "-c", PRELUDE + script],
         cwd=folder,
@@ -88,7 +91,7 @@ def shell(place, script, timeout_s=120):
 
 def test_the_pages_have_commands_and_each_is_known():
     assert len(LINES) > 30
-    assert len(SCRIPTS) == 10
+    assert len(SCRIPTS) == 11
     first = {re.sub(r"^([A-Z_]+=(\"[^\"]*\"|\S*) )+", "", line.values[0]).split()[0] for line in LINES}
     assert first == {"make", "volley", "docker", "source", "python"}
 
