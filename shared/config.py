@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 import yaml
 from pydantic import ValidationError
 
+from shared import moved_keys
 from shared.errors import ConfigError
 from shared.files.reading import read_file
 from shared.run.folder import RunFolder
@@ -213,7 +214,7 @@ def changed(loaded: LoadedConfig, values: Mapping[str, Any]) -> LoadedConfig:
 def validate(tree: Any) -> LoadedConfig:
     """Validates a plain or OmegaConf tree. Raises ConfigError."""
     with _translated("the configuration"):
-        plain: Any = tree if isinstance(tree, dict) else _resolved(tree)
+        plain: Any = moved_keys.in_tree(tree if isinstance(tree, dict) else _resolved(tree))
     try:
         return LoadedConfig(RunConfig.model_validate(plain), plain)
     except ValidationError as error:
@@ -279,25 +280,40 @@ def _values(node: yaml.Node | None, known: dict[int, int]) -> int:
 
 
 def _explain(error: Any) -> str:
-    key = ".".join(str(part) for part in error["loc"]) or "configuration"
+    loc = _without_tag(error["loc"])
+    key = ".".join(str(part) for part in loc) or "configuration"
     if error["type"] == "extra_forbidden":
         return f"unknown key {key}{_suggestion(error['loc'])}"
+    if error["type"] == "union_tag_invalid":
+        return f"{key}.name={error['ctx']['tag']!r}: expected one of {error['ctx']['expected_tags']}"
     if error["type"] == "missing":
         return f"{key} is missing"
     if error["type"] == "value_error":
-        return str(error["ctx"]["error"]) if not error["loc"] else f"{key}: {error['ctx']['error']}"
+        return str(error["ctx"]["error"]) if not loc else f"{key}: {error['ctx']['error']}"
     return f"{key}={repr(error['input'])[:200]}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _without_tag(loc: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The place without the name of the algorithm, which pydantic puts into it."""
+    return (loc[0], *loc[2:]) if loc[:1] == ("algorithm",) else loc
 
 
 def _suggestion(loc: tuple[Any, ...]) -> str:
     """The valid keys at that place, so that a typing error is mended at a glance."""
     model: Any = RunConfig
     for part in loc[:-1]:
+        named = [one for one in get_args(model) if _is_named(one, part)]
         field = getattr(model, "model_fields", {}).get(part)
-        if field is None:
+        if field is None and not named:
             return ""
-        model = field.annotation
+        model = named[0] if named else getattr(field, "annotation", None)
     return f" (valid here: {', '.join(getattr(model, 'model_fields', {}))})"
+
+
+def _is_named(section: Any, name: Any) -> bool:
+    """Whether this is the section of a union that the name chooses."""
+    field = getattr(section, "model_fields", {}).get("name")
+    return field is not None and name in get_args(field.annotation)
 
 
 def _first_line(error: Exception) -> str:

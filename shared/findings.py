@@ -22,25 +22,40 @@ def findings(config: RunConfig) -> list[str]:
 
 
 def _clipping(config: RunConfig) -> Iterator[str]:
-    loss = config.grpo_config
-    if loss.sampler_is != "none" and loss.num_iterations == 1:
+    loss, n_updates = config.algorithm, config.grpo_config.num_iterations
+    if loss.epsilon is None:
+        return
+    is_corrected = loss.sampler_is != "none" or loss.sampler_rs != "none"
+    if is_corrected and n_updates == 1 and loss.name != "cispo":
+        how = f"sampler_is={loss.sampler_is}" if loss.sampler_is != "none" else f"sampler_rs={loss.sampler_rs}"
         yield (
-            f"grpo_config.epsilon={loss.epsilon:g} clips nothing: with sampler_is={loss.sampler_is} the ratio is to the"
-            " policy at the step's start, and with num_iterations=1 that is the policy itself"
+            f"algorithm.epsilon={loss.epsilon:g} clips nothing: with {how} the ratio is to the policy at the step's"
+            " start, and with grpo_config.num_iterations=1 that is the policy itself"
         )
-    if loss.loss_algo == "gspo-token" and loss.epsilon > _MOST_SEQUENCE_EPSILON:
+    if loss.name == "gspo-token" and loss.epsilon > _MOST_SEQUENCE_EPSILON:
         yield (
-            f"grpo_config.epsilon={loss.epsilon:g} clips next to nothing: with loss_algo=gspo-token the ratio is a"
+            f"algorithm.epsilon={loss.epsilon:g} clips next to nothing: with name=gspo-token the ratio is a"
             " geometric mean over a whole sequence, for which its authors take 0.0003 (epsilon_high 0.0004)"
         )
 
 
 def _unused(config: RunConfig) -> Iterator[str]:
-    loss, fresh = config.grpo_config, type(config.grpo_config)()
-    if loss.sampler_is == "none" and loss.sampler_is_threshold != fresh.sampler_is_threshold:
-        yield f"grpo_config.sampler_is_threshold={loss.sampler_is_threshold:g} has no effect: sampler_is is none"
-    if not loss.beta and loss.kl_loss_mode != fresh.kl_loss_mode:
-        yield f"grpo_config.kl_loss_mode={loss.kl_loss_mode} has no effect: beta is 0"
+    loss = config.algorithm
+    for key, needed, why in (
+        ("sampler_is_threshold", loss.sampler_is != "none", "sampler_is is none"),
+        ("sampler_rs_bounds", loss.sampler_rs != "none", "sampler_rs is none"),
+        ("kl_loss_mode", loss.beta > 0, "beta is 0"),
+        ("kl_in", loss.beta > 0, "beta is 0"),
+        ("overlong_length", getattr(loss, "overlong_buffer", None) is not None, "overlong_buffer is not given"),
+    ):
+        if key in loss.model_fields_set and not needed and getattr(loss, key) != type(loss).model_fields[key].default:
+            yield f"algorithm.{key}={_shown(getattr(loss, key))} has no effect: {why}"
+    if loss.beta and loss.kl_in == "reward" and "kl_loss_mode" in loss.model_fields_set:
+        yield f"algorithm.kl_loss_mode={loss.kl_loss_mode} has no effect: a penalty in the reward is of k1"
+
+
+def _shown(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _sampling(config: RunConfig) -> Iterator[str]:

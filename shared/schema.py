@@ -10,18 +10,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     model_validator,
 )
 
+from shared.algorithm_schema import AlgorithmSection, GrpoSection, OptimizerConfig, contradiction
 from shared.reward_schema import EnvironmentRewards, RewardServer, missing_servers
+from shared.section import Section
 from shared.services import SERVICES
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -31,10 +30,6 @@ MOST_ENVIRONMENTS = 256
 """In a run at once."""
 _MOST_LINES = 100_000
 """Ledger lines that one checkpoint carries: some 40 MB, of the 64 that are read of its state."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RunSection(Section):
@@ -67,7 +62,7 @@ class MixtureEntry(Section):
 
     weight: Weight = 1.0
     min_share: Fraction = 0.0
-    env_config: dict[str, Any] = {}
+    env_config: dict[str, Any] = Field(default_factory=dict)
     base: str | None = None
 
 
@@ -104,11 +99,11 @@ class DataSection(Section):
     """
 
     env: str
-    env_config: dict[str, Any] = {}
-    mixture: dict[str, Annotated[MixtureEntry, BeforeValidator(_entry)]] = {}
+    env_config: dict[str, Any] = Field(default_factory=dict)
+    mixture: dict[str, Annotated[MixtureEntry, BeforeValidator(_entry)]] = Field(default_factory=dict)
     curriculum: CurriculumConfig | None = None
-    rewards: dict[str, EnvironmentRewards] = {}
-    sources: dict[str, EnvironmentSource] = {}
+    rewards: dict[str, EnvironmentRewards] = Field(default_factory=dict)
+    sources: dict[str, EnvironmentSource] = Field(default_factory=dict)
     train: Path | None = None
     eval: Path | None = None
     n_eval_tasks: PositiveInt = 200
@@ -140,16 +135,6 @@ class DataSection(Section):
         return self
 
 
-class OptimizerConfig(Section):
-    learning_rate: PositiveFloat = 1e-5
-    schedule_type: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    b1: Fraction = 0.9
-    b2: Fraction = 0.95
-    weight_decay: NonNegativeFloat = 0.0
-    max_grad_norm: PositiveFloat = 1.0
-
-
 class SftSection(Section):
     """Warm start on demonstrations made by the environment, before step 0 of RL. `max_steps: 0` skips it."""
 
@@ -160,23 +145,14 @@ class SftSection(Section):
 
 
 class GrpoConfig(Section):
-    """`off_policy_steps` is the staleness bound in steps: 0 trains synchronously. `max_response_length` bounds one
-    turn, in tokens.
+    """How the data of a step comes about: `num_generations` episodes of a task, `num_iterations` updates on them.
+
+    `off_policy_steps` is the staleness bound in steps: 0 trains synchronously. `max_response_length` bounds one turn,
+    in tokens. What is made of the data is said in `algorithm`.
     """
 
-    num_generations: Annotated[int, Field(ge=2)] = 8
+    num_generations: PositiveInt = 8
     num_iterations: PositiveInt = 1
-    beta: NonNegativeFloat = 0.0
-    epsilon: PositiveFloat = 0.2
-    epsilon_high: PositiveFloat | None = None
-    loss_algo: Literal["grpo", "gspo-token"] = "grpo"
-    loss_agg_mode: Literal[
-        "sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale", "seq-mean-token-sum"
-    ] = "token-mean"
-    kl_loss_mode: Literal["kl", "mse_kl", "low_var_kl"] = "low_var_kl"
-    advantage_estimator: Literal["grpo", "drgrpo", "rloo"] = "grpo"
-    sampler_is: Literal["none", "token"] = "none"
-    sampler_is_threshold: PositiveFloat = 2.0
     off_policy_steps: NonNegativeInt = 1
     max_response_length: PositiveInt = 512
 
@@ -312,7 +288,7 @@ class EnvEndpoint(Endpoint):
     processes: Annotated[int, Field(ge=0, le=256)] = 0
     package_index: Url = "https://pypi.org/simple"
     remote_tokens_file: Path | None = None
-    reward_servers: dict[str, RewardServer] = {}
+    reward_servers: dict[str, RewardServer] = Field(default_factory=dict)
 
 
 class RolloutEndpoint(Endpoint):
@@ -418,10 +394,18 @@ class RunConfig(Section):
     data: DataSection
     sft: SftSection = SftSection()
     grpo_config: GrpoConfig = GrpoConfig()
+    algorithm: AlgorithmSection = GrpoSection()
     trainer: TrainerSection = TrainerSection()
     rollout: RolloutSection = RolloutSection()
     orchestrator: OrchestratorSection = OrchestratorSection()
     services: ServicesSection = ServicesSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, tree: Any) -> Any:
+        """GRPO, where no algorithm is named."""
+        given = tree.get("algorithm") if isinstance(tree, dict) else None
+        return {**tree, "algorithm": {"name": "grpo", **given}} if isinstance(given, dict) else tree
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -443,6 +427,10 @@ class RunConfig(Section):
             )
         if self.rollout.engine.context_length > max(self.trainer.length_buckets):
             raise ValueError("trainer.length_buckets must reach rollout.engine.context_length")
+        if problem := contradiction(
+            self.algorithm, self.grpo_config.num_generations, self.grpo_config.num_iterations, max_staleness
+        ):
+            raise ValueError(problem)
         if missing := missing_servers(self.data.rewards, self.services.env.reward_servers):
             raise ValueError(missing[0])
         return self

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.trainer.algorithms.loss import GrpoOptions
+from services.trainer.algorithms.registry import algorithm, ppo
 from services.trainer.algorithms.sft import SftOptions
 from services.trainer.learner.backend import ModelOptions
 from services.trainer.learner.batch import BatchLayout
+from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.policy import PolicyOptions
 from services.trainer.settings import TokenLimits
+from shared.algorithm_schema import PpoSection
 from shared.errors import ConfigError
-from shared.schema import GrpoConfig, OptimizerConfig, RunConfig
+from shared.schema import OptimizerConfig, RunConfig
 
 
 def model_options(config: RunConfig, folder: Path) -> ModelOptions:
@@ -35,29 +37,25 @@ def layout(config: RunConfig, tokens: TokenLimits, rows_per_step: int) -> BatchL
 
 def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
     grpo, trainer = config.grpo_config, config.trainer
-    rows = trainer.groups_per_step * grpo.num_generations
+    rows, updates = trainer.groups_per_step * grpo.num_generations, trainer.max_steps * grpo.num_iterations
+    section, critic = config.algorithm, None
+    if isinstance(section, PpoSection):
+        critic = CriticSetup(
+            ppo(section, grpo.num_iterations, grpo.max_response_length),
+            optimizer_options(section.critic_optimizer_config, updates),
+            section.critic_warmup_steps,
+        )
     return PolicyOptions(
-        loss=grpo_options(grpo),
-        aggregation=grpo.loss_agg_mode,
-        estimator=grpo.advantage_estimator,
+        algorithm=critic.algorithm if critic else algorithm(section, grpo.num_iterations, grpo.max_response_length),
+        aggregation=section.loss_agg_mode,
         temperature=config.rollout.sampling.temperature,
         n_iterations=grpo.num_iterations,
         max_response_length=grpo.max_response_length,
         rows_per_step=rows,
         layout=layout(config, tokens, rows),
-        optimizer=optimizer_options(trainer.optimizer_config, trainer.max_steps * grpo.num_iterations),
+        optimizer=optimizer_options(trainer.optimizer_config, updates),
         published_dtype=config.model.dtype,
-    )
-
-
-def grpo_options(grpo: GrpoConfig) -> GrpoOptions:
-    return GrpoOptions(
-        epsilon=grpo.epsilon,
-        epsilon_high=grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high,
-        beta=grpo.beta,
-        loss_algo=grpo.loss_algo,
-        kl_loss_mode=grpo.kl_loss_mode,
-        sampler_is_threshold=grpo.sampler_is_threshold if grpo.sampler_is == "token" else None,
+        critic=critic,
     )
 
 

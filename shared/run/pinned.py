@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from shared import moved_keys
 from shared.errors import ConfigError
 from shared.files.reading import read_file
 from shared.schema import RunConfig
@@ -30,7 +31,7 @@ type Settings = tuple[tuple[int, Flat], ...]
 """
 
 MAX_STEPS = "trainer.max_steps"
-_BETA = "grpo_config.beta"
+_BETA, _NAME = "algorithm.beta", "algorithm.name"
 _PATHS = ("model.path", "data.train", "data.eval")
 _MOST_NAMED = 5
 _MAX_RECORD = 4 * 2**20
@@ -91,7 +92,7 @@ RULES = (
     Rule(
         "grpo_config.max_response_length", False, "it bounds the episodes that are already on their way to the trainer"
     ),
-    Rule("grpo_config.", True, "only the trainer's loss reads it, anew at every step"),
+    Rule("algorithm.", True, "only the trainer's loss reads it, anew at every step"),
     Rule("trainer.max_steps", True, "it only says when the run ends, and where a linear or cosine schedule does"),
     Rule("trainer.groups_per_step", False, "tickets, steps and staleness are counted in it"),
     Rule(
@@ -147,7 +148,7 @@ def in_force(settings: Settings, epoch: int) -> dict[str, Any]:
     for began, changed in settings:
         if not found or began <= epoch:
             found |= changed
-    return found
+    return moved_keys.in_flat(found)
 
 
 def amended(settings: Settings, epoch: int, now: Flat) -> Settings:
@@ -189,6 +190,7 @@ def undone(config: Flat, amendments: Sequence[Mapping[str, Sequence[Any]]]) -> d
 
 def changes(was: Flat, now: Flat) -> list[Change]:
     """The keys whose values differ, in order. A key that one side does not know has its default there."""
+    was, now = moved_keys.in_flat(was), moved_keys.in_flat(now)
     filled = {key: (_value(was, key), _value(now, key)) for key in sorted({*was, *now})}
     return [Change(key, a, b) for key, (a, b) in filled.items() if a != b and not (key in _PATHS and same_path(a, b))]
 
@@ -237,6 +239,8 @@ def _objection(change: Change, step: int) -> str | None:
         return rule.reason
     if change.key == MAX_STEPS and change.now < step:
         return f"{step} steps are trained already"
+    if change.key == _NAME and "ppo" in (change.was, change.now):
+        return "its critic is trained from the beginning, or not at all"
     if change.key == _BETA and not (change.was and change.now):
         return "the weights of step 0 are kept for the KL term from the beginning, or not at all"
     return None

@@ -33,10 +33,13 @@ def test_defaults_mean_what_they_say():
 @pytest.mark.parametrize(
     ("given", "begins"),
     [
-        ({"grpo_config__sampler_is": "token"}, "grpo_config.epsilon=0.2 clips nothing"),
-        ({"grpo_config__loss_algo": "gspo-token"}, "grpo_config.epsilon=0.2 clips next to nothing"),
-        ({"grpo_config__sampler_is_threshold": 3.0}, "grpo_config.sampler_is_threshold=3 has no effect"),
-        ({"grpo_config__kl_loss_mode": "kl"}, "grpo_config.kl_loss_mode=kl has no effect"),
+        ({"algorithm__sampler_is": "token"}, "algorithm.epsilon=0.2 clips nothing"),
+        ({"algorithm__name": "gspo-token", "algorithm__epsilon": 0.2}, "algorithm.epsilon=0.2 clips next to nothing"),
+        ({"algorithm__sampler_is_threshold": 3.0}, "algorithm.sampler_is_threshold=3 has no effect"),
+        ({"algorithm__sampler_rs_bounds": [0.9, 1.1]}, "algorithm.sampler_rs_bounds=(0.9, 1.1) has no effect"),
+        ({"algorithm__beta": 0.1, "algorithm__kl_in": "reward", "algorithm__kl_loss_mode": "kl"}, "algorithm.kl_loss"),
+        ({"algorithm__name": "dapo", "algorithm__overlong_length": 9}, "algorithm.overlong_length=9 has no effect"),
+        ({"algorithm__kl_loss_mode": "kl"}, "algorithm.kl_loss_mode=kl has no effect"),
         ({"rollout__sampling__top_p": 0.9}, "rollout.sampling.top_p=0.9: training samples from a part"),
         ({"rollout__sampling__top_k": 50}, "rollout.sampling.top_k=50: training samples from a part"),
         ({"trainer__filters__logprob": 11.0}, "trainer.filters.logprob=11 filters nothing"),
@@ -55,12 +58,14 @@ def test_each_is_named_once_by_its_key(given: dict[str, Any], begins: str):
 @pytest.mark.parametrize(
     "given",
     [
-        {"grpo_config__sampler_is": "token", "grpo_config__num_iterations": 2},
-        {"grpo_config__loss_algo": "gspo-token", "grpo_config__epsilon": 3e-4},
-        {"grpo_config__kl_loss_mode": "kl", "grpo_config__beta": 0.1},
+        {"algorithm__sampler_is": "token", "grpo_config__num_iterations": 2},
+        {"algorithm__name": "gspo-token"},
+        {"algorithm__name": "cispo", "algorithm__sampler_is": "token"},
+        {"algorithm__epsilon": None, "algorithm__sampler_is": "token"},
+        {"algorithm__kl_loss_mode": "kl", "algorithm__beta": 0.1},
         {
-            "grpo_config__sampler_is_threshold": 3.0,
-            "grpo_config__sampler_is": "token",
+            "algorithm__sampler_is_threshold": 3.0,
+            "algorithm__sampler_is": "token",
             "grpo_config__num_iterations": 2,
         },
         {"rollout__sampling__top_p": 1.0, "rollout__sampling__top_k": -1},
@@ -82,7 +87,7 @@ def test_both_cuts_of_sampling_are_one_finding():
 def test_committed_configurations(path: Path):
     given = ["data.train=t", "data.eval=e"] if "gsm8k" in path.stem else []
     named = [finding.partition("=")[0] for finding in findings(config.load([path], given).config)]
-    assert named == (["grpo_config.epsilon"] if path.stem == "gsm8k_qwen3_4b_tpu" else [])
+    assert named == (["algorithm.epsilon"] if path.stem == "gsm8k_qwen3_4b_tpu" else [])
 
 
 def test_a_filter_that_takes_every_group_is_refused():

@@ -64,7 +64,7 @@ def test_what_may_change_is_listed():
         ({"rollout": {"sampling": {"temperature": 0.5}}}, r"temperature \(was 1\.0, now 0\.5\)"),
         ({"data": {"env": "e", "env_config": {"size": 5}}}, r"data\.env_config\.size \(was null, now 5\)"),
         ({"trainer": {"max_steps": 3}}, r"max_steps \(was 10, now 3\) may not change: 5 steps are trained already"),
-        ({"grpo_config": {"beta": 0.1}}, r"beta \(was 0\.0, now 0\.1\) may not change: the weights of step 0"),
+        ({"algorithm": {"beta": 0.1}}, r"beta \(was 0\.0, now 0\.1\) may not change: the weights of step 0"),
     ],
 )
 def test_what_may_not_change_is_refused_with_what_it_was_and_what_to_do(sections: dict[str, Any], said: str):
@@ -75,9 +75,9 @@ def test_what_may_not_change_is_refused_with_what_it_was_and_what_to_do(sections
 
 
 def test_a_key_that_an_older_record_lacks_had_its_default():
-    was = {key: value for key, value in flat().items() if key != "grpo_config.beta"}
+    was = {key: value for key, value in flat().items() if key != "algorithm.beta"}
     assert pinned.changes(was, flat()) == []
-    assert pinned.changes(was, flat(grpo_config={"beta": 0.5})) == [pinned.Change("grpo_config.beta", 0.0, 0.5)]
+    assert pinned.changes(was, flat(algorithm={"beta": 0.5})) == [pinned.Change("algorithm.beta", 0.0, 0.5)]
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ def _state(valid: Path, rng: random.Random) -> Iterator[Mutation]:
                 "metrics": [line | {"loss": 9.0} for line in raw["metrics"]],
             }
             new["recent"] = [line | {"digest": "0" * 64} for line in raw["recent"]]
-            new["settings"] = [[raw["settings"][0][0], raw["settings"][0][1] | {"grpo_config.beta": 7.0}]]
+            new["settings"] = [[raw["settings"][0][0], raw["settings"][0][1] | {"algorithm.beta": 7.0}]]
             yield (
                 "state.json: value, told",
                 f"{folder.name}, {key}",
@@ -237,7 +237,7 @@ def _configs(valid: Path, rng: random.Random) -> Iterator[Mutation]:
         "run.seed",
         "trainer.max_steps",
         "trainer.optimizer_config.learning_rate",
-        "grpo_config.beta",
+        "algorithm.beta",
     )
     for key in chosen:
         new = 0.5 if isinstance(flat[key], float) or "beta" in key else int(flat[key] or 0) + 1
@@ -254,7 +254,7 @@ def _configs(valid: Path, rng: random.Random) -> Iterator[Mutation]:
         "run.json: value",
         "amendments",
         _edit_json(
-            "run.json", {"amendments": [{"time": 0.0, "from_step": 2, "changes": {"grpo_config.beta": [0.0, 1.0]}}]}
+            "run.json", {"amendments": [{"time": 0.0, "from_step": 2, "changes": {"algorithm.beta": [0.0, 1.0]}}]}
         ),
     )
 

@@ -39,7 +39,8 @@ def config(folder: Path, redis_url: str, port: int, **overrides: Any) -> dict[st
         "run": {"name": "r", "dir": str(folder), "seed": 3},
         "model": {"path": str(ROOT / "configs/models/tiny")},
         "data": {"env": "frozen_lake"},
-        "grpo_config": {"num_generations": SIZE, "off_policy_steps": ETA, "beta": 0.05},
+        "grpo_config": {"num_generations": SIZE, "off_policy_steps": ETA},
+        "algorithm": {"name": "grpo", "beta": 0.05},
         "trainer": {
             "max_steps": 5,
             "groups_per_step": BATCH,

@@ -41,7 +41,7 @@ def _row(rng: np.random.Generator, length: int, vocab: int) -> Row:
     mask = np.ones(length, np.uint8)
     mask[:4], mask[7:9] = 0, 0
     behaviour = np.where(mask, -4.5 + 0.4 * rng.standard_normal(length), 0).astype(np.float32)
-    return Row(rng.integers(1, vocab, length).astype(np.int32), mask, behaviour, mask, float(rng.standard_normal()))
+    return Row(rng.integers(1, vocab, length).astype(np.int32), mask, behaviour, mask, mask * rng.standard_normal())
 
 
 def group(ticket: int, version: str, *, n: int = 2, seed: int = 0, length: int = 16, vocab: int = 96) -> Group:

@@ -3,33 +3,33 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from services.trainer.algorithms.advantages import advantages, moments
+from services.trainer.algorithms.terms.advantages import group_relative, moments
 
 ESTIMATORS = ["grpo", "drgrpo", "rloo"]
 
 
 def test_grpo_centres_and_divides_by_the_sample_deviation():
     np.testing.assert_allclose(
-        advantages(np.array([1.0, 0.0]), "grpo"), [0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)]
+        group_relative(np.array([1.0, 0.0]), "grpo"), [0.5 / (0.5**0.5 + 1e-6), -0.5 / (0.5**0.5 + 1e-6)]
     )
 
 
 def test_drgrpo_only_centres():
-    np.testing.assert_allclose(advantages(np.array([1.0, 0.0, 0.5]), "drgrpo"), [0.5, -0.5, 0.0])
+    np.testing.assert_allclose(group_relative(np.array([1.0, 0.0, 0.5]), "drgrpo"), [0.5, -0.5, 0.0])
 
 
 def test_rloo_leaves_one_out():
-    np.testing.assert_allclose(advantages(np.array([3.0, 0.0, 0.0]), "rloo"), [3.0, -1.5, -1.5])
+    np.testing.assert_allclose(group_relative(np.array([3.0, 0.0, 0.0]), "rloo"), [3.0, -1.5, -1.5])
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "drgrpo", "rloo"])
 def test_equal_rewards_and_single_episodes_give_zero(estimator: str):
-    assert not advantages(np.full(4, 0.7), estimator).round(12).any()
-    assert not advantages(np.array([5.0]), estimator).any()
+    assert not group_relative(np.full(4, 0.7), estimator).round(12).any()
+    assert not group_relative(np.array([5.0]), estimator).any()
 
 
 def test_float32_rewards_are_not_rounded_to_integers():
-    assert advantages(np.array([0.7, 0.3], np.float32), "drgrpo") == pytest.approx([0.2, -0.2], abs=1e-7)
+    assert group_relative(np.array([0.7, 0.3], np.float32), "drgrpo") == pytest.approx([0.2, -0.2], abs=1e-7)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -38,20 +38,20 @@ def test_rewards_that_are_equal_up_to_rounding_have_no_advantage_at_all(estimato
     nearly = np.full(7, reward)
     nearly[3] = np.nextafter(reward, 0)
     for rewards in (np.full(7, reward), nearly):
-        assert not advantages(rewards, estimator).any()
+        assert not group_relative(rewards, estimator).any()
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_small_differences_between_large_rewards_count(estimator: str):
-    expected = advantages(np.array([0.0, 1.0, 2.0]), estimator)
-    np.testing.assert_allclose(advantages(np.array([0.0, 1.0, 2.0]) + 1e9, estimator), expected, rtol=1e-6)
+    expected = group_relative(np.array([0.0, 1.0, 2.0]), estimator)
+    np.testing.assert_allclose(group_relative(np.array([0.0, 1.0, 2.0]) + 1e9, estimator), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("scale", [1.0, 1e30, 1e39, 1e160, 1.7e308])
 def test_every_finite_reward_gives_a_finite_float32_in_the_right_proportion(estimator: str, scale: float):
     shape = np.array([1.0, -1.0, 0.25, 0.0])
-    found = advantages(shape * scale, estimator)
+    found = group_relative(shape * scale, estimator)
     exact = [Fraction(x) for x in shape]
     centred = np.array([float(x - sum(exact) / 4) for x in exact])
     assert np.isfinite(found.astype(np.float32)).all()

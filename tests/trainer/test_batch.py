@@ -1,7 +1,16 @@
 import numpy as np
 import pytest
 
-from services.trainer.learner.batch import BatchLayout, Row, micro_batches, policy_rows, row_weights, supervised_row
+from services.trainer.learner.batch import (
+    BatchLayout,
+    Row,
+    arranged,
+    by_row,
+    micro_batches,
+    policy_row,
+    row_weights,
+    supervised_row,
+)
 from shared.errors import DecodeError
 from shared.types import WeightVersion
 from tests.trainer.support import group, rows
@@ -19,7 +28,7 @@ def test_position_t_belongs_to_the_token_at_t_plus_one():
         np.array([0, 0, 1, 1]),
         np.array([0, 0, -1.0, -2.0]),
         np.array([0, 0, 0, 1]),
-        0.5,
+        np.array([0, 0, 0.5, 0.25]),
     )
     batch = make([row], 1)[0]
     assert batch.ids[0, :5].tolist() == [5, 6, 7, 8, 9]
@@ -27,7 +36,7 @@ def test_position_t_belongs_to_the_token_at_t_plus_one():
     assert batch.mask[0, :4].tolist() == [0, 1, 1, 0]
     assert batch.behaviour[0, :4].tolist() == [0, -1, -2, 0]
     assert batch.current[0, :4].tolist() == [0, 0, 1, 0]
-    assert batch.advantages[0, :3].tolist() == [0.5] * 3
+    assert batch.advantages[0, :4].tolist() == [0, 0.5, 0.25, 0]
     assert batch.row_weight.tolist() == [0.5, 0.0]
 
 
@@ -56,7 +65,7 @@ def test_similar_lengths_share_a_micro_batch():
 
 
 def test_weights_sum_to_one_where_the_loss_is_a_mean():
-    some = [*rows(3), Row(np.arange(5, dtype=np.int32), np.zeros(5), np.zeros(5), np.zeros(5), 1.0)]
+    some = [*rows(3), Row(np.arange(5, dtype=np.int32), np.zeros(5), np.zeros(5), np.zeros(5), np.ones(5))]
     for mode in ("token-mean", "sequence-mean-token-mean"):
         weights = row_weights(some, mode, 1)
         assert sum(w * row.n_tokens for w, row in zip(weights, some, strict=True)) == pytest.approx(1.0)
@@ -69,9 +78,23 @@ def test_too_long_and_too_many_are_refused():
         make(rows(5))
 
 
-def test_policy_rows_mark_tokens_of_the_trained_version_and_share_group_advantages():
+def test_policy_rows_mark_tokens_of_the_trained_version():
     groups = [group(1, "e000002-s000003"), group(2, "e000001-s000002")]
-    made = policy_rows(groups, "drgrpo", WeightVersion(2, 3))
+    made = [policy_row(t, WeightVersion(2, 3), counts=True) for one in groups for t in one.trajectories]
     assert [bool(row.current.any()) for row in made] == [True, True, False, False]
-    assert made[0].advantage + made[1].advantage == pytest.approx(0)
     assert np.array_equal(made[0].current, made[0].mask)
+
+
+def test_an_episode_that_does_not_count_has_no_trainable_token():
+    trajectory = group(1, "e000002-s000003").trajectories[0]
+    row = policy_row(trajectory, WeightVersion(2, 3), counts=False)
+    assert (row.n_tokens, trajectory.n_sampled > 0) == (0, True)
+    assert not make([row], 1)[0].current.any()
+
+
+def test_what_is_computed_of_micro_batches_comes_back_to_the_tokens_of_its_rows():
+    some = rows(5)
+    parts = arranged(some, LAYOUT, 3)
+    tables = [batch.targets.astype(np.float32) for batch in make(some, 3)]
+    for row, found in zip(some, by_row(tables, some, parts), strict=True):
+        assert found.tolist() == np.where(row.mask > 0, row.ids, 0).tolist()

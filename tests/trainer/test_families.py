@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from services.trainer.algorithms.loss import SUPERVISED_SUMS, supervised_loss
+from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.learner.batch import BatchLayout, Row, micro_batches, row_weights
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
-from services.trainer.learner.train_step import TunixLearner, flat, make_logger
+from services.trainer.learner.scoring import Scorer, objective, params_of
+from services.trainer.learner.train_step import Learner
 from services.trainer.models import family
 from services.trainer.models.initial_weights import leaves_of
 from shared.errors import ConfigError
@@ -48,7 +49,7 @@ def test_the_trainer_computes_what_transformers_computes(name: str, tmp_path: Pa
     folder = models.write_hf(tmp_path / "hf", case.written, case.weights)
     model = load(folder)
     np.testing.assert_allclose(logprobs(model, case.ids), case.logprobs, atol=1e-5)
-    assert {hf_name(leaf) for leaf in flat(nnx.state(model))} == case.weights.keys()
+    assert {hf_name(leaf) for leaf in params_of(model)} == case.weights.keys()
 
 
 @pytest.mark.long
@@ -70,25 +71,17 @@ def test_biases_are_sharded_with_their_heads(tmp_path: Path) -> None:
 def test_a_step_changes_every_parameter_and_no_bias_appears(name: str, tmp_path: Path) -> None:
     case = families.case(name)
     model = load(models.write_hf(tmp_path / "hf", case.written, case.weights))
-    learner = TunixLearner(
-        model,
-        make_optimizer(OPTIMIZER),
-        supervised_loss,
-        sums=SUPERVISED_SUMS,
-        temperature=1.0,
-        n_micro=1,
-        logger=make_logger(),
-    )
+    learner = Learner(params_of(model), make_optimizer(OPTIMIZER), objective(model, supervised_loss, 1.0))
     ones = np.ones(len(case.ids), np.uint8)
-    rows = [Row(case.ids, ones, np.zeros(len(case.ids), np.float32), ones, 0.0)]
-    before = {leaf: np.asarray(value) for leaf, value in learner.params().items()}
+    rows = [Row(case.ids, ones, np.zeros(len(case.ids), np.float32), ones, np.zeros(len(case.ids)))]
+    before = {leaf: np.asarray(value) for leaf, value in learner.params.items()}
     batches = micro_batches(rows, row_weights(rows, "token-mean", 1), BatchLayout((48,), 1, 0), 1)
     first = learner.update(batches)
     assert first.loss == pytest.approx(-case.logprobs.mean(), rel=1e-4)
-    after = learner.params()
+    after = learner.params
     assert before.keys() == after.keys()
     assert all(not np.array_equal(before[leaf], after[leaf]) for leaf in before)
-    exact, noise = learner.probe(case.ids)
+    exact, noise = Scorer(model, 1.0).probe(learner.params, case.ids)
     assert np.isfinite(exact).all()
     assert noise < 1e-5
     assert learner.update(batches).loss < first.loss

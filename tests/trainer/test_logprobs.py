@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from services.trainer.algorithms.loss import GrpoOptions, grpo_loss
+from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
+from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.learner.batch import Batch
 from services.trainer.learner.logprobs import CHUNK, token_scores
-from services.trainer.learner.train_step import model_loss
+from services.trainer.learner.scoring import objective, params_of
 from tests.support import models
 from tests.trainer.support import CONFIG, model_of
 
@@ -44,7 +44,7 @@ def exact(
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_and_entropy_at_every_chunk_size(arrays, chunk: int, temperature: float):
     hidden, head, targets = arrays
-    scores = token_scores(hidden, head, targets, temperature, entropy=True, chunk=chunk)
+    scores = token_scores(hidden, head, targets, temperature, "value", chunk=chunk)
     logprobs, entropy = exact(hidden, head, targets, temperature)
     np.testing.assert_allclose(scores.logprobs, logprobs, atol=1e-5)
     np.testing.assert_allclose(scores.entropy, entropy, atol=1e-5)
@@ -55,7 +55,7 @@ def test_gradients_do_not_depend_on_the_chunk(arrays):
     weights = np.random.default_rng(1).standard_normal((B, T)).astype(np.float32)
 
     def loss(hidden, head, chunk):
-        return (token_scores(hidden, head, targets, 0.8, entropy=True, chunk=chunk).logprobs * weights).sum()
+        return (token_scores(hidden, head, targets, 0.8, "value", chunk=chunk).logprobs * weights).sum()
 
     one, many = (jax.grad(partial(loss, chunk=c), argnums=(0, 1))(hidden, head) for c in (T, 4))
     for a, b in zip(one, many, strict=True):
@@ -64,7 +64,7 @@ def test_gradients_do_not_depend_on_the_chunk(arrays):
 
 def test_extreme_logits_stay_finite(arrays):
     hidden, head, targets = arrays
-    scores = token_scores(hidden * 1e3, head, targets, 1.0, entropy=True, chunk=8)
+    scores = token_scores(hidden * 1e3, head, targets, 1.0, "value", chunk=8)
     assert np.isfinite(scores.logprobs).all()
     assert np.isfinite(scores.entropy).all()
 
@@ -90,20 +90,20 @@ def test_no_buffer_of_the_compiled_step_holds_a_whole_sequence_of_logits():
     """Neither forward nor backward. The vocabulary has a size that nothing else has."""
     rows, length, vocab = 2, 4 * CHUNK, 1019
     config = CONFIG | {"vocab_size": vocab, "num_hidden_layers": 1}
-    graph, params = nnx.split(model_of(models.random_weights(config, 0), config))
+    model = model_of(models.random_weights(config, 0), config)
     ints, floats = jnp.zeros((rows, length), jnp.int32), jnp.ones((rows, length), jnp.float32)
     batch = Batch(ints, ints, floats, floats, floats, floats, jnp.ones(rows))
-    loss = model_loss(partial(grpo_loss, options=GrpoOptions(0.2, 0.2, 0.0, "grpo", "kl", None)), 1.0)
-    assert (
-        largest_with(vocab, jax.grad(lambda p, b: loss(nnx.merge(graph, p), b)[0]), params, batch)
-        == rows * CHUNK * vocab
-    )
+    for entropy in ("value", "gradient"):
+        options = ActorOptions(Clip(0.2, 0.2), entropy_coef=0.1 * (entropy == "gradient"))
+        loss = objective(model, partial(actor_loss, options=options), 1.0, entropy)
+        gradient = jax.grad(lambda p, b, loss=loss: loss(p, b)[0])
+        assert largest_with(vocab, gradient, params_of(model), batch) == rows * CHUNK * vocab
 
 
 @pytest.mark.usefixtures("optimized")
 def test_the_check_above_sees_a_whole_sequence_of_logits():
     def unchunked(hidden, head, targets):
-        return token_scores(hidden, head, targets, 1.0, entropy=False, chunk=64).logprobs.sum()
+        return token_scores(hidden, head, targets, 1.0, "none", chunk=64).logprobs.sum()
 
     arguments = jnp.ones((2, 64, 8)), jnp.ones((1019, 8)), jnp.zeros((2, 64), jnp.int32)
     assert largest_with(1019, jax.grad(unchunked, argnums=(0, 1)), *arguments) == 2 * 64 * 1019

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from services.trainer.algorithms.loss import GrpoOptions, grpo_loss, supervised_loss
+from services.trainer.algorithms.supervised import supervised_loss
+from services.trainer.algorithms.terms import statistics
+from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
+from services.trainer.algorithms.terms.importance import NONE, Correction
+from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.learner.batch import Batch, BatchLayout, Row, micro_batches, row_weights
 from services.trainer.learner.logprobs import TokenScores
-from services.trainer.learner.train_step import flat, model_loss
+from services.trainer.learner.scoring import objective, params_of
 from shared.models.names import from_hf, hf_name
 from tests.support import models
 from tests.trainer import grpo_ref
@@ -38,8 +42,18 @@ SPECS = {
 }
 
 
-def options(spec: ReferenceSpec) -> GrpoOptions:
-    return GrpoOptions(spec.epsilon, spec.epsilon_high, spec.beta, spec.algo, spec.kl, spec.threshold)
+def options(spec: ReferenceSpec) -> ActorOptions:
+    return made(spec.epsilon, spec.epsilon_high, spec.beta, spec.algo, spec.kl, spec.threshold)
+
+
+def made(epsilon: float, high: float, beta: float, algo: str, kl_mode: Any, threshold: float | None) -> ActorOptions:
+    return ActorOptions(
+        clip=Clip(epsilon, high),
+        ratio="token" if algo == "grpo" else "sequence",
+        correction=NONE if threshold is None else Correction("token", threshold),
+        beta=beta,
+        kl_mode=kl_mode,
+    )
 
 
 def batch_of(some: list[Row], spec: ReferenceSpec, layout: BatchLayout = LAYOUT, n_micro: int = 1) -> list[Batch]:
@@ -57,7 +71,9 @@ def near_policy(spec: ReferenceSpec, n: int = 6, seed: int = 0) -> tuple[list[Ro
         behaviour = np.where(row.mask, logp + 0.15 * rng.standard_normal(len(logp)), 0).astype(np.float32)
         reference = logp + 0.2 * rng.standard_normal(len(logp))
         made.append(replace(row, behaviour=behaviour))
-        sequences.append(Sequence_(row.ids, row.mask > 0, behaviour.astype(np.float64), reference, row.advantage))
+        sequences.append(
+            Sequence_(row.ids, row.mask > 0, behaviour.astype(np.float64), reference, float(row.advantages[-1]))
+        )
         start.append(logp)
     return made, sequences, start
 
@@ -71,23 +87,19 @@ def with_reference(batch: Batch, sequences: list[Sequence_]) -> Batch:
 
 @cache
 def model():
-    """Graph and parameters."""
-    return nnx.split(model_of(WEIGHTS, CONFIG))
+    return model_of(WEIGHTS, CONFIG)
 
 
 @cache
-def evaluator(loss_options: GrpoOptions | None, temperature: float):
+def evaluator(loss_options: ActorOptions | None, temperature: float):
     """Compiled once for all batches of a shape; None stands for the supervised loss."""
-    loss = supervised_loss if loss_options is None else partial(grpo_loss, options=loss_options)
-    graph, of_model = model()[0], model_loss(loss, temperature)
-    return jax.jit(
-        lambda params, batch: jax.value_and_grad(lambda p: of_model(nnx.merge(graph, p), batch), has_aux=True)(params)
-    )
+    loss = supervised_loss if loss_options is None else partial(actor_loss, options=loss_options)
+    return jax.jit(jax.value_and_grad(objective(model(), loss, temperature), has_aux=True))
 
 
-def value_and_grad(loss_options: GrpoOptions | None, batch: Batch, temperature: float):
-    (value, sums), gradient = evaluator(loss_options, temperature)(model()[1], batch)
-    return float(value), {k: float(v) for k, v in sums.items()}, {k: np.asarray(v) for k, v in flat(gradient).items()}
+def value_and_grad(loss_options: ActorOptions | None, batch: Batch, temperature: float):
+    (value, told), gradient = evaluator(loss_options, temperature)(params_of(model()), batch)
+    return float(value), jax.device_get(told), {k: np.asarray(v) for k, v in gradient.items()}
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -130,18 +142,17 @@ def test_micro_batches_add_up_to_the_whole_batch(aggregation: str):
     spec = ReferenceSpec(aggregation=aggregation)
     some, _, _ = near_policy(spec, n=5)
     loss = options(spec)
-    whole, sums, gradient = value_and_grad(loss, batch_of(some, spec)[0], 1.0)
+    whole, told, gradient = value_and_grad(loss, batch_of(some, spec)[0], 1.0)
     parts = [
         value_and_grad(loss, b, 1.0)
         for b in batch_of(some, spec, replace(LAYOUT, buckets=(16, 24, 32), rows=2), n_micro=3)
     ]
-    assert np.mean([p[0] for p in parts]) == pytest.approx(whole, rel=1e-5)
-    for name, total in sums.items():
-        combine = max if name.endswith("_max") else sum
-        assert combine(p[1][name] for p in parts) == pytest.approx(total, rel=1e-5)
+    assert np.sum([p[0] for p in parts]) == pytest.approx(whole, rel=1e-5)
+    together = statistics.values(statistics.joined([p[1] for p in parts]))
+    assert together == pytest.approx(statistics.values(told), rel=1e-5)
     for name, full in gradient.items():
         np.testing.assert_allclose(
-            np.mean([p[2][name] for p in parts], axis=0), full, atol=2e-6 * max(1.0, np.abs(full).max())
+            np.sum([p[2][name] for p in parts], axis=0), full, atol=2e-6 * max(1.0, np.abs(full).max())
         )
 
 
@@ -177,19 +188,21 @@ def test_importance_uses_the_given_old_logprobs_after_the_first_iteration():
     ones = jnp.ones((1, 2))
     batch = Batch(ones, ones, ones, -2 * ones, ones, ones, jnp.ones(1), old=-1.5 * ones)
     scores = type("Scores", (), {"logprobs": -ones, "entropy": ones})
-    value, _ = grpo_loss(scores, batch, GrpoOptions(0.2, 0.2, 0.0, "grpo", "kl", 10.0))
+    value, _ = actor_loss(scores, batch, made(0.2, 0.2, 0.0, "grpo", "kl", 10.0))
     assert float(value) == pytest.approx(-2 * min(np.exp(0.5), 1.2) * np.exp(0.5), rel=1e-6)
 
 
 def test_metrics_are_sums_over_trainable_tokens():
     spec = ReferenceSpec()
     some, _, start = near_policy(spec)
-    _, sums, _ = value_and_grad(options(spec), batch_of(some, spec)[0], 1.0)
+    _, told, _ = value_and_grad(options(spec), batch_of(some, spec)[0], 1.0)
+    found = statistics.values(told)
     n = sum(row.n_tokens for row in some)
     delta = sum(np.abs(logp - row.behaviour)[row.mask > 0].sum() for logp, row in zip(start, some, strict=True))
-    assert sums["tokens"] == n == sums["current_tokens"]
-    assert sums["delta"] == pytest.approx(delta, rel=1e-4)
-    assert 0 < sums["clipped"] < n
+    assert found["tokens"] == n
+    assert found["logprob_abs_diff"] == pytest.approx(delta / n, rel=1e-4) == found["logprob_abs_diff_current"]
+    assert 0 < found["clip_fraction"] < 1
+    assert found["clip_fraction_low"] + found["clip_fraction_high"] == pytest.approx(found["clip_fraction"])
 
 
 def test_supervised_loss_is_the_mean_negative_log_likelihood():
@@ -200,16 +213,16 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood():
 
 
 def k3(distance: float) -> tuple[float, float, float]:
-    """Loss, its sum `kl`, and gradient of one token without advantage, `distance` nats from the reference."""
+    """Loss, its mean `kl`, and gradient of one token without advantage, `distance` nats from the reference."""
     ones = jnp.ones((1, 1))
     batch = Batch(ones, ones, ones, -ones, 0 * ones, ones, jnp.ones(1), reference=jnp.full((1, 1), min(0.0, distance)))
-    loss = GrpoOptions(0.2, 0.2, 1.0, "grpo", "low_var_kl", None)
+    loss = made(0.2, 0.2, 1.0, "grpo", "low_var_kl", None)
 
     def of(logprob: jax.Array):
-        return grpo_loss(TokenScores(logprob, 0 * ones), batch, loss)
+        return actor_loss(TokenScores(logprob, 0 * ones), batch, loss)
 
-    (value, sums), gradient = jax.value_and_grad(of, has_aux=True)(jnp.full((1, 1), min(0.0, -distance)))
-    return float(value), float(sums["kl"]), float(gradient[0, 0])
+    (value, told), gradient = jax.value_and_grad(of, has_aux=True)(jnp.full((1, 1), min(0.0, -distance)))
+    return float(value), told["kl"].value(), float(gradient[0, 0])
 
 
 DISTANCES = [-1e4, -88.0, -1.0, 0.0, 1e-3, 1.0, 19.0, 20.0, 21.0, 44.0, 88.0, 89.0, 700.0, 1e4]
@@ -244,12 +257,12 @@ def test_ratios_of_policies_far_apart_are_finite_and_so_are_their_gradients(algo
     behaviour = jnp.full((2, 3), min(0.0, -apart))
     advantages = jnp.array([[1e9] * 3, [-1e9] * 3])
     batch = Batch(ones, ones, ones, behaviour, advantages, ones, jnp.ones(2), reference=behaviour)
-    loss = GrpoOptions(0.2, 0.2, 0.1, algo, "low_var_kl", 2.0)
+    loss = made(0.2, 0.2, 0.1, algo, "low_var_kl", 2.0)
 
     def of(logprobs: jax.Array):
-        return grpo_loss(TokenScores(logprobs, 0 * ones), replace(batch, old=behaviour), loss)
+        return actor_loss(TokenScores(logprobs, 0 * ones), replace(batch, old=behaviour), loss)
 
-    (value, sums), gradient = jax.value_and_grad(of, has_aux=True)(jnp.full((2, 3), min(0.0, apart)))
+    (value, told), gradient = jax.value_and_grad(of, has_aux=True)(jnp.full((2, 3), min(0.0, apart)))
     assert np.isfinite(float(value))
-    assert all(np.isfinite(float(x)) for x in sums.values())
+    assert all(np.isfinite(x) for x in statistics.values(told).values())
     assert np.isfinite(np.square(np.asarray(gradient))).all()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 
-from services.trainer.algorithms.loss import GRPO_SUMS, GrpoOptions, grpo_loss
-from services.trainer.learner.batch import BatchLayout, micro_batches, row_weights
+from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
+from services.trainer.algorithms.terms.surrogate import Clip
+from services.trainer.learner.batch import Batch, BatchLayout, micro_batches, row_weights
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
-from services.trainer.learner.train_step import TunixLearner, flat, make_logger
+from services.trainer.learner.scoring import Scorer, objective, params_of
+from services.trainer.learner.train_step import Learner
 from services.trainer.models import family, qwen3
 from services.trainer.models.initial_weights import leaves_of, random_leaves
 from shared.errors import ConfigError
@@ -25,7 +27,7 @@ from tests.trainer.support import CONFIG, model_of, rows, write_shards
 
 WEIGHTS = models.random_weights(CONFIG, seed=2)
 OPTIMIZER = OptimizerOptions(1e-2, "constant", 0, 10, 0.9, 0.95, 0.0, 1.0)
-LOSS = GrpoOptions(0.2, 0.2, 0.0, "grpo", "low_var_kl", None)
+LOSS = partial(actor_loss, options=ActorOptions(Clip(0.2, 0.2)))
 
 
 def load(folder: Path, mesh: jax.sharding.Mesh, **options) -> family.Model:
@@ -37,13 +39,12 @@ def mesh(*shape: int) -> jax.sharding.Mesh:
     return family.make_mesh(shape, ("fsdp", "tp"))
 
 
-def learner(model: family.Model, n_micro: int = 1) -> TunixLearner:
-    def loss(scores, batch):
-        return grpo_loss(scores, batch, LOSS)
+def learner(model: family.Model) -> Learner:
+    return Learner(params_of(model), make_optimizer(OPTIMIZER), objective(model, LOSS, 1.0))
 
-    return TunixLearner(
-        model, make_optimizer(OPTIMIZER), loss, sums=GRPO_SUMS, temperature=1.0, n_micro=n_micro, logger=make_logger()
-    )
+
+def logprobs(model: family.Model, batch: Batch) -> np.ndarray:
+    return Scorer(model, 1.0).logprobs(params_of(model), batch)
 
 
 def expected(weights: models.Weights, config: dict, ids: np.ndarray) -> np.ndarray:
@@ -63,7 +64,7 @@ def test_two_shards_on_a_2x2_mesh_equal_the_reference(tmp_path: Path):
     assert query.sharding.spec == jax.sharding.PartitionSpec("fsdp", "tp", None)
     assert query.addressable_shards[0].data.size * 4 == query.size
     some, (batch,) = batches()
-    found = learner(model).logprobs(batch)
+    found = logprobs(model, batch)
     for i, row in enumerate(sorted(some, key=lambda r: -len(r.ids))):
         np.testing.assert_allclose(found[i, : len(row.ids) - 1], expected(WEIGHTS, CONFIG, row.ids), atol=2e-5)
 
@@ -80,7 +81,7 @@ def test_architecture_variants_equal_the_reference(overrides: dict):
     config = CONFIG | overrides
     weights = models.random_weights(config, seed=3)
     some, (batch,) = batches()
-    found = learner(model_of(weights, config)).logprobs(batch)
+    found = logprobs(model_of(weights, config), batch)
     longest = max(some, key=lambda r: len(r.ids))
     np.testing.assert_allclose(found[0, : len(longest.ids) - 1], expected(weights, config, longest.ids), atol=2e-5)
 
@@ -105,7 +106,7 @@ def test_a_sharded_step_equals_the_single_device_step():
     for shape in ((1, 1), (2, 2)):
         one = learner(model_of(WEIGHTS, CONFIG, mesh(*shape)))
         update = one.update([batch])
-        updated.append((update, {k: np.asarray(v) for k, v in one.params().items()}))
+        updated.append((update, {k: np.asarray(v) for k, v in one.params.items()}))
     (a, params_a), (b, params_b) = updated
     assert a.loss == pytest.approx(b.loss, rel=1e-4)
     assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-4)
@@ -114,12 +115,12 @@ def test_a_sharded_step_equals_the_single_device_step():
 
 
 def test_accumulated_step_equals_the_whole_batch_and_reports_the_whole_norm():
-    whole, parts = (learner(model_of(WEIGHTS, CONFIG), n_micro=n) for n in (1, 2))
+    whole, parts = (learner(model_of(WEIGHTS, CONFIG)) for _ in range(2))
     a, b = whole.update(batches(1)[1]), parts.update(batches(2)[1])
     assert (a.loss, a.grad_norm) == pytest.approx((b.loss, b.grad_norm), rel=1e-4)
-    assert a.sums == pytest.approx(b.sums, rel=1e-4)
-    for name, value in whole.params().items():
-        np.testing.assert_allclose(value, parts.params()[name], atol=2e-4)
+    assert a.statistics == pytest.approx(b.statistics, rel=1e-4)
+    for name, value in whole.params.items():
+        np.testing.assert_allclose(value, parts.params[name], atol=2e-4)
 
 
 @pytest.mark.parametrize("remat", ["block", pytest.param("decoder", marks=pytest.mark.long)])
@@ -132,9 +133,9 @@ def test_rematerialization_changes_nothing(remat: str):
 def test_bfloat16_checkpoints_load_and_bfloat16_activations_stay_close(tmp_path: Path):
     rounded = {k: v.astype(ml_dtypes.bfloat16) for k, v in WEIGHTS.items()}
     model = load(models.write_hf(tmp_path / "hf", CONFIG, rounded), mesh(1, 1), dtype="bfloat16")
-    assert {v.dtype.name for v in flat(nnx.state(model)).values()} == {"float32"}
+    assert {v.dtype.name for v in params_of(model).values()} == {"float32"}
     some, (batch,) = batches()
-    found = learner(model).logprobs(batch)
+    found = logprobs(model, batch)
     longest = max(some, key=lambda r: len(r.ids))
     exact = expected({k: v.astype(np.float32) for k, v in rounded.items()}, CONFIG, longest.ids)
     assert np.abs(found[0, : len(exact)] - exact).max() < 0.3
@@ -151,7 +152,7 @@ def test_random_weights_depend_on_seed_and_name_only():
 
 
 def test_leaf_names_cover_the_model():
-    names = {hf_name(name) for name in flat(nnx.state(model_of(WEIGHTS, CONFIG)))}
+    names = {hf_name(name) for name in params_of(model_of(WEIGHTS, CONFIG))}
     assert names == WEIGHTS.keys()
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from services.trainer.algorithms.loss import GrpoOptions
+from services.trainer.algorithms.registry import algorithm, ppo
 from services.trainer.learner.batch import BatchLayout
+from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions, schedule
 from services.trainer.learner.policy import Policy, PolicyOptions
-from services.trainer.learner.train_step import make_logger
 from services.trainer.loop.group_buffer import ReadyGroup, ready_group
+from shared.algorithm_schema import GrpoSection, PpoSection
 from shared.errors import NonFinite, WeightsError
 from shared.types import WeightVersion
 from tests.support import models, qwen3_ref
@@ -21,10 +23,10 @@ from tests.trainer.support import CONFIG, group, model_of
 CONFIG_1 = CONFIG | {"num_hidden_layers": 1}
 WEIGHTS = models.random_weights(CONFIG_1, seed=4)
 START = WeightVersion(1, 0)
+SECTION = GrpoSection(beta=0.1, sampler_is="token")
 OPTIONS = PolicyOptions(
-    loss=GrpoOptions(0.2, 0.2, 0.1, "grpo", "low_var_kl", 2.0),
+    algorithm=algorithm(SECTION, 1, 16),
     aggregation="token-mean",
-    estimator="grpo",
     temperature=0.9,
     n_iterations=1,
     max_response_length=16,
@@ -36,7 +38,7 @@ OPTIONS = PolicyOptions(
 
 
 def policy(options: PolicyOptions = OPTIONS, weights: models.Weights = WEIGHTS, reference=None) -> Policy:
-    return Policy(model_of(weights, CONFIG_1), options, CONFIG_1, make_logger(), reference)
+    return Policy(model_of(weights, CONFIG_1), options, CONFIG_1, reference)
 
 
 def held(*tickets: int, version: str = str(START)) -> list[ReadyGroup]:
@@ -54,7 +56,7 @@ def test_the_same_groups_give_bit_identical_weights_also_from_a_checkpoint():
     weights, optimizer = ({k: np.asarray(v) for k, v in x.items()} for x in (saved.params, saved.optimizer))
     second = straight.step(held(5, 6, 7, 8), WeightVersion(1, 1))
 
-    resumed = Policy(model_of_leaves(weights), OPTIONS, CONFIG_1, make_logger(), params(policy()))
+    resumed = Policy(model_of_leaves(weights), OPTIONS, CONFIG_1, params(policy()))
     resumed.load_optimizer(optimizer)
     assert resumed.step(held(5, 6, 7, 8), WeightVersion(1, 1)) == second
     a, b = params(straight), params(resumed)
@@ -64,7 +66,7 @@ def test_the_same_groups_give_bit_identical_weights_also_from_a_checkpoint():
 
 
 def model_of_leaves(leaves: dict[str, np.ndarray]):
-    from services.trainer.models.qwen3 import build, make_mesh
+    from services.trainer.models.family import build, make_mesh
     from shared.models.config import ModelConfig
 
     return build(
@@ -121,12 +123,65 @@ def test_a_step_measures_the_probe_anew():
 
 def test_iterations_move_further_on_the_same_data():
     groups = held(1, 2, 3, 4)
-    one, three = policy(), policy(replace(OPTIONS, n_iterations=3))
+    one, three = (
+        policy(),
+        policy(replace(OPTIONS, n_iterations=3, algorithm=algorithm(SECTION, 3, 16))),
+    )
     start = params(one)
     a, b = one.step(groups, START), three.step(groups, START)
     assert a.logprob_abs_diff == pytest.approx(b.logprob_abs_diff, rel=1e-5)
     moved = [sum(np.abs(x[k] - start[k]).sum() for k in start) for x in (params(one), params(three))]
     assert moved[1] > 1.5 * moved[0]
+
+
+def ppo_options(**changes: Any) -> PolicyOptions:
+    section = PpoSection(name="ppo", **changes)
+    made = ppo(section, 1, 16)
+    return replace(OPTIONS, algorithm=made, critic=CriticSetup(made, OPTIONS.optimizer, section.critic_warmup_steps))
+
+
+def test_ppo_goes_on_from_a_checkpoint_bit_by_bit_with_its_critic():
+    straight = policy(ppo_options())
+    first = straight.step(held(1, 2, 3, 4), START)
+    saved = straight.contents()
+    weights, training = ({k: np.asarray(v) for k, v in x.items()} for x in (saved.params, saved.optimizer))
+    second = straight.step(held(5, 6, 7, 8), WeightVersion(1, 1))
+    resumed = Policy(model_of_leaves(weights), ppo_options(), CONFIG_1, None)
+    resumed.load_optimizer(training)
+    assert resumed.step(held(5, 6, 7, 8), WeightVersion(1, 1)) == second
+    for a, b in zip(*((one.contents().params, one.contents().optimizer) for one in (straight, resumed)), strict=True):
+        assert all(np.array_equal(a[name], b[name]) for name in a)
+    assert {"critic.params.value_head", "critic.opt_state.0.norm"} <= training.keys()
+    assert first.more["critic/value_mean"] == 0
+    assert second.more["critic/value_mean"] != 0
+    assert 0 < second.more["critic/value_loss"] < first.more["critic/value_loss"]
+
+
+def test_a_checkpoint_without_a_critic_is_no_start_for_ppo():
+    with pytest.raises(WeightsError, match="holds no critic"):
+        policy(ppo_options()).load_optimizer({k: np.asarray(v) for k, v in policy().contents().optimizer.items()})
+
+
+def test_the_policy_waits_for_the_critic():
+    one = policy(ppo_options(critic_warmup_steps=1))
+    before, critic = params(one), np.asarray(one.contents().optimizer["critic.params.value_head"])
+    one.step(held(1, 2, 3, 4), START)
+    after = params(one)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert not np.array_equal(critic, one.contents().optimizer["critic.params.value_head"])
+    one.step(held(5, 6, 7, 8), WeightVersion(1, 1))
+    assert any(not np.array_equal(before[name], value) for name, value in params(one).items())
+
+
+def test_a_critic_that_is_not_finite_refuses_the_step():
+    options = ppo_options()
+    assert options.critic is not None
+    far = replace(options.critic, optimizer=replace(OPTIONS.optimizer, learning_rate=1e38))
+    one = policy(replace(options, critic=far))
+    one.step(held(1, 2, 3, 4), START)
+    with pytest.raises(NonFinite) as caught, np.errstate(invalid="ignore"):
+        one.step(held(5, 6, 7, 8), START)
+    assert any("critic" in what for what in caught.value.what)
 
 
 def test_rounded_publication_keeps_exact_master_weights():
@@ -136,10 +191,34 @@ def test_rounded_publication_keeps_exact_master_weights():
     assert {v.dtype.name for v in contents.master.values()} == {"float32"}
 
 
-def test_optimizer_state_of_another_setup_is_refused():
-    whole = policy(replace(OPTIONS, layout=BatchLayout((16,), 8, 0)))
+def test_optimizer_state_of_another_model_is_refused():
+    state = policy().contents().optimizer
+    name = next(name for name in state if name.endswith("mu.final_norm.w"))
     with pytest.raises(WeightsError, match="another optimizer"):
-        whole.load_optimizer(policy().contents().optimizer)
+        policy().load_optimizer({**state, name: np.zeros(3)})
+
+
+def test_a_checkpoint_of_another_micro_batch_goes_on():
+    """Its state is the same, however the rows of a step are cut."""
+    whole = policy(replace(OPTIONS, layout=BatchLayout((16,), 8, 0)))
+    parts = policy()
+    for one in (whole, parts):
+        one.step(held(1, 2, 3, 4), START)
+    state = parts.contents().optimizer
+    whole.load_optimizer({name: np.asarray(value) for name, value in state.items()})
+    found = whole.contents().optimizer
+    assert all(np.array_equal(found[name], value) for name, value in state.items())
+
+
+def test_the_optimizer_state_of_an_older_checkpoint_is_read():
+    """With several micro-batches it was inside another, beside the accumulator."""
+    one = policy()
+    one.step(held(1, 2, 3, 4), START)
+    state = {name: np.asarray(value) for name, value in one.contents().optimizer.items()}
+    old = {name.replace("opt_state.", "opt_state.inner_opt_state.", 1): value for name, value in state.items()}
+    again = policy()
+    again.load_optimizer({**old, "step": np.int32(1), "opt_state.mini_step": np.int32(0)})
+    assert all(np.array_equal(again.contents().optimizer[name], value) for name, value in state.items())
 
 
 def test_learning_rate_schedules():
@@ -218,7 +297,7 @@ def test_the_probe_tells_the_rounding_of_bfloat16():
     arithmetic.
     """
     model = model_of(WEIGHTS, CONFIG_1, dtype="bfloat16")
-    probe = Policy(model, replace(OPTIONS, published_dtype="bfloat16"), CONFIG_1, make_logger(), None).contents().probe
+    probe = Policy(model, replace(OPTIONS, published_dtype="bfloat16"), CONFIG_1, None).contents().probe
     assert probe is not None
     assert probe.noise is not None
     published = {name: qwen3_ref.bfloat16(value.astype(np.float64)) for name, value in WEIGHTS.items()}

@@ -47,7 +47,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "max_steps": STEPS,
             "optimizer_config": {"learning_rate": 1e-4, "schedule_type": "cosine"},
         }
-        process.tree["grpo_config"] |= {"epsilon": 0.1}
+        process.tree["algorithm"] |= {"epsilon": 0.1}
         process.start()
         process.wait(lambda status: status["phase"] == "done")
         assert process.terminate() == 0
@@ -74,7 +74,7 @@ def test_the_checkpoints_tell_what_was_changed(recorded: Path):
     assert [first, second] == [epoch for epoch, _ in state.lineage]
     assert began["trainer.optimizer_config.learning_rate"] == 1e-3
     assert changed == {
-        "grpo_config.epsilon": 0.1,
+        "algorithm.epsilon": 0.1,
         "trainer.max_steps": STEPS,
         "trainer.optimizer_config.learning_rate": 1e-4,
         "trainer.optimizer_config.schedule_type": "cosine",

@@ -3,6 +3,9 @@ from pathlib import Path
 import pytest
 
 from services.trainer import options, settings
+from services.trainer.algorithms.terms.actor import ActorOptions
+from services.trainer.algorithms.terms.importance import Correction
+from services.trainer.algorithms.terms.policy_gradient import PolicyGradient
 from services.trainer.settings import TokenLimits
 from shared import config
 from shared.errors import ConfigError
@@ -13,6 +16,12 @@ TOKENS = TokenLimits(vocab_size=512, pad_id=0)
 
 def load(*overrides: str, name: str = "quickstart"):
     return config.load([ROOT / f"configs/{name}.yaml"], overrides).config
+
+
+def actor_of(*overrides: str) -> ActorOptions:
+    made = options.policy_options(load(*overrides), TOKENS).algorithm
+    assert isinstance(made, PolicyGradient)
+    return made.actor
 
 
 @pytest.mark.parametrize("name", [p.stem for p in (ROOT / "configs").glob("*.yaml")])
@@ -37,13 +46,24 @@ def test_micro_batches_must_divide_over_the_mesh():
 
 
 def test_the_upper_clip_follows_the_lower_one_unless_given():
-    assert options.policy_options(load("grpo_config.epsilon=0.1"), TOKENS).loss.epsilon_high == 0.1
-    assert options.policy_options(load("grpo_config.epsilon_high=0.3"), TOKENS).loss.epsilon_high == 0.3
+    assert actor_of("algorithm.epsilon=0.1").clip.high == 0.1
+    assert actor_of("algorithm.epsilon_high=0.3").clip.high == 0.3
 
 
 def test_importance_sampling_is_off_unless_asked_for():
-    assert options.policy_options(load(), TOKENS).loss.sampler_is_threshold is None
-    assert options.policy_options(load("grpo_config.sampler_is=token"), TOKENS).loss.sampler_is_threshold == 2.0
+    assert not actor_of().correction.needs_old
+    assert actor_of("algorithm.sampler_is=token").correction == Correction("token", 2.0)
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "drgrpo", "rloo", "dapo", "gspo-token", "cispo", "reinforce_plus_plus", "ppo"]
+)
+def test_every_algorithm_is_made_of_its_name(name: str):
+    made = options.policy_options(load(f"algorithm.name={name}", "algorithm.beta=0.1"), TOKENS)
+    assert made.algorithm.needs.reference
+    assert made.algorithm.needs.values == (made.critic is not None) == (name == "ppo")
+    actor = actor_of(f"algorithm.name={name}")
+    assert (actor.ratio == "sequence", actor.surrogate == "weighted") == (name == "gspo-token", name == "cispo")
 
 
 def test_an_interval_that_would_wait_for_itself_is_refused():

@@ -12,7 +12,7 @@ import pytest
 from services.trainer.algorithms import sft
 from services.trainer.learner.batch import BatchLayout
 from services.trainer.learner.optimizer import OptimizerOptions
-from services.trainer.learner.train_step import make_logger
+from services.trainer.learner.scoring import params_of
 from shared.clients.env import DemonstrationReply
 from shared.errors import ConfigError, ServiceUnreachable
 from shared.models.chat import ChatTokenizer
@@ -93,7 +93,10 @@ def test_it_learns_and_is_deterministic():
     runs = []
     for _ in range(2):
         model = model_of(models.random_weights(config, 0), config)
-        runs.append([m.loss for m in sft.train(model, rows, options, make_logger())])
+        before = {name: np.asarray(value) for name, value in params_of(model).items()}
+        runs.append([m.loss for m in sft.train(model, rows, options)])
+        trained = params_of(model)
+        assert not np.array_equal(trained["final_norm.w"], before["final_norm.w"])
     assert runs[0] == runs[1]
     assert runs[0][-1] < 0.5 * runs[0][0]
 

@@ -1,4 +1,4 @@
-"""A step through Tunix's Trainer against the bare jitted step: same loss, optimizer, model and data, in the same
+"""A step of the learner against one bare jitted function: same loss, optimizer, model and data, in the same
 process.
 
 The two alternate, and the fastest step of each counts: noise only ever adds. Run as a program, it prints one JSON line.
@@ -16,18 +16,19 @@ import jax
 import numpy as np
 import optax
 import orjson
-from flax import nnx
 
-from services.trainer.algorithms.loss import GRPO_SUMS, GrpoOptions, grpo_loss
+from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
+from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.learner.batch import Batch, BatchLayout, Row, micro_batches, row_weights
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
-from services.trainer.learner.train_step import TunixLearner, make_logger, model_loss
+from services.trainer.learner.scoring import objective, params_of
+from services.trainer.learner.train_step import Learner
+from services.trainer.models.family import Model, build, make_mesh
 from services.trainer.models.initial_weights import random_leaves
-from services.trainer.models.qwen3 import Qwen3, build, make_mesh
 from shared.models.config import ModelConfig
 
 N_ROWS, LENGTH, N_ROUNDS = 16, 128, 15
-_OPTIONS = GrpoOptions(0.2, 0.2, 0.0, "grpo", "low_var_kl", None)
+_LOSS = partial(actor_loss, options=ActorOptions(Clip(0.2, 0.2)))
 _OPTIMIZER = OptimizerOptions(1e-4, "constant", 0, 100, 0.9, 0.95, 0.0, 1.0)
 _MODEL = ModelConfig.parse(
     {
@@ -48,17 +49,17 @@ _MODEL = ModelConfig.parse(
 
 def main() -> None:
     batch = make_batch(np.random.default_rng(0))
-    through_trainer, bare = trainer_step(make_model(), batch), bare_step(make_model(), batch)
-    for step in (through_trainer, bare):
+    through_learner, bare = trainer_step(make_model(), batch), bare_step(make_model(), batch)
+    for step in (through_learner, bare):
         step()
         step()
-    pairs = [(_timed(through_trainer), _timed(bare)) for _ in range(N_ROUNDS)]
+    pairs = [(_timed(through_learner), _timed(bare)) for _ in range(N_ROUNDS)]
     ours, reference = (1000 * min(times) for times in zip(*pairs, strict=True))
     record = {"trainer_step": {"value": ours, "unit": "ms", "reference": reference, "ratio": ours / reference}}
     sys.stdout.write(orjson.dumps(record).decode() + "\n")
 
 
-def make_model() -> Qwen3:
+def make_model() -> Model:
     return build(_MODEL, random_leaves(_MODEL, seed=0), make_mesh((1, 1), ("fsdp", "tp")), dtype="float32")
 
 
@@ -66,27 +67,23 @@ def make_batch(rng: np.random.Generator) -> Batch:
     """Full rows, all but the first quarter sampled."""
     mask = (np.arange(LENGTH) >= LENGTH // 4).astype(np.uint8)
     ids = [rng.integers(1, _MODEL.vocab_size, LENGTH).astype(np.int32) for _ in range(N_ROWS)]
-    rows = [Row(x, mask, -7.6 * mask.astype(np.float32), mask, float(rng.standard_normal())) for x in ids]
+    rows = [Row(x, mask, -7.6 * mask.astype(np.float32), mask, mask * rng.standard_normal()) for x in ids]
     return micro_batches(rows, row_weights(rows, "token-mean", LENGTH), BatchLayout((LENGTH,), N_ROWS, 0), 1)[0]
 
 
-def trainer_step(model: Qwen3, batch: Batch) -> Callable[[], object]:
+def trainer_step(model: Model, batch: Batch) -> Callable[[], object]:
     """A step as the service does it, its metrics read back."""
-    loss = partial(grpo_loss, options=_OPTIONS)
-    learner = TunixLearner(
-        model, make_optimizer(_OPTIMIZER), loss, sums=GRPO_SUMS, temperature=1.0, n_micro=1, logger=make_logger()
-    )
+    learner = Learner(params_of(model), make_optimizer(_OPTIMIZER), objective(model, _LOSS, 1.0))
     return lambda: learner.update([batch])
 
 
-def bare_step(model: Qwen3, batch: Batch) -> Callable[[], object]:
+def bare_step(model: Model, batch: Batch) -> Callable[[], object]:
     """The same arithmetic as one jitted function of pure values, its loss and gradient norm read back."""
-    graph, params = nnx.split(model)
-    transformation, loss = make_optimizer(_OPTIMIZER), model_loss(partial(grpo_loss, options=_OPTIONS), 1.0)
+    params, transformation, loss = params_of(model), make_optimizer(_OPTIMIZER), objective(model, _LOSS, 1.0)
 
     @partial(jax.jit, donate_argnums=1)
     def step(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, Any, Any]:
-        (value, sums), gradient = jax.value_and_grad(lambda p: loss(nnx.merge(graph, p), batch), has_aux=True)(params)
+        (value, sums), gradient = jax.value_and_grad(loss, has_aux=True)(params, batch)
         updates, state = transformation.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, (value, optax.global_norm(gradient)), sums
 

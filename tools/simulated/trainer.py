@@ -18,7 +18,7 @@ import numpy as np
 
 from services.trainer.app import open_trainer
 from services.trainer.checkpoints.store import Arrays, CheckpointContents, CheckpointFolders, RestoredCheckpoint
-from services.trainer.learner.metrics import StepMetrics, of_groups, of_sums
+from services.trainer.learner.metrics import StepMetrics, of_groups, of_statistics
 from services.trainer.learner.opening import BackendInputs, OpenedBackend
 from services.trainer.loop.group_buffer import ReadyGroup
 from services.trainer.settings import TokenLimits
@@ -34,7 +34,6 @@ from tools.simulated.content import content_of
 
 SHAPES: Mapping[str, tuple[int, ...]] = {"embedding": (32, 16), "layer.kernel": (16, 16), "layer.bias": (16,)}
 _RATE = np.float32(0.1)
-_SUMS = ("delta", "delta_current", "delta_current_max", "current_tokens", "kl", "clipped", "entropy")
 
 
 class NumpyArrays:
@@ -87,10 +86,8 @@ class SimulatedBackend:
         norm = sum(self._learn(h.group) for h in held)
         after = WeightVersion(before.epoch, before.step + 1)
         loss = float(np.mean([value.mean() for value in self.params.values()]))
-        sums = dict.fromkeys(_SUMS, 0.0) | {
-            "tokens": float(sum(t.n_sampled for h in held for t in h.group.trajectories))
-        }
-        return StepMetrics(after.step, str(after), loss, norm, **of_groups(held, before.step), **of_sums(sums))
+        told = {"tokens": float(sum(t.n_sampled for h in held for t in h.group.trajectories))}
+        return StepMetrics(after.step, str(after), loss, norm, **of_groups(held, before.step), **of_statistics(told))
 
     def rewind(self, version: WeightVersion) -> None:
         restored = self._checkpoints.restored(version)

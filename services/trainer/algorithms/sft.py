@@ -13,11 +13,12 @@ from typing import Protocol
 
 import numpy as np
 
-from services.trainer.algorithms.loss import SUPERVISED_SUMS, supervised_loss
+from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.learner.batch import BatchLayout, Row, micro_batches, row_weights, supervised_row
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
-from services.trainer.learner.train_step import Logger, TunixLearner
-from services.trainer.models.qwen3 import Qwen3
+from services.trainer.learner.scoring import objective, params_of, put_into
+from services.trainer.learner.train_step import Learner, Update
+from services.trainer.models.family import Model
 from shared.clients.env import DemonstrationReply
 from shared.errors import ConfigError, NonFinite, first_error
 from shared.models.chat import ChatTokenizer
@@ -86,35 +87,37 @@ def tokenize(tokenizer: ChatTokenizer, demonstrations: Sequence[DemonstrationRep
     return fitting
 
 
-def train(model: Qwen3, rows: Sequence[Row], options: SftOptions, logger: Logger) -> Iterator[SftMetrics]:
-    """Trains the model in place, a step for each item that is asked for. Raises NonFinite."""
+def train(model: Model, rows: Sequence[Row], options: SftOptions) -> Iterator[SftMetrics]:
+    """Trains the model, a step for each item that is asked for; it has the weights once the iterator is closed. Raises
+    NonFinite.
+    """
     layout = replace(options.layout, rows=min(options.layout.rows, options.batch_size))
     n_micro = layout.n_micro(options.batch_size)
-    learner = TunixLearner(
-        model,
-        make_optimizer(options.optimizer),
-        supervised_loss,
-        sums=SUPERVISED_SUMS,
-        temperature=1.0,
-        n_micro=n_micro,
-        logger=logger,
+    learner = Learner(
+        params_of(model), make_optimizer(options.optimizer), objective(model, supervised_loss, 1.0, "none")
     )
     draws = _draws(len(rows), options.batch_size, options.seed)
-    for step in range(1, options.max_steps + 1):
-        batch = [rows[i] for i in next(draws)]
-        weights = row_weights(batch, "token-mean", max_response_length=1)
-        update = learner.update(micro_batches(batch, weights, layout, n_micro))
-        what = [name for name in ("loss", "grad_norm") if not math.isfinite(getattr(update, name))]
-        if what:
-            hint = (
-                "lower sft.optimizer_config.learning_rate and start a run with another name, or look at the"
-                " demonstrations"
-            )
-            raise NonFinite(
-                f"the warm start was refused at its step {step}: {' and '.join(what)} not finite", hint, what
-            )
-        tokens = max(1.0, update.sums["tokens"])
-        yield SftMetrics(step, options.max_steps, update.sums["nll"] / tokens, update.grad_norm, int(tokens))
+    try:
+        for step in range(1, options.max_steps + 1):
+            batch = [rows[i] for i in next(draws)]
+            weights = row_weights(batch, "token-mean", max_response_length=1)
+            update = learner.update(micro_batches(batch, weights, layout, n_micro))
+            _require_finite(update, step)
+            told = update.statistics
+            yield SftMetrics(step, options.max_steps, told["nll"] or 0.0, update.grad_norm, int(told["tokens"] or 0))
+    finally:
+        put_into(model, learner.params)
+
+
+def _require_finite(update: Update, step: int) -> None:
+    """Raises NonFinite."""
+    what = [name for name in ("loss", "grad_norm") if not math.isfinite(getattr(update, name))]
+    if what:
+        raise NonFinite(
+            f"the warm start was refused at its step {step}: {' and '.join(what)} not finite",
+            "lower sft.optimizer_config.learning_rate and start a run with another name, or look at the demonstrations",
+            what,
+        )
 
 
 def _draws(n_rows: int, batch_size: int, seed: int) -> Iterator[np.ndarray]:

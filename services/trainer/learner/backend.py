@@ -16,10 +16,9 @@ from services.trainer.algorithms.sft import SftMetrics, SftOptions
 from services.trainer.checkpoints.store import CheckpointFolders, RestoredCheckpoint
 from services.trainer.learner.metrics import StepMetrics
 from services.trainer.learner.policy import Policy, PolicyOptions
-from services.trainer.learner.train_step import make_logger
 from services.trainer.loop.group_buffer import ReadyGroup
+from services.trainer.models.family import Model, Remat, build, make_mesh
 from services.trainer.models.initial_weights import Leaves, leaves_of
-from services.trainer.models.qwen3 import Qwen3, Remat, build, make_mesh
 from shared.clients.env import DemonstrationReply
 from shared.errors import ConfigError, WeightsError
 from shared.models.chat import ChatTokenizer
@@ -52,9 +51,8 @@ class TunixBackend:
         self, model: ModelOptions, described: ModelConfig, policy: PolicyOptions, checkpoints: CheckpointFolders
     ) -> None:
         self._options, self._described, self._policy_options, self._checkpoints = model, described, policy, checkpoints
-        self._logger = make_logger()
         self._restored: RestoredCheckpoint | None = None
-        self._model: Qwen3 | None = None
+        self._model: Model | None = None
         self._policy: Policy | None = None
 
     def restore(self) -> TrainerState | None:
@@ -82,13 +80,13 @@ class TunixBackend:
         """Supervised steps on the built model, one for each item asked for. Raises ConfigError."""
         assert self._model is not None
         rows = sft.tokenize(tokenizer, demonstrations, options.layout.buckets[-1])
-        return sft.train(self._model, rows, options, self._logger)
+        return sft.train(self._model, rows, options)
 
     def start(self, state: TrainerState) -> Path:
         """Readies RL and makes the first checkpoint of this incarnation; returns its folder. Raises NonFinite."""
         assert self._model is not None
         reference = self._checkpoints.params_of(state.reference) if self._restored and state.reference else None
-        self._policy = Policy(self._model, self._policy_options, self._described.to_hf(), self._logger, reference)
+        self._policy = Policy(self._model, self._policy_options, self._described.to_hf(), reference)
         if self._restored is None:
             return self.save(state, None)
         self._policy.load_optimizer(self._restored.optimizer)

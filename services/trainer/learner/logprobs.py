@@ -6,32 +6,32 @@ one chunk's logits instead of [B, T, V].
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+Entropy = Literal["none", "value", "gradient"]
+"""Not computed (0); computed, to be told of; computed, to be differentiated."""
 CHUNK = 128
 
 
 class TokenScores(NamedTuple):
-    """float32 [B, T]: log-probability of the target, and entropy of the distribution it was drawn from (no
-    gradient).
-    """
+    """float32 [B, T]: log-probability of the target, and entropy of the distribution it was drawn from."""
 
     logprobs: jax.Array
     entropy: jax.Array
 
 
 def token_scores(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float, *, entropy: bool, chunk: int = CHUNK
+    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float, entropy: Entropy, *, chunk: int = CHUNK
 ) -> TokenScores:
     """Scores targets int32 [B, T] under softmax(hidden @ head.T / temperature).
 
     Args:
         hidden: [B, T, D]; position t predicts targets[:, t].
         head: [V, D].
-        entropy: also compute the entropy, in nats; else it is 0.
+        entropy: whether the entropy, in nats, is computed, and has a gradient.
         chunk: positions per scan step; T is padded up to a multiple of it.
     """
     batch, length, dim = hidden.shape
@@ -46,7 +46,10 @@ def token_scores(
         logits = jnp.einsum("bcd,vd->bcv", hidden_c, head, preferred_element_type=jnp.float32) / temperature
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, targets_c[..., None], axis=-1)[..., 0]
-        return TokenScores(chosen - normalizer, _entropy(logits, normalizer) if entropy else jnp.zeros_like(normalizer))
+        if entropy == "none":
+            return TokenScores(chosen - normalizer, jnp.zeros_like(normalizer))
+        held = (logits, normalizer) if entropy == "gradient" else jax.lax.stop_gradient((logits, normalizer))
+        return TokenScores(chosen - normalizer, _entropy(*held))
 
     def step(carry: None, chunks: tuple[jax.Array, jax.Array]) -> tuple[None, TokenScores]:
         return carry, score(*chunks)
@@ -56,6 +59,5 @@ def token_scores(
 
 
 def _entropy(logits: jax.Array, normalizer: jax.Array) -> jax.Array:
-    logits, normalizer = jax.lax.stop_gradient((logits, normalizer))
     probabilities = jnp.exp(logits - normalizer[..., None])
     return (probabilities * (normalizer[..., None] - logits)).sum(-1)

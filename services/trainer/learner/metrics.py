@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from services.trainer.algorithms.advantages import moments
+from services.trainer.algorithms.terms.advantages import moments
 from services.trainer.loop.group_buffer import ReadyGroup
 from shared.types import Group, Trajectory
 
@@ -27,7 +27,8 @@ class StepMetrics:
     the weights made. `ends` are shares of the episodes by how they ended and `end_tokens` their mean sampled tokens;
     `faults` are turns by what was wrong in them, `failed_attempts` those these episodes took, by class of error;
     `retried_tokens` is the mean length of episodes that took any (None without): compare it with that of all to see
-    whether it is the long ones that fail.
+    whether it is the long ones that fail. `more` are further statistics of the algorithm, which the line holds under
+    their own names.
     """
 
     step: int
@@ -55,6 +56,7 @@ class StepMetrics:
     faults: Mapping[str, int]
     failed_attempts: Mapping[str, int]
     retried_tokens: float | None
+    more: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
 
 
 def of_groups(held: Sequence[ReadyGroup], step: int) -> dict[str, Any]:
@@ -124,15 +126,19 @@ def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     }
 
 
-def of_sums(sums: Mapping[str, float]) -> dict[str, Any]:
-    """The per-token means from the loss's sums."""
-    n, n_current = max(sums["tokens"], 1.0), sums["current_tokens"]
-    return {
-        "kl": sums["kl"] / n,
-        "logprob_abs_diff": sums["delta"] / n,
-        "logprob_abs_diff_current": sums["delta_current"] / n_current if n_current else None,
-        "logprob_abs_diff_current_max": sums["delta_current_max"] if n_current else None,
-        "clip_fraction": sums["clipped"] / n,
-        "entropy": sums["entropy"] / n,
-        "tokens": int(sums["tokens"]),
-    }
+_FIELDS = (
+    "kl",
+    "logprob_abs_diff",
+    "logprob_abs_diff_current",
+    "logprob_abs_diff_current_max",
+    "clip_fraction",
+    "entropy",
+)
+
+
+def of_statistics(told: Mapping[str, float | None]) -> dict[str, Any]:
+    """The fields that a loss tells, by name; what has no field of its own is in `more`."""
+    maybe = ("logprob_abs_diff_current", "logprob_abs_diff_current_max")
+    fields = {name: told.get(name) if name in maybe else told.get(name) or 0.0 for name in _FIELDS}
+    more = {name: value for name, value in told.items() if name not in _FIELDS and name != "tokens"}
+    return {**fields, "tokens": int(told["tokens"] or 0), "more": more}

@@ -6,7 +6,6 @@ give bit-identical weights.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,23 +14,35 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from services.trainer.algorithms.advantages import Estimator
-from services.trainer.algorithms.loss import GRPO_SUMS, GrpoOptions, grpo_loss
+from services.trainer.algorithms.terms.algorithm import Algorithm, Episode
 from services.trainer.checkpoints.store import CheckpointContents
 from services.trainer.learner import metrics
-from services.trainer.learner.batch import Aggregation, Batch, BatchLayout, micro_batches, policy_rows, row_weights
+from services.trainer.learner.batch import (
+    Aggregation,
+    Batch,
+    BatchLayout,
+    Row,
+    arranged,
+    by_row,
+    micro_batches,
+    policy_row,
+    row_weights,
+)
+from services.trainer.learner.critic import Critic, CriticSetup
 from services.trainer.learner.metrics import StepMetrics
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
-from services.trainer.learner.train_step import Logger, TunixLearner, Update
+from services.trainer.learner.scoring import Scorer, objective, params_of
+from services.trainer.learner.train_step import Learner, Params, Update, placed_as, snapshot
 from services.trainer.loop.group_buffer import ReadyGroup
-from services.trainer.models.qwen3 import Qwen3
+from services.trainer.models.family import Model
 from shared.errors import NonFinite
 from shared.run.weights import Probe
-from shared.types import WeightVersion
+from shared.types import Trajectory, WeightVersion
 
 _PROBE_LENGTH = 64
 _COMPUTED = "the log-probabilities of the probe"
 _NAMED = 4
+_COMPARED = "logprob_abs_diff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +53,8 @@ class PolicyOptions:
     `rows_per_step` is groups times episodes; `published_dtype` that of checkpointed parameters.
     """
 
-    loss: GrpoOptions
+    algorithm: Algorithm
     aggregation: Aggregation
-    estimator: Estimator
     temperature: float
     n_iterations: int
     max_response_length: int
@@ -52,39 +62,39 @@ class PolicyOptions:
     layout: BatchLayout
     optimizer: OptimizerOptions
     published_dtype: str
+    critic: CriticSetup | None = None
 
 
 class Policy:
-    """The model being trained by the GRPO family.
+    """The model being trained by one algorithm.
 
     Args:
-        reference: parameters by leaf name that the KL term compares with; None takes the model's present ones.
+        reference: parameters by leaf name that a KL term compares with; None takes the model's present ones.
     """
 
     def __init__(
         self,
-        model: Qwen3,
+        model: Model,
         options: PolicyOptions,
         config: Mapping[str, Any],
-        logger: Logger,
         reference: Mapping[str, np.ndarray] | None,
     ) -> None:
         self._options, self._config = options, config
         self._n_micro = options.layout.n_micro(options.rows_per_step)
-        loss = functools.partial(grpo_loss, options=options.loss)
-        self._learner = TunixLearner(
-            model,
+        self._scorer = Scorer(model, options.temperature)
+        needs = options.algorithm.needs
+        entropy = "gradient" if needs.entropy else "value"
+        self._learner = Learner(
+            params_of(model),
             make_optimizer(options.optimizer),
-            loss,
-            sums=GRPO_SUMS,
-            temperature=options.temperature,
-            n_micro=self._n_micro,
-            logger=logger,
+            objective(model, options.algorithm.loss, options.temperature, entropy),
         )
         self._probed: Probe | None = None  # of the present weights, once they are known to be finite
-        self._reference: Any = None
-        if options.loss.beta:
-            self._reference = self._learner.snapshot(reference)
+        self._reference: Params | None = None
+        self._critic = Critic(model, options.critic) if options.critic else None
+        if needs.reference:
+            present = self._learner.params
+            self._reference = snapshot(present) if reference is None else placed_as(present, reference)
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         """Trains on complete groups; `before` is the version of the present weights, its step + 1 that of the result.
@@ -93,7 +103,7 @@ class Policy:
         """
         batches = self._batches(held, before)
         self._probed = None
-        updates = [self._learner.update(batches) for _ in range(self._options.n_iterations)]
+        updates = [self._update(batches, before.step) for _ in range(self._options.n_iterations)]
         after = WeightVersion(before.epoch, before.step + 1)
         made = StepMetrics(
             step=after.step, version=str(after), **metrics.of_groups(held, before.step), **_measured(updates)
@@ -102,24 +112,39 @@ class Policy:
         self._require_finite(str(after), [name for name, value in numbers.items() if not math.isfinite(value)])
         return made
 
+    def _update(self, batches: Sequence[Batch], step: int) -> Update:
+        """Of the critic, if there is one, and of the policy, unless it waits for the critic."""
+        setup = self._options.critic
+        if self._critic is None or setup is None:
+            return self._learner.update(batches)
+        n_tokens = max(1.0, sum(float(b.mask.sum()) for b in batches))
+        every = [np.full(len(b.row_weight), 1.0 / n_tokens, np.float32) for b in batches]
+        valued = self._critic.update(batches, every)
+        update = self._learner.update(batches, apply=step >= setup.warmup_steps)
+        told = {**update.statistics, **valued.statistics, "critic/grad_norm": valued.grad_norm}
+        return replace(update, statistics=told)
+
     def contents(self) -> CheckpointContents:
         """What a checkpoint of the present weights holds. Raises NonFinite: there is no checkpoint of such weights."""
         probe = self._probed or self._require_finite("the present weights")
-        params = self._learner.params()
+        params: Mapping[str, Any] = self._learner.params
         master = None
         if self._options.published_dtype != "float32":
             master, params = params, {k: v.astype(jnp.dtype(self._options.published_dtype)) for k, v in params.items()}
-        return CheckpointContents(params, self._learner.optimizer_state(), master, self._config, probe)
+        training = self._learner.optimizer_state() | (self._critic.state() if self._critic else {})
+        return CheckpointContents(params, training, master, self._config, probe)
 
     def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
-        """Continues with the optimizer state of a checkpoint."""
+        """Continues with the optimizer state of a checkpoint, and with its critic."""
         self._learner.load_optimizer_state(state)
+        if self._critic is not None:
+            self._critic.load(state)
 
     def load(self, params: Mapping[str, np.ndarray], optimizer: Mapping[str, np.ndarray]) -> None:
         """Goes back to the float32 parameters and the optimizer's state of a checkpoint; the reference stays."""
         self._probed = None
         self._learner.load_params(params)
-        self._learner.load_optimizer_state(optimizer)
+        self.load_optimizer(optimizer)
 
     def check(self) -> None:
         """Raises NonFinite if the present weights or the optimizer's state are not finite, or compute what is not."""
@@ -130,6 +155,7 @@ class Policy:
         they compute.
         """
         what = [*metrics, *self._learner.non_finite(self._options.published_dtype)]
+        what += self._critic.non_finite() if self._critic is not None else []
         probe = self._probe()
         if not all(map(math.isfinite, [*probe.logprobs, probe.noise or 0.0])):
             what.append(_COMPUTED)
@@ -139,22 +165,43 @@ class Policy:
         return probe
 
     def _batches(self, held: Sequence[ReadyGroup], before: WeightVersion) -> list[Batch]:
-        options = self._options
-        rows = policy_rows((h.group for h in held), options.estimator, before)
+        options, groups = self._options, [h.group.trajectories for h in held]
+        counts = options.algorithm.counts
+        rows = [policy_row(t, before, counts=counts(t)) for group in groups for t in group]
+        rows = self._scored(rows)
+        known = iter(rows)
+        episodes = [[_episode(trajectory, next(known)) for trajectory in group] for group in groups]
+        made = [one for group in options.algorithm.advantages(episodes) for one in group]
+        rows = [replace(row, advantages=one) for row, one in zip(rows, made, strict=True)]
+        if options.critic is not None:
+            wanted = [one for group in options.critic.algorithm.returns(episodes) for one in group]
+            rows = [replace(row, returns=one) for row, one in zip(rows, wanted, strict=True)]
         weights = row_weights(rows, options.aggregation, options.max_response_length)
-        batches = micro_batches(rows, weights, options.layout, self._n_micro)
+        return micro_batches(rows, weights, options.layout, self._n_micro)
+
+    def _scored(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows with what the algorithm needs to know of their tokens."""
+        needs, layout = self._options.algorithm.needs, self._options.layout
+        if not (needs.reference or needs.old or needs.values):
+            return list(rows)
+        parts = arranged(rows, layout, self._n_micro)
+        batches = micro_batches(rows, np.zeros(len(rows)), layout, self._n_micro)
+        tables: dict[str, list[np.ndarray]] = {}
         if self._reference is not None:
-            batches = [replace(b, reference=self._learner.logprobs(b, self._reference)) for b in batches]
-        if options.n_iterations > 1 and options.loss.sampler_is_threshold is not None:
-            batches = [replace(b, old=self._learner.logprobs(b)) for b in batches]
-        return batches
+            tables["reference"] = [self._scorer.logprobs(self._reference, b) for b in batches]
+        if needs.old:
+            tables["old"] = [self._scorer.logprobs(self._learner.params, b) for b in batches]
+        if self._critic is not None:
+            tables["values"] = [self._critic.values(b) for b in batches]
+        found = {name: by_row(made, rows, parts) for name, made in tables.items()}
+        return [replace(row, **{name: made[i] for name, made in found.items()}) for i, row in enumerate(rows)]
 
     def _probe(self) -> Probe:
         """A fixed prompt, spread over the vocabulary, and its log-probabilities at temperature 1 under the present
         weights.
         """
         ids = (np.arange(_PROBE_LENGTH, dtype=np.int64) * 7919 + 11) % self._config["vocab_size"]
-        logprobs, noise = self._learner.probe(ids.astype(np.int32))
+        logprobs, noise = self._scorer.probe(self._learner.params, ids.astype(np.int32))
         return Probe(tuple(ids.tolist()), tuple(float(x) for x in logprobs), noise)
 
 
@@ -169,7 +216,19 @@ def _measured(updates: Sequence[Update]) -> dict[str, Any]:
     """Of several iterations on the same data: means, except the comparison with the rollout, which the
     first one makes.
     """
-    sums = {name: float(np.mean([u.sums[name] for u in updates])) for name in updates[0].sums}
-    sums |= {name: updates[0].sums[name] for name in ("delta", "delta_current", "delta_current_max")}
+    first = updates[0].statistics
+    told = {
+        name: first[name] if name.startswith(_COMPARED) else _mean([u.statistics[name] for u in updates])
+        for name in first
+    }
     loss, norm = (float(np.mean([getattr(u, name) for u in updates])) for name in ("loss", "grad_norm"))
-    return {"loss": loss, "grad_norm": norm, **metrics.of_sums(sums)}
+    return {"loss": loss, "grad_norm": norm, **metrics.of_statistics(told)}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return float(np.mean(found)) if found else None
+
+
+def _episode(trajectory: Trajectory, row: Row) -> Episode:
+    return Episode(trajectory, row.reference, row.old, row.values)

@@ -102,10 +102,10 @@ class StepRunner:
         rate = metrics.tokens / (seconds["step"] + seconds["wait"])
         rounded = {f"{part}_s": round(took, 4) for part, took in seconds.items()}
         trained = [one.group for one in groups]
-        shares = shares_without_variance(trained)
+        shares, line = shares_without_variance(trained), asdict(metrics)
         self._status.uniform(shares)
-        parts = shares | of_environments(trained, self._plan.env) | of_components(trained)
-        return as_read(asdict(metrics) | parts | {"time": time.time(), **rounded, "tokens_per_sec": round(rate, 1)})
+        more = line.pop("more") | shares | of_environments(trained, self._plan.env) | of_components(trained)
+        return as_read(line | more | {"time": time.time(), **rounded, "tokens_per_sec": round(rate, 1)})
 
     async def _refuse(
         self, error: NonFinite, before: WeightVersion, groups: Sequence[ReadyGroup], digests: Sequence[str]

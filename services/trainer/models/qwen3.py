@@ -10,15 +10,7 @@ import numpy as np
 from flax import nnx
 from tunix.models.qwen3 import model as tunix_qwen3
 
-from services.trainer.models.family import (  # noqa: F401
-    Remat,
-    build,
-    float32_graph,
-    head,
-    hidden_states,
-    leaf_name,
-    make_mesh,
-)
+from services.trainer.models.family import Remat
 from shared.models.config import ModelConfig
 
 type Qwen3 = tunix_qwen3.Qwen3

@@ -16,8 +16,7 @@ from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import restore
 from services.trainer.learner.backend import restored_leaves
 from services.trainer.learner.policy import Policy
-from services.trainer.learner.train_step import make_logger
-from services.trainer.models.qwen3 import build, make_mesh
+from services.trainer.models.family import build, make_mesh
 from services.trainer.settings import TokenLimits
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
@@ -32,7 +31,7 @@ class RebuiltPolicy:
     """
 
     def __init__(self, config: RunConfig, checkpoint: Path, root: Path) -> None:
-        self._root, self._logger = root, make_logger()
+        self._root = root
         self._restored = restore(checkpoint, OrbaxArrays())
         reference = self._restored.state.reference
         self._reference = restore(root / reference, OrbaxArrays()).params if reference else None
@@ -56,9 +55,7 @@ class RebuiltPolicy:
         mesh = make_mesh(options.mesh_shape, options.mesh_axes)
         model = build(described, restored_leaves(self._restored), mesh, dtype=options.dtype, remat=options.remat)
         tokens = TokenLimits(described.vocab_size, ChatTokenizer(folder).pad_id)
-        policy = Policy(
-            model, from_run.policy_options(config, tokens), described.to_hf(), self._logger, self._reference
-        )
+        policy = Policy(model, from_run.policy_options(config, tokens), described.to_hf(), self._reference)
         policy.load_optimizer(self._restored.optimizer)
         return policy
 

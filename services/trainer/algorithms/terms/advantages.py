@@ -1,7 +1,7 @@
-"""Group advantages in float64: how much better an episode was than the others of its group.
+"""Advantages in float64: how much better an episode was than the others of its group, or a token than was expected.
 
 Formulas and names as in Tunix: `grpo` (DeepSeekMath, arXiv:2402.03300), `drgrpo` (arXiv:2503.20783), `rloo`
-(arXiv:2402.14740).
+(arXiv:2402.14740); generalized advantage estimation (GAE) is arXiv:1506.02438.
 
 Invariants: whatever finite float64 numbers the rewards are, advantages are finite in float32, and so is the square of
 the loss that they make with the largest importance ratio; rewards that are equal up to rounding have advantage exactly
@@ -10,6 +10,7 @@ the loss that they make with the largest importance ratio; rewards that are equa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -29,7 +30,7 @@ _PLAIN = 256
 """Numbers below 2^256 in size can be squared and summed in float64 as they are."""
 
 
-def advantages(rewards: np.ndarray, estimator: Estimator) -> np.ndarray:
+def group_relative(rewards: np.ndarray, estimator: Estimator) -> np.ndarray:
     """Advantages float64 [G] of the finite rewards [G] of one group.
 
     A group of one, or of rewards that are equal up to rounding, has advantage 0: there is nobody to compare with.
@@ -45,6 +46,45 @@ def advantages(rewards: np.ndarray, estimator: Estimator) -> np.ndarray:
     if largest > np.ldexp(_MOST, -exponent):
         return difference / largest * _MOST
     return np.ldexp(difference, exponent)
+
+
+def returns_to_go(rewards: np.ndarray, sampled: np.ndarray, gamma: float) -> np.ndarray:
+    """float64 [T]: at a sampled token the rewards [T] of it and of all later sampled tokens, each discounted by gamma
+    for every sampled token between; 0 elsewhere. `sampled` is bool [T].
+    """
+    made, after = np.zeros(len(rewards)), 0.0
+    for t in np.flatnonzero(sampled)[::-1]:
+        after = made[t] = rewards[t] + gamma * after
+    return made
+
+
+def gae(rewards: np.ndarray, values: np.ndarray, sampled: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """float64 [T]: advantages of the sampled tokens, 0 elsewhere; rewards and values (what was expected from before the
+    token on) are [T]. The environment's tokens are no steps: the next sampled token follows, and after the last one
+    nothing is expected.
+    """
+    made, after, expected = np.zeros(len(rewards)), 0.0, 0.0
+    for t in np.flatnonzero(sampled)[::-1]:
+        after = made[t] = rewards[t] + gamma * expected - values[t] + gamma * lam * after
+        expected = values[t]
+    return made
+
+
+def whitened(values: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The values [T] of several episodes at their sampled tokens with mean 0 and standard deviation 1 (ddof 0) over all
+    of them, 0 elsewhere; all 0 if they are equal up to rounding.
+    """
+    held = np.concatenate([v[s] for v, s in zip(values, sampled, strict=True)]) if values else np.zeros(0)
+    if len(held) < 2 or float(np.ptp(held)) <= _EQUAL * float(np.abs(held).max()):
+        return [np.zeros(len(v)) for v in values]
+    centre, scale = moments(held)
+    return [np.where(s, (v - centre) / (scale + _EPSILON), 0.0) for v, s in zip(values, sampled, strict=True)]
+
+
+def bounded(values: np.ndarray) -> np.ndarray:
+    """The values [T] scaled down as a whole so that none is above 1e9 in size: see `_MOST`."""
+    most = float(np.abs(values).max(initial=0.0))
+    return values / most * _MOST if most > _MOST else values
 
 
 def moments(rewards: np.ndarray) -> tuple[float, float]:

@@ -1,0 +1,20 @@
+"""GRPO (DeepSeekMath, arXiv:2402.03300): an episode is compared with the others of its task.
+
+With the rewards r of a group of G episodes, every token of episode i has the advantage
+
+    A_i = (r_i - mean(r)) / (std(r, ddof=1) + 1e-6)
+
+and the loss is the weighted sum over tokens (`loss_agg_mode` says with which weights) of
+
+    max(-A ratio, -A clip(ratio, 1 - epsilon, 1 + epsilon_high)) + beta KL(policy || reference)
+"""
+
+from __future__ import annotations
+
+from services.trainer.algorithms.terms.policy_gradient import GroupRelative
+
+
+class Grpo(GroupRelative):
+    """Its options say all that is particular."""
+
+    estimator = "grpo"

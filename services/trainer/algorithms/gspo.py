@@ -1,0 +1,17 @@
+"""GSPO (arXiv:2507.18071): the ratio is that of whole sequences, as the advantage is. For a sequence of n tokens
+
+    s = (p(sequence) / p_old(sequence))^(1/n),    loss = mean over sequences of max(-A s, -A clip(s, 1 - eps, 1 + eps'))
+
+in the form of the paper's GSPO-token, whose value and gradient are the same where all tokens of a sequence have one
+advantage. A geometric mean of ratios is much closer to 1 than a ratio: epsilons are some 4e-4, not 0.2.
+"""
+
+from __future__ import annotations
+
+from services.trainer.algorithms.terms.policy_gradient import GroupRelative
+
+
+class Gspo(GroupRelative):
+    """Its actor's ratio is of sequences."""
+
+    estimator = "grpo"

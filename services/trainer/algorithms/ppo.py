@@ -1,0 +1,102 @@
+"""PPO (arXiv:1707.06347) with a critic: what an episode is worth from a token on is learned, not read off its siblings.
+
+With the rewards r_t of the sampled tokens (the episode's at its last one, or a turn's at its last one), and the
+critic's values V_t of what is before token t, generalized advantage estimation (arXiv:1506.02438) gives
+
+    delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lambda A_{t+1},    return_t = A_t + V_t
+
+where t + 1 is the next *sampled* token: what the environment writes between two turns is no step. Advantages are
+brought to mean 0 and standard deviation 1 over the tokens of the step (`whiten_advantages`). The critic learns the
+returns, each of its values kept within `clip_range_value` of what it was at the start of the step:
+
+    value loss = 1/2 max((V - return)^2, (clip(V, V_old - c, V_old + c) - return)^2)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from services.trainer.algorithms.terms import statistics
+from services.trainer.algorithms.terms.actor import ActorOptions
+from services.trainer.algorithms.terms.advantages import bounded, gae, whitened
+from services.trainer.algorithms.terms.algorithm import Episode, EpisodeGroup, Needs
+from services.trainer.algorithms.terms.policy_gradient import PolicyGradient, RewardOptions
+from services.trainer.algorithms.terms.statistics import Statistics
+from services.trainer.learner.batch import Batch
+
+
+@dataclass(frozen=True, slots=True)
+class CriticOptions:
+    """`clip_range` bounds how far a value moves in one step; None does not."""
+
+    gamma: float
+    lam: float
+    whiten: bool
+    clip_range: float | None
+
+
+class Ppo(PolicyGradient):
+    """The actor's loss on advantages of a critic."""
+
+    def __init__(self, actor: ActorOptions, rewards: RewardOptions, n_updates: int, critic: CriticOptions) -> None:
+        super().__init__(actor, rewards, n_updates)
+        self.critic = critic
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, values=True)
+
+    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+        made = self._unscaled(groups)
+        if not self.critic.whiten:
+            return [[bounded(one) for one in group] for group in made]
+        sampled = [e.trajectory.loss_mask.astype(bool) for group in groups for e in group]
+        following = iter(whitened([one for group in made for one in group], sampled))
+        return [[next(following) for _ in group] for group in made]
+
+    def returns(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+        """float64 [T] for each episode: what its values should have been; 0 where nothing was sampled."""
+        return [
+            [bounded(a + _values(e)) for a, e in zip(made, group, strict=True)]
+            for made, group in zip(self._unscaled(groups), groups, strict=True)
+        ]
+
+    def value_loss(self, values: jax.Array, batch: Batch) -> tuple[jax.Array, Statistics]:
+        """float32 scalar, and statistics; of the critic's present values float32 [B, T]."""
+        assert batch.values is not None
+        assert batch.returns is not None
+        mask, was = batch.mask, batch.values
+        error = jnp.where(mask > 0, values - batch.returns, 0.0)
+        squared, is_clipped = jnp.square(error), jnp.zeros_like(mask, bool)
+        if self.critic.clip_range is not None:
+            near = jnp.clip(values, was - self.critic.clip_range, was + self.critic.clip_range)
+            held = jnp.square(jnp.where(mask > 0, near - batch.returns, 0.0))
+            is_clipped, squared = held > squared, jnp.maximum(held, squared)
+        loss = (0.5 * squared * mask * batch.row_weight[:, None]).sum()
+        return loss, {
+            "critic/value_loss": statistics.mean(0.5 * squared, mask),
+            "critic/clip_fraction": statistics.mean(is_clipped, mask),
+            "critic/value_mean": statistics.mean(values, mask),
+            "critic/return_mean": statistics.mean(jnp.asarray(batch.returns), mask),
+            "critic/explained_variance": statistics.explained_variance(values, jnp.asarray(batch.returns), mask),
+        }
+
+    def _unscaled(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+        options = self.critic
+        return [
+            [
+                gae(r, _values(e), e.trajectory.loss_mask.astype(bool), options.gamma, options.lam)
+                for r, e in zip(rewards, group, strict=True)
+            ]
+            for rewards, group in zip(self.token_rewards(groups), groups, strict=True)
+        ]
+
+
+def _values(episode: Episode) -> np.ndarray:
+    assert episode.values is not None
+    return episode.values.astype(np.float64)

@@ -1,0 +1,16 @@
+"""RLOO (arXiv:2402.14740): REINFORCE with the mean reward of the *other* episodes of the task as its baseline,
+
+    A_i = r_i - sum_{j != i} r_j / (G - 1)
+
+which is unbiased. The ratio to the policy that sampled is clipped as in PPO, unless `epsilon` is null.
+"""
+
+from __future__ import annotations
+
+from services.trainer.algorithms.terms.policy_gradient import GroupRelative
+
+
+class Rloo(GroupRelative):
+    """GRPO's loss."""
+
+    estimator = "rloo"

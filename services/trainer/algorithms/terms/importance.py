@@ -1,0 +1,83 @@
+"""Data of an older or differently computed policy: ratios of probabilities, weights that correct for them, and masks
+that leave out what cannot be corrected.
+
+Names: *behaviour* sampled the tokens (the engine's log-probabilities), *old* is the policy at the start of the step as
+the trainer computes it, *present* the one being differentiated. A loss whose ratio is present / old and whose weight is
+old / behaviour is decoupled PPO (arXiv:2505.24298); with the weight truncated it is truncated importance sampling (TIS,
+as in verl and Tunix), with a mask it is masked importance sampling (MIS).
+
+Invariant: differences of log-probabilities are clipped to ±20 nats before they are exponentiated, so ratios are finite
+in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+Level = Literal["none", "token", "sequence"]
+RejectionLevel = Literal["none", "token", "sequence", "geometric"]
+_MAX_LOG_RATIO = 20.0
+_MAX_SEQUENCE_LOG_RATIO = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """`level` of the weight min(ratio, `threshold`): the ratio old / behaviour of a token, or the product of those of a
+    sequence. `rejection` leaves out tokens (or whole sequences, by the product or by the geometric mean of their
+    ratios) whose ratio is outside `bounds`.
+    """
+
+    level: Level = "none"
+    threshold: float = 2.0
+    rejection: RejectionLevel = "none"
+    bounds: tuple[float, float] = (0.5, 2.0)
+
+    @property
+    def needs_old(self) -> bool:
+        return self.level != "none" or self.rejection != "none"
+
+
+NONE = Correction()
+
+
+def clipped_difference(ahead: jax.Array, behind: jax.Array) -> jax.Array:
+    """log(ahead / behind) [B, T] from log-probabilities, within ±20."""
+    return jnp.clip(ahead - behind, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
+
+
+def sequence_ratio(logprobs: jax.Array, old: jax.Array, mask: jax.Array) -> jax.Array:
+    """GSPO-token's ratio float32 [B, T] (arXiv:2507.18071, eq. 14): its value at every token is the geometric mean of
+    the sequence's ratios, its gradient that of the token's own log-probability.
+    """
+    token = clipped_difference(logprobs, old)
+    mean = (token * mask).sum(-1, keepdims=True) / jnp.maximum(mask.sum(-1, keepdims=True), 1.0)
+    sequence = logprobs - jax.lax.stop_gradient(logprobs) + jax.lax.stop_gradient(mean)
+    return jnp.exp(jnp.minimum(sequence, _MAX_SEQUENCE_LOG_RATIO))
+
+
+def weights(old: jax.Array, behaviour: jax.Array, mask: jax.Array, correction: Correction) -> jax.Array:
+    """float32 [B, T], no gradient: what each token's loss is multiplied by; of log-probabilities [B, T], which are 0
+    where mask is.
+    """
+    difference = jax.lax.stop_gradient(clipped_difference(old, behaviour)) * mask
+    made = jnp.ones_like(mask)
+    if correction.level != "none":
+        made = jnp.minimum(_ratio(difference, mask, correction.level), correction.threshold)
+    if correction.rejection != "none":
+        ratio = _ratio(difference, mask, correction.rejection)
+        low, high = correction.bounds
+        made = jnp.where((ratio >= low) & (ratio <= high), made, 0.0)
+    return jnp.broadcast_to(made, mask.shape)
+
+
+def _ratio(difference: jax.Array, mask: jax.Array, level: Level | RejectionLevel) -> jax.Array:
+    if level == "token":
+        return jnp.exp(difference)
+    total = difference.sum(-1, keepdims=True)
+    if level == "geometric":
+        total = total / jnp.maximum(mask.sum(-1, keepdims=True), 1.0)
+    return jnp.exp(jnp.clip(total, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))

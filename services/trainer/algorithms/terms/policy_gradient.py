@@ -1,0 +1,122 @@
+"""Algorithms without a critic: advantages from the rewards of a step's episodes alone, and the actor's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from services.trainer.algorithms.terms import rewards as token_rewards
+from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
+from services.trainer.algorithms.terms.advantages import Estimator, group_relative
+from services.trainer.algorithms.terms.algorithm import Episode, EpisodeGroup, Needs
+from services.trainer.algorithms.terms.rewards import Credit, Normalization, Overlong
+from services.trainer.algorithms.terms.statistics import Statistics
+from services.trainer.learner.batch import Batch
+from services.trainer.learner.logprobs import TokenScores
+from shared.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class RewardOptions:
+    """What a token is rewarded for. `kl_coef` is of a KL penalty in the reward: k1 of the policy that sampled (as the
+    trainer computes it, where that is known) to the reference. `mask_truncated` leaves the tokens of episodes that were
+    cut off out of the loss.
+    """
+
+    credit: Credit = "episode"
+    normalization: Normalization | None = None
+    overlong: Overlong | None = None
+    kl_coef: float = 0.0
+    mask_truncated: bool = False
+
+
+class PolicyGradient:
+    """The actor's loss on advantages that a subclass gives.
+
+    Args:
+        needs: of the actor alone; a penalty in the reward and `n_updates` above one are added here.
+        n_updates: optimizer updates on the data of one step.
+    """
+
+    def __init__(self, actor: ActorOptions, rewards: RewardOptions, n_updates: int) -> None:
+        self.actor, self.rewards = actor, rewards
+        self._needs = Needs(
+            reference=bool(actor.beta or rewards.kl_coef),
+            old=n_updates > 1 and actor.correction.needs_old,
+            entropy=bool(actor.entropy_coef),
+        )
+
+    @property
+    def needs(self) -> Needs:
+        return self._needs
+
+    def counts(self, trajectory: Trajectory) -> bool:
+        return not (self.rewards.mask_truncated and trajectory.status == "truncated")
+
+    def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:
+        return actor_loss(scores, batch, self.actor)
+
+    def token_rewards(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+        """float64 [T] for each episode: rewards with what the options add and take."""
+        made = [[self._token_rewards(episode) for episode in group] for group in groups]
+        how = self.rewards.normalization
+        if how is None:
+            return made
+        totals = [np.array([float(r.sum()) for r in group]) for group in made]
+        trajectories = [[e.trajectory for e in group] for group in groups]
+        wanted = token_rewards.normalized(totals, trajectories, how)
+        for group, was, now in zip(made, totals, wanted, strict=True):
+            for one, before, after in zip(group, was, now, strict=True):
+                last = int(np.flatnonzero(one)[-1]) if one.any() else 0
+                one[last] += after - before
+        return made
+
+    def _token_rewards(self, episode: Episode) -> np.ndarray:
+        options, trajectory = self.rewards, episode.trajectory
+        made = token_rewards.of_tokens(trajectory, options.credit)
+        sampled = np.flatnonzero(trajectory.loss_mask)
+        if options.overlong is not None:
+            made[sampled[-1]] += options.overlong.of(len(sampled))
+        if options.kl_coef:
+            assert episode.reference is not None
+            of_policy = trajectory.logprobs if episode.old is None else episode.old
+            penalty = of_policy.astype(np.float64) - episode.reference.astype(np.float64)
+            made[sampled] -= options.kl_coef * penalty[sampled]
+        return made
+
+
+class GroupRelative(PolicyGradient):
+    """Advantages against the other episodes of the same task; `estimator` says how, None as the subclass does.
+
+    With credit by turn, what counts at a turn is the reward of it and all later ones, and it is compared with what the
+    other episodes of the group had left at their turn of the same number (as MT-GRPO does, arXiv:2505.11821).
+    """
+
+    estimator: Estimator
+
+    def __init__(
+        self, actor: ActorOptions, rewards: RewardOptions, n_updates: int, estimator: Estimator | None = None
+    ) -> None:
+        super().__init__(actor, rewards, n_updates)
+        self._estimator: Estimator = estimator or self.estimator
+
+    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+        of_group = self._of_episodes if self.rewards.credit == "episode" else self._of_turns
+        return [of_group(group, made) for group, made in zip(groups, self.token_rewards(groups), strict=True)]
+
+    def _of_episodes(self, group: EpisodeGroup, made: Sequence[np.ndarray]) -> list[np.ndarray]:
+        scale = group_relative(np.array([float(r.sum()) for r in made]), self._estimator)
+        return [a * e.trajectory.loss_mask.astype(np.float64) for a, e in zip(scale, group, strict=True)]
+
+    def _of_turns(self, group: EpisodeGroup, made: Sequence[np.ndarray]) -> list[np.ndarray]:
+        turns = [token_rewards.turn_of_tokens(e.trajectory) for e in group]
+        advantages = [np.zeros(len(r)) for r in made]
+        for k in range(1 + max(int(t.max()) for t in turns)):
+            there = [i for i, t in enumerate(turns) if t.max() >= k]
+            left = np.array([float(made[i][turns[i] >= k].sum()) for i in there])
+            for i, advantage in zip(there, group_relative(left, self._estimator), strict=True):
+                advantages[i][turns[i] == k] = advantage
+        return advantages

@@ -1,0 +1,51 @@
+"""Keys of the configuration that have moved: files, runs and checkpoints that hold the old ones mean what they meant.
+
+What decides the loss was in `grpo_config`, where GRPO was the only algorithm; it is in `algorithm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_OLD, _NEW = "grpo_config", "algorithm"
+_KEPT = ("epsilon", "epsilon_high", "loss_agg_mode", "beta", "kl_loss_mode", "sampler_is", "sampler_is_threshold")
+_LOSS, _ESTIMATOR = "loss_algo", "advantage_estimator"
+_SEQUENCE = "gspo-token"
+_DEFAULTS = {"epsilon": 0.2, "epsilon_high": None, "loss_agg_mode": "token-mean"}
+"""What the old keys meant where they were absent, and those of some algorithm do not."""
+
+
+def in_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as its file holds it, under the present keys. Raises ValueError for a value that is given under
+    both.
+    """
+    old, given = tree.get(_OLD), tree.get(_NEW)
+    if not isinstance(old, Mapping) or not any(key in old for key in (*_KEPT, _LOSS, _ESTIMATOR)):
+        return dict(tree)
+    if given is not None:
+        key = next(key for key in (*_KEPT, _LOSS, _ESTIMATOR) if key in old)
+        now = "name" if key in (_LOSS, _ESTIMATOR) else key
+        raise ValueError(f"{_OLD}.{key} is now {_NEW}.{now}, and there is a section {_NEW}: give it there alone")
+    rest = {key: value for key, value in old.items() if key not in (*_KEPT, _LOSS, _ESTIMATOR)}
+    return {**tree, _OLD: rest, _NEW: _section(old)}
+
+
+def in_flat(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings of a run by dotted key, under the present keys; what stands under one already is the later."""
+    old = {key.removeprefix(f"{_OLD}."): value for key, value in flat.items() if key.startswith(f"{_OLD}.")}
+    if _LOSS not in old:
+        return dict(flat)
+    gone = {f"{_OLD}.{key}" for key in (*_KEPT, _LOSS, _ESTIMATOR)}
+    moved = {f"{_NEW}.{key}": value for key, value in _section(old).items()}
+    return moved | {key: value for key, value in flat.items() if key not in gone}
+
+
+def _section(old: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: old[key] for key in _KEPT if key in old}
+    loss, estimator = old.get(_LOSS, "grpo"), old.get(_ESTIMATOR, "grpo")
+    if loss == _SEQUENCE:
+        return {"name": loss, _ESTIMATOR: estimator, **_DEFAULTS, **kept}
+    if loss != "grpo":  # no such loss: what is said of the name is said of it
+        return {"name": loss, **kept}
+    return {"name": estimator, **({} if estimator == "grpo" else _DEFAULTS), **kept}

@@ -1,0 +1,230 @@
+"""Advantages of every algorithm, token by token, against numpy float64 written from the papers' formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.trainer.algorithms.registry import algorithm, ppo
+from services.trainer.algorithms.terms.advantages import gae, returns_to_go, whitened
+from services.trainer.algorithms.terms.algorithm import Episode
+from services.trainer.algorithms.terms.rewards import of_tokens, turn_of_tokens
+from shared import algorithm_schema as schema
+from shared.types import Trajectory, Turn, VersionSpan
+
+N = 14
+MODEL_TURNS = ((4, 7), (9, 14))
+VERSION = "e000001-s000000"
+
+
+def trajectory(reward: float, *, turns: Sequence[float] = (), task: int = 1, **changes) -> Trajectory:
+    """Two turns of the model, of 3 and of 5 tokens; `turns` are their rewards."""
+    mask = np.zeros(N, np.uint8)
+    for start, end in MODEL_TURNS:
+        mask[start:end] = 1
+    made = Trajectory(
+        ticket=task,
+        sample_index=0,
+        attempt=0,
+        env="e",
+        task=f"train/{task}",
+        prompt_len=4,
+        token_ids=np.arange(N, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        versions=tuple(VersionSpan(VERSION, *one) for one in MODEL_TURNS),
+        turns=tuple(Turn(s, e, "assistant", r) for (s, e), r in zip(MODEL_TURNS, turns, strict=False)),
+        reward=reward,
+        success=reward > 0,
+        status="completed",
+    )
+    return replace(made, **changes)
+
+
+def episodes(*rewards: float) -> list[Episode]:
+    return [Episode(trajectory(reward)) for reward in rewards]
+
+
+def advantages(section: schema.PolicyGradientSection, *groups: Sequence[Episode]) -> list[list[np.ndarray]]:
+    return algorithm(section, 1, 8).advantages(groups)
+
+
+SAMPLED = trajectory(0).loss_mask.astype(bool)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (schema.GrpoSection(), lambda r: (r - r.mean()) / (r.std(ddof=1) + 1e-6)),
+        (schema.DrGrpoSection(name="drgrpo"), lambda r: r - r.mean()),
+        (schema.RlooSection(name="rloo"), lambda r: r - (r.sum() - r) / (len(r) - 1)),
+        (schema.DapoSection(name="dapo"), lambda r: (r - r.mean()) / (r.std(ddof=1) + 1e-6)),
+        (schema.GspoSection(name="gspo-token", advantage_estimator="drgrpo"), lambda r: r - r.mean()),
+        (schema.CispoSection(name="cispo", advantage_estimator="rloo"), lambda r: (r - r.mean()) * 4 / 3),
+    ],
+)
+def test_every_sampled_token_has_its_episodes_advantage_against_its_group(section, expected):
+    rewards = np.array([1.0, 0.0, 0.5, 0.0])
+    (found,) = advantages(section, episodes(*rewards))
+    for one, wanted in zip(found, expected(rewards), strict=True):
+        np.testing.assert_allclose(one, wanted * SAMPLED, rtol=1e-9)
+
+
+def test_by_turn_a_token_has_what_was_rewarded_from_its_turn_on():
+    group = [Episode(trajectory(1.0, turns=(1.0, 0.0))), Episode(trajectory(1.0, turns=(0.0, 1.0)))]
+    section = schema.DrGrpoSection(name="drgrpo", credit="turn")
+    (first, second) = advantages(section, group)[0]
+    for (start, end), a, b in zip(MODEL_TURNS, (0.0, -0.5), (0.0, 0.5), strict=True):
+        assert first[start:end].tolist() == [a] * (end - start)
+        assert second[start:end].tolist() == [b] * (end - start)
+
+
+def test_an_episode_with_fewer_turns_is_compared_where_it_had_one():
+    short = trajectory(0.0, versions=(VersionSpan(VERSION, 4, 7),))
+    short = replace(short, loss_mask=np.where(np.arange(N) < 7, short.loss_mask, 0).astype(np.uint8))
+    group = [Episode(trajectory(2.0, turns=(1.0, 1.0))), Episode(short)]
+    found = advantages(schema.DrGrpoSection(name="drgrpo", credit="turn"), group)[0]
+    assert (found[0][4], found[0][9], found[1][4]) == (1.0, 0.0, -1.0)
+
+
+@given(
+    reward=st.floats(-1e3, 1e3),
+    turns=st.lists(st.floats(-1e3, 1e3), max_size=2),
+    credit=st.sampled_from(["episode", "turn"]),
+)
+def test_rewards_of_tokens_add_up_to_the_episodes(reward: float, turns: list[float], credit):
+    one = trajectory(reward, turns=turns)
+    found = of_tokens(one, credit)
+    assert found.sum() == pytest.approx(reward, abs=1e-9)
+    assert not found[~SAMPLED].any()
+
+
+def test_a_turn_is_a_run_of_sampled_tokens():
+    assert turn_of_tokens(trajectory(0)).tolist() == [-1] * 4 + [0] * 3 + [-1] * 2 + [1] * 5
+
+
+def test_overlong_episodes_lose_linearly():
+    section = schema.DapoSection(
+        name="dapo", advantage_estimator="drgrpo", overlong_length=10, overlong_buffer=4, overlong_penalty=2.0
+    )
+    short = replace(trajectory(1.0), loss_mask=np.where(np.arange(N) < 7, SAMPLED, 0).astype(np.uint8))
+    found = advantages(section, [Episode(trajectory(1.0)), Episode(short)])[0]
+    # 8 sampled tokens are 2 beyond 6, half of the buffer: 1 of the penalty's 2.
+    assert (found[0][4], found[1][4]) == (-0.5, 0.5)
+
+
+def test_a_penalty_in_the_reward_is_k1_to_the_reference():
+    section = schema.DrGrpoSection(name="drgrpo", beta=0.5, kl_in="reward")
+    near, far = (np.where(SAMPLED, -1.0 - d, 0).astype(np.float32) for d in (0.0, 0.25))
+    group = [Episode(trajectory(1.0), reference=near), Episode(trajectory(1.0), reference=far)]
+    found = advantages(section, group)[0]
+    assert found[0][4] == pytest.approx(0.5 * 8 * 0.25 / 2)
+    assert found[1][4] == -found[0][4]
+
+
+def test_rewards_are_normalized_over_those_that_belong_together():
+    rewards = [np.array([1.0, 0.0]), np.array([3.0, 0.0])]
+    groups = [[Episode(trajectory(r, task=i)) for r in one] for i, one in enumerate(rewards)]
+    every = np.concatenate(rewards)
+    for grouping, pools in (("state", rewards), ("batch", [every, every]), ("inductive", [every, every])):
+        how = schema.RewardNormalization(grouping=grouping, method="mean_std")
+        section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
+        made = algorithm(section, 1, 8).token_rewards(groups)
+        for group, given_rewards, pool in zip(made, rewards, pools, strict=True):
+            wanted = (given_rewards - pool.mean()) / (pool.std() + 1e-6)
+            assert [one.sum() for one in group] == pytest.approx(wanted.tolist(), rel=1e-6)
+    how = schema.RewardNormalization(grouping="batch", method="asym_clip")
+    section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
+    made = algorithm(section, 1, 8).token_rewards([episodes(*[0.0] * 30, 100.0, -5.0)])
+    totals = [one.sum() for one in made[0]]
+    assert (max(totals), min(totals) > -1) == (3.0, True)
+
+
+def test_reinforce_plus_plus_normalizes_returns_over_all_tokens_of_the_step():
+    section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", gamma=0.9)
+    groups = [episodes(1.0, 0.0), episodes(0.5, -1.0)]
+    found = np.array([one[SAMPLED] for group in advantages(section, *groups) for one in group])
+    returns = np.array([r * 0.9 ** np.arange(7, -1, -1) for r in (1.0, 0.0, 0.5, -1.0)])
+    np.testing.assert_allclose(found, (returns - returns.mean()) / (returns.std() + 1e-6), rtol=1e-6)
+
+
+def test_its_baseline_is_the_groups_mean():
+    section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", baseline="group")
+    found = advantages(section, episodes(1.0, 0.0), episodes(5.0, 5.0))
+    assert found[0][0][4] == pytest.approx(-found[0][1][4])
+    assert found[0][0][4] == pytest.approx(np.sqrt(2), rel=1e-5)
+    assert found[1][0][4] == pytest.approx(0, abs=1e-9)
+
+
+def gae_of_the_paper(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """Equation 16 as a sum, over the sampled tokens alone."""
+    n = len(rewards)
+    following = np.append(values[1:], 0.0)
+    delta = rewards + gamma * following - values
+    return np.array([sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), length=st.integers(1, 20), gamma=st.floats(0, 1), lam=st.floats(0, 1))
+def test_gae_is_the_papers_over_the_sampled_tokens(seed: int, length: int, gamma: float, lam: float):
+    rng = np.random.default_rng(seed)
+    sampled = rng.random(length) < 0.6
+    sampled[rng.integers(length)] = True
+    rewards, values = rng.standard_normal((2, length))
+    found = gae(rewards, values, sampled, gamma, lam)
+    wanted = gae_of_the_paper(rewards[sampled], values[sampled], gamma, lam)
+    np.testing.assert_allclose(found[sampled], wanted, rtol=1e-9, atol=1e-12)
+    assert not found[~sampled].any()
+    to_go = returns_to_go(rewards, sampled, gamma)
+    np.testing.assert_allclose(to_go[sampled], gae_of_the_paper(rewards[sampled], 0 * wanted, gamma, 1.0), atol=1e-9)
+
+
+def test_ppo_rewards_and_values_make_advantages_and_returns():
+    made = ppo(schema.PpoSection(name="ppo", whiten_advantages=False, gamma=0.9, gae_lambda=0.8), 1, 8)
+    values = np.where(SAMPLED, np.linspace(0, 1, N), 0).astype(np.float32)
+    group = [Episode(trajectory(1.0, turns=(0.25, 0.75)), values=values)]
+    rewards = np.zeros(8)
+    rewards[-1] = 1.0
+    wanted = gae_of_the_paper(rewards, values[SAMPLED].astype(np.float64), 0.9, 0.8)
+    np.testing.assert_allclose(made.advantages([group])[0][0][SAMPLED], wanted)
+    np.testing.assert_allclose(made.returns([group])[0][0][SAMPLED], wanted + values[SAMPLED])
+    by_turn = ppo(schema.PpoSection(name="ppo", whiten_advantages=False, credit="turn"), 1, 8)
+    rewards[[2, 7]] = 0.25, 0.75
+    wanted = gae_of_the_paper(rewards, values[SAMPLED].astype(np.float64), 1.0, 0.95)
+    np.testing.assert_allclose(by_turn.advantages([group])[0][0][SAMPLED], wanted)
+
+
+def test_a_single_token_has_an_advantage_and_equal_ones_have_none():
+    """Tunix's GAE gives NaN for one trainable token."""
+    assert gae(np.array([1.0]), np.array([0.25]), np.array([True]), 1.0, 0.95).tolist() == [0.75]
+    one = np.array([0.7])
+    assert whitened([one], [np.array([True])])[0].tolist() == [0.0]
+    assert [x.tolist() for x in whitened([np.full(3, 0.1)] * 2, [np.ones(3, bool)] * 2)] == [[0.0] * 3] * 2
+    assert whitened([], []) == []
+
+
+def test_truncated_episodes_can_be_left_out_of_the_loss():
+    cut = trajectory(0.0, status="truncated")
+    for mask_truncated in (False, True):
+        made = algorithm(schema.GrpoSection(mask_truncated=mask_truncated), 1, 8)
+        assert made.counts(trajectory(0.0))
+        assert made.counts(cut) is not mask_truncated
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1.0, 1e30, 1e300])
+@pytest.mark.parametrize("name", ["grpo", "drgrpo", "rloo", "reinforce_plus_plus"])
+def test_rewards_of_any_size_give_finite_advantages(name: str, scale: float):
+    section = {
+        "grpo": schema.GrpoSection(),
+        "drgrpo": schema.DrGrpoSection(name="drgrpo"),
+        "rloo": schema.RlooSection(name="rloo"),
+        "reinforce_plus_plus": schema.ReinforcePlusPlusSection(name="reinforce_plus_plus"),
+    }[name]
+    for group in advantages(section, episodes(scale, -scale, 0.0), episodes(0.0, scale)):
+        for one in group:
+            assert np.isfinite(one.astype(np.float32)).all()
