@@ -61,7 +61,11 @@ def _short() -> tuple[Suite, ...]:
 def _long() -> tuple[Suite, ...]:
     only = ("-m", "long")
     fuzz = Suite("fuzz", ("fuzz/test_services.py",), options=(), variables={"VOLLEY_FUZZ_CASES": _FUZZ_CASES})
-    apart = Suite("chaos", ("chaos",), options=only), Suite("trainer", ("trainer",), "trainer", only)
+    apart = (
+        Suite("chaos", ("chaos",), options=only),
+        Suite("rollout", ("rollout",), "rollout", only),
+        Suite("trainer", ("trainer",), "trainer", only),
+    )
     return (Suite("rest", _others(apart), options=only), *apart, fuzz)
 
 

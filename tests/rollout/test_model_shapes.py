@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from services.rollout.engines.base import EngineSpec, GenerateRequest, SamplingParams
 from services.rollout.engines.sglang_jax.client import open_engine
@@ -11,6 +12,7 @@ from tests.support import models, qwen3_ref
 CONFIG = models.tiny_config(head_dim=64, num_attention_heads=9, num_key_value_heads=3, rope_theta=500.0)
 
 
+@pytest.mark.long
 async def test_the_engine_computes_what_the_configuration_means(tmp_path: Path) -> None:
     weights = models.random_weights(CONFIG, 1)
     newer = {key: value for key, value in CONFIG.items() if key != "rope_theta"}

@@ -147,6 +147,7 @@ def test_probes_of_earlier_versions_are_judged_by_a_fixed_bound() -> None:
         check_probe(expected + 0.25, expected, None, "bfloat16")
 
 
+@pytest.mark.long
 async def test_the_real_engine_in_bfloat16_refuses_what_is_planted(tmp_path: Path) -> None:
     """64 tokens in four batches of 16: the later ones attend to what the earlier ones wrote."""
     config, weights = model("tied")

@@ -27,6 +27,7 @@ def publish(root: Path, version: str, weights: models.Weights) -> str:
     return str(models.write_checkpoint(root, version, CONFIG, weights, probe=probe))
 
 
+@pytest.mark.long
 async def test_a_server_that_computes_with_other_weights_than_it_says_answers_nothing(tmp_path: Path) -> None:
     """The next version differs in the lowest bit of one weight: no log-probability could tell. Later memory loses a
     bit.

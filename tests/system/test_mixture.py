@@ -58,6 +58,7 @@ def asked(run: RunFolder, mixture: dict[str, float]) -> dict[str, Any]:
     return {row["env"]: row for row in answer.json()["mixture"]}
 
 
+@pytest.mark.long
 def test_an_orchestrator_that_is_killed_while_the_mixture_changes_gives_no_ticket_another_task(tmp_path: Path) -> None:
     with training(tmp_path / "calm", *SETTINGS, simulated=True) as calm:
         assert calm.wait(300) == 0, calm.text()

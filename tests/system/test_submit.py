@@ -28,6 +28,7 @@ LATE_S = 300.0
 pytestmark = pytest.mark.timeout(900)
 
 
+@pytest.mark.long
 def test_what_is_submitted_into_a_live_run_is_trained_on_and_judged_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
