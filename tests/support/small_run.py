@@ -121,6 +121,9 @@ class Weightless:
         self.weight += 1
         return step_metrics(held, before)
 
+    def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
+        return [None for _ in held]
+
     def rewind(self, version: WeightVersion) -> None:
         self.weight = float(self._checkpoints.restored(version).params["w"])
 

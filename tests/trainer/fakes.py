@@ -46,6 +46,7 @@ class FakeBackend:
     bad: dict[str, str] = field(default_factory=dict)
     full: int = 0
     spoiling: set[int] = field(default_factory=set)
+    diffs: dict[int, float] = field(default_factory=dict)
     weights: list[int] = field(default_factory=list)
     kept: dict[WeightVersion, list[int]] = field(default_factory=dict)
 
@@ -80,6 +81,10 @@ class FakeBackend:
         if what := [f"layer {ticket}" for ticket in tickets if ticket in self.spoiling]:
             raise NonFinite("not finite", what=["loss", *what])
         return step_metrics(held, before)
+
+    def logprob_diffs(self, held: Any, present: WeightVersion) -> list[float | None]:
+        self.events.append(f"compare {[h.group.ticket for h in held]}")
+        return [self.diffs.get(h.group.ticket, 0.0) if h.newest == present else None for h in held]
 
     def rewind(self, version: WeightVersion) -> None:
         self.events.append(f"rewind {version}")

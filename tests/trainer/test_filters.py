@@ -232,3 +232,58 @@ def test_a_trainer_that_is_killed_while_it_filters_ends_with_the_same_weights(tm
     assert ends[0] == ends[1]
     assert [t for t, end in ends[0].items() if end == "filtered(zero_variance)"] == [1, 4, 7, 10, 13]
     assert len(ends[0]) == 15
+
+
+DISAGREEING = FilterOptions(max_logprob_diff=0.5)
+
+
+async def test_groups_that_engine_and_trainer_disagree_on_are_filtered_before_the_step(bench: Bench):
+    bench.filters, bench.order = DISAGREEING, "ticket"
+    bench.backend.diffs = {2: 0.51, 3: 0.5, 4: math.nan, 6: 9.0}
+    for ticket in range(1, 7):
+        bench.queue.publish(mixed(ticket))
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.durable_step == 1)
+    for ticket in (7, 8):
+        bench.queue.publish(mixed(ticket))
+    await bench.until(lambda: bench.status.phase == "done")
+    await stopped(running)
+    told = [e for e in bench.events if e.startswith(("compare", "step", "dead"))]
+    assert told == ["compare [1, 2]", "dead 2", "compare [3]", "step [1, 3]", "compare [4, 5]", "step [4, 5]"]
+    settled = LedgerFile(bench.folder / "ledger.jsonl").settled()
+    assert ledger.end_named(settled[2]) == "filtered(logprob)"
+    assert (
+        "mean |Δ log p| 0.51 nats on tokens of e000001-s000000, above trainer.filters.logprob=0.5"
+        in (settled[2]["reason"])
+    )
+
+
+async def test_nothing_is_compared_unless_the_run_asks_for_it(bench: Bench):
+    bench.feed(1, 2, 3, 4)
+    await bench.run_to_the_end()
+    assert not [e for e in bench.events if e.startswith("compare")]
+
+
+async def test_a_group_whose_log_probabilities_are_no_numbers_is_filtered(bench: Bench):
+    bench.filters = DISAGREEING
+    bench.max_steps = 1
+    bench.backend.diffs = {1: math.nan}
+    bench.feed(1, 2, 3)
+    await bench.run_to_the_end()
+    assert "step [2, 3]" in bench.events
+
+
+async def test_an_engine_that_always_disagrees_stops_the_run(bench: Bench):
+    """After more groups than can be under way at once: so many may be left from before it was set right."""
+    bench.filters = DISAGREEING
+    bench.backend.diffs = dict.fromkeys(range(1, 100), 2.0)
+    running = asyncio.ensure_future(bench.worker().run())
+    bench.feed(1, 2, 3, 4)
+    await bench.until(lambda: bench.status.filtered.get("logprob") == 4)
+    assert bench.status.refused is None
+    bench.feed(5, 6)
+    await bench.until(lambda: bench.status.phase == "refused")
+    await stopped(running)
+    assert bench.status.refused is not None
+    assert "a rollout server computes with other weights" in bench.status.refused
+    assert bench.status.tickets == {"filtered": 6}

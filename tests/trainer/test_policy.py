@@ -306,3 +306,41 @@ def test_the_probe_tells_the_rounding_of_bfloat16():
     np.testing.assert_allclose(probe.logprobs, exact, atol=2e-5)
     emulated = np.abs(qwen3_ref.score(WEIGHTS, CONFIG_1, ids[:1], ids[1:], keep=qwen3_ref.bfloat16) - exact).mean()
     assert emulated / 3 < probe.noise < 3 * emulated
+
+
+def test_the_difference_of_a_group_is_that_of_a_numpy_model_over_tokens_of_the_present_weights():
+    one, groups = policy(), held(1, 2, 3, 4)
+    mixed = replace(
+        groups[1].group.trajectories[0], versions=spans_of(groups[1].group.trajectories[0], "e000001-s000001")
+    )
+    groups[1] = ready_group(
+        replace(groups[1].group, trajectories=(mixed, *groups[1].group.trajectories[1:])), b"", "2-0"
+    )
+    groups[2:3] = held(3, version="e000001-s000001")
+    before = params(one)
+    found = one.logprob_diffs(groups, START)
+    assert found[2] is None
+    for h, diff in zip(groups, found, strict=True):
+        expected = [
+            abs(reference_logprobs(t)[i] - t.logprobs[i])
+            for t in h.group.trajectories
+            for span in t.versions
+            if span.version == str(START)
+            for i in range(span.start, span.end)
+        ]
+        assert (diff is None) == (not expected)
+        assert diff is None or diff == pytest.approx(np.mean(expected), abs=1e-5)
+    assert one.logprob_diffs(groups[1:2], START) == [pytest.approx(found[1], abs=1e-6)]
+    after = params(one)
+    assert all(np.array_equal(before[k], after[k]) for k in before)
+
+
+def spans_of(trajectory, first):
+    """The same spans, the first of them sampled by other weights."""
+    return (replace(trajectory.versions[0], version=first), *trajectory.versions[1:])
+
+
+def reference_logprobs(trajectory) -> np.ndarray:
+    """float64 [T]: of each token given those before it, at the policy's temperature; 0 for the first."""
+    table = qwen3_ref.log_softmax(qwen3_ref.logits(WEIGHTS, CONFIG_1, trajectory.token_ids), OPTIONS.temperature)
+    return np.concatenate([[0.0], table[np.arange(len(table) - 1), trajectory.token_ids[1:]]])

@@ -89,6 +89,10 @@ class SimulatedBackend:
         told = {"tokens": float(sum(t.n_sampled for h in held for t in h.group.trajectories))}
         return StepMetrics(after.step, str(after), loss, norm, **of_groups(held, before.step), **of_statistics(told))
 
+    def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
+        """It computes no log-probabilities: nothing to compare."""
+        return [None for _ in held]
+
     def rewind(self, version: WeightVersion) -> None:
         restored = self._checkpoints.restored(version)
         self.params, self._count = dict(restored.params), restored.optimizer["count"]

@@ -102,6 +102,11 @@ class TunixBackend:
         assert self._policy is not None
         return self._policy.step(held, before)
 
+    def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
+        """See `Policy.logprob_diffs`; `present` is the version of the present weights."""
+        assert self._policy is not None
+        return self._policy.logprob_diffs(held, present)
+
     def rewind(self, version: WeightVersion) -> None:
         """Model and optimizer are again, bit for bit, those of a checkpoint of this incarnation. Raises WeightsError,
         Unavailable.

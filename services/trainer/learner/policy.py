@@ -124,6 +124,18 @@ class Policy:
         told = {**update.statistics, **valued.statistics, "critic/grad_norm": valued.grad_norm}
         return replace(update, statistics=told)
 
+    def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
+        """Of each group the mean |log p(trainer) - log p(rollout)| in nats, over the tokens that the present weights
+        sampled; None without any. Changes nothing.
+        """
+        rows = [policy_row(t, present, counts=True) for h in held for t in h.group.trajectories]
+        layout = self._options.layout
+        n_micro = layout.n_micro(len(rows))
+        batches = micro_batches(rows, np.zeros(len(rows)), layout, n_micro)
+        scored = [self._scorer.logprobs(self._learner.params, batch) for batch in batches]
+        ours = iter(zip(rows, by_row(scored, rows, arranged(rows, layout, n_micro)), strict=True))
+        return [_mean_difference([next(ours) for _ in h.group.trajectories]) for h in held]
+
     def contents(self) -> CheckpointContents:
         """What a checkpoint of the present weights holds. Raises NonFinite: there is no checkpoint of such weights."""
         probe = self._probed or self._require_finite("the present weights")
@@ -232,3 +244,12 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _episode(trajectory: Trajectory, row: Row) -> Episode:
     return Episode(trajectory, row.reference, row.old, row.values)
+
+
+def _mean_difference(rows: Sequence[tuple[Row, np.ndarray]]) -> float | None:
+    """Over the tokens of these rows that the present weights sampled: their log-probabilities are [T] beside each
+    row.
+    """
+    found = [np.abs(ours.astype(np.float64) - row.behaviour)[row.mask * row.current > 0] for row, ours in rows]
+    differences = np.concatenate(found)
+    return float(differences.mean()) if len(differences) else None

@@ -170,6 +170,16 @@ class GroupBuffer:
         """Whether the next `n` groups are here."""
         return len(self._next(n)) == n
 
+    def ahead(self, n: int) -> list[ReadyGroup]:
+        """The next `n` groups, which stay; none while they are not all here."""
+        tickets = self._next(n)
+        return [self._waiting[ticket][0] for ticket in tickets] if len(tickets) == n else []
+
+    def filter(self, ticket: int, rule: FilterRule, why: str) -> DroppedGroup:
+        """Ends a group that waits."""
+        held, entry = self._waiting.pop(ticket)
+        return self._drop(entry, "filtered", why, (held.oldest, held.newest), rule)
+
     def take(self, n: int) -> list[ReadyGroup] | None:
         """The next `n` groups, or None if they are not all here yet."""
         tickets = self._next(n)

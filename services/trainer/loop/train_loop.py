@@ -22,6 +22,7 @@ from shared.errors import Unavailable
 from shared.process import telemetry
 from shared.process.wedge import Wait
 from shared.run.state import TrainerState
+from shared.types import WeightVersion
 
 _log = telemetry.Log("train loop")
 
@@ -46,6 +47,7 @@ class TrainLoop:
         self._buffer = GroupBuffer(state.progress(), state.lineage, plan.rules)
         self._settlement = Settlement(parts, self._buffer, status, waiter, state)
         self._reader = GroupReader(plan, parts.queue, state.epoch, self._buffer, self._settlement, status, waiter)
+        self._compared = state.version, set[int]()  # tickets that these weights agree with
         self._runner = StepRunner(plan, parts, self._buffer, self._settlement, status, waiter)
 
     async def run(self) -> None:
@@ -90,9 +92,33 @@ class TrainLoop:
         """The groups of the next step, or None if they are not all here; none of them is too old."""
         async with self._settlement.exclusive:
             await self._settlement.drop(self._buffer.expire(self._settlement.pending.version.step))
+            await self._compare()
             taken = self._buffer.take(self._plan.groups_per_step)
         self._reader.groups_taken()
         return taken
+
+    async def _compare(self) -> None:
+        """Ends those of the next groups on whose tokens engine and trainer disagree: the engine may serve other weights
+        than it says. Each is looked at once by the same weights.
+        """
+        bound, present = self._plan.rules.filters.max_logprob_diff, self._settlement.pending.version
+        if present != self._compared[0]:
+            self._compared = present, set()
+        agree = self._compared[1]
+        while bound is not None and (new := [g for g in self._ahead() if g.group.ticket not in agree]):
+            diffs = await self._waiter.blocking(self._parts.backend.logprob_diffs, new, present)
+            found = {g.group.ticket: diff for g, diff in zip(new, diffs, strict=True)}
+            agree |= {ticket for ticket, diff in found.items() if diff is None or diff <= bound}
+            await self._settlement.drop(
+                [
+                    self._buffer.filter(ticket, "logprob", _disagreement(diff, bound, present))
+                    for ticket, diff in found.items()
+                    if ticket not in agree
+                ]
+            )
+
+    def _ahead(self) -> list[ReadyGroup]:
+        return self._buffer.ahead(self._plan.groups_per_step)
 
     async def _has_starved(self) -> bool:
         """Whether filters have left no groups for a step for too long. Then the run stops, and says why."""
@@ -151,3 +177,7 @@ class TrainLoop:
             status.phase = "refused" if status.refused else "done"
             await status.changed.wait()
             status.changed.clear()
+
+
+def _disagreement(diff: float | None, bound: float, present: WeightVersion) -> str:
+    return f"mean |Δ log p| {diff:.3g} nats on tokens of {present}, above trainer.filters.logprob={bound:g}"
