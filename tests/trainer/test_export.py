@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,6 +75,10 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(tmp_path: Path) -> 
             export.export(folder, out, version)
     with pytest.raises(ConfigError, match="exists and is not empty"):
         export.export(run, tmp_path / "older", "latest")
+    shutil.copytree(run, tmp_path / "second")
+    shutil.rmtree(tmp_path / "second" / "checkpoints" / "e000001-s000001" / "optimizer")
+    with pytest.raises(WeightsError, match="may just have been removed"):
+        export.export(tmp_path / "second", out, "latest")
     damaged = max((run / "checkpoints" / "e000001-s000001" / "params").rglob("d/*"), key=lambda f: f.stat().st_size)
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(WeightsError, match="bytes, expected"):

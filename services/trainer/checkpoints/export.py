@@ -25,6 +25,7 @@ from shared.models.config import CONFIG
 from shared.models.names import hf_name, to_hf
 from shared.run import state as states
 from shared.run.folder import RunFolder
+from shared.run.weights import Manifest
 
 _TOKENS = ("bos_token_id", "pad_token_id")
 
@@ -58,8 +59,7 @@ def export(run_dir: Path, folder: Path, version: str) -> dict[str, Any]:
     if found is None:
         raise ConfigError(f"{run_dir}@{version} is a folder, so no version of a run can be meant", "rename it")
     model = hub.model_of(found)
-    manifest, _ = states.verify(found.checkpoint)
-    params = OrbaxArrays().read(found.checkpoint / manifest.path)
+    manifest, params = _verified(found.checkpoint)
     tensors = {hf_name(leaf): np.ascontiguousarray(to_hf(leaf, value)) for leaf, value in params.items()}
     dtypes = sorted({value.dtype.name for value in tensors.values()})
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +74,17 @@ def export(run_dir: Path, folder: Path, version: str) -> dict[str, Any]:
             folder.rmdir()
         draft.rename(folder)
     return {"version": manifest.version, "tensors": len(tensors), "dtype": ", ".join(dtypes)}
+
+
+def _verified(checkpoint: Path) -> tuple[Manifest, Mapping[str, np.ndarray]]:
+    """Raises WeightsError, also if the run's trainer removes the checkpoint meanwhile."""
+    try:
+        manifest, _ = states.verify(checkpoint)
+        return manifest, OrbaxArrays().read(checkpoint / manifest.path)
+    except OSError as error:
+        raise WeightsError(
+            f"{checkpoint} cannot be read: {error}", "if the run goes on, its trainer may just have removed it"
+        ) from error
 
 
 def _config(described: Mapping[str, Any], model: Path, dtype: str) -> dict[str, Any]:
