@@ -84,6 +84,14 @@ def _filters(config: RunConfig) -> Iterator[str]:
             " no variance",
             "turn the filter off, or sample at least 2 episodes a task",
         )
+    loss = config.algorithm
+    is_absolute = loss.name == "ppo" or getattr(loss, "baseline", "group") == "none"
+    if filters.zero_variance and (is_absolute or loss.credit == "turn"):
+        why = f"algorithm.name={loss.name}" if is_absolute else "algorithm.credit=turn"
+        yield (
+            f"trainer.filters.zero_variance=true takes away groups that teach something: with {why} equal rewards of"
+            " whole episodes do not make all advantages 0"
+        )
     if filters.logprob is not None and filters.logprob > _MOST_LOGPROB:
         yield (
             f"trainer.filters.logprob={filters.logprob:g} filters nothing: not even random weights differ by so many"

@@ -42,6 +42,8 @@ def test_defaults_mean_what_they_say():
         ({"algorithm__kl_loss_mode": "kl"}, "algorithm.kl_loss_mode=kl has no effect"),
         ({"rollout__sampling__top_p": 0.9}, "rollout.sampling.top_p=0.9: training samples from a part"),
         ({"rollout__sampling__top_k": 50}, "rollout.sampling.top_k=50: training samples from a part"),
+        ({"trainer__filters__zero_variance": True, "algorithm__name": "ppo"}, "trainer.filters.zero_variance=true"),
+        ({"trainer__filters__zero_variance": True, "algorithm__credit": "turn"}, "trainer.filters.zero_variance=true"),
         ({"trainer__filters__logprob": 11.0}, "trainer.filters.logprob=11 filters nothing"),
         ({"orchestrator__eval_every_n_steps": 10}, "orchestrator.eval_every_n_steps=10 evaluates nothing"),
         ({"trainer__optimizer_config__warmup_steps": 10}, "trainer.optimizer_config.learning_rate=1e-05 is not"),
