@@ -18,6 +18,7 @@ from pydantic import (
 from shared.section import Section
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Aggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale", "seq-mean-token-sum"]
 
 
@@ -25,10 +26,23 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat = 1e-5
     schedule_type: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
-    b1: Fraction = 0.9
-    b2: Fraction = 0.95
+    b1: Decay = 0.9
+    b2: Decay = 0.95
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
+
+
+class GrpoConfig(Section):
+    """How the data of a step comes about: `num_generations` episodes of a task, `num_iterations` updates on them.
+
+    `off_policy_steps` is the staleness bound in steps: 0 trains synchronously. `max_response_length` bounds one turn,
+    in tokens. What is made of the data is said in `algorithm`.
+    """
+
+    num_generations: PositiveInt = 8
+    num_iterations: PositiveInt = 1
+    off_policy_steps: NonNegativeInt = 1
+    max_response_length: PositiveInt = 512
 
 
 class RewardNormalization(Section):
@@ -45,9 +59,9 @@ class PolicyGradientSection(Section):
     (`epsilon_high` null: as `epsilon`; `epsilon` null: not at all); `epsilon_c` is dual clip's bound.
 
     `beta` weighs the KL to the reference, in the loss or in the reward. `sampler_is` weighs a token by the ratio of the
-    trainer's policy to the engine's, cut off at `sampler_is_threshold`; `sampler_rs` leaves out what is outside
-    `sampler_rs_bounds`. `credit` by turn gives each turn the rewards from it on. `max_response_length` of
-    `sequence-mean-token-scale` is grpo_config's.
+    trainer's policy to the engine's, cut off at `sampler_is_threshold`; `sampler_rs` takes what is outside
+    `sampler_rs_bounds` out of the surrogate. `credit` by turn gives each turn the rewards from it on.
+    `max_response_length` of `sequence-mean-token-scale` is grpo_config's.
     """
 
     name: str
@@ -63,7 +77,7 @@ class PolicyGradientSection(Section):
     reward_normalization: RewardNormalization = RewardNormalization()
     mask_truncated: bool = False
     sampler_is: Literal["none", "token", "sequence"] = "none"
-    sampler_is_threshold: PositiveFloat = 2.0
+    sampler_is_threshold: Annotated[float, Field(ge=1)] = 2.0
     sampler_rs: Literal["none", "token", "sequence", "geometric"] = "none"
     sampler_rs_bounds: tuple[NonNegativeFloat, PositiveFloat] = (0.5, 2.0)
 
@@ -72,8 +86,9 @@ class PolicyGradientSection(Section):
         low, high = self.sampler_rs_bounds
         if not low < 1 < high:
             raise ValueError(f"sampler_rs_bounds={[low, high]} leave out tokens whose ratio is 1: they go around it")
-        if self.epsilon is None and (self.epsilon_high is not None or self.epsilon_c is not None):
-            raise ValueError("epsilon_high and epsilon_c bound nothing where epsilon is null")
+        given = [key for key in ("epsilon_high", "epsilon_c") if key in self.model_fields_set and getattr(self, key)]
+        if self.epsilon is None and given:
+            raise ValueError(f"{given[0]}={getattr(self, given[0])} bounds nothing where epsilon is null")
         if self.credit == "turn" and self.reward_normalization.method != "identity":
             raise ValueError("reward_normalization is of episodes: it cannot be divided over turns (credit=turn)")
         return self
@@ -98,7 +113,7 @@ class _GroupRelativeSection(PolicyGradientSection):
 
 class DapoSection(_GroupRelativeSection):
     """An episode of more than `overlong_length` - `overlong_buffer` sampled tokens loses up to `overlong_penalty`;
-    null: as long as `grpo_config.max_response_length`.
+    `overlong_length` null, where episodes have one turn: as long as `grpo_config.max_response_length`.
     """
 
     name: Literal["dapo"]
@@ -106,6 +121,15 @@ class DapoSection(_GroupRelativeSection):
     overlong_length: PositiveInt | None = None
     overlong_buffer: PositiveInt | None = None
     overlong_penalty: PositiveFloat = 1.0
+
+    @model_validator(mode="after")
+    def _some_are_short(self) -> Self:
+        if self.overlong_length and self.overlong_buffer and self.overlong_buffer >= self.overlong_length:
+            raise ValueError(
+                f"overlong_buffer={self.overlong_buffer} of overlong_length={self.overlong_length} punishes every "
+                "episode: it has to be less"
+            )
+        return self
 
 
 class GspoSection(_GroupRelativeSection):
@@ -136,6 +160,12 @@ class ReinforcePlusPlusSection(PolicyGradientSection):
     gamma: Fraction = 1.0
     baseline: Literal["none", "group"] = "none"
 
+    @model_validator(mode="after")
+    def _of_episodes(self) -> Self:
+        if self.baseline == "group" and (self.gamma != 1 or self.credit == "turn"):
+            raise ValueError("baseline=group compares whole episodes: gamma and credit=turn mean nothing to it")
+        return self
+
 
 class PpoSection(PolicyGradientSection):
     """`gamma` and `gae_lambda` are by sampled token. The policy is not trained in the first `critic_warmup_steps`
@@ -164,25 +194,58 @@ AlgorithmSection = Annotated[
 ]
 
 
-def contradiction(
-    algorithm: PolicyGradientSection, n_generations: int, n_updates: int, max_staleness: int
-) -> str | None:
-    """Why the algorithm cannot be meant with groups of so many episodes, so many updates on the data of a step, and
-    data of up to so many steps ago; None if it can.
-    """
+def contradiction(algorithm: PolicyGradientSection, data: GrpoConfig, max_turns: int) -> str | None:
+    """Why the algorithm cannot be meant with such data, of episodes with so many turns at most; None if it can."""
+    return _of_groups(algorithm, data) or _of_ratios(algorithm, data) or _of_lengths(algorithm, data, max_turns)
+
+
+def _of_groups(algorithm: PolicyGradientSection, data: GrpoConfig) -> str | None:
+    if data.num_generations > 1:
+        return None
     compares = isinstance(algorithm, GrpoSection | DrGrpoSection | RlooSection | _GroupRelativeSection)
-    if n_generations < 2 and (compares or getattr(algorithm, "baseline", "none") == "group"):
+    if compares or getattr(algorithm, "baseline", "none") == "group":
         return (
             f"grpo_config.num_generations=1: {algorithm.name} compares the episodes of a task with each other, "
             "so there have to be two at least"
         )
-    is_corrected = algorithm.sampler_is != "none" or algorithm.sampler_rs != "none"
-    if algorithm.epsilon is None and not is_corrected and (max_staleness or n_updates > 1):
-        what = (
-            f"grpo_config.off_policy_steps={max_staleness}" if max_staleness else "grpo_config.num_iterations above 1"
-        )
+    how = algorithm.reward_normalization
+    if how.method != "identity" and how.grouping == "state":
         return (
-            f"algorithm.epsilon=null with {what}: nothing bounds the ratio to the policy that sampled, so one stale "
-            "token can decide a step; set epsilon, or correct with algorithm.sampler_is=token"
+            f"algorithm.reward_normalization.method={how.method} with grpo_config.num_generations=1: each episode is "
+            "the only one of its task (grouping=state), so every reward becomes 0; choose grouping=batch or inductive"
+        )
+    return None
+
+
+def _of_ratios(algorithm: PolicyGradientSection, data: GrpoConfig) -> str | None:
+    if algorithm.epsilon is not None:
+        return None
+    if data.num_iterations > 1:
+        return (
+            f"algorithm.epsilon=null with grpo_config.num_iterations={data.num_iterations}: nothing bounds how far the "
+            "policy goes on the data of one step; set epsilon"
+        )
+    is_corrected = algorithm.sampler_is != "none" or algorithm.sampler_rs != "none"
+    if data.off_policy_steps and not is_corrected:
+        return (
+            f"algorithm.epsilon=null with grpo_config.off_policy_steps={data.off_policy_steps}: nothing bounds the "
+            "ratio to the policy that sampled, so one stale token can decide a step; set epsilon, or correct with "
+            "algorithm.sampler_is=token"
+        )
+    return None
+
+
+def _of_lengths(algorithm: PolicyGradientSection, data: GrpoConfig, max_turns: int) -> str | None:
+    if not isinstance(algorithm, DapoSection) or algorithm.overlong_buffer is None or algorithm.overlong_length:
+        return None
+    if max_turns > 1:
+        return (
+            f"algorithm.overlong_buffer={algorithm.overlong_buffer} with episodes of up to {max_turns} turns needs "
+            "algorithm.overlong_length: how many sampled tokens an episode may have in all of them"
+        )
+    if algorithm.overlong_buffer >= data.max_response_length:
+        return (
+            f"algorithm.overlong_buffer={algorithm.overlong_buffer} of "
+            f"grpo_config.max_response_length={data.max_response_length} punishes every episode: it has to be less"
         )
     return None

@@ -284,6 +284,8 @@ def _explain(error: Any) -> str:
     key = ".".join(str(part) for part in loc) or "configuration"
     if error["type"] == "extra_forbidden":
         return f"unknown key {key}{_suggestion(error['loc'])}"
+    if loc == ("algorithm",) and isinstance(error["input"], str):
+        return f"algorithm is a section: write algorithm.name={error['input'][:200]}"
     if error["type"] == "union_tag_invalid":
         return f"{key}.name={error['ctx']['tag']!r}: expected one of {error['ctx']['expected_tags']}"
     if error["type"] == "missing":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from shared.algorithm_schema import PpoSection
 from shared.errors import ConfigError
 from shared.schema import RunConfig
 
@@ -32,6 +33,8 @@ def _clipping(config: RunConfig) -> Iterator[str]:
             f"algorithm.epsilon={loss.epsilon:g} clips nothing: with {how} the ratio is to the policy at the step's"
             " start, and with grpo_config.num_iterations=1 that is the policy itself"
         )
+    if loss.name != "cispo" and loss.epsilon >= 1:
+        yield f"algorithm.epsilon={loss.epsilon:g} does not bound a ratio from below: none is less than 0"
     if loss.name == "gspo-token" and loss.epsilon > _MOST_SEQUENCE_EPSILON:
         yield (
             f"algorithm.epsilon={loss.epsilon:g} clips next to nothing: with name=gspo-token the ratio is a"
@@ -46,10 +49,19 @@ def _unused(config: RunConfig) -> Iterator[str]:
         ("sampler_rs_bounds", loss.sampler_rs != "none", "sampler_rs is none"),
         ("kl_loss_mode", loss.beta > 0, "beta is 0"),
         ("kl_in", loss.beta > 0, "beta is 0"),
+        ("overlong_penalty", getattr(loss, "overlong_buffer", None) is not None, "overlong_buffer is not given"),
         ("overlong_length", getattr(loss, "overlong_buffer", None) is not None, "overlong_buffer is not given"),
     ):
         if key in loss.model_fields_set and not needed and getattr(loss, key) != type(loss).model_fields[key].default:
             yield f"algorithm.{key}={_shown(getattr(loss, key))} has no effect: {why}"
+    how = loss.reward_normalization
+    if how.method == "identity" and "grouping" in how.model_fields_set:
+        yield f"algorithm.reward_normalization.grouping={how.grouping} has no effect: method is identity"
+    if loss.beta and loss.kl_in == "loss" and loss.kl_loss_mode == "kl":
+        yield (
+            f"algorithm.beta={loss.beta:g} draws nowhere: in a loss, the gradient of kl_loss_mode=kl (k1) has the"
+            " expectation 0; take low_var_kl or mse_kl, or kl_in=reward"
+        )
     if loss.beta and loss.kl_in == "reward" and "kl_loss_mode" in loss.model_fields_set:
         yield f"algorithm.kl_loss_mode={loss.kl_loss_mode} has no effect: a penalty in the reward is of k1"
 
@@ -106,13 +118,21 @@ def _periods(config: RunConfig) -> Iterator[str]:
             f"orchestrator.eval_every_n_steps={every} evaluates nothing on the way: the run has {steps} steps, and the"
             " first and the last weights are evaluated anyway"
         )
+    critic = config.algorithm if isinstance(config.algorithm, PpoSection) else None
+    if critic is not None and critic.critic_warmup_steps >= steps:
+        yield (
+            f"algorithm.critic_warmup_steps={critic.critic_warmup_steps} trains the critic alone: the run has {steps}"
+            " steps"
+        )
+    n_of_run = steps * config.grpo_config.num_iterations
     for section, optimizer, n_updates in (
-        ("trainer", config.trainer.optimizer_config, steps * config.grpo_config.num_iterations),
-        ("sft", config.sft.optimizer_config, config.sft.max_steps),
+        ("trainer.optimizer_config", config.trainer.optimizer_config, n_of_run),
+        ("sft.optimizer_config", config.sft.optimizer_config, config.sft.max_steps),
+        *((("algorithm.critic_optimizer_config", critic.critic_optimizer_config, n_of_run),) if critic else ()),
     ):
         if optimizer.warmup_steps >= n_updates > 0 and optimizer.warmup_steps:
             yield (
-                f"{section}.optimizer_config.learning_rate={optimizer.learning_rate:g} is not reached:"
+                f"{section}.learning_rate={optimizer.learning_rate:g} is not reached:"
                 f" warmup_steps={optimizer.warmup_steps} of {n_updates} updates"
             )
 

@@ -18,7 +18,7 @@ _DEFAULTS = {"epsilon": 0.2, "epsilon_high": None, "loss_agg_mode": "token-mean"
 
 def in_tree(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration as its file holds it, under the present keys. Raises ValueError for a value that is given under
-    both.
+    both, or that the old key did not have.
     """
     old, given = tree.get(_OLD), tree.get(_NEW)
     if not isinstance(old, Mapping) or not any(key in old for key in (*_KEPT, _LOSS, _ESTIMATOR)):
@@ -46,6 +46,6 @@ def _section(old: Mapping[str, Any]) -> dict[str, Any]:
     loss, estimator = old.get(_LOSS, "grpo"), old.get(_ESTIMATOR, "grpo")
     if loss == _SEQUENCE:
         return {"name": loss, _ESTIMATOR: estimator, **_DEFAULTS, **kept}
-    if loss != "grpo":  # no such loss: what is said of the name is said of it
-        return {"name": loss, **kept}
+    if loss != "grpo":
+        raise ValueError(f"{_OLD}.{_LOSS}={loss!r} is none of the losses it had; it is now {_NEW}.name, see README.md")
     return {"name": estimator, **({} if estimator == "grpo" else _DEFAULTS), **kept}

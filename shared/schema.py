@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from shared.algorithm_schema import AlgorithmSection, GrpoSection, OptimizerConfig, contradiction
+from shared.algorithm_schema import AlgorithmSection, GrpoConfig, GrpoSection, OptimizerConfig, contradiction
 from shared.reward_schema import EnvironmentRewards, RewardServer, missing_servers
 from shared.section import Section
 from shared.services import SERVICES
@@ -142,19 +142,6 @@ class SftSection(Section):
     n_demonstrations: PositiveInt = 1024
     batch_size: PositiveInt = 32
     optimizer_config: OptimizerConfig = OptimizerConfig()
-
-
-class GrpoConfig(Section):
-    """How the data of a step comes about: `num_generations` episodes of a task, `num_iterations` updates on them.
-
-    `off_policy_steps` is the staleness bound in steps: 0 trains synchronously. `max_response_length` bounds one turn,
-    in tokens. What is made of the data is said in `algorithm`.
-    """
-
-    num_generations: PositiveInt = 8
-    num_iterations: PositiveInt = 1
-    off_policy_steps: NonNegativeInt = 1
-    max_response_length: PositiveInt = 512
 
 
 class MeshSection(Section):
@@ -427,9 +414,7 @@ class RunConfig(Section):
             )
         if self.rollout.engine.context_length > max(self.trainer.length_buckets):
             raise ValueError("trainer.length_buckets must reach rollout.engine.context_length")
-        if problem := contradiction(
-            self.algorithm, self.grpo_config.num_generations, self.grpo_config.num_iterations, max_staleness
-        ):
+        if problem := contradiction(self.algorithm, self.grpo_config, self.orchestrator.max_turns):
             raise ValueError(problem)
         if missing := missing_servers(self.data.rewards, self.services.env.reward_servers):
             raise ValueError(missing[0])

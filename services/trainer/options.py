@@ -38,12 +38,13 @@ def layout(config: RunConfig, tokens: TokenLimits, rows_per_step: int) -> BatchL
 def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
     grpo, trainer = config.grpo_config, config.trainer
     rows, updates = trainer.groups_per_step * grpo.num_generations, trainer.max_steps * grpo.num_iterations
-    section, critic = config.algorithm, None
+    section, critic, waits = config.algorithm, None, 0
     if isinstance(section, PpoSection):
+        waits = section.critic_warmup_steps
         critic = CriticSetup(
             ppo(section, grpo.num_iterations, grpo.max_response_length),
             optimizer_options(section.critic_optimizer_config, updates),
-            section.critic_warmup_steps,
+            waits,
         )
     return PolicyOptions(
         algorithm=critic.algorithm if critic else algorithm(section, grpo.num_iterations, grpo.max_response_length),
@@ -53,7 +54,7 @@ def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
         max_response_length=grpo.max_response_length,
         rows_per_step=rows,
         layout=layout(config, tokens, rows),
-        optimizer=optimizer_options(trainer.optimizer_config, updates),
+        optimizer=optimizer_options(trainer.optimizer_config, max(1, updates - waits * grpo.num_iterations)),
         published_dtype=config.model.dtype,
         critic=critic,
     )

@@ -39,6 +39,13 @@ def test_defaults_mean_what_they_say():
         ({"algorithm__sampler_rs_bounds": [0.9, 1.1]}, "algorithm.sampler_rs_bounds=(0.9, 1.1) has no effect"),
         ({"algorithm__beta": 0.1, "algorithm__kl_in": "reward", "algorithm__kl_loss_mode": "kl"}, "algorithm.kl_loss"),
         ({"algorithm__name": "dapo", "algorithm__overlong_length": 9}, "algorithm.overlong_length=9 has no effect"),
+        ({"algorithm__kl_loss_mode": "kl", "algorithm__beta": 0.1}, "algorithm.beta=0.1 draws nowhere"),
+        ({"algorithm__epsilon": 5.0}, "algorithm.epsilon=5 does not bound a ratio from below"),
+        (
+            {"algorithm__reward_normalization__grouping": "batch"},
+            "algorithm.reward_normalization.grouping=batch has no",
+        ),
+        ({"algorithm__name": "ppo", "algorithm__critic_warmup_steps": 10}, "algorithm.critic_warmup_steps=10 trains"),
         ({"algorithm__kl_loss_mode": "kl"}, "algorithm.kl_loss_mode=kl has no effect"),
         ({"rollout__sampling__top_p": 0.9}, "rollout.sampling.top_p=0.9: training samples from a part"),
         ({"rollout__sampling__top_k": 50}, "rollout.sampling.top_k=50: training samples from a part"),
@@ -64,7 +71,7 @@ def test_each_is_named_once_by_its_key(given: dict[str, Any], begins: str):
         {"algorithm__name": "gspo-token"},
         {"algorithm__name": "cispo", "algorithm__sampler_is": "token"},
         {"algorithm__epsilon": None, "algorithm__sampler_is": "token"},
-        {"algorithm__kl_loss_mode": "kl", "algorithm__beta": 0.1},
+        {"algorithm__kl_loss_mode": "mse_kl", "algorithm__beta": 0.1},
         {
             "algorithm__sampler_is_threshold": 3.0,
             "algorithm__sampler_is": "token",

@@ -228,3 +228,44 @@ def test_rewards_of_any_size_give_finite_advantages(name: str, scale: float):
     for group in advantages(section, episodes(scale, -scale, 0.0), episodes(0.0, scale)):
         for one in group:
             assert np.isfinite(one.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "ppo"])
+def test_a_normalized_reward_of_a_failed_episode_is_at_its_last_sampled_token(name: str):
+    """Where nothing was rewarded, too."""
+    how = schema.RewardNormalization(grouping="batch", method="mean_std")
+    if name == "ppo":
+        made = ppo(schema.PpoSection(name="ppo", reward_normalization=how, whiten_advantages=False), 1, 8)
+    else:
+        section = schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how)
+        made = algorithm(section, 1, 8)
+    group = [Episode(trajectory(r), values=np.zeros(N, np.float32)) for r in (0.0, 0.0, 1.0, 1.0)]
+    found = made.token_rewards([group])[0]
+    for one, sign in zip(found, (-1, -1, 1, 1), strict=True):
+        assert np.flatnonzero(one).tolist() == [N - 1]
+        assert one[-1] == pytest.approx(sign, rel=1e-4)
+    assert made.advantages([group])[0][0][4] < 0 < made.advantages([group])[0][3][4]
+
+
+def test_normalizing_enormous_rewards_keeps_their_proportions():
+    how = schema.RewardNormalization(grouping="state", method="mean_std")
+    made = algorithm(schema.ReinforcePlusPlusSection(name="reinforce_plus_plus", reward_normalization=how), 1, 8)
+    small, large = (
+        [one.sum() for one in made.token_rewards([episodes(*(scale * r for r in (0.0, 1.0, 2.0, 5.0)))])[0]]
+        for scale in (1.0, 1e17)
+    )
+    assert large == pytest.approx(small, rel=1e-5)
+    huge = [np.array([1.7e308]), np.array([-1.7e308, -1.7e308])]
+    assert all(np.isfinite(one).all() for one in whitened(huge, [np.ones(1, bool), np.ones(2, bool)]))
+
+
+def test_episodes_that_do_not_count_move_no_other_when_advantages_are_whitened():
+    cut = trajectory(-9.0, status="truncated")
+    section = schema.PpoSection(name="ppo", mask_truncated=True)
+    values = np.where(SAMPLED, 0.5, 0.0).astype(np.float32)
+    group = [Episode(trajectory(r), values=values) for r in (1.0, 0.0)]
+    alone = ppo(section, 1, 8).advantages([group])[0]
+    beside = ppo(section, 1, 8).advantages([[*group, Episode(cut, values=values)]])[0]
+    for a, b in zip(alone, beside, strict=False):
+        np.testing.assert_allclose(a, b, rtol=1e-9)
+    assert not beside[2].any()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from services.trainer.algorithms.grpo import Grpo
 from services.trainer.algorithms.registry import algorithm, ppo
+from services.trainer.algorithms.terms.actor import ActorOptions
+from services.trainer.algorithms.terms.algorithm import EpisodeGroup
+from services.trainer.algorithms.terms.policy_gradient import RewardOptions
+from services.trainer.algorithms.terms.surrogate import Clip
 from services.trainer.learner.batch import BatchLayout
 from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions, schedule
@@ -182,6 +188,29 @@ def test_a_critic_that_is_not_finite_refuses_the_step():
     with pytest.raises(NonFinite) as caught, np.errstate(invalid="ignore"):
         one.step(held(5, 6, 7, 8), START)
     assert any("critic" in what for what in caught.value.what)
+
+
+class Listening(Grpo):
+    """Remembers what it was asked about."""
+
+    heard: Sequence[EpisodeGroup] = ()
+
+    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+        self.heard = groups
+        return super().advantages(groups)
+
+
+def test_an_episode_that_is_left_out_of_the_loss_is_scored_like_any_other():
+    """Its reward, with the penalty of its own tokens, counts among its group's."""
+    groups = held(1, 2, 3, 4)
+    first = groups[0].group
+    cut = replace(first, trajectories=(replace(first.trajectories[0], status="truncated"), *first.trajectories[1:]))
+    listening = Listening(ActorOptions(Clip(0.2, 0.2)), RewardOptions(kl_coef=0.5, mask_truncated=True), 1)
+    found = policy(replace(OPTIONS, algorithm=listening)).step([ready_group(cut, b"", "1-0"), *groups[1:]], START)
+    reference = listening.heard[0][0].reference
+    assert reference is not None
+    assert (reference < 0).sum() == first.trajectories[0].n_sampled
+    assert found.tokens == sum(t.n_sampled for h in groups for t in h.group.trajectories) - (reference < 0).sum()
 
 
 def test_rounded_publication_keeps_exact_master_weights():

@@ -55,8 +55,7 @@ class Ppo(PolicyGradient):
         made = self._unscaled(groups)
         if not self.critic.whiten:
             return [[bounded(one) for one in group] for group in made]
-        sampled = [e.trajectory.loss_mask.astype(bool) for group in groups for e in group]
-        following = iter(whitened([one for group in made for one in group], sampled))
+        following = iter(whitened([one for group in made for one in group], self.in_loss(groups)))
         return [[next(following) for _ in group] for group in made]
 
     def returns(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:

@@ -49,7 +49,7 @@ def ppo(section: schema.PpoSection, n_updates: int, max_response_length: int) ->
 
 
 def _actor(section: schema.PolicyGradientSection) -> ActorOptions:
-    high = section.epsilon if section.epsilon_high is None else section.epsilon_high
+    high = section.epsilon if section.epsilon is None or section.epsilon_high is None else section.epsilon_high
     return ActorOptions(
         clip=Clip(section.epsilon, high, section.epsilon_c),
         ratio="sequence" if isinstance(section, schema.GspoSection) else "token",

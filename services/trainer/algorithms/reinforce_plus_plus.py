@@ -2,8 +2,8 @@
 from it on (discounted by `gamma`), brought to mean 0 and standard deviation 1 over all tokens of the step; the loss is
 PPO's.
 
-With `baseline: group` (REINFORCE++-baseline) the mean reward of the task's episodes is taken off first, and the whole
-step decides only the scale.
+With `baseline: group` (REINFORCE++-baseline) the mean reward of the task's episodes is taken off first, and every token
+of an episode has what is left.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class ReinforcePlusPlus(PolicyGradient):
         made = self.token_rewards(groups)
         sampled = [[e.trajectory.loss_mask.astype(bool) for e in group] for group in groups]
         returns = [self._of_group(rewards, masks) for rewards, masks in zip(made, sampled, strict=True)]
-        flat = whitened([one for group in returns for one in group], [one for group in sampled for one in group])
-        following = iter(flat)
+        following = iter(whitened([one for group in returns for one in group], self.in_loss(groups)))
         return [[next(following) for _ in group] for group in returns]
 
     def _of_group(self, rewards: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -101,15 +101,18 @@ class BatchLayout:
         return max(1, -(-n_rows // self.rows))
 
 
-def policy_row(trajectory: Trajectory, trained: WeightVersion, *, counts: bool) -> Row:
-    """An episode, without advantages yet; `trained` is the version of the weights about to be updated. One that does
-    not count has no trainable token.
-    """
+def policy_row(trajectory: Trajectory, trained: WeightVersion) -> Row:
+    """An episode, without advantages yet; `trained` is the version of the weights about to be updated."""
     n = len(trajectory.token_ids)
-    current, mask = np.zeros(n, np.uint8), trajectory.loss_mask if counts else np.zeros(n, np.uint8)
+    current = np.zeros(n, np.uint8)
     for span in trajectory.versions:
         current[span.start : span.end] = WeightVersion.parse(span.version).step == trained.step
-    return Row(trajectory.token_ids, mask, trajectory.logprobs, current, np.zeros(n))
+    return Row(trajectory.token_ids, trajectory.loss_mask, trajectory.logprobs, current, np.zeros(n))
+
+
+def left_out(row: Row) -> Row:
+    """The row without a trainable token."""
+    return replace(row, mask=np.zeros_like(row.mask))
 
 
 def supervised_row(ids: Sequence[int], mask: Sequence[int]) -> Row:

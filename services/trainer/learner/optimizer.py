@@ -1,6 +1,6 @@
 """AdamW with warm-up, schedule and clipping, keeping the last gradient norm in its state.
 
-The norm is taken of the whole step's gradient: with accumulation the optimizer sees only the mean over micro-batches.
+The norm is taken of the whole step's gradient, the sum over its micro-batches.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from services.trainer.learner.batch import (
     Row,
     arranged,
     by_row,
+    left_out,
     micro_batches,
     policy_row,
     row_weights,
@@ -128,7 +129,7 @@ class Policy:
         """Of each group the mean |log p(trainer) - log p(rollout)| in nats, over the tokens that the present weights
         sampled; None without any. Changes nothing.
         """
-        rows = [policy_row(t, present, counts=True) for h in held for t in h.group.trajectories]
+        rows = [policy_row(t, present) for h in held for t in h.group.trajectories]
         layout = self._options.layout
         n_micro = layout.n_micro(len(rows))
         batches = micro_batches(rows, np.zeros(len(rows)), layout, n_micro)
@@ -178,8 +179,7 @@ class Policy:
 
     def _batches(self, held: Sequence[ReadyGroup], before: WeightVersion) -> list[Batch]:
         options, groups = self._options, [h.group.trajectories for h in held]
-        counts = options.algorithm.counts
-        rows = [policy_row(t, before, counts=counts(t)) for group in groups for t in group]
+        rows = [policy_row(trajectory, before) for group in groups for trajectory in group]
         rows = self._scored(rows)
         known = iter(rows)
         episodes = [[_episode(trajectory, next(known)) for trajectory in group] for group in groups]
@@ -188,6 +188,8 @@ class Policy:
         if options.critic is not None:
             wanted = [one for group in options.critic.algorithm.returns(episodes) for one in group]
             rows = [replace(row, returns=one) for row, one in zip(rows, wanted, strict=True)]
+        every = [trajectory for group in groups for trajectory in group]
+        rows = [row if options.algorithm.counts(t) else left_out(row) for row, t in zip(rows, every, strict=True)]
         weights = row_weights(rows, options.aggregation, options.max_response_length)
         return micro_batches(rows, weights, options.layout, self._n_micro)
 

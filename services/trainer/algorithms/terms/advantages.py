@@ -77,8 +77,16 @@ def whitened(values: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> lis
     held = np.concatenate([v[s] for v, s in zip(values, sampled, strict=True)]) if values else np.zeros(0)
     if len(held) < 2 or float(np.ptp(held)) <= _EQUAL * float(np.abs(held).max()):
         return [np.zeros(len(v)) for v in values]
-    centre, scale = moments(held)
-    return [np.where(s, (v - centre) / (scale + _EPSILON), 0.0) for v, s in zip(values, sampled, strict=True)]
+    return [np.where(s, standardized(v, held), 0.0) for v, s in zip(values, sampled, strict=True)]
+
+
+def standardized(values: np.ndarray, pool: np.ndarray) -> np.ndarray:
+    """The finite values less the mean of the pool, divided by its standard deviation (ddof 0) + 1e-6; float64, of any
+    size.
+    """
+    scaled, exponent = _scaled(np.asarray(pool, np.float64))
+    epsilon = np.ldexp(_EPSILON, -exponent)
+    return (np.ldexp(np.asarray(values, np.float64), -exponent) - scaled.mean()) / (scaled.std() + epsilon)
 
 
 def bounded(values: np.ndarray) -> np.ndarray:

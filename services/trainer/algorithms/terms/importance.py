@@ -27,8 +27,9 @@ _MAX_SEQUENCE_LOG_RATIO = 10.0
 @dataclass(frozen=True, slots=True)
 class Correction:
     """`level` of the weight min(ratio, `threshold`): the ratio old / behaviour of a token, or the product of those of a
-    sequence. `rejection` leaves out tokens (or whole sequences, by the product or by the geometric mean of their
-    ratios) whose ratio is outside `bounds`.
+    sequence. `rejection` takes tokens (or whole sequences, by the product or by the geometric mean of their ratios)
+    whose ratio is outside `bounds` out of the surrogate: they still count in its denominators, and keep their KL
+    penalty and entropy bonus.
     """
 
     level: Level = "none"

@@ -59,19 +59,24 @@ class PolicyGradient:
     def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:
         return actor_loss(scores, batch, self.actor)
 
+    def in_loss(self, groups: Sequence[EpisodeGroup]) -> list[np.ndarray]:
+        """bool [T] for each episode, group by group: the tokens that are in the loss."""
+        return [e.trajectory.loss_mask.astype(bool) & self.counts(e.trajectory) for group in groups for e in group]
+
     def token_rewards(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
         """float64 [T] for each episode: rewards with what the options add and take."""
         made = [[self._token_rewards(episode) for episode in group] for group in groups]
         how = self.rewards.normalization
         if how is None:
             return made
-        totals = [np.array([float(r.sum()) for r in group]) for group in made]
+        found = [np.array([float(r.sum()) for r in group]) for group in made]
         trajectories = [[e.trajectory for e in group] for group in groups]
-        wanted = token_rewards.normalized(totals, trajectories, how)
-        for group, was, now in zip(made, totals, wanted, strict=True):
-            for one, before, after in zip(group, was, now, strict=True):
-                last = int(np.flatnonzero(one)[-1]) if one.any() else 0
-                one[last] += after - before
+        wanted = token_rewards.normalized(found, trajectories, how)
+        for group, siblings, totals in zip(made, trajectories, wanted, strict=True):
+            for one, trajectory, total in zip(group, siblings, totals, strict=True):
+                last = int(np.flatnonzero(trajectory.loss_mask)[-1])
+                one[last] = 0.0
+                one[last] = total - one.sum()
         return made
 
     def _token_rewards(self, episode: Episode) -> np.ndarray:

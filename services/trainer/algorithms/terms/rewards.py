@@ -11,7 +11,7 @@ from typing import Literal
 
 import numpy as np
 
-from services.trainer.algorithms.terms.advantages import moments
+from services.trainer.algorithms.terms.advantages import moments, standardized
 from shared.types import Trajectory
 
 Credit = Literal["episode", "turn"]
@@ -92,5 +92,5 @@ def _standard(rewards: np.ndarray, pool: np.ndarray, method: Method) -> np.ndarr
     centre, scale = moments(pool)
     if scale <= _EPSILON * max(1.0, abs(centre)):
         return np.zeros(len(rewards))
-    made = (rewards - centre) / (scale + _EPSILON)
+    made = standardized(rewards, pool)
     return np.clip(made, *_ASYMMETRIC) if method == "asym_clip" else made
