@@ -54,7 +54,7 @@ def test_every_broken_invariant_is_named(trajectory, data):
     broken = {
         "differ in length": {"token_ids": trajectory.token_ids[:-1]},
         "version spans do not cover|not sampled": {"loss_mask": flipped},
-        "not finite": {"logprobs": nan},
+        "NaN or infinite": {"logprobs": nan},
         "do not cover": {"versions": trajectory.versions[1:]},
         "prompt_len": {"prompt_len": 0},
         "not ids": {"token_ids": -1 - trajectory.token_ids},
