@@ -45,6 +45,7 @@ class FakeBackend:
     during_step: Callable[[], object] = lambda: None
     bad: dict[str, str] = field(default_factory=dict)
     full: int = 0
+    full_at_fence: int = 0
     spoiling: set[int] = field(default_factory=set)
     diffs: dict[int, float] = field(default_factory=dict)
     weights: list[int] = field(default_factory=list)
@@ -53,7 +54,10 @@ class FakeBackend:
     def head(self) -> WeightVersion | None:
         return self.checkpoint.version if self.checkpoint else None
 
-    def fence(self, epoch: int) -> None: ...
+    def fence(self, epoch: int) -> None:
+        if self.full_at_fence:
+            self.full_at_fence -= 1
+            raise StorageFull("waiting for disk space under /r: 0 MB free")
 
     def repair(self) -> None: ...
 

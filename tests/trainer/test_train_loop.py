@@ -84,6 +84,14 @@ async def test_the_queue_may_be_away_for_a_while(bench: Bench):
     assert bench.status.step == 2
 
 
+async def test_a_disk_that_is_full_while_older_trainers_are_shut_out_costs_no_epoch(bench: Bench):
+    bench.backend.full_at_fence = 2
+    bench.feed(1, 2, 3, 4)
+    await bench.run_to_the_end()
+    assert sum(event.startswith("begin") for event in bench.backend.events) == 1
+    assert (bench.status.step, bench.status.epoch) == (2, 1)
+
+
 async def test_a_fenced_trainer_ends_with_that_one_error(bench: Bench):
     bench.queue.fenced_after = 1
     bench.feed(1, 2)

@@ -141,21 +141,23 @@ class TrainerWorker:
                 found = await self._restore()
             known = await asyncio.to_thread(self._known, found)
             epoch = await self._begin(known)
-            claimed = await self._waiter.patiently(lambda epoch=epoch: asyncio.to_thread(self._claim, epoch))
-            if claimed and self._is_newest(found) and await asyncio.to_thread(self._known, found) == known:
+            if not await self._claim(epoch):
+                continue
+            if self._is_newest(found) and await asyncio.to_thread(self._known, found) == known:
                 await self._waiter.answer(lambda epoch=epoch: self._parts.queue.open(epoch))
                 self._epoch = epoch
                 return found, self._begun(known, epoch)
         raise Unavailable("other trainers of this run begin at the same time", "let one of them work")
 
-    def _claim(self, epoch: int) -> bool:
+    async def _claim(self, epoch: int) -> bool:
         """Whether the epoch is ours. From here on no older trainer makes a checkpoint: what we see of theirs is all
         there will be. Raises Fenced if a later epoch was claimed, whose trainer may not have seen our drafts.
         """
-        if not self._parts.archive.claim(epoch):
+        archive, checkpoints, waiter = self._parts.archive, self._parts.checkpoints, self._waiter
+        if not await waiter.patiently(lambda: asyncio.to_thread(archive.claim, epoch)):
             return False
-        self._parts.checkpoints.fence(epoch)
-        self._parts.archive.check_newest(epoch)
+        await waiter.patiently(lambda: asyncio.to_thread(checkpoints.fence, epoch))
+        await asyncio.to_thread(archive.check_newest, epoch)
         return True
 
     def _is_newest(self, found: TrainerState | None) -> bool:
