@@ -4,7 +4,8 @@ it. Names and defaults are those of Tunix, and of verl where Tunix has none.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Collection
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import (
     Field,
@@ -61,6 +62,7 @@ class PolicyGradientSection(Section):
     `beta` weighs the KL to the reference, in the loss or in the reward. `sampler_is` weighs a token by the ratio of the
     trainer's policy to the engine's, cut off at `sampler_is_threshold`; `sampler_rs` takes what is outside
     `sampler_rs_bounds` out of the surrogate. `credit` by turn gives each turn the rewards from it on.
+    `teacher_kl_coef` weighs the reverse KL to a teacher, token by token, in the advantages.
     `max_response_length` of `sequence-mean-token-scale` is grpo_config's.
     """
 
@@ -76,6 +78,7 @@ class PolicyGradientSection(Section):
     credit: Literal["episode", "turn"] = "episode"
     reward_normalization: RewardNormalization = RewardNormalization()
     mask_truncated: bool = False
+    teacher_kl_coef: NonNegativeFloat = 0.0
     sampler_is: Literal["none", "token", "sequence"] = "none"
     sampler_is_threshold: Annotated[float, Field(ge=1)] = 2.0
     sampler_rs: Literal["none", "token", "sequence", "geometric"] = "none"
@@ -167,6 +170,27 @@ class ReinforcePlusPlusSection(PolicyGradientSection):
         return self
 
 
+class OnPolicyDistillationSection(PolicyGradientSection):
+    """What the environment rewards counts for nothing: the reverse KL to the teacher, of a token and of later ones
+    discounted by `gamma`, is all there is.
+    """
+
+    name: Literal["on_policy_distillation"]
+    teacher_kl_coef: PositiveFloat = 1.0
+    gamma: Fraction = 0.0
+
+    @model_validator(mode="after")
+    def _no_rewards(self) -> Self:
+        of_rewards = {
+            "credit": self.credit == "turn",
+            "reward_normalization": self.reward_normalization.method != "identity",
+            "kl_in": bool(self.beta) and self.kl_in == "reward",
+        }
+        if meant := [key for key, is_meant in of_rewards.items() if is_meant]:
+            raise ValueError(f"{meant[0]} is of rewards, which on_policy_distillation does not look at")
+        return self
+
+
 class PpoSection(PolicyGradientSection):
     """`gamma` and `gae_lambda` are by sampled token. The policy is not trained in the first `critic_warmup_steps`
     steps; `clip_range_value` null does not bound how far a value moves.
@@ -189,9 +213,16 @@ AlgorithmSection = Annotated[
     | GspoSection
     | CispoSection
     | ReinforcePlusPlusSection
-    | PpoSection,
+    | PpoSection
+    | OnPolicyDistillationSection,
     Field(discriminator="name"),
 ]
+
+
+def keys_of(name: str | None) -> Collection[str]:
+    """The keys of the section of the algorithm of this name; none where there is no such algorithm."""
+    sections: tuple[type[PolicyGradientSection], ...] = get_args(get_args(AlgorithmSection)[0])
+    return next((one.model_fields for one in sections if name in get_args(one.model_fields["name"].annotation)), ())
 
 
 def contradiction(algorithm: PolicyGradientSection, data: GrpoConfig, max_turns: int) -> str | None:

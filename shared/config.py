@@ -28,7 +28,8 @@ from shared.errors import ConfigError
 from shared.files.reading import read_file
 from shared.run.folder import RunFolder
 from shared.run.sources import is_source, resolved
-from shared.schema import RunConfig, Tls, TokenFiles
+from shared.schema import RunConfig
+from shared.services_schema import Tls, TokenFiles
 
 _MAX_NAMED = 10  # mistakes in one message
 _MAX_BYTES = 2**18
@@ -49,8 +50,11 @@ _PATHS = (
     "services.env.folder",
     "services.env.remote_tokens_file",
     *(f"services.token_files.{role}" for role in TokenFiles.model_fields),
+    "services.orchestrator.teacher.token_file",
     *(f"services.tls.{file}" for file in Tls.model_fields),
 )
+_LISTS = ("sft.train", "sft.eval")
+"""Of paths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +84,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
 
 
-def load(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Raises ConfigError naming the file, key or value that is wrong."""
+def load(
+    paths: Sequence[str | Path], overrides: Sequence[str] = (), *, given: Mapping[str, Any] | None = None
+) -> LoadedConfig:
+    """The files merged in their order, then the tree `given`, then the overrides. Raises ConfigError naming the file,
+    key or value that is wrong.
+    """
     trees: list[dict[str, Any]] = []
     for path in paths:
         with _translated(f"config file {path}"):
             trees.append(_read(Path(path)))
+    if given:
+        paths, trees = [*paths, "of the command line"], [*trees, dict(given)]
     plain = [_PLAIN_OVERRIDE.fullmatch(override) for override in overrides]
     if all(map(_is_plain, trees)) and all(plain):
         whole: dict[str, Any] = {}
@@ -180,9 +190,13 @@ def rooted(loaded: LoadedConfig, base: Path) -> LoadedConfig:
     for key in _PATHS:
         value: Any = loaded.config
         for part in key.split("."):
-            value = getattr(value, part)
+            value = getattr(value, part, None)  # of a section that is not given
         if value is not None and not Path(value).is_absolute() and (key != _MODEL or is_folder(str(value), base)):
             values[key] = os.path.normpath(base.absolute() / value)
+    for key in _LISTS:
+        paths: Sequence[Path] = getattr(loaded.config.sft, key.removeprefix("sft."))
+        if any(not path.is_absolute() for path in paths):
+            values[key] = [os.path.normpath(base.absolute() / path) for path in paths]
     return changed(loaded, values) if values else loaded
 
 

@@ -46,7 +46,7 @@ MAX_RETRY_AFTER_S = 60.0
 
 type Cause = Literal["infrastructure", "request", "defect"]
 type Action = Literal["again", "fail", "stop"]
-type Party = Literal["trainer", "orchestrator", "redis", "env", "rollout", "disk", "peer"]
+type Party = Literal["trainer", "orchestrator", "redis", "env", "rollout", "teacher", "disk", "peer"]
 """Whom somebody waits for."""
 
 

@@ -18,7 +18,9 @@ _MOST_LOGPROB = 10.0
 
 
 def findings(config: RunConfig) -> list[str]:
-    """What means less than it says. Raises ConfigError for what cannot be meant."""
+    """What means less than it says; nothing of RL in a run without it. Raises ConfigError for what cannot be meant."""
+    if config.is_supervised:
+        return []
     return [f"{finding}." for examine in _EXAMINERS for finding in examine(config)]
 
 
@@ -97,17 +99,34 @@ def _filters(config: RunConfig) -> Iterator[str]:
             "turn the filter off, or sample at least 2 episodes a task",
         )
     loss = config.algorithm
-    is_absolute = loss.name == "ppo" or getattr(loss, "baseline", "group") == "none"
+    is_absolute = loss.name in ("ppo", "on_policy_distillation") or getattr(loss, "baseline", "group") == "none"
     if filters.zero_variance and (is_absolute or loss.credit == "turn"):
         why = f"algorithm.name={loss.name}" if is_absolute else "algorithm.credit=turn"
         yield (
             f"trainer.filters.zero_variance=true takes away groups that teach something: with {why} equal rewards of"
             " whole episodes do not make all advantages 0"
         )
+    elif filters.zero_variance and loss.teacher_kl_coef:
+        yield (
+            "trainer.filters.zero_variance=true takes away groups that teach something: with"
+            f" algorithm.teacher_kl_coef={loss.teacher_kl_coef:g} the teacher tells their tokens apart"
+        )
     if filters.logprob is not None and filters.logprob > _MOST_LOGPROB:
         yield (
             f"trainer.filters.logprob={filters.logprob:g} filters nothing: not even random weights differ by so many"
             " nats a token"
+        )
+
+
+def _teacher(config: RunConfig) -> Iterator[str]:
+    loss, server, sampling = config.algorithm, config.services.orchestrator.teacher, config.rollout.sampling
+    if server is not None and not loss.teacher_kl_coef:
+        yield f"services.orchestrator.teacher.url={server.url} is asked nothing: algorithm.teacher_kl_coef is 0"
+    if loss.teacher_kl_coef and sampling.temperature != 1:
+        yield (
+            f"rollout.sampling.temperature={sampling.temperature:g} with algorithm.teacher_kl_coef"
+            f"={loss.teacher_kl_coef:g}: the teacher tells log-probabilities at temperature 1, so it is the policy at"
+            f" {sampling.temperature:g} that becomes like the teacher at 1"
         )
 
 
@@ -137,4 +156,11 @@ def _periods(config: RunConfig) -> Iterator[str]:
             )
 
 
-_EXAMINERS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (_clipping, _unused, _sampling, _filters, _periods)
+_EXAMINERS: tuple[Callable[[RunConfig], Iterator[str]], ...] = (
+    _clipping,
+    _unused,
+    _sampling,
+    _filters,
+    _teacher,
+    _periods,
+)

@@ -7,20 +7,18 @@ may cost, stands in `services.env.reward_servers`, and may change at any time.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Literal
 
 import orjson
 from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     JsonValue,
-    PositiveInt,
     field_validator,
     model_validator,
 )
+
+from shared.section import Section
+from shared.server_schema import ForeignServer
 
 MOST_COMPONENTS = 16
 COMPONENT = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,39}$"
@@ -48,37 +46,17 @@ type ScaleEnd = Annotated[float, Field(ge=-1e9, le=1e9)]
 type ComponentWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-def _http(url: str) -> str:
-    if not re.match(r"^https?://[^/\s@?#]+(/[^\s?#]*)?$", url):
-        raise ValueError(
-            "must be an http or https address without credentials or a query, like http://10.0.0.7:8000/v1"
-        )
-    return url.rstrip("/")
-
-
-class RewardServer(_Model):
+class RewardServer(ForeignServer):
     """Where rewards are asked for. `url` is the base of an OpenAI-compatible API (…/v1) for judges, the whole address
-    for reward services. `token_file` is a secret file with its API key.
+    for reward services.
 
-    `timeout_s` bounds one request, of which `max_concurrent` run at once; one that fails in passing is made up to
-    `attempts` times. `max_requests` and `max_tokens` are the budget of the whole run: when it is used up, episodes that
-    need another judgement fail.
+    A request that fails in passing is made up to `attempts` times.
     """
 
-    url: Annotated[str, AfterValidator(_http)]
-    token_file: Path | None = None
-    max_concurrent: Annotated[int, Field(ge=1, le=1024)] = 16
-    timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     attempts: Annotated[int, Field(ge=1, le=20)] = 3
-    max_requests: PositiveInt | None = None
-    max_tokens: PositiveInt | None = None
 
 
-class JudgeReward(_Model):
+class JudgeReward(Section):
     """A language model's grade. `prompt` has the places {task}, {answer}, {conversation} and {expected}; the score is
     the last number that `pattern` finds in what the judge says (its first group), or what stands at `field` of the last
     JSON object there, and is brought from `scale` to 0 … 1. An answer without one fails the episode, or counts as
@@ -95,7 +73,7 @@ class JudgeReward(_Model):
     field: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     scale: tuple[ScaleEnd, ScaleEnd] = (0.0, 10.0)
     unreadable: Annotated[float, Field(ge=0, le=1)] | None = None
-    request: dict[str, JsonValue] = {}
+    request: dict[str, JsonValue] = Field(default_factory=dict[str, JsonValue])
     version: Annotated[str, Field(max_length=64)] = ""
 
     @field_validator("prompt")
@@ -129,7 +107,7 @@ class JudgeReward(_Model):
         return self
 
 
-class ServiceReward(_Model):
+class ServiceReward(Section):
     """A score, or scores by name, that a service of one's own gives. A new `version` asks anew."""
 
     type: Literal["service"]
@@ -138,7 +116,7 @@ class ServiceReward(_Model):
     version: Annotated[str, Field(max_length=64)] = ""
 
 
-class EnvironmentRewards(_Model):
+class EnvironmentRewards(Section):
     """The reward of one environment's episodes: `environment` times its own, and at the end of the episode `weight`
     times the score of each component.
     """

@@ -6,10 +6,9 @@ The core of a service never sees these models: its `settings.py` turns the secti
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     NonNegativeInt,
@@ -19,11 +18,13 @@ from pydantic import (
 )
 
 from shared.algorithm_schema import AlgorithmSection, GrpoConfig, GrpoSection, OptimizerConfig, contradiction
-from shared.reward_schema import EnvironmentRewards, RewardServer, missing_servers
+from shared.reward_schema import EnvironmentRewards, missing_servers
 from shared.section import Section
-from shared.services import SERVICES
+from shared.services_schema import ServicesSection
+from shared.sft_schema import DpoSection, SftSection
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MAX_WEIGHT = 1_000_000
 Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
 MOST_ENVIRONMENTS = 256
@@ -98,7 +99,7 @@ class DataSection(Section):
     there too. `rewards` says by environment what else than its own reward its episodes get.
     """
 
-    env: str
+    env: str = ""
     env_config: dict[str, Any] = Field(default_factory=dict)
     mixture: dict[str, Annotated[MixtureEntry, BeforeValidator(_entry)]] = Field(default_factory=dict)
     curriculum: CurriculumConfig | None = None
@@ -135,15 +136,6 @@ class DataSection(Section):
         return self
 
 
-class SftSection(Section):
-    """Warm start on demonstrations made by the environment, before step 0 of RL. `max_steps: 0` skips it."""
-
-    max_steps: NonNegativeInt = 0
-    n_demonstrations: PositiveInt = 1024
-    batch_size: PositiveInt = 32
-    optimizer_config: OptimizerConfig = OptimizerConfig()
-
-
 class MeshSection(Section):
     shape: tuple[PositiveInt, ...] = (1, 1)
     axis_names: tuple[Literal["fsdp", "tp"], ...] = ("fsdp", "tp")
@@ -175,23 +167,46 @@ class FiltersConfig(Section):
     max_num_gen_batches: PositiveInt = 10
 
 
+class LoraSection(Section):
+    """Adapters (A B · `alpha` / `rank`) of the projections `target_modules`, which are trained in the place of the
+    weights. Names and meaning are those of PEFT and qwix.
+    """
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    target_modules: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Projection)
+
+
 class TrainerSection(Section):
     """`groups_per_step` groups of `num_generations` episodes make one optimizer step.
 
-    `length_buckets` are the sequence lengths compiled for, in tokens. `on_nonfinite` says what follows when a step
-    gives numbers that are not finite, which is never saved: the run stops, or goes on without its groups.
+    `length_buckets` are the lengths of rows compiled for, in tokens. A row is one sequence, and a micro-batch has
+    `train_micro_batch_size` of them (null: all of the step); with `micro_batch_tokens` sequences are packed into rows,
+    what they begin with in common once, and a micro-batch has at most so many positions. `on_nonfinite` says what
+    follows when a step gives numbers that are not finite, which is never saved: the run stops, or goes on without its
+    groups. With `lora` RL trains adapters alone, of the weights that it begins with.
     """
 
     max_steps: PositiveInt = 10
     groups_per_step: PositiveInt = 8
     train_micro_batch_size: PositiveInt | None = None
+    micro_batch_tokens: PositiveInt | None = None
     order: Literal["arrival", "ticket"] = "arrival"
     length_buckets: tuple[PositiveInt, ...] = (256, 512, 1024, 2048, 4096)
     optimizer_config: OptimizerConfig = OptimizerConfig()
     checkpointing_options: CheckpointingOptions = CheckpointingOptions()
     on_nonfinite: Literal["stop", "skip"] = "stop"
     filters: FiltersConfig = FiltersConfig()
+    lora: LoraSection | None = None
     mesh: MeshSection = MeshSection()
+
+    @model_validator(mode="after")
+    def _one_size(self) -> TrainerSection:
+        if self.micro_batch_tokens and self.train_micro_batch_size:
+            raise ValueError(
+                "a micro-batch is train_micro_batch_size sequences or micro_batch_tokens: give one of them"
+            )
+        return self
 
 
 class EngineSection(Section):
@@ -232,154 +247,20 @@ class OrchestratorSection(Section):
     eval_every_n_steps: PositiveInt | None = None
 
 
-def _without_password(url: str) -> str:
-    """Addresses are written to logs, to the run's folder and to other services; secrets are not."""
-    user, at, _ = url.partition("://")[2].rpartition("@")
-    if (at and ":" in user) or "password=" in url:
-        raise ValueError("holds a password; put that into a file of its own (for Redis: services.redis_password_file)")
-    return url
-
-
-Url = Annotated[str, AfterValidator(_without_password)]
-
-
-type Port = Annotated[int, Field(ge=0, le=65535)]
-
-
-class Endpoint(Section):
-    """Where a service listens; `url` is how others reach it (default: from host and port, see
-    `ServicesSection.base_url`).
-
-    Each service has a class of its own, so that naming one key of an endpoint leaves the others at their defaults.
-    """
-
-    host: str = "127.0.0.1"
-    port: Port = 0
-    url: Url | None = None
-
-
-class EnvEndpoint(Endpoint):
-    """`folder` keeps submitted environments (default: in the run's folder). `unsandboxed` names those that may be
-    submitted where this machine cannot confine their code; `python` there allows that tool. `sandbox_memory_mb` is what
-    one episode's process may use. `processes` run the episodes of built-in environments, each with threads of its own
-    (0: threads of the service).
-    `package_index` is the only place that their dependencies come from. `remote_tokens_file` is a secret file with a
-    line `URL TOKEN` for each server of remote environments that asks for a token. `reward_servers` are the judges and
-    reward services that `data.rewards` names.
-    """
-
-    port: Port = SERVICES["env"].port
-    folder: Path | None = None
-    unsandboxed: tuple[str, ...] = ()
-    sandbox_memory_mb: PositiveInt = 512
-    processes: Annotated[int, Field(ge=0, le=256)] = 0
-    package_index: Url = "https://pypi.org/simple"
-    remote_tokens_file: Path | None = None
-    reward_servers: dict[str, RewardServer] = Field(default_factory=dict)
-
-
-class RolloutEndpoint(Endpoint):
-    port: Port = SERVICES["rollout"].port
-
-
-class OrchestratorEndpoint(Endpoint):
-    port: Port = SERVICES["orchestrator"].port
-
-
-class TrainerEndpoint(Endpoint):
-    port: Port = SERVICES["trainer"].port
-
-
-class Limits(Section):
-    """What one client may cost a service. `body_timeout_s` bounds how long a body may take to arrive, and an answer to
-    be read.
-
-    `admin_per_s` is how many requests that change something for others (role admin) one address may make, with bursts
-    of ten times as many. `grace_s` is what running requests have after SIGTERM.
-    """
-
-    max_body_bytes: PositiveInt = 8 * 2**20
-    max_connections: PositiveInt = 4096
-    header_timeout_s: PositiveFloat = 10.0
-    body_timeout_s: PositiveFloat = 30.0
-    admin_per_s: PositiveFloat = 20.0
-    grace_s: PositiveFloat = 10.0
-
-
-class TokenFiles(Section):
-    """Files with the bearer token of each role: viewer reads state, service works, admin changes what others rely on.
-
-    admin includes service includes viewer. None given: no token is asked for.
-    """
-
-    viewer: Path | None = None
-    service: Path | None = None
-    admin: Path | None = None
-
-    @model_validator(mode="after")
-    def _whole(self) -> TokenFiles:
-        if any((self.viewer, self.service, self.admin)) and not (self.service and self.admin):
-            raise ValueError(
-                "token_files needs service and admin: services call each other with the one, the "
-                "trainer sets weights with the other"
-            )
-        return self
-
-
-class Tls(Section):
-    """PEM files: services show `cert_file` (with its chain), clients trust `ca_file` (default: the system's), also for
-    rediss://.
-    """
-
-    cert_file: Path | None = None
-    key_file: Path | None = None
-    ca_file: Path | None = None
-
-    @model_validator(mode="after")
-    def _pair(self) -> Tls:
-        if (self.cert_file is None) != (self.key_file is None):
-            raise ValueError("tls needs cert_file and key_file together")
-        return self
-
-
-class ServicesSection(Section):
-    """`redis_url: null` starts the embedded server. Rollout servers register themselves; `rollout_urls` adds fixed
-    ones.
-
-    `volley train` starts what is not named here: no env service with `env.url`, no rollout server with `rollout_urls`.
-    """
-
-    redis_url: Url | None = None
-    redis_password_file: Path | None = None
-    token_files: TokenFiles = TokenFiles()
-    tls: Tls = Tls()
-    env: EnvEndpoint = EnvEndpoint()
-    rollout: RolloutEndpoint = RolloutEndpoint()
-    orchestrator: OrchestratorEndpoint = OrchestratorEndpoint()
-    trainer: TrainerEndpoint = TrainerEndpoint()
-    rollout_urls: tuple[Url, ...] = ()
-    rollout_replicas: PositiveInt = 1
-    limits: Limits = Limits()
-
-    def base_url(self, name: str) -> str:
-        """How others reach the service `name`."""
-        endpoint: Endpoint = getattr(self, name)
-        return (endpoint.url or self.local_url(name, endpoint.port)).rstrip("/")
-
-    def local_url(self, name: str, port: int) -> str:
-        """How the service `name` is reached on this host when it listens on `port`."""
-        host: str = getattr(self, name).host
-        host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104 - compared, not bound
-        return f"{'https' if self.tls.cert_file else 'http'}://{host}:{port}"
+Mode = Literal["rl", "sft+rl", "sft", "dpo"]
 
 
 class RunConfig(Section):
-    """The whole file."""
+    """The whole file. `mode` is what the run does: RL, after a warm start where `sft` asks for one, which sft+rl
+    requires; or supervised training alone (sft, dpo), for which the trainer needs no other service.
+    """
 
+    mode: Mode = "rl"
     run: RunSection = RunSection(name="quickstart")
     model: ModelSection
-    data: DataSection
+    data: DataSection = Field(default_factory=DataSection)
     sft: SftSection = SftSection()
+    dpo: DpoSection = DpoSection()
     grpo_config: GrpoConfig = GrpoConfig()
     algorithm: AlgorithmSection = GrpoSection()
     trainer: TrainerSection = TrainerSection()
@@ -394,8 +275,33 @@ class RunConfig(Section):
         given = tree.get("algorithm") if isinstance(tree, dict) else None
         return {**tree, "algorithm": {"name": "grpo", **given}} if isinstance(given, dict) else tree
 
+    @property
+    def is_supervised(self) -> bool:
+        """Whether it is a run without RL."""
+        return self.mode in ("sft", "dpo")
+
+    @property
+    def needs_environment(self) -> bool:
+        """Whether anybody asks the environment service for anything."""
+        return not (self.is_supervised and self.sft.train)
+
+    @model_validator(mode="after")
+    def _supervised(self) -> RunConfig:
+        if self.mode == "dpo" and not self.sft.train:
+            raise ValueError("mode=dpo needs sft.train: files of preference pairs")
+        if self.mode in ("sft", "dpo") and self.trainer.lora:
+            raise ValueError(f"trainer.lora is of RL: mode={self.mode} trains all parameters")
+        if self.mode == "sft+rl" and not self.sft.trains:
+            raise ValueError("mode=sft+rl needs sft.max_steps or sft.epochs")
+        if self.needs_environment and not self.data.env:
+            other = " (or sft.train, files of conversations)" if self.mode == "sft" else ""
+            raise ValueError(f"data.env is missing{other}")
+        return self
+
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        if self.is_supervised:
+            return self
         interval, max_staleness = (
             self.trainer.checkpointing_options.save_interval_steps,
             self.grpo_config.off_policy_steps,
@@ -416,6 +322,11 @@ class RunConfig(Section):
             raise ValueError("trainer.length_buckets must reach rollout.engine.context_length")
         if problem := contradiction(self.algorithm, self.grpo_config, self.orchestrator.max_turns):
             raise ValueError(problem)
+        if self.algorithm.teacher_kl_coef and self.services.orchestrator.teacher is None:
+            raise ValueError(
+                f"algorithm.teacher_kl_coef={self.algorithm.teacher_kl_coef:g} needs a teacher: its address is "
+                "services.orchestrator.teacher.url"
+            )
         if missing := missing_servers(self.data.rewards, self.services.env.reward_servers):
             raise ValueError(missing[0])
         return self

@@ -3,6 +3,7 @@
 Invariants of a trajectory, checked by `Trajectory.validate`:
 - token-in-token-out: `token_ids` are the engine's own ids and the environment's appended ones, never re-tokenized text;
 - `loss_mask` is 1 exactly on sampled tokens, `logprobs` is finite there and 0 elsewhere;
+- `teacher_logprobs`, where there are any, are finite on sampled tokens and 0 elsewhere;
 - `versions` covers exactly the sampled positions, in order and without overlap;
 - the three arrays have one length T, and the prompt is never sampled.
 """
@@ -79,7 +80,8 @@ class Turn:
 class Trajectory:
     """One episode, token by token.
 
-    Shapes: `token_ids` int32 [T], `loss_mask` uint8 [T], `logprobs` float32 [T] (behaviour, natural log).
+    Shapes: `token_ids` int32 [T], `loss_mask` uint8 [T], `logprobs` float32 [T] (behaviour, natural log),
+    `teacher_logprobs` float32 [T] (a teacher's, natural log; None where nobody was asked, and then not on the wire).
     `timings` are seconds. `status` is `completed` if the environment ended the episode, and `end` says how it ended
     (None in records that are older than it). `faults` counts turns by what the model did wrong in them, `failures` the
     failed attempts that this episode took, by class of error (see shared.outcomes).
@@ -104,6 +106,7 @@ class Trajectory:
     end: End | None = None
     faults: Mapping[str, int] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
+    teacher_logprobs: np.ndarray | None = None
 
     @property
     def n_sampled(self) -> int:
@@ -122,9 +125,8 @@ class Trajectory:
         _require(bool((self.loss_mask <= 1).all()), "loss_mask holds something else than 0 and 1")
         _require(not self.loss_mask[: self.prompt_len].any(), "the prompt is marked as sampled")
         sampled = self.loss_mask.astype(bool)
-        _require_trainable(bool(np.isfinite(self.logprobs).all()), "nonfinite_logprob", self)
-        _require(not self.logprobs[~sampled].any(), "a log-probability stands at a position that was not sampled")
-        _require(bool((self.logprobs <= 1e-3).all()), "a log-probability is positive")
+        for logprobs in (self.logprobs, self.teacher_logprobs):
+            self._validate_logprobs(logprobs, sampled)
         covered = np.zeros(n, bool)
         for span in self.versions:
             WeightVersion.parse(span.version)
@@ -136,6 +138,14 @@ class Trajectory:
         _require(all(0 <= turn.start <= turn.end <= n for turn in self.turns), "a turn lies outside the sequence")
         rewards = [self.reward, *self.reward_components.values(), *(turn.reward for turn in self.turns)]
         _require_trainable(all(map(math.isfinite, rewards)), "nonfinite_reward", self)
+
+    def _validate_logprobs(self, logprobs: np.ndarray | None, sampled: np.ndarray) -> None:
+        if logprobs is None:
+            return
+        _require(len(logprobs) == len(sampled), "token_ids and a teacher's log-probabilities differ in length")
+        _require_trainable(bool(np.isfinite(logprobs).all()), "nonfinite_logprob", self)
+        _require(not logprobs[~sampled].any(), "a log-probability stands at a position that was not sampled")
+        _require(bool((logprobs <= 1e-3).all()), "a log-probability is positive")
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +208,8 @@ def _trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     record["turns"] = [[t.start, t.end, t.role, t.reward] for t in trajectory.turns]
     for name in ("reward_components", "timings", "faults", "failures"):
         record[name] = dict(record[name])
+    if trajectory.teacher_logprobs is None:
+        del record["teacher_logprobs"]
     return record
 
 
@@ -224,6 +236,7 @@ def _trajectory(record: Any) -> Trajectory:
         end=_end(record.get("end")),
         faults=_counts(record.get("faults", {})),
         failures=_counts(record.get("failures", {})),
+        teacher_logprobs=_array(record["teacher_logprobs"], "f4") if "teacher_logprobs" in record else None,
     )
 
 

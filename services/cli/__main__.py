@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from services.cli import environment_arguments, model_arguments
+from services.cli import environment_arguments, model_arguments, sft_arguments
 from shared.config import add_arguments
 from shared.errors import ConfigError, VolleyError
 
@@ -78,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(required=True, metavar="COMMAND")
     for add in (
         _add_running,
+        sft_arguments.add,
         environment_arguments.add,
         model_arguments.add,
         _add_looking,
@@ -121,6 +122,24 @@ def _add_looking(commands: _Commands) -> None:
     report = commands.add_parser("report", help="make summary.json, the plot and the table of a run")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     report.set_defaults(command=_report)
+
+    compare = commands.add_parser(
+        "compare", help="show runs beside each other, in a table and one picture; with --vary, train them first"
+    )
+    compare.add_argument("--config", action="append", metavar="FILE.yaml", help="of the runs that --vary trains")
+    compare.add_argument(
+        "--vary",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("KEY", "VALUE"),
+        help="train a run for each value of a setting, one after the other, e.g. --vary algorithm.name grpo ppo;"
+        " given again: for each combination",
+    )
+    compare.add_argument("--plot", type=Path, metavar="FILE.png", help="where the picture goes")
+    compare.add_argument("--json", action="store_true", help="for programs")
+    compare.add_argument("rest", nargs="*", metavar="RUN_DIR | key.path=value", help="runs, or values for --vary")
+    compare.set_defaults(command=_compare)
 
     status = commands.add_parser(
         "status", help="show the services of a run: readiness, weight versions, who waits for whom"
@@ -280,6 +299,19 @@ def _follow(arguments: argparse.Namespace) -> int:
     from services.cli.commands import follow
 
     return follow.main(arguments.config, arguments.overrides)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from services.cli.commands import compare
+
+    if bool(arguments.config) != bool(arguments.vary):
+        raise ConfigError("--config and --vary belong together", "to compare runs that exist, give their folders")
+    folders = (
+        compare.varied(arguments.config, arguments.rest, arguments.vary)
+        if arguments.vary
+        else [Path(one) for one in arguments.rest]
+    )
+    return compare.main(folders, arguments.plot, as_json=arguments.json)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -21,6 +21,9 @@ def add(commands: _Commands) -> None:
     export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     export.add_argument("folder", type=Path, metavar="FOLDER", help="a new one")
     export.add_argument("--version", default=LATEST, metavar="VERSION", help="e000001-s000020 (default: the newest)")
+    export.add_argument(
+        "--adapter", action="store_true", help="of trainer.lora: the adapters alone, as PEFT saves them"
+    )
     export.set_defaults(command=_export)
 
 
@@ -34,4 +37,4 @@ def _get(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from services.cli.commands import export
 
-    return export.main(arguments.run_dir, arguments.folder, arguments.version)
+    return export.main(arguments.run_dir, arguments.folder, arguments.version, adapter=arguments.adapter)

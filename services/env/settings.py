@@ -11,7 +11,8 @@ from services.env.sandbox.limits import SandboxLimits
 from shared.reward_schema import EnvironmentRewards, RewardServer
 from shared.run.folder import RunFolder
 from shared.run.sources import FoundSource
-from shared.schema import Limits, RunConfig, TokenFiles
+from shared.schema import RunConfig
+from shared.services_schema import Limits, TokenFiles
 
 DATASETS = frozenset({"code", "gsm8k", "math", "text_to_sql"})
 """Environments that read data.train and data.eval."""

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.runner import EpisodeRunner
+from services.orchestrator.episodes.teacher import EpisodeTeaching, TeachingBudget
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.routes import ROLES, router
 from services.orchestrator.schedule.gate import ReservationGate
@@ -16,13 +17,17 @@ from services.orchestrator.servers.fleet import Discover, DiscoveredServer, Flee
 from services.orchestrator.settings import OrchestratorSettings, from_config
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
+from shared.clients.keys import read_key
 from shared.clients.rollout import RolloutClient
+from shared.clients.teacher import TeacherClient
+from shared.files.spending import SpendingStore
 from shared.models.chat import ChatTokenizer
 from shared.models.hub import model_folder
 from shared.process.boot import RunningService
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
 from shared.queue.registry import Registry
+from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from shared.web.access import Role, read_tokens
 from shared.web.http import create_app
@@ -60,6 +65,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             status,
             max_concurrent=settings.max_concurrent,
             max_attempts=settings.bounds.max_attempts,
+            teaching=await stack.enter_async_context(_teaching(settings, tokenizer, status)),
         )
         queue = TicketQueue(redis, settings.run)
         orchestrator = Orchestrator(
@@ -69,6 +75,26 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         app.state.orchestrator = orchestrator
         app.include_router(router)
         yield RunningService(app, [fleet.watch, orchestrator.work])
+
+
+@asynccontextmanager
+async def _teaching(
+    settings: OrchestratorSettings, tokenizer: ChatTokenizer, status: RunStatus
+) -> AsyncIterator[EpisodeTeaching | None]:
+    """Raises ConfigError."""
+    server = settings.teacher
+    if server is None:
+        yield None
+        return
+    key = read_key(server.token_file, "services.orchestrator.teacher.token_file")
+    limits = server.max_requests, server.max_tokens
+    async with AsyncExitStack() as stack:
+        client = TeacherClient(server, tokenizer.token, key=key, ca_file=settings.ca_file)
+        teacher, budget = await stack.enter_async_context(client), None
+        if any(limits):
+            store = await asyncio.to_thread(SpendingStore, RunFolder(settings.folder).teacher)
+            budget = TeachingBudget(stack.enter_context(store), *limits)
+        yield EpisodeTeaching(teacher, status, server.max_concurrent, budget)
 
 
 def _discover(registry: Registry, fixed_urls: Sequence[str]) -> Discover:

@@ -40,6 +40,12 @@ GENERATE_SECONDS = Histogram(
     buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
     registry=REGISTRY,
 )
+TEACHER_SECONDS = Histogram(
+    "volley_teacher_seconds",
+    "Duration of one question to the teacher, also of one that failed",
+    buckets=(0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100),
+    registry=REGISTRY,
+)
 GROUPS = Counter("volley_groups", "Groups by what became of them", ["outcome"], registry=REGISTRY)
 ENV_GROUPS = Counter(
     "volley_env_groups",

@@ -11,13 +11,15 @@ from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.schedule.ticket_loop import Admission
 from shared.errors import ConfigError
 from shared.run.shares import Member, configured
-from shared.schema import CurriculumConfig, Limits, RunConfig, TokenFiles
+from shared.schema import CurriculumConfig, RunConfig
+from shared.server_schema import TeacherServer
+from shared.services_schema import Limits, TokenFiles
 
 
 @dataclass(frozen=True, slots=True)
 class OrchestratorSettings:
     """`folder` is the run's; `sampling` holds temperature, top_p and top_k of training episodes. `env` is the main
-    one of the environments, `members` are all that the run begins with.
+    one of the environments, `members` are all that the run begins with. `teacher` is None where nobody is asked.
     """
 
     run: str
@@ -43,6 +45,7 @@ class OrchestratorSettings:
     n_eval_tasks: int
     eval_every: int | None
     save_interval: int
+    teacher: TeacherServer | None = None
 
     @property
     def n_groups(self) -> int:
@@ -88,6 +91,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         n_eval_tasks=config.data.n_eval_tasks,
         eval_every=orchestrator.eval_every_n_steps,
         save_interval=trainer.checkpointing_options.save_interval_steps,
+        teacher=services.orchestrator.teacher if config.algorithm.teacher_kl_coef else None,
     )
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from services.rollout.engines.base import CommitMode, EngineSpec
 from shared.models.hub import model_folder
 from shared.run.folder import RunFolder
-from shared.schema import Limits, RunConfig, TokenFiles
+from shared.schema import RunConfig
+from shared.services_schema import Limits, TokenFiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from services.trainer.settings import TrainerSettings
 from services.trainer.settlement.ledger import LedgerFile, StepLog
 from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
+from services.trainer.supervised.app import open_supervised
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.findings import findings
@@ -42,6 +43,10 @@ _log = telemetry.Log("trainer")
 @asynccontextmanager
 async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
+    if config.is_supervised:
+        async with open_supervised(config) as service:
+            yield service
+        return
     with uncollected():
         from services.trainer.learner.tunix import open_backend  # JAX and Tunix
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.trainer.algorithms.registry import algorithm, ppo
-from services.trainer.algorithms.sft import SftOptions
-from services.trainer.learner.backend import ModelOptions
+from services.trainer.algorithms.registry import algorithm, ppo, taught
 from services.trainer.learner.batch import BatchLayout
 from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.policy import PolicyOptions
+from services.trainer.models.lora import LoraOptions
+from services.trainer.models.options import ModelOptions
 from services.trainer.settings import TokenLimits
+from services.trainer.supervised.training import SupervisedOptions
 from shared.algorithm_schema import PpoSection
 from shared.errors import ConfigError
 from shared.schema import OptimizerConfig, RunConfig
@@ -19,20 +20,40 @@ from shared.schema import OptimizerConfig, RunConfig
 
 def model_options(config: RunConfig, folder: Path) -> ModelOptions:
     mesh = config.trainer.mesh
-    return ModelOptions(folder, config.model.dtype, config.model.remat, mesh.shape, mesh.axis_names, config.run.seed)
+    lora = config.trainer.lora
+    return ModelOptions(
+        folder,
+        config.model.dtype,
+        config.model.remat,
+        mesh.shape,
+        mesh.axis_names,
+        config.run.seed,
+        lora=LoraOptions(lora.rank, lora.alpha, lora.target_modules) if lora else None,
+    )
 
 
 def layout(config: RunConfig, tokens: TokenLimits, rows_per_step: int) -> BatchLayout:
-    """Raises ConfigError if the rows of a micro-batch do not divide over the mesh."""
+    """Raises ConfigError if the rows of a micro-batch do not divide over the mesh, or the longest do not fit."""
     trainer = config.trainer
+    buckets, tokens_at_once = tuple(sorted(trainer.length_buckets)), trainer.micro_batch_tokens
     rows = min(trainer.train_micro_batch_size or rows_per_step, rows_per_step)
     shards = dict(zip(trainer.mesh.axis_names, trainer.mesh.shape, strict=True)).get("fsdp", 1)
+    if tokens_at_once is not None:
+        longest = next(length for length in buckets if length >= config.rollout.engine.context_length)
+        if tokens_at_once < longest * shards:
+            raise ConfigError(
+                f"trainer.micro_batch_tokens={tokens_at_once} is less than {shards} rows of {longest} tokens",
+                "the smallest of trainer.length_buckets that holds rollout.engine.context_length counts, for each shard"
+                " of fsdp",
+            )
+        most = max(1, tokens_at_once // buckets[-1] // shards) * shards
+        return BatchLayout(buckets, most, tokens.pad_id, tokens_at_once, shards)
     if rows % shards:
         raise ConfigError(
             f"micro-batches of {rows} sequences do not divide over fsdp={shards}",
             "choose trainer.train_micro_batch_size (or sft.batch_size) as a multiple of it",
         )
-    return BatchLayout(tuple(sorted(trainer.length_buckets)), rows, tokens.pad_id)
+    return BatchLayout(buckets, rows, tokens.pad_id)
 
 
 def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
@@ -46,8 +67,9 @@ def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
             optimizer_options(section.critic_optimizer_config, updates),
             waits,
         )
+    made = critic.algorithm if critic else algorithm(section, grpo.num_iterations, grpo.max_response_length)
     return PolicyOptions(
-        algorithm=critic.algorithm if critic else algorithm(section, grpo.num_iterations, grpo.max_response_length),
+        algorithm=taught(made, section),
         aggregation=section.loss_agg_mode,
         temperature=config.rollout.sampling.temperature,
         n_iterations=grpo.num_iterations,
@@ -60,14 +82,17 @@ def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
     )
 
 
-def sft_options(config: RunConfig, tokens: TokenLimits) -> SftOptions:
-    sft = config.sft
-    return SftOptions(
+def supervised_options(config: RunConfig, tokens: TokenLimits) -> SupervisedOptions:
+    """Raises ConfigError as `layout` does."""
+    sft, beta = config.sft, config.dpo.beta if config.mode == "dpo" else None
+    return SupervisedOptions(
         max_steps=sft.max_steps,
+        epochs=sft.epochs,
         batch_size=sft.batch_size,
         seed=config.run.seed,
-        layout=layout(config, tokens, sft.batch_size),
+        layout=layout(config, tokens, sft.batch_size * (1 if beta is None else 2)),
         optimizer=optimizer_options(sft.optimizer_config, sft.max_steps),
+        beta=beta,
     )
 
 

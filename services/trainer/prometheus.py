@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.trainer.learner.metrics import StepMetrics
+from services.trainer.supervised.metrics import SupervisedMetrics
 from shared.process.telemetry import REGISTRY, Counter, Gauge, Histogram
 
 _OF_THE_LAST_STEP = {
@@ -81,6 +82,15 @@ def show(metrics: StepMetrics, epoch: int) -> None:
     _SEQUENCE_TOKENS.inc(metrics.sequence_tokens)
     _GROUPS.inc(metrics.groups)
     _EPISODES.inc(metrics.episodes)
+
+
+def show_supervised(metrics: SupervisedMetrics, epoch: int) -> None:
+    """A step was made of a run of supervised training."""
+    _LAST["loss"].set(metrics.loss)
+    _LAST["grad_norm"].set(metrics.grad_norm)
+    _EPOCH.set(epoch)
+    _STEP.set(metrics.step)
+    _TOKENS.inc(metrics.tokens)
 
 
 def show_shares(shares: Mapping[str, float]) -> None:

@@ -15,7 +15,8 @@ from shared.models.origin import Origin
 from shared.outcomes import FilterRule
 from shared.run import pinned
 from shared.run.folder import RunFolder
-from shared.schema import FiltersConfig, Limits, RunConfig, TokenFiles
+from shared.schema import FiltersConfig, RunConfig
+from shared.services_schema import Limits, TokenFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,6 @@ class TrainerSettings:
     rollout_urls: tuple[str, ...]
     update_mode: str
     limits: Limits
-    env: str
-    n_demonstrations: int
 
 
 def from_config(config: RunConfig) -> TrainerSettings:
@@ -65,8 +64,6 @@ def from_config(config: RunConfig) -> TrainerSettings:
         rollout_urls=services.rollout_urls,
         update_mode=config.rollout.update_mode,
         limits=services.limits,
-        env=config.data.env,
-        n_demonstrations=config.sft.n_demonstrations,
     )
 
 
@@ -78,7 +75,7 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
         save_interval_steps=trainer.checkpointing_options.save_interval_steps,
         grace_s=config.services.limits.grace_s,
         seed=config.run.seed,
-        keep_reference=config.algorithm.beta > 0,
+        keep_reference=config.algorithm.beta > 0 and trainer.lora is None,
         rules=AdmissionRules(
             order=trainer.order,
             max_staleness=grpo.off_policy_steps,
@@ -86,6 +83,7 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
             vocab_size=tokens.vocab_size,
             group_size=grpo.num_generations,
             filters=filter_options(trainer.filters),
+            has_teacher=config.algorithm.teacher_kl_coef > 0,
         ),
         settings=pinned.relevant(config),
         original=pinned.original(RunFolder(config.run.folder).record),

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from services.trainer import prometheus
 from services.trainer.learner.metrics import StepMetrics
+from services.trainer.supervised.metrics import SupervisedMetrics
 from shared.errors import VolleyError
 from shared.outcomes import FilterRule
 from shared.process.wedge import Wait
@@ -36,10 +37,11 @@ class TrainerStatus:
     refused: str | None = None
     waits: dict[object, Wait] = field(default_factory=dict)
     set_aside: Mapping[str, str] = field(default_factory=dict)
-    last: StepMetrics | None = None
+    last: StepMetrics | SupervisedMetrics | None = None
     last_handover: Mapping[str, Any] | None = None
     tickets: dict[str, int] = field(default_factory=dict)
     filtered: dict[str, int] = field(default_factory=dict)
+    memory: Mapping[str, float] = field(default_factory=dict[str, float])
     paused: bool = False
     stopping: bool = False
     checkpoint_wanted: bool = False
@@ -112,6 +114,11 @@ class TrainerStatus:
     def trained(self, metrics: StepMetrics) -> None:
         self.step, self.version, self.last = metrics.step, metrics.version, metrics
         prometheus.show(metrics, self.epoch)
+
+    def learned(self, metrics: SupervisedMetrics, version: str) -> None:
+        """A step of a run of supervised training."""
+        self.step, self.version, self.last = metrics.step, version, metrics
+        prometheus.show_supervised(metrics, self.epoch)
 
     def not_finite(self) -> None:
         prometheus.REFUSED.inc()

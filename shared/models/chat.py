@@ -11,6 +11,8 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from shared.errors import ConfigError, InputError
 
 type Messages = Sequence[Mapping[str, Any]]
 _MARKER = "\u0001assistant\u0001"
+_NOT_MEANT = (TypeError, ValueError, AttributeError, RecursionError)
+"""What templates raise over values that they were not written for: bytes, a decimal, text where a list is meant."""
 
 
 class ChatTokenizer:
@@ -53,8 +57,13 @@ class ChatTokenizer:
         self._template = compile_template(_template_text(self._settings, folder))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`; special tokens written in it are recognised, none is added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Ids of `text`; special tokens written in it are recognised, none is added. Raises InputError for what is no
+        text in UTF-8: half of a surrogate pair.
+        """
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise InputError("there is half of a surrogate pair in the text: it is not valid Unicode") from error
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
@@ -84,24 +93,65 @@ class ChatTokenizer:
             raise ConfigError(f"the chat template does not close an assistant turn with {self._eos}")
         return self.encode(text.removeprefix(self._eos) if ended else text)
 
+    def said(self, message: Mapping[str, Any]) -> str:
+        """The text of an assistant's message: its content and, as the chat template writes them, its `tool_calls`.
+        Raises InputError if the template leaves them out, and for the end-of-turn token within: no rollout goes on
+        after it, and half a turn would be learned.
+        """
+        content, calls = message.get("content") or "", message.get("tool_calls")
+        after = self._after_marker({**message, "content": _MARKER}) if calls else ""
+        if self._eos in content or (after and after.count(self._eos) > self._closing.count(self._eos)):
+            raise InputError(
+                f"the assistant says {self._eos}, which ends a turn: no rollout goes on after it",
+                "leave it out; the chat template writes it at the end",
+            )
+        if not calls:
+            return content
+        told = after.partition(self._eos)[0]
+        missing = [name for call in calls if (name := str(_function(call)["name"])) not in told]
+        if missing:
+            raise InputError(
+                f"the chat template leaves out the call of {missing[0]}: it knows no tool_calls",
+                "write calls into content, in the format that the model is to use",
+            )
+        return content + (told if content else told.lstrip("\n"))
+
+    @cached_property
+    def _closing(self) -> str:
+        """What the template writes after an assistant's words at the end of a conversation."""
+        return self._after_marker({"role": "assistant", "content": _MARKER})
+
+    def _after_marker(self, message: Mapping[str, Any]) -> str:
+        return self._render([{"role": "user", "content": "?"}, message], ()).partition(_MARKER)[2]
+
+    def leaves_out(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the template writes nothing of the `tools` into the prompt of a demonstration. Raises InputError."""
+        before = [*takewhile(lambda message: message["role"] != "assistant", messages)]
+        return bool(tools) and self._render(before, tools) == self._render(before, ())
+
     def render_demonstration(
-        self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()
+        self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), learned: Sequence[bool] | None = None
     ) -> tuple[list[int], list[int]]:
-        """Ids and loss mask of a finished conversation, token for token as a rollout of it would be recorded."""
+        """Ids and loss mask of a finished conversation, token for token as a rollout of it would be recorded.
+
+        Args:
+            learned: for each message whether its tokens have mask 1, if it is the assistant's; None: all of them.
+        """
         first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), None)
         if first is None or messages[-1]["role"] != "assistant":
             raise InputError("a demonstration must end with an assistant message")
         ids = self.render_prompt(messages[:first], tools)
         mask = [0] * len(ids)
         pending: list[Mapping[str, Any]] = []
-        for message in messages[first:]:
+        counts = [1] * len(messages) if learned is None else [int(one) for one in learned]
+        for message, count in zip(messages[first:], counts[first:], strict=True):
             if message["role"] != "assistant":
                 pending.append(message)
                 continue
             glue = self.render_continuation(pending, ended=True) if pending else []
-            said = [*self.encode(message["content"]), self.eos_id]
+            said = [*self.encode(self.said(message)), self.eos_id]
             ids += glue + said
-            mask += [0] * len(glue) + [1] * len(said)
+            mask += [0] * len(glue) + [count] * len(said)
             pending = []
         return ids, mask
 
@@ -113,7 +163,7 @@ class ChatTokenizer:
                 add_generation_prompt=True,
                 **_special_texts(self._settings),
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, *_NOT_MEANT) as error:
             raise InputError(f"the chat template refuses the conversation: {error}") from error
 
     def _special(self, text: str, folder: Path) -> int:
@@ -121,6 +171,11 @@ class ChatTokenizer:
         if found is None:
             raise ConfigError(f"{folder}: token {text!r} is not in the vocabulary")
         return found
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Name and arguments, which older formats have in the call itself."""
+    return call.get("function") or call
 
 
 def _read_json(path: Path) -> dict[str, Any]:

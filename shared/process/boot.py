@@ -34,8 +34,9 @@ from shared.errors import ConfigError, VolleyError
 from shared.process import telemetry, watchdog
 from shared.process.imports import uncollected
 from shared.process.ports import host_problem
-from shared.schema import Endpoint, RunConfig, TokenFiles
+from shared.schema import RunConfig
 from shared.services import SERVICES
+from shared.services_schema import Endpoint, TokenFiles
 from shared.web.serving import HttpServer, make_server
 from shared.web.tls import check_certificate
 

@@ -109,7 +109,7 @@ def judge(seen: Sequence[ServiceReport]) -> Verdict:
             (f"the run has {run['state']}: {run['reason']}",) if run.get("reason") else (),
             quiet_s=quiet_s,
         )
-    if {"trainer", "orchestrator"} <= {s.kind for s in seen} and all(s.error is not None for s in seen):
+    if "trainer" in {s.kind for s in seen} and all(s.error is not None for s in seen):
         return Verdict("stopped", ("none of its services answers",))
     core = [s for s in seen if s.kind in ("trainer", "orchestrator")]
     if core and all(s.said.get("untold") for s in core):
@@ -240,6 +240,8 @@ def _orchestrator(who: _Who, said: Mapping[str, Any]) -> WaitNode:
         waits.append(WaitLink("peer", "another orchestrator of the run, which evaluates"))
     if n := episodes.get("env"):
         waits.append(WaitLink("env", f"the environment service ({n} episodes)"))
+    if n := episodes.get("teacher"):
+        waits.append(WaitLink("teacher", f"the teacher ({n} episodes)"))
     if not waits and (waiting := said.get("waiting")):
         waits.append(_held_elsewhere(said) or WaitLink(waiting["on"], _sentence(waiting)))
     if (step := said.get("evaluating_step")) is not None:

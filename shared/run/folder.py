@@ -11,8 +11,9 @@ class RunFolder:
     """The files of one run, by what they hold.
 
     `metrics` and `handovers` have a line a step, `ledger` one a ticket, `refused` one a refused step, whose groups are
-    below `refused_groups`, `sft` one a report of the warm start (all written by the trainer); `evals` a line an
-    evaluation, `samples` some of its episodes, `mixture` a line a change of the mixture (by the orchestrator);
+    below `refused_groups`, `sft` one a supervised step, `demonstrations` one a conversation that a run of SFT had from
+    an environment (all written by the trainer); `evals` a line an evaluation, `samples` some of its episodes, `mixture`
+    a line a change of the mixture, `teacher` what asking one has cost (by the orchestrator);
     `environments` keeps what was submitted (by the environment service). The rest is the supervisor's.
     """
 
@@ -47,8 +48,16 @@ class RunFolder:
         return self.path / "sft.jsonl"
 
     @property
+    def demonstrations(self) -> Path:
+        return self.path / "demonstrations.jsonl"
+
+    @property
     def ledger(self) -> Path:
         return self.path / "ledger.jsonl"
+
+    @property
+    def teacher(self) -> Path:
+        return self.path / "teacher.sqlite3"
 
     @property
     def environments(self) -> Path:

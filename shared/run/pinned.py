@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from shared import moved_keys
+from shared.algorithm_schema import keys_of
 from shared.errors import ConfigError
 from shared.files.reading import read_file
 from shared.schema import RunConfig
@@ -31,7 +32,10 @@ type Settings = tuple[tuple[int, Flat], ...]
 """
 
 MAX_STEPS = "trainer.max_steps"
-_BETA, _NAME = "algorithm.beta", "algorithm.name"
+_ALGORITHM = "algorithm."
+_BETA, _NAME, _TEACHER = "algorithm.beta", "algorithm.name", "algorithm.teacher_kl_coef"
+_ONE_MODE = (("rl", "sft+rl"), ("sft+rl", "rl"))
+"""One thing under two names: whether there is a warm start is said by `sft`, which is pinned."""
 _PATHS = ("model.path", "data.train", "data.eval")
 _MOST_NAMED = 5
 _MAX_RECORD = 4 * 2**20
@@ -64,6 +68,7 @@ RULES = (
         False,
         "weights and optimizer belong to this model; start a run from the trained weights with model.path=RUN@VERSION",
     ),
+    Rule("mode", False, "it is what the run is: another one starts from its weights with model.path=RUN@VERSION"),
     Rule(
         "data.mixture",
         False,
@@ -77,7 +82,14 @@ RULES = (
         "tickets name tasks of this data, and evaluations before and after would measure different things; a file that "
         "has changed is another environment, and the run's own is kept in its folder",
     ),
-    Rule("sft.", False, "the warm start is over before the first step"),
+    Rule("sft.eval_every_n_steps", True, "it only says how often the weights are measured"),
+    Rule("sft.save_interval_steps", True, "it only says how often checkpoints are made"),
+    Rule(
+        "sft.",
+        False,
+        "a warm start is over before the first step; and a run of SFT has its data in the order that this decides",
+    ),
+    Rule("dpo.", False, "the loss before and after would be of different objectives"),
     Rule("grpo_config.num_generations", False, "groups of the old size are already on their way to the trainer"),
     Rule(
         "grpo_config.num_iterations",
@@ -104,6 +116,11 @@ RULES = (
     Rule("trainer.on_nonfinite", True, "it only says what follows when a step is refused"),
     Rule(
         "trainer.filters.", True, "it only decides which of the next groups are trained on; each end is in the ledger"
+    ),
+    Rule(
+        "trainer.lora",
+        False,
+        "it is what checkpoints hold; start a run from the trained weights with model.path=RUN@VERSION",
     ),
     Rule("trainer.", False, "the optimizer's state and the order of sums rest on it"),
     Rule("rollout.engine.max_running_requests", True, "it only decides how fast the engine is"),
@@ -148,7 +165,14 @@ def in_force(settings: Settings, epoch: int) -> dict[str, Any]:
     for began, changed in settings:
         if not found or began <= epoch:
             found |= changed
-    return moved_keys.in_flat(found)
+    return _of_its_algorithm(moved_keys.in_flat(found))
+
+
+def _of_its_algorithm(flat: Flat) -> dict[str, Any]:
+    """Without the keys of an earlier algorithm, which were recorded as null when another one without them began."""
+    known = keys_of(flat.get(_NAME))
+    gone = {key for key, value in flat.items() if value is None and key.startswith(_ALGORITHM)} if known else set[str]()
+    return {key: value for key, value in flat.items() if key not in gone or key.split(".")[1] in known}
 
 
 def amended(settings: Settings, epoch: int, now: Flat) -> Settings:
@@ -235,6 +259,8 @@ def same_path(a: Any, b: Any) -> bool:
 def _objection(change: Change, step: int) -> str | None:
     """Why the value may not change like that; None if it may."""
     rule = rule_of(change.key)
+    if change.key == "mode" and (change.was, change.now) in _ONE_MODE:
+        return None
     if not rule.may:
         return rule.reason
     if change.key == MAX_STEPS and change.now < step:
@@ -243,6 +269,8 @@ def _objection(change: Change, step: int) -> str | None:
         return "its critic is trained from the beginning, or not at all"
     if change.key == _BETA and not (change.was and change.now):
         return "the weights of step 0 are kept for the KL term from the beginning, or not at all"
+    if change.key == _TEACHER and not (change.was and change.now):
+        return "the episodes that are on their way to the trainer were shown to a teacher, or were not"
     return None
 
 
@@ -260,7 +288,7 @@ def _value(flat: Flat, key: str) -> Any:
 
 @cache
 def _defaults() -> dict[str, Any]:
-    return relevant(RunConfig.model_validate({"model": {"path": ""}, "data": {"env": ""}}))
+    return relevant(RunConfig.model_validate({"model": {"path": ""}, "data": {"env": "?"}}))
 
 
 def _shown(value: Any) -> str:

@@ -53,7 +53,8 @@ class TrainerState:
     hold; an epoch's first checkpoint has those of the one it goes on from. `seed` is all the randomness there is.
     `settings` is the configuration that was in force, by epoch (see shared.run.pinned), `chain` is over everything
     before; both are missing in checkpoints that are older than they. `origin` is the version of another run that the
-    weights were before step 0 (see shared.models.origin), if they were one.
+    weights were before step 0 (see shared.models.origin), if they were one. `data` says of a run of supervised training
+    which data it passes over, by digest, and where it is in it; there `step` counts optimizer steps of that.
     """
 
     epoch: int
@@ -71,6 +72,7 @@ class TrainerState:
     metrics: tuple[Mapping[str, Any], ...] = ()
     chain: Chain | None = None
     origin: Mapping[str, Any] | None = None
+    data: Mapping[str, Any] | None = None
     schema: int = SCHEMA
 
     @property
@@ -150,6 +152,7 @@ class TrainerState:
                 metrics=tuple(map(_of_metrics, _list(raw, "metrics"))) if schema == SCHEMA else (),
                 chain=Chain.from_mapping(raw["chain"]) if schema == SCHEMA else None,
                 origin=_origin(raw.get("origin")),
+                data=_data(raw.get("data")),
             )
         except (KeyError, TypeError, ValueError, DecodeError) as error:
             raise WeightsError(f"state.json lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error
@@ -223,6 +226,13 @@ def _origin(value: Any) -> dict[str, str] | None:
     if not all(isinstance(text, str) for text in (*origin, *origin.values())):
         raise TypeError("origin is not text by name")
     return origin
+
+
+def _data(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    data = dict(value)
+    return {"digest": _text(data["digest"]), **{key: _count(data, key) for key in ("examples", "epoch", "offset")}}
 
 
 def initial_state(seed: int) -> TrainerState:

@@ -2,11 +2,14 @@
 
 A folder `{root}/{version}/` is valid if and only if it holds `manifest.json`, which is written last: every file it
 names has been fsynced before, and the folder's own entry after. A reader that sees a manifest sees all of the weights.
+Weights of the kind `adapter` are those of adapters alone; the base that they belong to lies once in the run, in
+`{root}/base/{digest}/`, and is made durable before the first manifest that names it.
 """
 
 from __future__ import annotations
 
 import errno
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +27,7 @@ from shared.types import WeightVersion
 
 SCHEMA = 1
 MANIFEST, PARAMS = "manifest.json", "params"
+BASE = "base"  # below the root: what adapters are of, in a folder with the name of its digest
 BAD = "bad"  # below the root: where damaged checkpoints are set aside, each in a folder with its name
 MAX_MANIFEST_BYTES = 16 * 2**20
 _BLOCK_BYTES = 16 * 2**20
@@ -62,6 +66,45 @@ class ManifestLeaf:
 
 
 @dataclass(frozen=True, slots=True)
+class BaseWeights:
+    """Full weights that adapters are of: `digest` is that of the files, in hex."""
+
+    digest: str
+    files: tuple[ManifestFile, ...]
+    tree: tuple[ManifestLeaf, ...]
+
+    @classmethod
+    def of(cls, files: tuple[ManifestFile, ...], tree: tuple[ManifestLeaf, ...]) -> Self:
+        return cls(_digest_of(files), files, tree)
+
+    def folder(self, root: Path) -> Path:
+        """Where it lies; `root` holds the checkpoints."""
+        return root / BASE / self.digest
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What the manifest of adapters says beside them; see `shared.models.adapter`."""
+
+    rank: int
+    alpha: float
+    base: BaseWeights
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any]) -> Self:
+        """Raises KeyError or TypeError."""
+        rank, alpha, base = _count(raw, "rank"), float(raw["alpha"]), raw["base"]
+        files = tuple(map(ManifestFile.from_mapping, base["files"]))
+        if not rank or not math.isfinite(alpha) or base["digest"] != _digest_of(files):
+            raise TypeError("rank, alpha or the digest of the base is none")
+        return cls(rank, alpha, BaseWeights(base["digest"], files, tuple(map(_leaf, base["tree"]))))
+
+
+@dataclass(frozen=True, slots=True)
 class Probe:
     """A fixed prompt and the trainer's log-probabilities of its tokens 1…n-1 given their prefix (natural log).
 
@@ -77,7 +120,7 @@ class Probe:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """`path` is the Orbax folder, relative to the manifest's; `model` is the Hugging Face config.json of the
-    architecture.
+    architecture. `kind` is "full", or "adapter" with an `adapter`.
 
     `state` is the digest of a trainer's `state.json` beside it (see shared.run.state); None where there is none.
     """
@@ -94,6 +137,7 @@ class Manifest:
     probe: Probe | None
     created: float
     state: str | None = None
+    adapter: Adapter | None = None
     schema: int = SCHEMA
 
     @property
@@ -107,7 +151,7 @@ class Manifest:
             raw = codec.from_json(data, "manifest")
             if raw["schema"] != SCHEMA:
                 raise WeightsError(f"manifest has schema {raw['schema']!r:.50}, expected {SCHEMA}")
-            base, probe, state = raw["base_version"], raw["probe"], raw.get("state")
+            base, probe, state, adapter = raw["base_version"], raw["probe"], raw.get("state"), raw.get("adapter")
             return cls(
                 run=_text(raw, "run"),
                 version=str(WeightVersion.parse(_text(raw, "version"))),
@@ -121,9 +165,15 @@ class Manifest:
                 probe=None if probe is None else _probe(probe),
                 created=float(raw["created"]),
                 state=None if state is None else _text(raw, "state"),
+                adapter=None if adapter is None else Adapter.from_mapping(adapter),
             )
         except (DecodeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise WeightsError(f"manifest is malformed: {error!r}"[:_MAX_DETAIL]) from error
+
+
+def _digest_of(files: Sequence[ManifestFile]) -> str:
+    """blake3 of what the files are called and hold, in hex."""
+    return blake3.blake3(orjson.dumps([asdict(file) for file in files], option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
 def _text(raw: Mapping[str, Any], key: str) -> str:
@@ -170,7 +220,13 @@ def seal(manifest: Manifest) -> str:
     """blake3 of all that a manifest says but its `state`, which holds this: so neither file changes without the other,
     in hex.
     """
-    return blake3.blake3(orjson.dumps(asdict(replace(manifest, state=None)), option=orjson.OPT_SORT_KEYS)).hexdigest()
+    return blake3.blake3(orjson.dumps(_plain(replace(manifest, state=None)), option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _plain(manifest: Manifest) -> dict[str, Any]:
+    """Of full weights without a word on adapters, as it was before there were any."""
+    plain = asdict(manifest)
+    return plain if manifest.adapter else {name: value for name, value in plain.items() if name != "adapter"}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Path:
@@ -179,7 +235,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Path:
     """
     path, temporary = folder / MANIFEST, folder / f".{MANIFEST}.tmp"
     with temporary.open("wb") as file:
-        file.write(orjson.dumps(asdict(manifest), option=orjson.OPT_INDENT_2))
+        file.write(orjson.dumps(_plain(manifest), option=orjson.OPT_INDENT_2))
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
@@ -206,6 +262,15 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
         _verify_files(folder, manifest)
     except OSError as error:
         raise unreadable(f"{manifest.version}: {error.filename}", error) from error
+
+
+def verify_base(root: Path, base: BaseWeights) -> None:
+    """`verify_files`, of the base that adapters below `root` are of."""
+    try:
+        for file, path in _present(base.folder(root), PARAMS, base.files, f"base {base.digest}"):
+            _agree(file, digest(path, most=file.size), f"base {base.digest}")
+    except OSError as error:
+        raise unreadable(f"base {base.digest}: {error.filename}", error) from error
 
 
 def copy_files(

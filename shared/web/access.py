@@ -17,7 +17,7 @@ from pathlib import Path
 from starlette.routing import compile_path
 
 from shared.errors import ConfigError
-from shared.schema import TokenFiles
+from shared.services_schema import TokenFiles
 
 MIN_TOKEN = 16
 """Characters of a token, at least."""

@@ -24,7 +24,7 @@ import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from shared.process import telemetry
-from shared.schema import Limits
+from shared.services_schema import Limits
 from shared.web.chunks import MAX_ASIDE, MAX_LINE, ChunkError, Chunks
 
 MAX_HEAD_BYTES = 64 * 1024

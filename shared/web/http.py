@@ -39,7 +39,7 @@ from shared.errors import (
     problem,
 )
 from shared.process import offload, telemetry
-from shared.schema import Limits
+from shared.services_schema import Limits
 from shared.web import docs_page
 from shared.web.access import AccessTokens, Role, RoleTable
 from shared.web.limits import RateLimiter

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from shared.schema import Limits, ServicesSection
+from shared.services_schema import Limits, ServicesSection
 from shared.web.connection import Connection
 
 if TYPE_CHECKING:

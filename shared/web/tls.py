@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from shared.errors import ConfigError
-from shared.schema import Tls
+from shared.services_schema import Tls
 from shared.web.access import read_secret
 
 

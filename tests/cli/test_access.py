@@ -17,7 +17,7 @@ from services.cli.commands import access, status
 from services.cli.runs import addresses
 from shared.errors import ConfigError, ServiceUnreachable
 from shared.run.folder import RunFolder
-from shared.schema import Limits, ServicesSection, Tls
+from shared.services_schema import Limits, ServicesSection, Tls
 from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 from tests.support.asgi import served

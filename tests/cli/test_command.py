@@ -20,7 +20,7 @@ from shared.config import load
 from shared.errors import ConfigError
 from shared.models.hub import model_folder
 from shared.process.boot import bind
-from shared.schema import Endpoint, ServicesSection
+from shared.services_schema import Endpoint, ServicesSection
 
 CONFIG = "configs/quickstart.yaml"
 

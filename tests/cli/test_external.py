@@ -17,10 +17,11 @@ from services.cli.local.supervisor import RestartPolicy
 from services.cli.runs import addresses
 from services.cli.runs.record import claimed
 from services.env.app import open_service
+from shared.clients.teacher import TeacherAway
 from shared.config import load
 from shared.errors import ConfigError, ServiceUnreachable, Unavailable
 from shared.process.ports import hold
-from shared.schema import Limits, ServicesSection, TokenFiles
+from shared.services_schema import Limits, ServicesSection, TokenFiles
 from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.net import free_port
@@ -158,3 +159,13 @@ async def test_a_run_starts_around_an_external_environment_and_resumes_at_the_sa
     assert {s["name"]: s["external"] for s in told["services"]}["env"] is True
     assert seen[0] == seen[1]
     assert seen[0]["env"] == url
+
+
+async def test_a_teacher_must_answer_where_somebody_is_to_ask_it():
+    port = free_port()
+    teacher = f"services.orchestrator.teacher.url=http://127.0.0.1:{port}"
+    await check(teacher)
+    with pytest.raises(TeacherAway, match=rf"the teacher \(http://127\.0\.0\.1:{port}\)"):
+        await check(teacher, "algorithm.teacher_kl_coef=0.5")
+    async with served(create_app("rollout", limits=Limits(), tokens=None, ready=lambda: None)) as url:
+        await check(f"services.orchestrator.teacher.url={url}", "algorithm.teacher_kl_coef=0.5")

@@ -11,7 +11,7 @@ import pytest
 from services.cli.commands import status
 from shared.errors import ConfigError
 from shared.process.wedge import QUIET_S
-from shared.schema import Limits, TokenFiles
+from shared.services_schema import Limits, TokenFiles
 from shared.web.access import Role, read_tokens
 from shared.web.http import create_app
 from tests.support.asgi import served

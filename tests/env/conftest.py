@@ -16,7 +16,7 @@ import pytest
 from services.env.app import open_env
 from services.env.sandbox.limits import SandboxLimits
 from services.env.settings import EnvSettings
-from shared.schema import Limits, TokenFiles
+from shared.services_schema import Limits, TokenFiles
 
 ROWS = [
     {

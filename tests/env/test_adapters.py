@@ -14,7 +14,7 @@ import pytest
 
 from services.env.sandbox.packages.dependencies import PYPI
 from shared.process.uv import find_uv
-from shared.schema import Limits
+from shared.services_schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.submitted import decided, opened
 

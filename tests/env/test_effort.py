@@ -87,6 +87,7 @@ def legal(dice: random.Random) -> tuple[str, dict[str, Any]]:
             "dim_room": (between(4, 12), between(4, 12)),
             "num_boxes": between(1, 4),
             "min_solution": between(1, 100),
+            "demo_blind": dice.choice((0.0, 1.0, 0.5)),
         }
         kind, config = dice.choice((("frozen_lake", shared | lake), ("sokoban", shared | room)))
         try:

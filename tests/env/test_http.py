@@ -6,7 +6,7 @@ import pytest
 
 from services.env.catalogue import KINDS
 from shared import codec
-from shared.schema import Limits
+from shared.services_schema import Limits
 from shared.web.access import Role, token_for
 from tests.env.conftest import OpenClient
 from tests.support.tokens import write_tokens

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.env.submissions.installed import installed
-from shared.schema import Limits
+from shared.services_schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.submitted import ADDER, decided, play
 

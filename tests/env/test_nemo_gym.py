@@ -18,7 +18,7 @@ from services.env.submissions.canary import MIN_EPISODES
 from services.env.tools.calls import before_calls, tool_calls
 from shared.errors import InputError, Unavailable
 from shared.process.ports import free_port
-from shared.schema import Limits
+from shared.services_schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.submitted import decided, opened, play, reached
 from tests.support.net import wait_http

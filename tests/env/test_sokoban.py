@@ -1,3 +1,4 @@
+import itertools
 import random
 from typing import Any
 
@@ -133,3 +134,25 @@ def test_rewards_scale_and_the_penalty_does_not() -> None:
 def test_impossible_settings_are_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         SokobanConfig(**config)
+
+
+def test_a_blind_demonstration_walks_straight_into_the_box_and_on():
+    environment = sokoban(SokobanConfig(demo_blind=1.0, demo_actions_per_turn=1, max_turns=8, max_actions=8))
+    won = 0
+    for index in range(40):
+        shown = environment.demonstration("train", index)
+        said = [str(m["content"]) for m in shown.messages if m["role"] == "assistant"]
+        moves = [said[0], *(b for a, b in itertools.pairwise(said) if a != b)]
+        assert len(moves) <= 3  # up or down, then along the row, and once the other way where a wall was met
+        won += shown.success
+        assert environment.demonstration("train", index) == shown
+    assert 0 < won < 20
+
+
+def test_a_share_of_the_demonstrations_is_blind():
+    def successes(share: float) -> int:
+        environment = sokoban(SokobanConfig(demo_blind=share))
+        return sum(environment.demonstration("train", index).success for index in range(60))
+
+    assert successes(0.0) == 60
+    assert successes(1.0) < successes(0.5) < 60

@@ -24,7 +24,7 @@ from services.env.submissions.submission import MAX_SOURCE, Submission
 from services.env.submissions.submissions import Submissions
 from shared.errors import ConfigError, Forbidden, Unavailable
 from shared.run.sources import FoundSource
-from shared.schema import Limits
+from shared.services_schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.submitted import ADDER, FAILS_LIVE, PYTHON, decided, opened, play, reached, submit
 

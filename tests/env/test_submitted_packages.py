@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.schema import Limits
+from shared.services_schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.sandbox.packages import package_index, wheel
 from tests.env.submitted import ADDER, decided, play, submit

@@ -12,7 +12,7 @@ import pytest
 
 from services.env.sandbox.packages.dependencies import read_metadata
 from shared.process.uv import find_uv
-from shared.schema import Limits
+from shared.services_schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.submitted import decided, opened
 from tests.support.net import free_port, wait_http

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from shared import codec
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
+from shared.clients.teacher import TeacherClient
 from shared.errors import DecodeError, InputError, Unavailable, VolleyError, from_problem, problem
 from shared.queue import registry
+from shared.server_schema import TeacherServer
 from tests.fuzz.values import EXAMPLES, JSON, WIRE, as_json, changed
 
 ANSWERS: dict[str, dict[str, Any]] = {
@@ -44,6 +46,12 @@ ANSWERS: dict[str, dict[str, Any]] = {
         },
     },
 }
+_ECHO: dict[str, Any] = {"tokens": ["a", "b", "c"], "token_logprobs": [None, -0.5, -0.25]}
+ANSWERS |= {
+    "scores": {"meta_info": {"input_token_logprobs": [[None, 1, "a"], [-0.5, 2, None]]}},
+    "echo": {"choices": [{"logprobs": _ECHO}]},
+    "prompt_logprobs": {"choices": [{"prompt_logprobs": [None, {"2": {"logprob": -0.5, "rank": 1}}]}]},
+}
 IDS = np.array([1, 2], np.int32)
 CALLS: dict[str, Callable[[httpx.MockTransport], Any]] = {
     "create": lambda t: _with(EnvClient("http://x", transport=t), lambda c: c.create("r", "e", "train", 0, seed=1)),
@@ -55,6 +63,18 @@ CALLS: dict[str, Callable[[httpx.MockTransport], Any]] = {
         RolloutClient("http://x", transport=t), lambda c: c.generate(IDS, {"max_new_tokens": 4}, "r")
     ),
 }
+CALLS |= {
+    name: lambda t, model=model: _with(
+        TeacherClient(TeacherServer(url="http://x", model=model), str, transport=t), _whole_scores
+    )
+    for name, model in (("scores", None), ("echo", "m"), ("prompt_logprobs", "m"))
+}
+
+
+async def _whole_scores(teacher: TeacherClient) -> None:
+    (told,) = await teacher.logprobs(IDS, 1)
+    assert np.isfinite(told)
+    assert told <= 1e-3
 
 
 async def _with(client: Any, call: Callable[[Any], Any]) -> Any:

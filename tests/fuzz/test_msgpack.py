@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import random
 import tracemalloc
@@ -49,7 +50,8 @@ def trajectory(sample_index: int, n: int = 12) -> Trajectory:
     )
 
 
-GROUP = Group(3, "frozen_lake", "train/7@63bfb0362518", (trajectory(0), trajectory(1)))
+SHOWN = dataclasses.replace(trajectory(1), teacher_logprobs=trajectory(1).logprobs * 2)
+GROUP = Group(3, "frozen_lake", "train/7@63bfb0362518", (trajectory(0), SHOWN))
 CORPUS = [
     GROUP.encode(),
     Group(3, "frozen_lake", "train/7", (), "EpisodeTimeout").encode(),

@@ -26,7 +26,7 @@ from services.rollout.engines.base import EngineInfo
 from shared import codec, config
 from shared.errors import ConfigError, DecodeError, InputError, VolleyError
 from shared.run import mixture
-from shared.schema import Limits
+from shared.services_schema import Limits
 from shared.types import WeightVersion
 from shared.web.http import create_app
 from tests.env.test_catalogue import RUNNER, register

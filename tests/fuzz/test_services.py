@@ -58,11 +58,14 @@ KNOWN: dict[str, dict[str, list[Any]]] = {
         "sampling_params": [
             {},
             {"max_new_tokens": 3},
+            {"max_new_tokens": 0},
             {"temperature": 0, "top_k": 1},
             {"stop_token_ids": [5]},
             {"top_p": 2},
         ],
         "rid": ["a", "b", "c"],
+        "return_logprob": [True, True, False],
+        "logprob_start_len": [0, 1, -1, 500],
         "manifest": [
             *[FIRST] * 6,
             f"{FIRST}/manifest.json",

@@ -13,7 +13,7 @@ from shared import codec
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.errors import Conflict, DecodeError, NotFound, ServiceUnreachable, Unavailable, problem
-from shared.schema import Limits
+from shared.services_schema import Limits
 from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.engine import RolloutDouble

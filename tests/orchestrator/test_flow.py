@@ -22,7 +22,7 @@ from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.errors import Unavailable, VolleyError
 from shared.queue.records import Published
-from shared.schema import Limits
+from shared.services_schema import Limits
 from shared.types import Trajectory, WeightVersion
 from shared.web.http import create_app
 from tests.orchestrator.fakes import (

@@ -19,6 +19,7 @@ from services.orchestrator.episodes import failures
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.turn import TokenBounds, TokenBudget
 from shared import codec, errors
+from shared.clients import teacher
 from shared.clients.env import StepReply
 from shared.errors import DecodeError, RateLimited, VolleyError
 from shared.outcomes import ENDS, FAULTS, FILTERS
@@ -59,6 +60,7 @@ def test_what_is_done_about_each_class():
         "MalformedAnswer",
         "PrefixBroken",
         "RewardRefused",
+        "TeacherRefused",
         "UnknownFrame",
         "Untrainable",
     }
@@ -78,7 +80,7 @@ def test_a_class_from_elsewhere_is_judged_like_its_ancestor():
 
 
 def error(name):
-    modules = (errors, failures, backends, failure, pool, nemo_gym, openenv, served, rewards)
+    modules = (errors, failures, backends, failure, pool, nemo_gym, openenv, served, rewards, teacher)
     return next(getattr(module, name) for module in modules if hasattr(module, name))("planted")
 
 

@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 
 from shared import codec
-from tests.support import models, qwen3_ref
+from tests.support import decoder_reference, models
 from tests.support.net import free_port
 
 CONTEXT = 256
@@ -86,7 +86,7 @@ class RolloutProcess:
         for span in answer["meta_info"]["weight_versions"]:
             start, end = span["start"], span["end"]
             weights = self.weights[span["version"]]
-            expected = qwen3_ref.score(weights, self.config, [*prompt, *ids[:start]], ids[start:end])
+            expected = decoder_reference.score(weights, self.config, [*prompt, *ids[:start]], ids[start:end])
             found.append(np.abs(expected - logprobs[start:end]).max())
         return max(found)
 

@@ -14,7 +14,7 @@ from services.rollout.weights.checkpoint import examine
 from shared.errors import WeightsError
 from shared.models.config import ModelConfig
 from shared.run.weights import Probe
-from tests.support import families, models, qwen3_ref
+from tests.support import decoder_reference, families, models
 
 SIZES = {"max_running_requests": 4, "context_length": 64, "max_prefill_tokens": 64, "max_total_tokens": 256}
 VERSION = "e000001-s000001"
@@ -45,11 +45,11 @@ async def test_the_engine_computes_what_transformers_computes(name: str, tmp_pat
         after = await engine.generate(GenerateRequest("b", prompt, sampling))
     assert committed.live.checksum == loaded.checksum
     for answer, weights in ((before, case.weights), (after, later)):
-        expected = qwen3_ref.score(weights, case.config, prompt.tolist(), list(answer.output_ids))
+        expected = decoder_reference.score(weights, case.config, prompt.tolist(), list(answer.output_ids))
         np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
     np.testing.assert_allclose(committed.live.logprobs, _scores(later, case)[: len(committed.live.logprobs)], atol=1e-4)
 
 
 def _scores(weights: models.Weights, case: families.FamilyCase) -> list[float]:
     ids = case.ids.tolist()
-    return qwen3_ref.score(weights, case.config, ids[:1], ids[1:]).tolist()
+    return decoder_reference.score(weights, case.config, ids[:1], ids[1:]).tolist()

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from tests.rollout.server import MAX_PREFILL, RolloutProcess, wait_until
-from tests.support import qwen3_ref
+from tests.support import decoder_reference
 
 
 def test_concurrent_requests_agree_with_the_reference(server: RolloutProcess, prompts: list[list[int]]) -> None:
@@ -19,12 +19,30 @@ def test_concurrent_requests_agree_with_the_reference(server: RolloutProcess, pr
     assert max(server.error(p, a) for p, a in zip(prompts, answers, strict=True)) <= 1e-4
     weights = server.weights[server.get("/weights")["current"]]
     for prompt, answer in zip(prompts[:4], answers, strict=False):
-        assert answer["output_ids"].tolist() == qwen3_ref.greedy(weights, server.config, prompt, 24)
+        assert answer["output_ids"].tolist() == decoder_reference.greedy(weights, server.config, prompt, 24)
 
 
 def test_a_prompt_longer_than_one_prefill_is_exact(server: RolloutProcess) -> None:
     prompt = np.random.default_rng(1).integers(3, 500, 3 * MAX_PREFILL + 5).tolist()
     assert server.error(prompt, server.generate(prompt, 8)) <= 1e-4
+
+
+def test_given_tokens_are_scored_beside_running_requests(server: RolloutProcess, prompts: list[list[int]]) -> None:
+    """A teacher's answers: texts of one prefill and of several, while others generate."""
+    running = [server.start(p, 24) for p in prompts]
+    long = np.random.default_rng(2).integers(3, 500, 2 * MAX_PREFILL + 5).tolist()
+    for ids, start in ((prompts[0], 0), (prompts[1], 3), (long, len(long) - 40)):
+        sampling = {"max_new_tokens": 0}
+        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": start}
+        meta = server.post("/generate", body)["meta_info"]
+        rows = meta["input_token_logprobs"]
+        assert [row[1] for row in rows] == ids[start:]
+        assert rows[0][0] is None
+        weights = server.weights[meta["weight_version"]]
+        expected = decoder_reference.score(weights, server.config, ids[: start + 1], ids[start + 1 :])
+        np.testing.assert_allclose([row[0] for row in rows[1:]], expected, atol=1e-4)
+    answers = [future.result() for future in running]
+    assert max(server.error(p, a) for p, a in zip(prompts, answers, strict=True)) <= 1e-4
 
 
 def test_a_long_answer_has_each_token_once(server: RolloutProcess, prompts: list[list[int]]) -> None:
@@ -54,7 +72,7 @@ def test_logprobs_are_at_the_requests_temperature(server: RolloutProcess, prompt
     answer = server.generate(prompts[2], 12, temperature=0.7, sampling_seed=3)
     ids = answer["output_ids"].tolist()
     weights = server.weights[answer["meta_info"]["weight_versions"][0]["version"]]
-    expected = qwen3_ref.score(weights, server.config, prompts[2], ids, temperature=0.7)
+    expected = decoder_reference.score(weights, server.config, prompts[2], ids, temperature=0.7)
     np.testing.assert_allclose(answer["meta_info"]["output_token_logprobs"], expected, atol=1e-4)
 
 
@@ -79,7 +97,7 @@ def test_first_tokens_follow_the_models_distribution(server: RolloutProcess, pro
     wait(draws)
     counts = Counter(int(f.result()["output_ids"][0]) for f in draws)
     weights = server.weights[server.get("/weights")["current"]]
-    p = np.exp(qwen3_ref.log_softmax(qwen3_ref.logits(weights, server.config, prompts[0])[-1]))
+    p = np.exp(decoder_reference.log_softmax(decoder_reference.logits(weights, server.config, prompts[0])[-1]))
     often = np.flatnonzero(p * len(draws) >= 5)
     expected = np.append(p[often], 1 - p[often].sum()) * len(draws)
     observed = np.array([*(counts[int(t)] for t in often), len(draws) - sum(counts[int(t)] for t in often)])

@@ -17,7 +17,7 @@ from services.rollout.engines.sglang_jax.client import open_engine
 from shared.errors import EngineDied
 from shared.run.weights import ManifestLeaf, Probe, read_manifest, write_manifest
 from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING, RolloutProcess, wait_until
-from tests.support import models, qwen3_ref
+from tests.support import decoder_reference, models
 
 
 def push(server: RolloutProcess, version: str, mode: str = "retract") -> dict:
@@ -182,7 +182,7 @@ def test_weights_with_a_wrong_fingerprint_are_refused(
     server: RolloutProcess, prompts: list[list[int]], apart: Path
 ) -> None:
     weights = models.random_weights(server.config, 5)
-    expected = qwen3_ref.score(weights, server.config, prompts[0][:1], prompts[0][1:])
+    expected = decoder_reference.score(weights, server.config, prompts[0][:1], prompts[0][1:])
     right = Probe(tuple(prompts[0]), tuple(expected.tolist()))
     wrong = Probe(tuple(prompts[0]), tuple((expected - 0.1).tolist()))
     bad = models.write_checkpoint(apart, server.new_version(), server.config, weights, probe=wrong)
@@ -227,7 +227,7 @@ def test_the_weights_of_another_version_under_a_manifest_made_to_fit_are_refused
     """Every digest is right; only the fingerprint is that of the weights that were meant."""
     meant, others = (models.random_weights(server.config, seed) for seed in (9, 10))
     probe = Probe(
-        tuple(prompts[0]), tuple(qwen3_ref.score(meant, server.config, prompts[0][:1], prompts[0][1:]).tolist())
+        tuple(prompts[0]), tuple(decoder_reference.score(meant, server.config, prompts[0][:1], prompts[0][1:]).tolist())
     )
     checkpoint = models.write_checkpoint(apart, server.new_version(), server.config, others, probe=probe)
     assert "fingerprint" in refused(server, prompts[0], str(checkpoint), 422)

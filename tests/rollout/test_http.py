@@ -13,6 +13,7 @@ import pytest
 from services.rollout.api.generation import CROWD, ClientGone, GenerationRunner
 from services.rollout.api.validation import generate_request
 from services.rollout.app import build_app
+from services.rollout.engines.base import ScoredTokens
 from services.rollout.settings import from_config
 from services.rollout.weights.serving import NothingServes, Serving
 from services.rollout.weights.updater import WeightUpdater
@@ -67,6 +68,33 @@ async def test_json_and_msgpack_carry_the_same_answer(http: httpx.AsyncClient) -
     assert as_json["meta_info"]["weight_versions"] == [{"version": VERSION, "start": 0, "end": 3}]
     assert as_json["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
     assert as_json["meta_info"]["id"] == "a"
+
+
+async def test_given_tokens_are_scored_as_sglang_tells_it(http: httpx.AsyncClient) -> None:
+    body = {"input_ids": [40, 50, 60], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    texts = ["F", "P", "Z"]
+    for start, rows in (
+        (0, [[None, 40], [-0.25, 50], [-0.5, 60]]),
+        (1, [[None, 50], [-0.5, 60]]),
+        (2, [[None, 60]]),
+    ):
+        for with_texts in (False, True):
+            asked = {**body, "logprob_start_len": start, "return_text_in_logprobs": with_texts}
+            answer = (await http.post("/generate", json=asked)).json()
+            told = texts[start:] if with_texts else [None] * len(rows)
+            assert answer["meta_info"]["input_token_logprobs"] == [
+                [*row, text] for row, text in zip(rows, told, strict=True)
+            ]
+            assert (answer["output_ids"], answer["meta_info"]["prompt_tokens"]) == ([], 3)
+
+
+async def test_nothing_is_scored_while_requests_must_not_be_routed_here(
+    http: httpx.AsyncClient, engine: FakeEngine, generation: GenerationRunner
+) -> None:
+    engine.silent_s = 100.0
+    body = {"input_ids": [4, 5], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    assert (await http.post("/generate", json=body)).status_code == 503
+    assert generation.n_requests == 0
 
 
 async def test_log_probabilities_that_nobody_wants_are_not_sent(http: httpx.AsyncClient) -> None:
@@ -222,6 +250,30 @@ async def test_a_client_that_goes_away_cancels_its_request(engine: FakeEngine, g
     with pytest.raises(ClientGone):
         await generation.run([generate_request({"input_ids": [5]}, engine.info)], receive)
     assert not engine.waiting
+
+
+async def test_a_text_whose_client_has_gone_is_not_scored(
+    engine: FakeEngine, generation: GenerationRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, scored = asyncio.Event(), list[int]()
+
+    async def held(ids: np.ndarray) -> ScoredTokens:
+        scored.append(len(ids))
+        await first.wait()
+        return ScoredTokens(engine.version or "", np.zeros(len(ids) - 1, np.float32))
+
+    async def receive() -> dict[str, str]:
+        await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    monkeypatch.setattr(engine, "score", held)
+    running = asyncio.ensure_future(generation.score(np.zeros(5, np.int32)))
+    with pytest.raises(ClientGone):
+        await generation.score(np.zeros(7, np.int32), receive)
+    first.set()
+    assert len((await running).logprobs) == 4
+    assert scored == [5]
+    assert generation.n_requests == 0
 
 
 async def test_a_stopping_server_refuses_work_and_returns_what_it_has(

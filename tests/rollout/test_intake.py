@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.rollout.api.validation import generate_request, wants_logprobs
+from services.rollout.api.validation import asks_to_score, generate_request, score_request, wants_logprobs
 from services.rollout.engines.base import EngineInfo
 from shared.errors import InputError
 
@@ -123,6 +123,43 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
         generate_request({"input_ids": [1, 2], "stream": False, "logprob_start_len": start, **neutral}, INFO)
 
 
+SCORING: dict[str, Any] = {
+    "input_ids": [4, 5, 6],
+    "sampling_params": {"max_new_tokens": 0, "temperature": 0, "skip_special_tokens": False},
+    "return_logprob": True,
+}
+
+
+def test_given_tokens_are_scored_from_the_position_asked_for() -> None:
+    assert asks_to_score(SCORING)
+    assert not any(asks_to_score({"sampling_params": one}) for one in (None, [], {}, {"max_new_tokens": False}))
+    for start in (0, 1, 2):
+        wanted = score_request({**SCORING, "logprob_start_len": start, "return_text_in_logprobs": True}, INFO)
+        assert (wanted.ids.tolist(), wanted.start, wanted.with_texts) == ([4, 5, 6], start, True)
+    assert score_request(SCORING, INFO).start == 0
+    assert len(score_request({**SCORING, "input_ids": [1] * 255}, INFO).ids) == 255
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"input_ids": []}, "empty"),
+        ({"input_ids": [1, 600]}, "outside the vocabulary"),
+        ({"input_ids": [1] * 256}, "256 tokens exceed the context: at most 255"),
+        ({"logprob_start_len": 3}, "logprob_start_len must be an integer from 0 to 2"),
+        ({"logprob_start_len": -1}, "logprob_start_len must be"),
+        ({"return_logprob": None}, "without return_logprob asks for nothing"),
+        ({"return_text_in_logprobs": 1}, "return_text_in_logprobs must be true or false"),
+        ({"sampling_params": {"max_new_tokens": 0, "temperature": 0.7}}, "scored at temperature 1"),
+        ({"sampling_params": {"max_new_tokens": 0, "regex": "a"}}, "regex"),
+        ({"lora_path": "x"}, "lora_path"),
+    ],
+)
+def test_a_wrong_request_for_scores_is_named(changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(InputError, match=named):
+        score_request({**SCORING, **changed}, INFO)
+
+
 def test_log_probabilities_are_asked_for_with_a_boolean() -> None:
     assert [wants_logprobs({"return_logprob": value}) for value in (None, True, False)] == [True, True, False]
     assert wants_logprobs({})
@@ -158,3 +195,10 @@ def test_any_body_is_a_request_that_fits_or_one_error(body: dict[str, Any]) -> N
     with contextlib.suppress(InputError):
         wanted = generate_request(body, INFO)
         assert len(wanted.input_ids) + wanted.sampling.max_new_tokens <= 255
+
+
+@given(st.dictionaries(st.sampled_from(["input_ids", "logprob_start_len", "return_text_in_logprobs", "rid"]), VALUES))
+def test_any_body_is_a_question_that_fits_or_one_error(changed: dict[str, Any]) -> None:
+    with contextlib.suppress(InputError):
+        wanted = score_request({**SCORING, **changed}, INFO)
+        assert 0 <= wanted.start < len(wanted.ids) <= 255

@@ -7,7 +7,7 @@ import pytest
 
 from services.rollout.engines.base import EngineSpec, GenerateRequest, SamplingParams
 from services.rollout.engines.sglang_jax.client import open_engine
-from tests.support import models, qwen3_ref
+from tests.support import decoder_reference, models
 
 CONFIG = models.tiny_config(head_dim=64, num_attention_heads=9, num_key_value_heads=3, rope_theta=500.0)
 
@@ -23,5 +23,5 @@ async def test_the_engine_computes_what_the_configuration_means(tmp_path: Path) 
     async with open_engine(EngineSpec(str(folder), **sizes)) as engine:
         sampling = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
         answer = await engine.generate(GenerateRequest(rid="one", input_ids=prompt, sampling=sampling))
-    expected = qwen3_ref.score(weights, CONFIG, prompt.tolist(), list(answer.output_ids))
+    expected = decoder_reference.score(weights, CONFIG, prompt.tolist(), list(answer.output_ids))
     np.testing.assert_allclose(answer.logprobs, expected, atol=5e-5)

@@ -3,6 +3,7 @@ the real engine.
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from services.rollout.engines.base import EngineSpec, StagedWeights
 from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.weights.probe import check_probe
 from shared.errors import WeightsError
-from tests.support import models, qwen3_ref
+from tests.support import decoder_reference, models
 from tests.support.models import Weights
 
 LENGTH = 64
@@ -47,13 +48,13 @@ def probe_ids(config: Config) -> list[int]:
     return ((np.arange(LENGTH) * 7919 + 11) % config["vocab_size"]).tolist()
 
 
-def score(weights: Weights, config: Config, keep: qwen3_ref.Round | None = None) -> np.ndarray:
+def score(weights: Weights, config: Config, keep: decoder_reference.Round | None = None) -> np.ndarray:
     ids = probe_ids(config)
-    return qwen3_ref.score(weights, config, ids[:1], ids[1:], **({"keep": keep} if keep else {}))
+    return decoder_reference.score(weights, config, ids[:1], ids[1:], **({"keep": keep} if keep else {}))
 
 
 def rounded(weights: Weights) -> Weights:
-    return {key: qwen3_ref.bfloat16(value.astype(np.float64)) for key, value in weights.items()}
+    return {key: decoder_reference.bfloat16(value.astype(np.float64)) for key, value in weights.items()}
 
 
 def swapped_layers(weights: Weights, config: Config, other: Weights) -> Weights:
@@ -82,13 +83,22 @@ def transposed(weights: Weights, config: Config, other: Weights) -> Weights:
 DAMAGES = [swapped_layers, stale_leaf, stale_rows, transposed]
 
 
+def keeping(dtype: str) -> decoder_reference.Round | None:
+    return decoder_reference.bfloat16 if dtype == "bfloat16" else None
+
+
+@cache
+def told_by_the_trainer(name: str, dtype: str) -> tuple[np.ndarray, float]:
+    """The right weights' log-probabilities, and how far the model's own arithmetic is from them."""
+    config, weights = model(name)
+    expected = score(rounded(weights) if dtype == "bfloat16" else weights, config)
+    return expected, float(np.abs(score(weights, config, keeping(dtype)) - expected).mean())
+
+
 def judge(name: str, dtype: str, weights: Weights, config: Config) -> None:
     """As an engine that computes with `weights` and `config` is judged by what the trainer says of the right ones."""
-    right_config, right = model(name)
-    keep = qwen3_ref.bfloat16 if dtype == "bfloat16" else None
-    expected = score(rounded(right) if keep else right, right_config)
-    noise = float(np.abs(score(right, right_config, keep) - expected).mean())
-    check_probe(score(weights, config, keep).astype(np.float32), expected.astype(np.float32), noise, dtype)
+    expected, noise = told_by_the_trainer(name, dtype)
+    check_probe(score(weights, config, keeping(dtype)).astype(np.float32), expected.astype(np.float32), noise, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -152,7 +162,7 @@ async def test_the_real_engine_in_bfloat16_refuses_what_is_planted(tmp_path: Pat
     """64 tokens in four batches of 16: the later ones attend to what the earlier ones wrote."""
     config, weights = model("tied")
     expected = score(rounded(weights), config)
-    noise = float(np.abs(score(weights, config, qwen3_ref.bfloat16) - expected).mean())
+    noise = float(np.abs(score(weights, config, decoder_reference.bfloat16) - expected).mean())
     sizes = {"max_running_requests": 16, "context_length": 128, "max_prefill_tokens": 64, "max_total_tokens": 512}
     spec = EngineSpec(str(models.write_hf(tmp_path / "model", config)), load_weights=False, dtype="bfloat16", **sizes)
     ids = np.array(probe_ids(config), np.int32)

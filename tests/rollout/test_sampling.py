@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.sglang_jax.scheduling.sampling import sample
-from tests.support.qwen3_ref import log_softmax
+from tests.support.decoder_reference import log_softmax
 
 ALL = np.iinfo(np.int32).max
 rng = np.random.default_rng(0)

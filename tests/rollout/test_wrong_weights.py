@@ -14,7 +14,7 @@ from shared.errors import Unavailable, WeightsError
 from shared.models.config import ModelConfig
 from shared.run.weights import Probe
 from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING
-from tests.support import models, qwen3_ref
+from tests.support import decoder_reference, models
 
 CONFIG = models.tiny_config()
 MODEL = ModelConfig.parse(CONFIG)
@@ -22,7 +22,7 @@ PROMPT = list(range(5, 21))
 
 
 def publish(root: Path, version: str, weights: models.Weights) -> str:
-    logprobs = qwen3_ref.score(weights, CONFIG, PROMPT[:1], PROMPT[1:])
+    logprobs = decoder_reference.score(weights, CONFIG, PROMPT[:1], PROMPT[1:])
     probe = Probe(tuple(PROMPT), tuple(logprobs.tolist()))
     return str(models.write_checkpoint(root, version, CONFIG, weights, probe=probe))
 

@@ -14,7 +14,7 @@ from services.rollout.api import routes as rollout
 from services.trainer import routes as trainer
 from shared import config
 from shared.errors import ConfigError
-from shared.schema import Limits, TokenFiles
+from shared.services_schema import Limits, TokenFiles
 from shared.web.access import AccessTokens, Role, RoleTable, read_secret, read_tokens, token_for
 from shared.web.http import COMMON_ROLES, create_app
 from tests.support.tokens import write_private, write_tokens

@@ -22,7 +22,8 @@ PROGRAM = """
     from shared import errors
     from shared.process import boot, telemetry
     from shared.web.http import create_app
-    from shared.schema import DataSection, EnvEndpoint, Limits, ModelSection, RunConfig, ServicesSection
+    from shared.schema import DataSection, ModelSection, RunConfig
+    from shared.services_schema import EnvEndpoint, Limits, ServicesSection
     from shared.errors import ServiceUnreachable
 
     folder, port, mode = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -141,6 +142,7 @@ def test_open_connections_do_not_delay_the_end_beyond_the_grace(start, tmp_path)
 def test_a_thread_that_hangs_does_not_keep_the_process(start, tmp_path):
     program = start("stuck thread")
     while not (tmp_path / "stuck").exists():
+        assert program.process.poll() is None, "it ended before it began"
         time.sleep(0.01)
     program.process.send_signal(signal.SIGTERM)
     code, err = program.end(timeout=30)
@@ -168,6 +170,7 @@ def test_a_blocked_loop_is_logged_with_its_stack_and_measured(start):
 def test_signal_while_starting_ends_with_zero_and_cleanup(start, tmp_path):
     program = start("slow start")
     while not (tmp_path / "opening").exists():
+        assert program.process.poll() is None, "it ended before it began"
         time.sleep(0.01)
     program.process.send_signal(signal.SIGTERM)
     assert program.end(timeout=40)[0] == 0

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 from shared.process import telemetry
-from shared.schema import Limits, ServicesSection
+from shared.services_schema import Limits, ServicesSection
 from shared.web import serving
 from shared.web.access import AccessTokens, Role
 from shared.web.connection import MAX_HEAD_BYTES, MAX_HEADERS, Connection

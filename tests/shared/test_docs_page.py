@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shared.schema import Limits
+from shared.services_schema import Limits
 from shared.web import docs_page
 from shared.web.access import Role
 from shared.web.http import COMMON_ROLES, create_app

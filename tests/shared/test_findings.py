@@ -12,6 +12,7 @@ from shared.errors import ConfigError
 from shared.findings import findings
 from shared.schema import RunConfig
 
+DISTILLED, TEACHER = "on_policy_distillation", {"services__orchestrator__teacher__url": "http://t"}
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -51,6 +52,10 @@ def test_defaults_mean_what_they_say():
         ({"rollout__sampling__top_k": 50}, "rollout.sampling.top_k=50: training samples from a part"),
         ({"trainer__filters__zero_variance": True, "algorithm__name": "ppo"}, "trainer.filters.zero_variance=true"),
         ({"trainer__filters__zero_variance": True, "algorithm__credit": "turn"}, "trainer.filters.zero_variance=true"),
+        ({"trainer__filters__zero_variance": True, "algorithm__name": DISTILLED, **TEACHER}, "trainer.filters.zero_v"),
+        ({"trainer__filters__zero_variance": True, "algorithm__teacher_kl_coef": 0.1, **TEACHER}, "trainer.filters"),
+        ({"rollout__sampling__temperature": 0.7, "algorithm__name": DISTILLED, **TEACHER}, "rollout.sampling.temp"),
+        (TEACHER, "services.orchestrator.teacher.url=http://t is asked nothing: algorithm.teacher_kl_coef is 0"),
         ({"trainer__filters__logprob": 11.0}, "trainer.filters.logprob=11 filters nothing"),
         ({"orchestrator__eval_every_n_steps": 10}, "orchestrator.eval_every_n_steps=10 evaluates nothing"),
         ({"trainer__optimizer_config__warmup_steps": 10}, "trainer.optimizer_config.learning_rate=1e-05 is not"),
@@ -69,6 +74,8 @@ def test_each_is_named_once_by_its_key(given: dict[str, Any], begins: str):
     [
         {"algorithm__sampler_is": "token", "grpo_config__num_iterations": 2},
         {"algorithm__name": "gspo-token"},
+        {"algorithm__name": DISTILLED, **TEACHER},
+        {"algorithm__teacher_kl_coef": 0.1, **TEACHER},
         {"algorithm__name": "cispo", "algorithm__sampler_is": "token"},
         {"algorithm__epsilon": None, "algorithm__sampler_is": "token"},
         {"algorithm__kl_loss_mode": "mse_kl", "algorithm__beta": 0.1},

@@ -15,7 +15,7 @@ from fastapi import HTTPException, Request, Response
 from shared import codec, errors
 from shared.clients import base
 from shared.clients.base import HttpClient
-from shared.schema import Limits
+from shared.services_schema import Limits
 from shared.web import http, serving
 from shared.web.access import AccessTokens, Role
 from shared.web.http import create_app, read_body, respond

@@ -11,7 +11,7 @@ import pytest
 from shared.errors import ConfigError
 from shared.models import names
 from shared.models.config import ModelConfig
-from tests.support import families, models, qwen3_ref
+from tests.support import decoder_reference, families, models
 
 LLAMA = families.case("llama-scaled").written
 QWEN2 = families.case("qwen2").written
@@ -21,7 +21,7 @@ SCALED = LLAMA["rope_parameters"]
 @pytest.mark.parametrize("name", families.NAMES)
 def test_the_reference_computes_what_transformers_computes(name: str) -> None:
     case = families.case(name)
-    found = qwen3_ref.score(case.weights, case.config, case.ids[:1].tolist(), case.ids[1:].tolist())
+    found = decoder_reference.score(case.weights, case.config, case.ids[:1].tolist(), case.ids[1:].tolist())
     np.testing.assert_allclose(found, case.logprobs, atol=5e-6)
 
 

@@ -64,6 +64,10 @@ def test_what_may_change_is_listed():
         ({"rollout": {"sampling": {"temperature": 0.5}}}, r"temperature \(was 1\.0, now 0\.5\)"),
         ({"data": {"env": "e", "env_config": {"size": 5}}}, r"data\.env_config\.size \(was null, now 5\)"),
         ({"trainer": {"max_steps": 3}}, r"max_steps \(was 10, now 3\) may not change: 5 steps are trained already"),
+        (
+            {"algorithm": {"teacher_kl_coef": 0.1}, "services": {"orchestrator": {"teacher": {"url": "http://t"}}}},
+            r"teacher_kl_coef \(was 0\.0, now 0\.1\) may not change: the episodes that are on their way",
+        ),
         ({"algorithm": {"beta": 0.1}}, r"beta \(was 0\.0, now 0\.1\) may not change: the weights of step 0"),
     ],
 )
@@ -72,6 +76,39 @@ def test_what_may_not_change_is_refused_with_what_it_was_and_what_to_do(sections
         pinned.permitted(flat(), flat(**sections), step=5)
     assert "go back to" in raised.value.hint
     assert "run.name" in raised.value.hint
+
+
+def test_a_teacher_may_count_for_more_and_be_asked_elsewhere():
+    def taught(coef: float, url: str) -> dict[str, Any]:
+        return flat(algorithm={"teacher_kl_coef": coef}, services={"orchestrator": {"teacher": {"url": url}}})
+
+    found = pinned.permitted(taught(0.1, "http://a"), taught(0.5, "http://b"), step=5)
+    assert found == [pinned.Change("algorithm.teacher_kl_coef", 0.1, 0.5)]
+
+
+def test_a_warm_start_may_be_named_in_the_mode_or_not():
+    sft = {"max_steps": 5}
+    for was, now in (("rl", "sft+rl"), ("sft+rl", "rl")):
+        found = pinned.permitted(flat(mode=was, sft=sft), flat(mode=now, sft=sft), step=5)
+        assert found == [pinned.Change("mode", was, now)]
+    with pytest.raises(ConfigError, match=r"mode \(was sft, now rl\) may not change"):
+        pinned.permitted(flat(mode="sft", sft={"train": ["a"]}), flat(sft={"train": ["a"]}), step=5)
+
+
+TAUGHT = {"teacher_kl_coef": 0.5}
+TEACHER = {"orchestrator": {"teacher": {"url": "http://t"}}}
+
+
+@pytest.mark.parametrize(
+    "other", [{"name": "on_policy_distillation", "gamma": 0.5, **TAUGHT}, {"name": "reinforce_plus_plus", **TAUGHT}]
+)
+def test_an_algorithm_and_back_has_the_keys_of_the_one_in_force(other: dict[str, Any]):
+    sections = [{"algorithm": one, "services": TEACHER} for one in (TAUGHT, other, TAUGHT)]
+    flats, settings = [flat(**one) for one in sections], pinned.amended((), 1, flat(**sections[0]))
+    for epoch in (2, 3):
+        assert pinned.permitted(flats[epoch - 2], flats[epoch - 1], step=5)
+        settings = pinned.amended(settings, epoch, flats[epoch - 1])
+    assert [pinned.in_force(settings, epoch) for epoch in (1, 2, 3)] == flats
 
 
 def test_a_key_that_an_older_record_lacks_had_its_default():

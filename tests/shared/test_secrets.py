@@ -19,7 +19,7 @@ from shared.clients.base import HttpClient
 from shared.errors import VolleyError
 from shared.process import telemetry
 from shared.queue.server import ServerSpec
-from shared.schema import Limits
+from shared.services_schema import Limits
 from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 from tests.support.asgi import served

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.schema import Tls
+from shared.services_schema import Tls
 from tests.support.net import free_port
 from tests.support.tls import make_tls
 
@@ -26,7 +26,8 @@ PROGRAM = """
     from fastapi.responses import Response
     from shared.process import boot
     from shared.web.http import create_app
-    from shared.schema import DataSection, EnvEndpoint, Limits, ModelSection, RunConfig, ServicesSection, Tls
+    from shared.schema import DataSection, ModelSection, RunConfig
+    from shared.services_schema import EnvEndpoint, Limits, ServicesSection, Tls
 
     port, tls = int(sys.argv[1]), Tls.model_validate_json(sys.argv[2])
     services = ServicesSection(env=EnvEndpoint(port=port), limits=Limits(grace_s=1), tls=tls)

@@ -20,7 +20,7 @@ from shared.clients.base import HttpClient
 from shared.errors import ConfigError, QueueUnavailable, ServiceUnreachable, TlsFailed
 from shared.queue.client import command, connect
 from shared.queue.server import ServerSpec
-from shared.schema import Limits, ServicesSection, Tls
+from shared.services_schema import Limits, ServicesSection, Tls
 from shared.web.http import create_app
 from shared.web.tls import check_certificate, client_context
 from tests.support.asgi import served

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared import codec
 from shared.errors import DecodeError
 from shared.types import Group, Trajectory, Turn, VersionSpan, WeightVersion, spans
 
@@ -27,9 +28,11 @@ def trajectories(draw, ticket=7):
     loss_mask = np.array(mask, np.uint8)
     n = len(mask)
     logprobs = np.where(loss_mask, -np.abs(np.linspace(0.1, 3, n)), 0).astype(np.float32)
+    teacher = draw(st.sampled_from([None, logprobs * 2]))
     return Trajectory(
         ticket, 0, 0, "env", "task", prompt, np.arange(n, dtype=np.int32), loss_mask, logprobs,
         spans([v for v, _ in versions], [p for _, p in versions]), (Turn(0, prompt, "user"),), 0.5, True, "completed",
+        teacher_logprobs=teacher,
     )  # fmt: skip
 
 
@@ -62,10 +65,28 @@ def test_every_broken_invariant_is_named(trajectory, data):
         "outside the sequence": {"turns": (Turn(0, n + 1, "user"),)},
         "reward": {"reward": float("inf")},
         "positive": {"logprobs": np.where(trajectory.loss_mask, 1.0, 0).astype(np.float32)},
+        "a teacher's log-probabilities differ in length": {"teacher_logprobs": trajectory.logprobs[1:]},
+        "episode 0: a log-probability is NaN": {"teacher_logprobs": nan},
+        "is positive": {"teacher_logprobs": np.where(trajectory.loss_mask, 1.0, 0).astype(np.float32)},
+        "at a position that was not sampled": {"teacher_logprobs": np.full(n, -1.0, np.float32)},
     }
     for message, change in broken.items():
         with pytest.raises(DecodeError, match=message):
             dataclasses.replace(trajectory, **change).validate()
+
+
+@given(trajectories())
+def test_what_a_teacher_said_is_on_the_wire_only_where_one_was_asked(trajectory):
+    shown = dataclasses.replace(trajectory, teacher_logprobs=trajectory.logprobs * 3)
+    plain = dataclasses.replace(trajectory, teacher_logprobs=None)
+    records = [codec.unpack(Group(7, "env", "task", (one,)).encode())["trajectories"][0] for one in (shown, plain)]
+    assert records[0].keys() - records[1].keys() == {"teacher_logprobs"}
+    assert np.array_equal(records[0]["teacher_logprobs"], shown.teacher_logprobs)
+    for wrong in (None, 1.0, shown.token_ids, shown.logprobs.astype(np.float64)):
+        record = codec.unpack(Group(7, "env", "task", (shown,)).encode())
+        record["trajectories"][0]["teacher_logprobs"] = wrong
+        with pytest.raises(DecodeError):
+            Group.decode(codec.pack(record))
 
 
 @given(trajectories(), st.data())

@@ -120,6 +120,10 @@ WEDGES = {
             "rollout-0 has e000003-s000010 and has not loaded step 12, which is durable",
         ],
     ),
+    "the teacher is away": (
+        [trainer(), orchestrator(waits={"teacher": 9}), ROLLOUT, ENV],
+        ["trainer waits", "orchestrator waits for the teacher (9 episodes)"],
+    ),
     "the environment is away": (
         [trainer(), orchestrator(waits={"env": 9}), ROLLOUT, replace(ENV, error="Connection refused")],
         [

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from shared.schema import Limits, ServicesSection
+from shared.services_schema import Limits, ServicesSection
 from shared.web.serving import make_server
 
 _QUICK = ServicesSection(limits=Limits(grace_s=1))

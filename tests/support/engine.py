@@ -28,6 +28,7 @@ from services.rollout.engines.base import (
     GenerateResult,
     Live,
     LoadedWeights,
+    ScoredTokens,
     StagedWeights,
 )
 from services.rollout.settings import RolloutSettings
@@ -36,7 +37,7 @@ from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Conflict, WeightsError
 from shared.models.config import ModelConfig
 from shared.run.weights import copy_files
-from shared.schema import Limits, TokenFiles
+from shared.services_schema import Limits, TokenFiles
 from shared.types import VersionSpan
 from tests.support.tokenizer import FOLDER
 
@@ -101,6 +102,10 @@ class FakeEngine:
         return GenerateResult(
             request.rid, ids[:n], np.full(n, -0.5, np.float32), finish, spans, len(request.input_ids), 0
         )
+
+    async def score(self, ids: np.ndarray) -> ScoredTokens:
+        """-0.25, -0.5, … in the order of the tokens."""
+        return ScoredTokens(self.version or "", -0.25 * np.arange(1, len(ids), dtype=np.float32))
 
     async def stage(self, weights: StagedWeights) -> LoadedWeights:
         self.staging.append(weights.version)

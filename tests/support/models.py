@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.run.weights import Manifest, ManifestLeaf, Probe, digest_files, write_manifest
+from shared.run.weights import Adapter, BaseWeights, Manifest, ManifestLeaf, Probe, digest_files, write_manifest
 from shared.types import WeightVersion
 
 Weights = dict[str, np.ndarray]
@@ -137,6 +137,34 @@ def save_params(folder: Path, flat: Weights) -> Path:
     return folder
 
 
+def random_adapter(config: Mapping[str, Any], seed: int, rank: int = 2) -> Weights:
+    """Adapters of every projection of `to_tunix`'s tree, with a B that is not 0."""
+    rng, made = np.random.default_rng(seed), Weights()
+    for name, value in to_tunix(random_weights(config, 0), config).items():
+        if re.search(r"_proj\.(w|kernel)$", name):
+            n_in = 2 if name.endswith("o_proj.w") else 1
+            a, b = (*value.shape[:n_in], rank), (rank, *value.shape[n_in:])
+            made |= {f"{name}_lora_{half}": 0.2 * rng.standard_normal(s) for half, s in (("a", a), ("b", b))}
+    return {name: value.astype(np.float32) for name, value in made.items()}
+
+
+def write_base(root: Path, config: Mapping[str, Any], weights: Weights) -> BaseWeights:
+    """Writes `{root}/base/{digest}/` as the trainer does."""
+    flat, draft = to_tunix(weights, config), root / ".draft"
+    save_params(draft / "params", flat)
+    base = BaseWeights.of(digest_files(draft, "params"), _tree(flat))
+    base.folder(root).parent.mkdir(exist_ok=True)
+    draft.rename(base.folder(root))
+    return base
+
+
+def write_adapter(
+    root: Path, version: str, config: Mapping[str, Any], flat: Weights, adapter: Adapter, probe: Probe | None = None
+) -> Path:
+    """Writes `{root}/{version}/` with adapters of a base alone. Returns the folder."""
+    return _write(root, version, flat, config, kind="adapter", adapter=adapter, probe=probe)
+
+
 def write_checkpoint(
     root: Path,
     version: str,
@@ -152,22 +180,22 @@ def write_checkpoint(
 
     `model` is what the manifest says of the architecture (default: `config`).
     """
+    described = config if model is None else model
+    return _write(root, version, to_tunix(weights, config), described, run=run, base_version=base, probe=probe)
+
+
+def _write(root: Path, version: str, flat: Weights, model: Mapping[str, Any], **said: Any) -> Path:
     folder = root / version
     folder.mkdir(parents=True)
-    flat = to_tunix(weights, config)
     save_params(folder / "params", flat)
+    plain = {"run": "test", "base_version": None, "kind": "full", "path": "params", "created": 0.0}
+    step, files = WeightVersion.parse(version).step, digest_files(folder, "params")
     manifest = Manifest(
-        run=run,
-        version=version,
-        base_version=base,
-        step=WeightVersion.parse(version).step,
-        kind="full",
-        path="params",
-        files=digest_files(folder, "params"),
-        tree=tuple(ManifestLeaf(key, tuple(value.shape), str(value.dtype)) for key, value in sorted(flat.items())),
-        model=config if model is None else model,
-        probe=probe,
-        created=0.0,
+        **plain | {"version": version, "step": step, "files": files, "tree": _tree(flat)} | said, model=model
     )
     write_manifest(folder, manifest)
     return folder
+
+
+def _tree(flat: Weights) -> tuple[ManifestLeaf, ...]:
+    return tuple(ManifestLeaf(key, tuple(value.shape), str(value.dtype)) for key, value in sorted(flat.items()))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,24 +40,14 @@ from tools.simulated.trainer import NumpyArrays
 
 RUN, BATCH, SIZE, ETA, STEPS = "r", 2, 2, 1, 5
 HUGE = 1e6
-_NUMBERS = (
-    "loss",
-    "grad_norm",
-    "kl",
-    "logprob_abs_diff",
-    "logprob_abs_diff_current",
-    "logprob_abs_diff_current_max",
-    "clip_fraction",
-    "entropy",
-)
 
 
 def step_metrics(held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
     """Of a step after `before` whose learner measures nothing."""
     after = WeightVersion(before.epoch, before.step + 1)
-    return StepMetrics(
-        step=after.step, version=str(after), tokens=1, **of_groups(held, before.step), **dict.fromkeys(_NUMBERS, 0.0)
-    )
+    told: dict[str, Any] = {"step": after.step, "version": str(after), "tokens": 1, **of_groups(held, before.step)}
+    measured = [one.name for one in fields(StepMetrics) if one.default_factory is MISSING]
+    return StepMetrics(**dict.fromkeys(measured, 0.0) | told)
 
 
 def group(ticket: int, version: WeightVersion, *, reward: float = 0.0) -> Group:
@@ -96,6 +86,7 @@ class Weightless:
     def __init__(self, checkpoints: CheckpointFolders) -> None:
         self._checkpoints, self.weight = checkpoints, 0.0
         self._restored: RestoredCheckpoint | None = None
+        self.memory: Mapping[str, float] = {}
         self.restored, self.may_build, self.may_start, self.may_save = (threading.Event() for _ in range(4))
         for may in (self.may_build, self.may_start, self.may_save):
             may.set()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trustme
 
-from shared.schema import Tls
+from shared.services_schema import Tls
 
 
 def make_tls(folder: Path, *names: str) -> Tls:

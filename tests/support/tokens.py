@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shared.schema import TokenFiles
+from shared.services_schema import TokenFiles
 
 
 def write_tokens(folder: Path) -> TokenFiles:

@@ -15,7 +15,7 @@ import pytest
 from services.cli.reverify import command as reverify
 from services.cli.verify.command import verify
 from shared.run.folder import RunFolder
-from tests.support.judge import judge_process
+from tests.support import answering
 from tests.support.net import free_port
 from tests.support.stack import Training, training
 
@@ -38,13 +38,13 @@ def test_a_judged_run_outlives_its_judge_and_is_judged_again_from_what_was_kept(
     port, log = free_port(), tmp_path / "asked"
     changes = (f"trainer.max_steps={N_STEPS}", "data.n_eval_tasks=2", *judged(port))
     with training(tmp_path, *changes) as run:
-        with judge_process(port, log):
+        with answering.process("tests.support.judge", port, log):
             run.wait_for(r"^step +2/", 400)
         stopped_at = newest_step(run.folder)
         time.sleep(8)
         down = newest_step(run.folder)
         assert down <= stopped_at + 3, "steps went on without a judge"  # what was judged before is still trained on
-        with judge_process(port, log):
+        with answering.process("tests.support.judge", port, log):
             assert run.wait(400) == 0, run.text()
     result = verify(run.folder)
     assert result["ok"], result["violations"]

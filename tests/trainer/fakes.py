@@ -50,6 +50,7 @@ class FakeBackend:
     diffs: dict[int, float] = field(default_factory=dict)
     weights: list[int] = field(default_factory=list)
     kept: dict[WeightVersion, list[int]] = field(default_factory=dict)
+    memory: Mapping[str, float] = field(default_factory=dict)
 
     def head(self) -> WeightVersion | None:
         return self.checkpoint.version if self.checkpoint else None

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support import qwen3_ref
+from tests.support import decoder_reference
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def token_logprobs(
     weights: Mapping[str, np.ndarray], config: Mapping[str, Any], ids: np.ndarray, temperature: float
 ) -> np.ndarray:
     """float64 [T]; entry 0 is 0 because nothing precedes it."""
-    table = qwen3_ref.log_softmax(qwen3_ref.logits(weights, config, ids), temperature)
+    table = decoder_reference.log_softmax(decoder_reference.logits(weights, config, ids), temperature)
     return np.concatenate([[0.0], table[np.arange(len(ids) - 1), ids[1:]]])
 
 

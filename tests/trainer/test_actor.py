@@ -68,7 +68,7 @@ def reference(
             d = np.asarray(batch.reference, np.float64)[i][at] - p
             loss = loss + options.beta * (np.exp(d) - 1 - d)
         loss = loss - options.entropy_coef * entropy[i][at]
-        total += float(batch.row_weight[i]) * loss.sum()
+        total += float(batch.weight[i, 0]) * loss.sum()
     return total
 
 
@@ -103,7 +103,7 @@ def batch_of(seed: int, rows: int, length: int, spread: float, *, old: bool = Fa
         behaviour,
         (rng.standard_normal((rows, 1)) * mask).astype(np.float32),
         mask,
-        rng.uniform(0.01, 1, rows).astype(np.float32),
+        rng.uniform(0.01, 1, (rows, 1)).astype(np.float32),
         reference=nearby[1],
         old=nearby[2] if old else None,
     )
@@ -167,7 +167,7 @@ def test_nothing_is_ever_not_finite(seed: int, size: tuple[int, int], spread: fl
 
 def test_a_ratio_between_the_bounds_is_not_clipped_and_one_outside_has_no_gradient():
     ones = np.ones((1, 3), np.float32)
-    batch = Batch(ones, ones, ones, -ones, ones, ones, np.ones(1, np.float32))
+    batch = Batch(ones, ones, ones, -ones, ones, ones, np.ones((1, 1), np.float32))
     present = np.log(np.array([[1.1, 1.5, 0.5]])) - 1
     _, gradient, told = value_and_gradient(FORMS["ppo"], batch, present.astype(np.float32), 0 * ones)
     assert (gradient[0, 1], told["clip_fraction"]) == (0, pytest.approx(1 / 3))
@@ -179,7 +179,7 @@ def test_a_ratio_between_the_bounds_is_not_clipped_and_one_outside_has_no_gradie
 def test_the_effective_share_is_kishs():
     ones = np.ones((2, 2), np.float32)
     old = np.log(np.array([[1.0, 1.0], [0.25, 0.25]])).astype(np.float32)
-    batch = Batch(ones, ones, ones, 0 * ones, ones, ones, np.ones(2, np.float32), old=old)
+    batch = Batch(ones, ones, ones, 0 * ones, ones, ones, np.ones((2, 1), np.float32), old=old)
     _, _, told = value_and_gradient(FORMS["tis by token"], batch, old, 0 * ones)
     w = np.array([1, 1, 0.25, 0.25])
     assert told["effective_share"] == pytest.approx(w.sum() ** 2 / (4 * (w**2).sum()))

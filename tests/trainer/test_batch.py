@@ -38,22 +38,22 @@ def test_position_t_belongs_to_the_token_at_t_plus_one():
     assert batch.behaviour[0, :4].tolist() == [0, -1, -2, 0]
     assert batch.current[0, :4].tolist() == [0, 0, 1, 0]
     assert batch.advantages[0, :4].tolist() == [0, 0.5, 0.25, 0]
-    assert batch.row_weight.tolist() == [0.5, 0.0]
+    assert batch.weight.tolist() == [[0.5], [0.0]]
 
 
 def test_shapes_are_bounded_by_buckets_and_rows():
     shapes = {b.ids.shape for seed in range(5) for b in make(rows(4, seed))}
     assert shapes <= {(2, 16), (2, 32)}
     assert {b.ids.dtype.name for b in make(rows(3))} == {"int32"}
-    assert {
-        getattr(b, f).dtype.name for b in make(rows(3)) for f in ("mask", "behaviour", "advantages", "row_weight")
-    } == {"float32"}
+    assert {getattr(b, f).dtype.name for b in make(rows(3)) for f in ("mask", "behaviour", "advantages", "weight")} == {
+        "float32"
+    }
 
 
 def test_the_number_of_micro_batches_is_constant_and_empty_ones_weigh_nothing():
     batches = make(rows(1), 3)
     assert len(batches) == 3
-    assert [float(b.row_weight.sum()) > 0 for b in batches] == [True, False, False]
+    assert [float(b.weight.sum()) > 0 for b in batches] == [True, False, False]
     assert not batches[1].mask.any()
 
 

@@ -92,7 +92,7 @@ def test_no_buffer_of_the_compiled_step_holds_a_whole_sequence_of_logits():
     config = CONFIG | {"vocab_size": vocab, "num_hidden_layers": 1}
     model = model_of(models.random_weights(config, 0), config)
     ints, floats = jnp.zeros((rows, length), jnp.int32), jnp.ones((rows, length), jnp.float32)
-    batch = Batch(ints, ints, floats, floats, floats, floats, jnp.ones(rows))
+    batch = Batch(ints, ints, floats, floats, floats, floats, jnp.ones((rows, 1)))
     for entropy in ("value", "gradient"):
         options = ActorOptions(Clip(0.2, 0.2), entropy_coef=0.1 * (entropy == "gradient"))
         loss = objective(model, partial(actor_loss, options=options), 1.0, entropy)

@@ -186,7 +186,7 @@ def test_padding_changes_nothing():
 
 def test_importance_uses_the_given_old_logprobs_after_the_first_iteration():
     ones = jnp.ones((1, 2))
-    batch = Batch(ones, ones, ones, -2 * ones, ones, ones, jnp.ones(1), old=-1.5 * ones)
+    batch = Batch(ones, ones, ones, -2 * ones, ones, ones, jnp.ones((1, 1)), old=-1.5 * ones)
     scores = type("Scores", (), {"logprobs": -ones, "entropy": ones})
     value, _ = actor_loss(scores, batch, made(0.2, 0.2, 0.0, "grpo", "kl", 10.0))
     assert float(value) == pytest.approx(-2 * min(np.exp(0.5), 1.2) * np.exp(0.5), rel=1e-6)
@@ -215,7 +215,9 @@ def test_supervised_loss_is_the_mean_negative_log_likelihood():
 def k3(distance: float) -> tuple[float, float, float]:
     """Loss, its mean `kl`, and gradient of one token without advantage, `distance` nats from the reference."""
     ones = jnp.ones((1, 1))
-    batch = Batch(ones, ones, ones, -ones, 0 * ones, ones, jnp.ones(1), reference=jnp.full((1, 1), min(0.0, distance)))
+    batch = Batch(
+        ones, ones, ones, -ones, 0 * ones, ones, jnp.ones((1, 1)), reference=jnp.full((1, 1), min(0.0, distance))
+    )
     loss = made(0.2, 0.2, 1.0, "grpo", "low_var_kl", None)
 
     def of(logprob: jax.Array):
@@ -256,7 +258,7 @@ def test_ratios_of_policies_far_apart_are_finite_and_so_are_their_gradients(algo
     ones = jnp.ones((2, 3))
     behaviour = jnp.full((2, 3), min(0.0, -apart))
     advantages = jnp.array([[1e9] * 3, [-1e9] * 3])
-    batch = Batch(ones, ones, ones, behaviour, advantages, ones, jnp.ones(2), reference=behaviour)
+    batch = Batch(ones, ones, ones, behaviour, advantages, ones, jnp.ones((2, 1)), reference=behaviour)
     loss = made(0.2, 0.2, 0.1, algo, "low_var_kl", 2.0)
 
     def of(logprobs: jax.Array):

@@ -22,7 +22,7 @@ from services.trainer.models.initial_weights import leaves_of, random_leaves
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.models.names import hf_name
-from tests.support import models, qwen3_ref
+from tests.support import decoder_reference, models
 from tests.trainer.support import CONFIG, model_of, rows, write_shards
 
 WEIGHTS = models.random_weights(CONFIG, seed=2)
@@ -48,7 +48,7 @@ def logprobs(model: family.Model, batch: Batch) -> np.ndarray:
 
 
 def expected(weights: models.Weights, config: dict, ids: np.ndarray) -> np.ndarray:
-    table = qwen3_ref.log_softmax(qwen3_ref.logits(weights, config, ids))
+    table = decoder_reference.log_softmax(decoder_reference.logits(weights, config, ids))
     return table[np.arange(len(ids) - 1), ids[1:]]
 
 

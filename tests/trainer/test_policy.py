@@ -23,7 +23,7 @@ from services.trainer.loop.group_buffer import ReadyGroup, ready_group
 from shared.algorithm_schema import GrpoSection, PpoSection
 from shared.errors import NonFinite, WeightsError
 from shared.types import WeightVersion
-from tests.support import models, qwen3_ref
+from tests.support import decoder_reference, models
 from tests.trainer.support import CONFIG, group, model_of
 
 CONFIG_1 = CONFIG | {"num_hidden_layers": 1}
@@ -86,7 +86,9 @@ def test_reported_numbers_equal_their_definitions():
     trajectories = [t for h in groups for t in h.group.trajectories]
     differences = []
     for t in trajectories:
-        table = qwen3_ref.log_softmax(qwen3_ref.logits(WEIGHTS, CONFIG_1, t.token_ids), OPTIONS.temperature)
+        table = decoder_reference.log_softmax(
+            decoder_reference.logits(WEIGHTS, CONFIG_1, t.token_ids), OPTIONS.temperature
+        )
         logp = table[np.arange(len(t.token_ids) - 1), t.token_ids[1:]]
         differences.append(np.abs(logp - t.logprobs[1:])[t.loss_mask[1:] > 0])
     rewards = np.array([t.reward for t in trajectories])
@@ -106,7 +108,7 @@ def test_reported_numbers_equal_their_definitions():
 def test_the_probe_is_the_published_models_log_probabilities():
     probe = policy().contents().probe
     assert probe is not None
-    exact = qwen3_ref.score(WEIGHTS, CONFIG_1, probe.input_ids[:1], probe.input_ids[1:])
+    exact = decoder_reference.score(WEIGHTS, CONFIG_1, probe.input_ids[:1], probe.input_ids[1:])
     np.testing.assert_allclose(probe.logprobs, exact, atol=2e-5)
     assert probe.noise is not None
     assert probe.noise < 2e-5
@@ -329,11 +331,13 @@ def test_the_probe_tells_the_rounding_of_bfloat16():
     probe = Policy(model, replace(OPTIONS, published_dtype="bfloat16"), CONFIG_1, None).contents().probe
     assert probe is not None
     assert probe.noise is not None
-    published = {name: qwen3_ref.bfloat16(value.astype(np.float64)) for name, value in WEIGHTS.items()}
+    published = {name: decoder_reference.bfloat16(value.astype(np.float64)) for name, value in WEIGHTS.items()}
     ids = probe.input_ids
-    exact = qwen3_ref.score(published, CONFIG_1, ids[:1], ids[1:])
+    exact = decoder_reference.score(published, CONFIG_1, ids[:1], ids[1:])
     np.testing.assert_allclose(probe.logprobs, exact, atol=2e-5)
-    emulated = np.abs(qwen3_ref.score(WEIGHTS, CONFIG_1, ids[:1], ids[1:], keep=qwen3_ref.bfloat16) - exact).mean()
+    emulated = np.abs(
+        decoder_reference.score(WEIGHTS, CONFIG_1, ids[:1], ids[1:], keep=decoder_reference.bfloat16) - exact
+    ).mean()
     assert emulated / 3 < probe.noise < 3 * emulated
 
 
@@ -371,5 +375,7 @@ def spans_of(trajectory, first):
 
 def reference_logprobs(trajectory) -> np.ndarray:
     """float64 [T]: of each token given those before it, at the policy's temperature; 0 for the first."""
-    table = qwen3_ref.log_softmax(qwen3_ref.logits(WEIGHTS, CONFIG_1, trajectory.token_ids), OPTIONS.temperature)
+    table = decoder_reference.log_softmax(
+        decoder_reference.logits(WEIGHTS, CONFIG_1, trajectory.token_ids), OPTIONS.temperature
+    )
     return np.concatenate([[0.0], table[np.arange(len(table) - 1), trajectory.token_ids[1:]]])

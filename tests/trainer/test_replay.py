@@ -13,10 +13,11 @@ import orjson
 import pytest
 
 from services.cli.runs import record
+from services.trainer.replay.recorded import RecordedStep
 from services.trainer.replay.steps import Divergence, of_tensors
-from shared.config import load
+from shared.config import load, validate
 from shared.queue.server import embedded_server
-from shared.run import archive, weights
+from shared.run import archive, pinned, weights
 from shared.run import state as states
 from shared.run.archive import Archive
 from shared.types import Group, WeightVersion
@@ -166,3 +167,22 @@ def test_a_refused_step_replays_and_comes_out_the_same(tmp_path: Path):
     other = volley("replay", tmp_path / "r", "--refused", "e000002-s000004")
     assert other.returncode == 2
     assert "e000002-s000004 was never refused" in other.stderr
+
+
+@pytest.mark.parametrize(
+    "other", [{"name": "on_policy_distillation", "gamma": 0.5}, {"name": "reinforce_plus_plus", "gamma": 0.5}]
+)
+def test_an_epoch_under_another_algorithm_is_replayed_under_that_one(other: dict[str, Any]):
+    """Whichever of both is the stored one, and back again."""
+    rest = {"run": {"name": "r"}, "model": {"path": "m"}, "data": {"env": "e"}}
+    rest["services"] = {"orchestrator": {"teacher": {"url": "http://t"}}}
+    taught = {"teacher_kl_coef": 0.5}
+    stored = [validate(rest | {"algorithm": one}) for one in (taught, other | taught, taught)]
+    flats, settings = [pinned.relevant(one.config) for one in stored], ()
+    for epoch, flat in enumerate(flats, start=1):
+        settings = pinned.amended(settings, epoch, flat)
+    head = states.initial_state(0).under(3, keep_reference=False)
+    recorded = RecordedStep(Path(), "r", replace(head, settings=settings), {}, {})
+    for epoch in (1, 2, 3):
+        found = [pinned.relevant(recorded.config_of(epoch, one)) for one in stored]
+        assert found == [flats[epoch - 1]] * 3

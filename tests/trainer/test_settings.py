@@ -31,8 +31,20 @@ def test_every_committed_config_makes_options(name: str):
     policy = options.policy_options(run, TOKENS)
     assert policy.layout.buckets[-1] >= run.rollout.engine.context_length
     assert policy.rows_per_step == run.trainer.groups_per_step * run.grpo_config.num_generations
-    options.sft_options(run, TOKENS)
+    options.supervised_options(run, TOKENS)
     assert settings.plan(run, TOKENS).rules.max_staleness == run.grpo_config.off_policy_steps
+
+
+TAUGHT = ("services.orchestrator.teacher.url=http://t", "services.redis_url=redis://x")
+
+
+@pytest.mark.parametrize("name", ["on_policy_distillation", "ppo", "grpo"])
+def test_a_teacher_is_needed_where_it_counts(name: str):
+    own = {"on_policy_distillation": ()}.get(name, ("algorithm.teacher_kl_coef=0.5",))
+    for more, is_taught in ((own, True), ((), name == "on_policy_distillation")):
+        run = load(f"algorithm.name={name}", *TAUGHT, *more)
+        assert options.policy_options(run, TOKENS).algorithm.needs.teacher == is_taught
+        assert settings.plan(run, TOKENS).rules.has_teacher == is_taught
 
 
 def test_a_service_alone_needs_the_address_of_redis():
@@ -43,6 +55,15 @@ def test_a_service_alone_needs_the_address_of_redis():
 def test_micro_batches_must_divide_over_the_mesh():
     with pytest.raises(ConfigError, match="micro-batches of 6 sequences do not divide over fsdp=4"):
         options.policy_options(load("trainer.train_micro_batch_size=6", "trainer.mesh.shape=[4,1]"), TOKENS)
+
+
+def test_packed_micro_batches_hold_the_longest_sequence_on_every_shard():
+    packed = options.policy_options(load("trainer.micro_batch_tokens=160", "trainer.mesh.shape=[4,1]"), TOKENS).layout
+    assert (packed.tokens, packed.shards) == (160, 4)
+    with pytest.raises(ConfigError, match="micro_batch_tokens=159 is less than 4 rows of 40 tokens"):
+        options.policy_options(load("trainer.micro_batch_tokens=159", "trainer.mesh.shape=[4,1]"), TOKENS)
+    with pytest.raises(ConfigError, match="give one of them"):
+        load("trainer.micro_batch_tokens=160", "trainer.train_micro_batch_size=8")
 
 
 def test_the_upper_clip_follows_the_lower_one_unless_given():

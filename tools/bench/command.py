@@ -35,7 +35,20 @@ BENCHMARKS = {
     "rollout": Benchmark(
         "tools.bench.rollout", "rollout", "tokens/s through HTTP against the engine called in process (aim ≥ 0.95)"
     ),
-    "trainer": Benchmark("tools.bench.trainer", "trainer", "a trainer step against the bare jitted step (aim ≤ 1.10)"),
+    "trainer": Benchmark(
+        "tools.bench.trainer",
+        "trainer",
+        "a trainer step against the bare jitted step (aim ≤ 1.10), and packed against a sequence a row",
+    ),
+    "memory": Benchmark(
+        "tools.bench.memory", "trainer", "memory of loss and gradient beside Tunix's own GRPO loss (aim ≤ 0.2)", 1800.0
+    ),
+    "learner": Benchmark(
+        "tools.bench.learner",
+        "trainer",
+        "trained tokens/s beside Tunix's own learner (aim ≥ 3), a quickstart's step",
+        1800.0,
+    ),
     "startup": Benchmark(
         "tools.bench.startup", "base", "CPU seconds from a service's start to /ready, against its bare imports", 1800.0
     ),

@@ -1,5 +1,5 @@
 """A step of the learner against one bare jitted function: same loss, optimizer, model and data, in the same
-process.
+process. And a step of packed groups against the same groups with a sequence a row.
 
 The two alternate, and the fastest step of each counts: noise only ever adds. Run as a program, it prints one JSON line.
 """
@@ -23,14 +23,15 @@ from services.trainer.learner.batch import Batch, BatchLayout, Row, micro_batche
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import objective, params_of
 from services.trainer.learner.train_step import Learner
-from services.trainer.models.family import Model, build, make_mesh
+from services.trainer.models.family import Model, Remat, build, make_mesh
 from services.trainer.models.initial_weights import random_leaves
 from shared.models.config import ModelConfig
 
 N_ROWS, LENGTH, N_ROUNDS = 16, 128, 15
-_LOSS = partial(actor_loss, options=ActorOptions(Clip(0.2, 0.2)))
+PADDED, PACKED = BatchLayout((128, 256, 512), N_ROWS, 0), BatchLayout((512,), 1, 0, tokens=2048)
+LOSS = partial(actor_loss, options=ActorOptions(Clip(0.2, 0.2)))
 _OPTIMIZER = OptimizerOptions(1e-4, "constant", 0, 100, 0.9, 0.95, 0.0, 1.0)
-_MODEL = ModelConfig.parse(
+MODEL = ModelConfig.parse(
     {
         "model_type": "qwen3",
         "vocab_size": 2048,
@@ -49,37 +50,58 @@ _MODEL = ModelConfig.parse(
 
 def main() -> None:
     batch = make_batch(np.random.default_rng(0))
-    through_learner, bare = trainer_step(make_model(), batch), bare_step(make_model(), batch)
-    for step in (through_learner, bare):
-        step()
-        step()
-    pairs = [(_timed(through_learner), _timed(bare)) for _ in range(N_ROUNDS)]
-    ours, reference = (1000 * min(times) for times in zip(*pairs, strict=True))
-    record = {"trainer_step": {"value": ours, "unit": "ms", "reference": reference, "ratio": ours / reference}}
+    packed, padded = (trainer_step(make_model(), groups(layout)) for layout in (PACKED, PADDED))
+    record = {
+        "trainer_step": compared(trainer_step(make_model(), [batch]), bare_step(make_model(), batch), N_ROUNDS),
+        "packed_step": compared(packed, padded, 3),
+    }
     sys.stdout.write(orjson.dumps(record).decode() + "\n")
 
 
-def make_model() -> Model:
-    return build(_MODEL, random_leaves(_MODEL, seed=0), make_mesh((1, 1), ("fsdp", "tp")), dtype="float32")
+def compared(ours: Callable[[], object], reference: Callable[[], object], n_rounds: int) -> dict[str, object]:
+    """The fastest of so many steps of each."""
+    for step in (ours, reference):
+        step()
+        step()
+    pairs = [(_timed(ours), _timed(reference)) for _ in range(n_rounds)]
+    a, b = (1000 * min(times) for times in zip(*pairs, strict=True))
+    return {"value": a, "unit": "ms", "reference": b, "ratio": a / b}
 
 
-def make_batch(rng: np.random.Generator) -> Batch:
+def make_model(config: ModelConfig = MODEL, remat: Remat = "none") -> Model:
+    mesh = make_mesh((1, 1), ("fsdp", "tp"))
+    return build(config, random_leaves(config, seed=0), mesh, dtype="float32", remat=remat)
+
+
+def make_batch(rng: np.random.Generator, n_rows: int = N_ROWS, length: int = LENGTH) -> Batch:
     """Full rows, all but the first quarter sampled."""
-    mask = (np.arange(LENGTH) >= LENGTH // 4).astype(np.uint8)
-    ids = [rng.integers(1, _MODEL.vocab_size, LENGTH).astype(np.int32) for _ in range(N_ROWS)]
+    mask = (np.arange(length) >= length // 4).astype(np.uint8)
+    ids = [rng.integers(1, MODEL.vocab_size, length).astype(np.int32) for _ in range(n_rows)]
     rows = [Row(x, mask, -7.6 * mask.astype(np.float32), mask, mask * rng.standard_normal()) for x in ids]
-    return micro_batches(rows, row_weights(rows, "token-mean", LENGTH), BatchLayout((LENGTH,), N_ROWS, 0), 1)[0]
+    return micro_batches(rows, row_weights(rows, "token-mean", length), BatchLayout((length,), n_rows, 0), 1)[0]
 
 
-def trainer_step(model: Model, batch: Batch) -> Callable[[], object]:
+def groups(layout: BatchLayout) -> list[Batch]:
+    """Eight answers of lognormal lengths to each of eight prompts."""
+    rng, rows = np.random.default_rng(0), list[Row]()
+    for _ in range(8):
+        prompt = rng.integers(1, MODEL.vocab_size, rng.integers(40, 120))
+        for length in np.clip(rng.lognormal(4.0, 0.7, 8), 4, 392).astype(int):
+            ids = np.concatenate([prompt, rng.integers(1, MODEL.vocab_size, length)]).astype(np.int32)
+            mask = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
+            rows.append(Row(ids, mask, -7.6 * mask.astype(np.float32), mask, mask * rng.standard_normal()))
+    return micro_batches(rows, row_weights(rows, "token-mean", LENGTH), layout, layout.n_micro(len(rows)))
+
+
+def trainer_step(model: Model, batches: list[Batch]) -> Callable[[], object]:
     """A step as the service does it, its metrics read back."""
-    learner = Learner(params_of(model), make_optimizer(_OPTIMIZER), objective(model, _LOSS, 1.0))
-    return lambda: learner.update([batch])
+    learner = Learner(params_of(model), make_optimizer(_OPTIMIZER), objective(model, LOSS, 1.0))
+    return lambda: learner.update(batches)
 
 
 def bare_step(model: Model, batch: Batch) -> Callable[[], object]:
     """The same arithmetic as one jitted function of pure values, its loss and gradient norm read back."""
-    params, transformation, loss = params_of(model), make_optimizer(_OPTIMIZER), objective(model, _LOSS, 1.0)
+    params, transformation, loss = params_of(model), make_optimizer(_OPTIMIZER), objective(model, LOSS, 1.0)
 
     @partial(jax.jit, donate_argnums=1)
     def step(params: Any, state: Any, batch: Batch) -> tuple[Any, Any, Any, Any]:

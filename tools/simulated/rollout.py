@@ -35,6 +35,7 @@ from services.rollout.engines.base import (
     Live,
     LoadedWeights,
     SamplingParams,
+    ScoredTokens,
     StagedWeights,
 )
 from services.rollout.settings import from_config
@@ -126,6 +127,12 @@ class SimulatedEngine:
             prompt_tokens=len(request.input_ids),
             cached_tokens=0,
         )
+
+    async def score(self, ids: np.ndarray) -> ScoredTokens:
+        """What follows from each token alone."""
+        if self.serving is None:
+            raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
+        return ScoredTokens(self.serving.version, -(ids[1:] % 7 + 1).astype(np.float32) / 4)
 
     async def stage(self, weights: StagedWeights) -> LoadedWeights:
         started = time.perf_counter()

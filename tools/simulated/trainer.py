@@ -61,6 +61,7 @@ class SimulatedBackend:
         self._checkpoints, self._model, self._seed, self._origin = checkpoints, model, seed, origin
         self._restored: RestoredCheckpoint | None = None
         self.params: dict[str, np.ndarray] = {}
+        self.memory: Mapping[str, float] = {}
         self._count = np.zeros((), np.int64)
 
     def restore(self) -> TrainerState | None:
@@ -129,8 +130,8 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
 
 
 def _simulated(given: BackendInputs) -> OpenedBackend:
-    if given.config.sft.max_steps:
-        raise ConfigError("the simulated trainer has no warm start", "set sft.max_steps=0")
+    if given.config.sft.trains:
+        raise ConfigError("the simulated trainer has no warm start", "leave sft.max_steps and sft.epochs out")
     settings, model = given.settings, ModelConfig.read(given.folder)
     checkpoints = CheckpointFolders(
         RunFolder(settings.run_folder).checkpoints, settings.run, settings.max_to_keep, NumpyArrays()

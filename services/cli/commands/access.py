@@ -17,7 +17,7 @@ from services.cli.runs import addresses, identity
 from services.cli.runs.addresses import Addresses
 from shared.errors import ServiceUnreachable
 from shared.run.folder import RunFolder
-from shared.schema import TokenFiles
+from shared.services_schema import TokenFiles
 
 
 def main(run_dir: Path, *, as_json: bool = False) -> int:

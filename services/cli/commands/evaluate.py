@@ -34,7 +34,9 @@ _POLL_S = 0.3
 _TOLD_S = 10.0
 _ALONE: Mapping[str, Any] = {
     "run.name": _NAME,
+    "mode": "rl",
     "sft.max_steps": 0,
+    "sft.epochs": None,
     "services.redis_url": None,
     "services.rollout_urls": [],
     **{f"services.{name}.port": 0 for name in ("env", "rollout", "orchestrator", "trainer")},

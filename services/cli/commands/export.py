@@ -8,9 +8,10 @@ from services.cli.layout import variables_of
 from services.cli.local import trainer_program
 
 
-def main(run_dir: Path, folder: Path, version: str) -> int:
+def main(run_dir: Path, folder: Path, version: str, *, adapter: bool = False) -> int:
     """Has the trainer's virtual environment write `folder`. Raises ConfigError, WeightsError."""
     arguments = [str(run_dir.absolute()), str(folder.absolute()), "--version", version]
+    arguments += ["--adapter"] if adapter else []
     told = trainer_program.run("services.trainer.checkpoints.export", arguments, variables_of("trainer", cpu=True))
     print(f"{folder} holds {told['version']} of {run_dir}: {told['tensors']} tensors, {told['dtype']}")
     return 0

@@ -19,6 +19,7 @@ from services.cli.runs.elapsed import counting
 from services.cli.runs.record import claimed, read_record
 from shared import config
 from shared.config import LoadedConfig
+from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
 from shared.web.access import Role, token_for
@@ -27,6 +28,10 @@ from shared.web.access import Role, token_for
 def main(paths: Sequence[str], overrides: Sequence[str]) -> int:
     """A run that is finished already is only reported, unless it is given more steps. Raises VolleyError."""
     loaded = config.load(paths, overrides)
+    if loaded.config.is_supervised:
+        raise ConfigError(
+            f"mode={loaded.config.mode}: `volley follow` watches runs of RL", "`volley status URL` asks their trainer"
+        )
     record = read_record(RunFolder(loaded.config.run.folder))
     if record is not None and record.finished and loaded.config.trainer.max_steps <= record.config.get(MAX_STEPS, 0):
         return report.main(loaded.config.run.folder)

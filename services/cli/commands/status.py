@@ -180,7 +180,7 @@ def _text(seen: Sequence[ServiceReport], verdict: Verdict) -> str:
     hint = ["`volley up` goes on with it; `volley report` shows what it has done"] if verdict.state == "stopped" else []
     state = "the state of the run is unknown" if verdict.state == "unknown" else f"the run is {verdict.state}"
     chain = [f"  ← {sentence}" for sentence in verdict.chain]
-    return "\n".join([*lines, f"{state}{quiet}{circle}", *chain, *_mixture(seen), *hint])
+    return "\n".join([*lines, f"{state}{quiet}{circle}", *chain, *_mixture(seen), *_memory(seen), *hint])
 
 
 def _mixture(seen: Sequence[ServiceReport]) -> list[str]:
@@ -189,6 +189,13 @@ def _mixture(seen: Sequence[ServiceReport]) -> list[str]:
     told = told_mixture(rows)
     reasons = [f"  {row['env']} is {row['state']}: {row['reason']}" for row in rows if row.get("reason")]
     return [*([f"mixture: {told}"] if told else []), *reasons]
+
+
+def _memory(seen: Sequence[ServiceReport]) -> list[str]:
+    """What the trainer reckons that training takes on each device."""
+    parts = next((one.said["memory"] for one in seen if one.said.get("memory")), {})
+    told = ", ".join(f"{name} {mib:,.0f}" for name, mib in parts.items())
+    return [f"memory of the trainer in MiB: {told}"] if told else []
 
 
 def _state(seen: ServiceReport) -> str:

@@ -58,7 +58,7 @@ def main(
     Relative paths count from the present directory, and are stored absolute. With `prove` a finished run is verified,
     which reads all its checkpoints.
     """
-    return _train(config.rooted(config.load(paths, overrides), Path.cwd()), seams, prove=prove)
+    return run(config.rooted(config.load(paths, overrides), Path.cwd()), seams, prove=prove)
 
 
 def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = stack.REAL) -> int:
@@ -67,13 +67,18 @@ def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = st
     if record.finished and not overrides:
         say(f"run {loaded.config.run.name} is finished")
         return report.main(run_dir)
-    return _train(loaded, seams)
+    return run(loaded, seams)
 
 
-def _train(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False) -> int:
+def run(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False) -> int:
+    """Begins or goes on with the run of this configuration, whatever its mode. Raises as `main`."""
+    from services.cli.commands import sft
+
     check_inputs(loaded)
+    supervised = loaded.config.is_supervised
+    watch = sft.follow if supervised else follow
     with claimed(loaded) as claim:
-        folder, max_steps = claim.folder, loaded.config.trainer.max_steps
+        folder, max_steps = claim.folder, 0 if supervised else loaded.config.trainer.max_steps
         tails, started = RecordTails(folder), dict[str, ServiceState]()
         try:
             with shown(max_steps) as display:
@@ -85,7 +90,7 @@ def _train(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False
                 for finding in findings(loaded.config):
                     display.say(f"note: {finding}")
                 record = supervise(
-                    loaded, claim, lambda running: follow(running, folder, display, tails), display.say, seams, seen
+                    loaded, claim, lambda running: watch(running, folder, display, tails), display.say, seams, seen
                 )
         except Stopped as stopped:
             with suppress(OSError):  # standard output may be gone
@@ -96,7 +101,7 @@ def _train(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False
                 with suppress(OSError):
                     printed_text(_interrupted("ended early", folder, max_steps, started))
             raise
-        return finish(folder, record, prove=prove)
+        return sft.finish(folder, record) if supervised else finish(folder, record, prove=prove)
 
 
 def _interrupted(how: str, folder: RunFolder, max_steps: int, started: Mapping[str, ServiceState]) -> str:
@@ -104,7 +109,8 @@ def _interrupted(how: str, folder: RunFolder, max_steps: int, started: Mapping[s
     head = newest_state(folder.checkpoints)
     names = [name for name, state in started.items() if state != "pending"]
     ended = f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} ended" if names else "nothing had been started"
-    where = f"from step {head.step} of {max_steps}" if head else "from its start"
+    last = f" of {max_steps}" if max_steps else ""
+    where = f"from step {head.step}{last}" if head else "from its start"
     return f"{how}; {ended}. `volley up {folder.path}` continues run {folder.name} {where}."
 
 
@@ -143,6 +149,10 @@ def check_inputs(loaded: LoadedConfig) -> None:
                 raise ConfigError(
                     f"data.{key}={path}: {error.strerror}", f"give an existing file with data.{key}=…"
                 ) from error
+    learns = loaded.config.is_supervised or loaded.config.sft.trains
+    for path in (*loaded.config.sft.train, *loaded.config.sft.eval) if learns else ():
+        if not path.exists():
+            raise ConfigError(f"{path}: no such file or folder", "name files of conversations, or folders of them")
     model_folder(loaded.config.model.path, loaded.config.run.folder)
     asyncio.run(external.check(loaded.config))
 
@@ -153,11 +163,12 @@ def fresh_name(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:
         return list(overrides)
     run = config.load(paths, overrides).config.run
     names = [run.name, *(f"{run.name}-{n}" for n in range(2, 1000))]
-    unfinished = (name for name in names if not _is_finished(RunFolder(run.dir / name)))
+    unfinished = (name for name in names if not is_finished(RunFolder(run.dir / name)))
     return [*overrides, f"run.name={next(unfinished)}"]
 
 
-def _is_finished(folder: RunFolder) -> bool:
+def is_finished(folder: RunFolder) -> bool:
+    """Whether there is a run in it that has come to its end."""
     record = read_record(folder)
     return record is not None and record.finished
 

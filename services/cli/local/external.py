@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shared.clients.base import HttpClient
+from shared.clients.keys import read_key
+from shared.clients.teacher import TeacherClient
 from shared.errors import (
     ConfigError,
     Forbidden,
@@ -21,7 +23,8 @@ from shared.errors import (
     Unavailable,
     VolleyError,
 )
-from shared.schema import RunConfig, ServicesSection
+from shared.schema import RunConfig
+from shared.services_schema import ServicesSection
 from shared.web.access import Role, token_for
 
 _TIMEOUT_S = 10.0
@@ -49,7 +52,8 @@ def find(services: ServicesSection) -> dict[str, str]:
 
 
 async def check(config: RunConfig) -> None:
-    """Every external service answers, knows our tokens and, the environments', offers what the run asks for.
+    """Every external service answers, knows our tokens and, the environments', offers what the run asks for. A teacher
+    answers.
 
     Raises ServiceUnreachable or Unavailable (it does not answer, it is not ready), ConfigError (tokens, environment,
     settings).
@@ -64,6 +68,17 @@ async def check(config: RunConfig) -> None:
                 await (_offers_environments(client, config) if name == "env" else _takes_weights(client))
             except Forbidden as error:
                 raise _refused(f"{key}: {url}", error, role, given=token is not None) from error
+    await _teacher_is_there(config)
+
+
+async def _teacher_is_there(config: RunConfig) -> None:
+    """Raises TeacherAway, TeacherRefused, ConfigError (its key)."""
+    server = config.services.orchestrator.teacher
+    if server is None or not config.algorithm.teacher_kl_coef or config.is_supervised:
+        return
+    key, ca_file = read_key(server.token_file, "services.orchestrator.teacher.token_file"), config.services.tls.ca_file
+    async with TeacherClient(server, str, key=key, ca_file=ca_file) as teacher:
+        await teacher.ready()
 
 
 def _refused(what: str, error: Forbidden, role: Role, *, given: bool) -> ConfigError:

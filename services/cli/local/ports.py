@@ -11,7 +11,7 @@ from typing import Any
 
 from shared.errors import ConfigError
 from shared.process.ports import hold, hold_free, host_problem
-from shared.schema import ServicesSection
+from shared.services_schema import ServicesSection
 
 
 def choose(

@@ -38,8 +38,8 @@ from shared.process import boot
 from shared.queue import client as redis_client
 from shared.queue import server as redis_server
 from shared.run.folder import RunFolder
-from shared.schema import ServicesSection, TokenFiles
 from shared.services import SERVICES
+from shared.services_schema import ServicesSection, TokenFiles
 from shared.web.access import Role, token_for
 
 _REDIS_START_S = 30.0
@@ -93,7 +93,11 @@ async def running(
 ) -> AsyncIterator[LocalStack]:
     """All services of the run, answering. Raises VolleyError, also inside an ExceptionGroup."""
     with ExitStack() as held:
-        locks = () if loaded.config.services.redis_url else (await _queue_lock(held, folder),)
+        locks = (
+            ()
+            if loaded.config.services.redis_url or loaded.config.is_supervised
+            else (await _queue_lock(held, folder),)
+        )
         builder = _Builder(loaded, folder, seams, say)
         redis = [] if builder.redis is None else [builder.redis_member(builder.redis, locks)]
         await builder.check_redis()
@@ -136,9 +140,14 @@ class _Builder:
         self.external = external.find(services)
         n_rollout = 0 if services.rollout_urls else services.rollout_replicas
         counts = {"env": int("env" not in self.external), "rollout": n_rollout, "orchestrator": 1, "trainer": 1}
+        if alone := loaded.config.is_supervised:
+            needs_env = loaded.config.needs_environment and not folder.demonstrations.exists()
+            counts |= {"env": counts["env"] if needs_env else 0, "rollout": 0, "orchestrator": 0}
         given: Mapping[str, Any] = loaded.tree.get("services") or {}
         self._ports = ports.choose(services, given, counts, addresses.ports_before(folder), say)
-        self.redis = redis_server.prepare(folder.redis) if services.redis_url is None else None
+        self._has_queue = not alone
+        is_ours = services.redis_url is None and self._has_queue
+        self.redis = redis_server.prepare(folder.redis) if is_ours else None
         self.urls = ports.urls(services, self._ports)
         self._services = self._resolved(services)
         self.token, self.ca_file = token_for(self._services.token_files, Role.VIEWER), services.tls.ca_file
@@ -152,7 +161,7 @@ class _Builder:
 
     async def check_redis(self) -> None:
         """Raises QueueUnavailable if a Redis of the user's does not answer, ConfigError if it refuses us."""
-        if self.redis is None:
+        if self.redis is None and self._has_queue:
             try:
                 await _ping(self._services)
             except QueueUnavailable as error:

@@ -8,6 +8,24 @@ from typing import Any
 
 from services.cli.reporting.intervals import SuccessRate
 
+_SUPERVISED = (
+    ("epoch", "epoch", ".2f"),
+    ("loss", "loss", ".4f"),
+    ("eval_loss", "held-out loss", ".4f"),
+    ("rewards/accuracies", "accuracy", ".3f"),
+    ("rewards/margins", "margin", "+.4f"),
+    ("eval_rewards/accuracies", "held-out accuracy", ".3f"),
+    ("tokens_per_sec", "tokens/s", ",.0f"),
+)
+
+OTHERS = {
+    "dropped": "too long and dropped",
+    "truncated": "too long and truncated",
+    "identical": "with one answer twice and dropped",
+    "without_tools": "whose tools the chat template leaves out",
+}
+"""What the first line of a supervised run says of data that are not there as they were given."""
+
 
 def step_line(record: Mapping[str, Any], max_steps: int) -> str:
     """One step; the keys are those of metrics.jsonl, |Δlogp| compares rollout and trainer, staleness is in steps."""
@@ -43,11 +61,30 @@ def eval_line(record: Mapping[str, Any]) -> str:
 
 
 def sft_line(record: Mapping[str, Any]) -> str:
-    """Empty for most steps: about ten lines tell the course of the warm start."""
+    """Empty for most steps: about ten lines tell the course of a warm start, or of a run of supervised training."""
     step, last = int(record.get("step", 0)), int(record.get("max_steps", 0))
-    if step != last and step % max(1, last // 10):
+    if "eval_loss" not in record and step != last and step % max(1, last // 10):
         return ""
-    return f"warm start (SFT) step {step}/{last}  loss {number(record, 'loss', '.4f')}"
+    if "version" not in record:
+        return f"warm start (SFT) step {step}/{last}  loss {number(record, 'loss', '.4f')}"
+    parts = [f"step {step:>{len(str(last))}}/{last}"]
+    parts += [] if step else [data_told(record)]
+    for key, name, form in _SUPERVISED:
+        parts += [f"{name} {number(record, key, form)}"] if key in record else []
+    return "  ".join([*parts, f"weights {record['version']}"])
+
+
+def data_told(record: Mapping[str, Any]) -> str:
+    """What a run of supervised training found to train on, from its first line."""
+    parts = [f"{number(record, 'examples', ',.0f')} examples", *_others_told(record, "")]
+    if of_eval := _others_told(record, "eval_"):
+        parts += [f"{number(record, 'eval_examples', ',.0f')} held out", *of_eval]
+    return ", ".join(parts)
+
+
+def _others_told(record: Mapping[str, Any], prefix: str) -> list[str]:
+    found = [(record.get(f"{prefix}{key}"), said) for key, said in OTHERS.items()]
+    return [f"{n:,} {said}" for n, said in found if n]
 
 
 def number(record: Mapping[str, Any], key: str, form: str) -> str:

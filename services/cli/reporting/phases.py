@@ -69,8 +69,8 @@ class RunPhases:
             return [_evaluated(record)]
         if kind == "sft":
             self._since.setdefault("warm start", self._clock())
-            self._sft.append(record)
-            return self._warm_start_ended() if record.get("step") == record.get("max_steps") else []
+            self._sft += [record] if "loss" in record else []
+            return self._warm_start_ended() if self._sft and record.get("step") == record.get("max_steps") else []
         self._since.setdefault("RL", self._clock())
         self._steps = [*(one for one in self._steps if _step(one) < _step(record)), record]
         return self._rl_ended() if _step(record) >= self._max_steps else []
@@ -108,7 +108,7 @@ class RunPhases:
         phase, wait = trainer.get("phase", ""), trainer.get("waiting_for")
         if phase == "loading":
             return [PhaseRow("trainer", wait or "loads the model")]
-        if phase == "warm start":
+        if phase == "warm start" or (not self._max_steps and phase in ("training", "saving", "paused")):
             return [self._warm_start_row(wait)]
         if phase == "starting":
             return [PhaseRow("trainer", wait or "makes the first checkpoint")]
@@ -120,11 +120,11 @@ class RunPhases:
 
     def _warm_start_row(self, wait: str | None) -> PhaseRow:
         if not self._sft:
-            return PhaseRow("warm start", wait or "before its first step")
+            return PhaseRow(self._supervised, wait or "before its first step")
         last = self._sft[-1]
         step, total = _step(last), int(last.get("max_steps") or 0)
         detail = f"{step}/{total}{_left(self._sft, total - step)}  loss {number(last, 'loss', '.4f')}"
-        return PhaseRow("warm start", detail, step, total)
+        return PhaseRow(self._supervised, detail, step, total)
 
     def _rl_row(self, step: int) -> PhaseRow:
         detail = f"{step}/{self._max_steps}"
@@ -165,7 +165,12 @@ class RunPhases:
         loss = number(last, "loss", ".4f")
         if _step(first) == 1:
             loss = f"{number(first, 'loss', '.4f')} → {loss}"
-        return [self._ended("warm start", "warm start", f"{_step(last)} steps, loss {loss}")]
+        return [self._ended("warm start", self._supervised, f"{_step(last)} steps, loss {loss}")]
+
+    @property
+    def _supervised(self) -> str:
+        """A warm start, where RL follows."""
+        return "warm start" if self._max_steps else "supervised"
 
     def _rl_ended(self) -> list[str]:
         first, last = self._steps[0], self._steps[-1]

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from services.cli.reporting import closing, environments, jsonl
+from services.cli.reporting import closing, environments, jsonl, supervised
 from services.cli.reporting.curve import curve
 from services.cli.reporting.intervals import SuccessRate, success_rates
 from services.cli.reporting.progress import printed_text
@@ -36,16 +36,24 @@ type Rows = Sequence[Mapping[str, Any]]
 def main(run_dir: Path) -> int:
     """`volley report`. Raises ConfigError if the folder is not that of a run."""
     folder = RunFolder(run_dir.absolute())
-    if not folder.path.is_dir():
-        raise ConfigError(f"{run_dir} is no folder", "give a run's folder, e.g. runs/quickstart")
-    if not folder.metrics.exists() and not folder.evals.exists():
-        raise ConfigError(
-            f"{run_dir} has neither metrics.jsonl nor evals.jsonl", "is it a run's folder, and has a step ended?"
-        )
+    if supervised.is_supervised(folder):
+        print(supervised.told(supervised.make(folder), folder))
+        return 0
+    check(folder)
     summary = make(folder)
     print(told(summary, folder))
     printed_text(closing.sentence(folder, summary))
     return 0
+
+
+def check(folder: RunFolder) -> None:
+    """Raises ConfigError if the folder is not that of a run, or nothing of it has been recorded yet."""
+    if not folder.path.is_dir():
+        raise ConfigError(f"{folder.path} is no folder", "give a run's folder, e.g. runs/quickstart")
+    if not folder.metrics.exists() and not folder.evals.exists():
+        raise ConfigError(
+            f"{folder.path} has neither metrics.jsonl nor evals.jsonl", "is it a run's folder, and has a step ended?"
+        )
 
 
 def told(summary: Mapping[str, Any], folder: RunFolder) -> str:

@@ -18,8 +18,8 @@ from shared import config
 from shared.errors import ConfigError
 from shared.files.reading import read_file
 from shared.run.folder import RunFolder
-from shared.schema import ServicesSection, TokenFiles
 from shared.services import SERVICES
+from shared.services_schema import ServicesSection, TokenFiles
 
 _MAX_RECORD = 2**20
 FOLLOWED = tuple(sorted(name for name, service in SERVICES.items() if not service.replicated))

@@ -29,6 +29,7 @@ from shared.errors import ConfigError
 from shared.files.reading import open_file, read_file
 from shared.files.storage import replace
 from shared.models.hub import keep
+from shared.models.origin import LATEST
 from shared.run import pinned
 from shared.run import state as states
 from shared.run.folder import RunFolder
@@ -224,6 +225,11 @@ def _amended(folder: RunFolder, record: RunRecord, loaded: LoadedConfig, say: Ca
         found = pinned.permitted(_in_force(record, head), now, step=step)
     except ConfigError as error:
         raise ConfigError(f"run {folder.name} in {folder.path}: {error.detail}", error.hint) from None
+    if record.finished and loaded.config.is_supervised:
+        raise ConfigError(
+            f"run {folder.name} in {folder.path} is finished",
+            f"go on from its weights in another run: run.name=… model.path={folder.path}@{LATEST}",
+        )
     if record.finished and (head is None or loaded.config.trainer.max_steps <= step):
         more = (
             f"extend it with `volley up {folder.path} {pinned.MAX_STEPS}=N`, N above {step}, "

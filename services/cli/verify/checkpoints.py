@@ -40,11 +40,15 @@ def retained(root: Path, run: str) -> tuple[list[RetainedCheckpoint], list[Viola
 
     One that a running trainer removes meanwhile is neither.
     """
-    found, violations = [], []
+    found, violations, bases = [], [], set[str]()
     for version in weights.versions(root):
         folder = root / str(version)
         try:
-            found.append(_checked(folder, version, run))
+            one = _checked(folder, version, run)
+            if (adapter := one.manifest.adapter) and adapter.base.digest not in bases:
+                weights.verify_base(root, adapter.base)
+                bases.add(adapter.base.digest)
+            found.append(one)
         except (VolleyError, OSError) as error:
             if (folder / MANIFEST).exists():
                 detail = error.detail if isinstance(error, VolleyError) else str(error)
@@ -81,8 +85,9 @@ def _checked(folder: Path, version: WeightVersion, run: str) -> RetainedCheckpoi
         if said != expected:
             raise WeightsError(f"{what} is {said}, expected {expected}")
     dtypes = {leaf.dtype for leaf in manifest.tree}
-    if manifest.kind != "full" or not manifest.tree or not manifest.files or not dtypes <= _DTYPES:
-        raise WeightsError("the manifest does not name full weights: kind, tree and files say what there is")
+    kind = "adapter" if manifest.adapter else "full"
+    if manifest.kind != kind or not manifest.tree or not manifest.files or not dtypes <= _DTYPES:
+        raise WeightsError("the manifest does not name weights: kind, tree and files say what there is")
     if len({leaf.key for leaf in manifest.tree}) < len(manifest.tree) or not 0 <= manifest.created < _MOST_S:
         raise WeightsError("the manifest names a weight twice, or no time")
     if extra := sorted({path.name for path in folder.iterdir()} - _ENTRIES):
@@ -112,6 +117,11 @@ def check(found: Sequence[RetainedCheckpoint], root: Path, groups_per_step: int)
                 Violation(ViolationKind.STATE, d, step=one.state.step, file=_file(root, one.state))
                 for d in _ancestor(one, head)
             ]
+            if one.manifest.adapter != found[-1].manifest.adapter:
+                detail = f"its weights are adapters of another base than those of {head.version}"
+                violations.append(
+                    Violation(ViolationKind.STATE, detail, step=one.state.step, file=_file(root, one.state))
+                )
             violations += [
                 Violation(ViolationKind.STATE, d, step=one.state.step, file=_file(root, one.state))
                 for d in _count(one.state, groups_per_step)

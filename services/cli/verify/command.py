@@ -10,7 +10,17 @@ from typing import Any
 
 import orjson
 
-from services.cli.verify import checkpoints, configuration, groups, mixture, queue, records, refusals, tickets
+from services.cli.verify import (
+    checkpoints,
+    configuration,
+    groups,
+    mixture,
+    queue,
+    records,
+    refusals,
+    supervised,
+    tickets,
+)
 from services.cli.verify.groups import GroupBounds
 from services.cli.verify.violation import Findings, Violation, ViolationKind
 from shared import config
@@ -37,7 +47,7 @@ def verify(folder: RunFolder) -> Result:
     """Everything that can be proven now; `violations` names the rest. Raises ConfigError."""
     run = config.load([folder.config]).config
     batch, name = run.trainer.groups_per_step, run.run.name
-    seen = asyncio.run(queue.ask(folder, name))
+    seen = "there is no queue" if run.is_supervised else asyncio.run(queue.ask(folder, name))
     findings = Findings()
     found, violations = checkpoints.retained(folder.checkpoints, name)
     findings.add(violations)
@@ -50,6 +60,9 @@ def verify(folder: RunFolder) -> Result:
         )
         findings.add([nothing])
         return _result(findings, None, {"set_aside": aside})
+    if run.is_supervised:
+        about = {"set_aside": aside, **supervised.verify(folder, run, found, findings)}
+        return _result(findings, None, about)
     head = found[-1].state
     lines, unreadable = tickets.read(folder.ledger)
     findings.add(unreadable)
@@ -95,11 +108,12 @@ def _read(violation: Mapping[str, Any]) -> Violation:
 def told(result: Result) -> str:
     """For people: a line on what was proven, then a line a violation."""
     ends = ", ".join(f"{n} {end}" for end, n in sorted(result["by_disposition"].items())) or "none"
+    about = f"tickets: {result['tickets']} ({ends}); lost: {result['lost']}; doubly trained: {result['doubly_trained']}"
     lines = [
-        f"tickets: {result['tickets']} ({ends}); lost: {result['lost']}; doubly trained: {result['doubly_trained']}",
+        *([] if "data" in result else [about]),
         *(
             f"{name.replace('_', ' ')}: {result[name]}"
-            for name in ("head", "checkpoints", "chain", "redis")
+            for name in ("steps", "data", "head", "checkpoints", "chain", "redis")
             if name in result
         ),
         *(f"set aside: {version}: {reason}" for version, reason in result["set_aside"].items()),

@@ -17,7 +17,7 @@ from shared.queue.queue import TicketQueue
 from shared.queue.records import QueueState
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
-from shared.schema import ServicesSection
+from shared.services_schema import ServicesSection
 
 _PATIENCE_S = 6.0
 _MOST_DONE = 1_000_000

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from services.env.backends.base import CALL_SECONDS, Call
+from services.env.backends.base import CALL_SECONDS, Call, KnownSplits
 from services.env.environments.base import Demonstration, Message, StepResult, check_task
 from services.env.sandbox import answers
 from services.env.sandbox.failure import SandboxFailed
@@ -26,8 +26,8 @@ from shared.errors import NotFound, VolleyError
 LOG_LINES = 200
 
 
-@dataclass(frozen=True, slots=True)
-class SandboxedBackend:
+@dataclass(eq=False)
+class SandboxedBackend(KnownSplits):
     """Args: program: what its processes run, made when it is first needed; splits: number of tasks of each; deadline_s:
     for one call, the start of the process included; log: the
     newest lines that the code printed, and how its episodes failed.
@@ -46,13 +46,6 @@ class SandboxedBackend:
         """What the code says of itself. Raises VolleyError where it does not load."""
         async with self._process() as sandbox:
             return answers.read_description(sandbox.description)
-
-    async def splits(self) -> tuple[str, ...]:
-        return tuple(self.splits_of)
-
-    async def num_tasks(self, split: str) -> int:
-        check_task(self.name, self.splits_of, split, 0)
-        return self.splits_of[split]
 
     async def task(self, split: str, index: int) -> str:
         check_task(self.name, self.splits_of, split, index)

@@ -20,9 +20,9 @@ import orjson
 from services.env.backends.base import Busy
 from services.env.rewards.failures import JudgementUnusable, RewardFailed, RewardRefused
 from services.env.rewards.store import RewardStore
+from shared.clients.keys import read_key, without_key
 from shared.errors import (
     MAX_RETRY_AFTER_S,
-    ConfigError,
     Conflict,
     InputError,
     MalformedAnswer,
@@ -32,7 +32,6 @@ from shared.errors import (
 from shared.process import telemetry
 from shared.retry import retry
 from shared.reward_schema import RewardServer
-from shared.web.access import read_secret
 
 if TYPE_CHECKING:
     from shared.clients.base import HttpClient
@@ -85,9 +84,7 @@ class AskedServer:
     def __init__(self, name: str, settings: RewardServer, store: RewardStore, ca_file: Path | None = None) -> None:
         self.name, self._settings, self._store = name, settings, store
         key = f"services.env.reward_servers.{name}.token_file"
-        self._token = read_secret(settings.token_file, key) if settings.token_file is not None else None
-        if self._token == "":
-            raise ConfigError(f"{key}: {settings.token_file} is empty", f"write the key into it, or unset {key}")
+        self._token = read_key(settings.token_file, key)
         self._tokens_told = True
         self._ca_file = ca_file
         self._client: HttpClient | None = None
@@ -192,21 +189,22 @@ class AskedServer:
                 raise RewardFailed(f"{where}: an error as answer: {self._told(str(answer['error']))[:_MOST_TOLD]}")
             return question.read(answer)
         except (MalformedAnswer, Conflict) as error:
-            raise RewardFailed(f"{where}: {self._told(error.detail)}", error.hint) from error
+            raise RewardFailed(f"{where}: {self._told(error.detail)}", self._told(error.hint)) from error
         except InputError as error:
             told = f"{where} refuses: {self._told(error.detail)}"
             raise RewardRefused(told, "are url, model and token_file right?") from error
         except RewardFailed:
             raise
         except VolleyError as error:
-            raise RewardFailed(f"{where}: {self._told(error.detail)}", error.hint, _after_s(error)) from error
+            raise RewardFailed(
+                f"{where}: {self._told(error.detail)}", self._told(error.hint), _after_s(error)
+            ) from error
         except _MALFORMED as error:
             told = f"{where}: {self._told(str(error))}"
             raise RewardRefused(told, "is url the address of such a server?") from error
 
     def _told(self, text: str) -> str:
-        """What a server says of an error, without our key: some say it back."""
-        return text.replace(self._token, "[the key of token_file]") if self._token else text
+        return without_key(text, self._token)
 
     def _give_up(self) -> None:
         """At the end of the service nobody waits for answers."""

@@ -1,54 +1,26 @@
 """What judges and reward services have answered, and what that has cost: an SQLite file in the run's folder.
 
-Invariants: an answer is on disk before it is used, so that no process asks for it again; a request is counted on disk
-before it is sent, so that no crash gives a budget back.
+Invariant: an answer is on disk before it is used, so that no process asks for it again.
 """
 
 from __future__ import annotations
 
-import sqlite3
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Self
 
-from shared.errors import ConfigError, StorageUnavailable
-from shared.files import storage
+from shared.files.spending import SpendingStore
 
-_TABLES = """
+_ANSWERS = """
 CREATE TABLE IF NOT EXISTS answers
     (key BLOB PRIMARY KEY, server TEXT, said TEXT, tokens INTEGER, at TEXT) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS spent (server TEXT PRIMARY KEY, requests INTEGER, tokens INTEGER) WITHOUT ROWID;
 """
-_WAIT_S = 10.0
 
 
-class RewardStore:
-    """Every method blocks, and may be called in any thread. Raises StorageUnavailable; ConfigError if the file is not
-    its own.
-    """
+class RewardStore(SpendingStore):
+    """See `SpendingStore`; and the answers."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, threading.Lock()
-        with storage.storage(path.parent.parent):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._db = sqlite3.connect(path, timeout=_WAIT_S, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.executescript(_TABLES)
-        except sqlite3.OperationalError as error:
-            raise StorageUnavailable(f"{path}: {error}", "is the disk full, or the folder read-only?") from error
-        except sqlite3.DatabaseError as error:
-            hint = "put it back as it was, or remove it: what was asked is then asked, and paid for, again"
-            raise ConfigError(f"{path} cannot be read: {error}", hint) from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._db.close()
+        super().__init__(path, _ANSWERS)
 
     def find(self, key: bytes) -> str | None:
         """What was answered; None if it never was."""
@@ -64,48 +36,3 @@ class RewardStore:
             db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?, ?)", (key, server, said, tokens, at))
             self._add(db, server, 0, tokens)
             return str(db.execute("SELECT said FROM answers WHERE key = ?", (key,)).fetchone()[0])
-
-    def count_request(self, server: str, max_requests: int | None, max_tokens: int | None) -> str | None:
-        """Counts a request that is about to be sent; returns which budget it would exceed, if so, and counts nothing
-        then.
-        """
-        with self._transaction() as db:
-            db.execute("BEGIN IMMEDIATE")  # of two processes, one counts after the other
-            requests, tokens = self._spent(db, server)
-            if max_requests is not None and requests >= max_requests:
-                return f"max_requests={max_requests}"
-            if max_tokens is not None and tokens >= max_tokens:
-                return f"max_tokens={max_tokens}"
-            self._add(db, server, 1, 0)
-        return None
-
-    def count_tokens(self, server: str, tokens: int) -> None:
-        """What an answer has cost that is not kept."""
-        with self._transaction() as db:
-            self._add(db, server, 0, tokens)
-
-    def spent(self, server: str) -> tuple[int, int]:
-        """(requests, tokens) so far."""
-        with self._transaction() as db:
-            return self._spent(db, server)
-
-    def _spent(self, db: sqlite3.Connection, server: str) -> tuple[int, int]:
-        row = db.execute("SELECT requests, tokens FROM spent WHERE server = ?", (server,)).fetchone()
-        return (0, 0) if row is None else (int(row[0]), int(row[1]))
-
-    def _add(self, db: sqlite3.Connection, server: str, requests: int, tokens: int) -> None:
-        db.execute(
-            "INSERT INTO spent VALUES (?, ?, ?) ON CONFLICT (server) DO UPDATE SET"
-            " requests = requests + excluded.requests, tokens = tokens + excluded.tokens",
-            (server, requests, tokens),
-        )
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            try:
-                with self._db as db:
-                    yield db
-            except sqlite3.Error as error:
-                hint = "is the disk full, or the file damaged?"
-                raise StorageUnavailable(f"{self._path}: {error}", hint) from error

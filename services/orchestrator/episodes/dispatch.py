@@ -13,6 +13,7 @@ from typing import Literal
 
 from services.orchestrator import metrics
 from services.orchestrator.episodes.runner import EpisodeRunner
+from services.orchestrator.episodes.teacher import EpisodeTeaching
 from services.orchestrator.episodes.turn import SamplingSpec, TokenBudget
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.status import RunStatus
@@ -26,12 +27,22 @@ _log = telemetry.Log("dispatch")
 
 
 class Dispatcher:
-    """Args: max_concurrent: episodes at once."""
+    """Args:
+    max_concurrent: episodes at once.
+    teaching: what episodes to train on are shown to.
+    """
 
     def __init__(
-        self, runner: EpisodeRunner, balancer: Balancer, status: RunStatus, *, max_concurrent: int, max_attempts: int
+        self,
+        runner: EpisodeRunner,
+        balancer: Balancer,
+        status: RunStatus,
+        *,
+        max_concurrent: int,
+        max_attempts: int,
+        teaching: EpisodeTeaching | None = None,
     ) -> None:
-        self._runner, self._balancer, self._status = runner, balancer, status
+        self._runner, self._balancer, self._status, self._teaching = runner, balancer, status, teaching
         self._slots = asyncio.Semaphore(max_concurrent)
         self._max_attempts = max_attempts
 
@@ -61,6 +72,8 @@ class Dispatcher:
         await self._balancer.wait_routable(spec.need)
         with self._status.episode(), metrics.EPISODES_RUNNING.track_inprogress():
             trajectory = await self._runner.run(spec, budget)
+            if self._teaching is not None and purpose == "train":
+                trajectory = await self._teaching.taught(trajectory, budget)
         self._status.ended(trajectory)
         metrics.count(purpose, trajectory)
         return trajectory

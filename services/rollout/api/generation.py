@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from services.rollout import metrics
-from services.rollout.engines.base import Engine, FinishReason, GenerateRequest, GenerateResult
+from services.rollout.engines.base import (
+    Engine,
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    ScoredTokens,
+    ScoreRequest,
+)
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import InputError, RateLimited, Unavailable
 
@@ -46,6 +55,7 @@ class GenerationRunner:
     draining: bool = field(default=False, init=False)
     n_requests: int = field(default=0, init=False)
     _ended: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _scoring: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def why_not(self) -> Unavailable | None:
         """What keeps requests from being routed here, or None."""
@@ -61,21 +71,36 @@ class GenerationRunner:
         Raises Unavailable while requests must not be routed here or too many are here already, ClientGone (the engine
         has then been told to stop), and what `Engine.generate` raises.
         """
-        self._admit(len(requests))
+        results = await self._trusted(len(requests), lambda: _for_client(self._all(requests), receive))
+        for result in results:
+            metrics.count(result)
+        return results
+
+    async def score(self, ids: np.ndarray, receive: Receive | None = None) -> ScoredTokens:
+        """Log-probabilities of given tokens, int32[n] with n >= 2: one text after the other, for the engine samples
+        nothing meanwhile, and none whose client has gone. Raises as `run`.
+        """
+        return await self._trusted(1, lambda: _for_client(self._scored(ids), receive))
+
+    async def _scored(self, ids: np.ndarray) -> ScoredTokens:
+        async with self._scoring:
+            return await self.engine.score(ids)
+
+    async def _trusted[T](self, n: int, work: Callable[[], Awaitable[T]]) -> T:
+        """What came of n requests, if the weights can still be used."""
+        self._admit(n)
         beginnings = self.updates.state.beginnings
-        self.n_requests += len(requests)
+        self.n_requests += n
         try:
-            results = await (self._all(requests) if receive is None else self._watched(requests, receive))
+            found = await work()
         finally:
-            self.n_requests -= len(requests)
+            self.n_requests -= n
             self._ended.set()
         if (wrong := self.updates.why_not_ready()) is not None:
             raise wrong
         if self.updates.state.beginnings != beginnings:
             raise Unavailable("weights that served meanwhile are not to be trusted", "send the request again")
-        for result in results:
-            metrics.count(result)
-        return results
+        return found
 
     def _admit(self, n: int) -> None:
         if (error := self.why_not()) is not None:
@@ -99,20 +124,6 @@ class GenerationRunner:
             raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
-    async def _watched(self, requests: Sequence[GenerateRequest], receive: Receive) -> list[GenerateResult]:
-        """Cancels the generation when the client disconnects: the engine would go on for nobody."""
-        generating = asyncio.ensure_future(self._all(requests))
-        listening = asyncio.ensure_future(_disconnect(receive))
-        try:
-            await asyncio.wait({generating, listening}, return_when=asyncio.FIRST_COMPLETED)
-            if not generating.done():
-                raise ClientGone
-            return generating.result()
-        finally:
-            generating.cancel()
-            listening.cancel()
-            await asyncio.gather(generating, listening, return_exceptions=True)
-
     async def drain(self) -> None:
         """Worker: waits for the service to stop, then sees running requests off."""
         try:
@@ -128,6 +139,22 @@ class GenerationRunner:
                 async with asyncio.timeout(_ABORT_S):
                     await self.engine.abort(None)
             raise
+
+
+async def _for_client[T](work: Coroutine[Any, Any, T], receive: Receive | None) -> T:
+    """Cancels the work when the client disconnects: the engine would go on for nobody. Raises ClientGone."""
+    if receive is None:
+        return await work
+    working, listening = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        listening.cancel()
+        await asyncio.gather(working, listening, return_exceptions=True)
 
 
 async def _disconnect(receive: Receive) -> None:
@@ -151,6 +178,32 @@ def answer(result: GenerateResult, *, arrays: bool, with_logprobs: bool = True) 
             "finish_reason": finish(result.finish),
             "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in result.versions],
             "weight_version": result.versions[-1].version if result.versions else None,
+        },
+    }
+
+
+def score_answer(
+    wanted: ScoreRequest, scored: ScoredTokens | None, text_of: Callable[[int], str] | None
+) -> dict[str, Any]:
+    """SGLang's answer to a /generate that samples nothing: rows [log-probability, id, text] from the token at `start`
+    on, of which the first has no log-probability. `scored` is None where no row has one.
+    """
+    ids = wanted.ids[wanted.start :].tolist()
+    known = [] if scored is None else scored.logprobs[wanted.start :].tolist()
+    rows = [
+        [p, t, text_of(t) if wanted.with_texts and text_of else None] for p, t in zip([None, *known], ids, strict=True)
+    ]
+    return {
+        "output_ids": [],
+        "meta_info": {
+            "prompt_tokens": len(wanted.ids),
+            "completion_tokens": 0,
+            "cached_tokens": 0,
+            "input_token_logprobs": rows,
+            "output_token_logprobs": [],
+            "finish_reason": {"type": "length", "length": 0},
+            "weight_versions": [],
+            "weight_version": scored.version if scored else None,
         },
     }
 

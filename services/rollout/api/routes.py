@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -13,7 +14,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from services.rollout.api import schemas, validation
-from services.rollout.api.generation import ClientGone, GenerationRunner, answer
+from services.rollout.api.generation import ClientGone, GenerationRunner, answer, score_answer
 from services.rollout.engines.base import CommitMode, CommitResult, Engine, EngineInfo, EngineSpec
 from services.rollout.weights.serving import StagedUpdate
 from services.rollout.weights.updater import WeightUpdater
@@ -69,17 +70,30 @@ Rollout = Annotated[RolloutState, Depends(rollout_state)]
 @router.post("/generate", tags=["generate"], openapi_extra=declares(body=schemas.GENERATE, answer=schemas.GENERATED))
 async def generate(request: Request, state: Rollout) -> Response:
     """Token ids in, sampled ids with log-probabilities and weight versions out; without the former if `return_logprob`
-    is false.
+    is false. With `max_new_tokens` 0 nothing is sampled: the answer has the log-probabilities of the given ids, at
+    temperature 1.
     """
     body = await read_body(request)
     if "text" in body:
         body = _with_ids(body, state)
+    if validation.asks_to_score(body):
+        return await _scored(request, body, state)
     wanted, with_logprobs = validation.generate_request(body, state.info), validation.wants_logprobs(body)
     try:
         (result,) = await state.generation.run([wanted], request.receive)
     except ClientGone:
         return Response(status_code=_CLIENT_CLOSED)
     return respond(request, answer(result, arrays=_wants_arrays(request), with_logprobs=with_logprobs))
+
+
+async def _scored(request: Request, body: Mapping[str, Any], state: RolloutState) -> Response:
+    wanted, scored = validation.score_request(body, state.info), None
+    if wanted.start < len(wanted.ids) - 1:
+        try:
+            scored = await state.generation.score(wanted.ids, request.receive)
+        except ClientGone:
+            return Response(status_code=_CLIENT_CLOSED)
+    return respond(request, score_answer(wanted, scored, state.tokenizer.token if state.tokenizer else None))
 
 
 @router.post("/weights/stage", tags=["weights"], openapi_extra=declares(body=schemas.STAGE, answer=schemas.STAGED))

@@ -39,7 +39,7 @@ def _number(low: float, high: float, kind: str = "number") -> Schema:
 _SAMPLING = _object(
     {},
     {
-        "max_new_tokens": _number(1, validation.MAX_NEW_TOKENS, "integer"),
+        "max_new_tokens": _number(0, validation.MAX_NEW_TOKENS, "integer"),
         "temperature": _number(0, validation.MAX_TEMPERATURE),
         "top_p": _number(validation.MIN_TOP_P, 1),
         "top_k": {"type": ["integer", "null"], "minimum": -1, "maximum": validation.MAX_TOP_K, "not": {"const": 0}},
@@ -78,10 +78,12 @@ _GENERATE: Schema = _object(
         "return_logprob": {"type": ["boolean", "null"], "description": "true where it is left out"},
         "logprob_start_len": {
             "type": ["integer", "null"],
-            "description": "-1, or the length of the prompt",
+            "description": "-1, or the length of the prompt; with max_new_tokens 0 any position of the prompt, from "
+            "which on its tokens are told (0 where it is left out)",
             "minimum": -1,
         },
         **{name: {"enum": list(values)} for name, values in validation.NEUTRAL_FIELDS.items()},
+        validation.TEXTS: {"type": ["boolean", "null"], "description": "true only with max_new_tokens 0"},
     },
     closed=True,
 ) | {
@@ -94,7 +96,6 @@ GENERATED = _object(
         "output_ids": {"type": "array", "items": _COUNT},
         "meta_info": _object(
             {
-                "id": {"type": "string"},
                 "prompt_tokens": _COUNT,
                 "completion_tokens": _COUNT,
                 "cached_tokens": _COUNT,
@@ -102,7 +103,15 @@ GENERATED = _object(
                 "weight_versions": {"type": "array", "items": _SPAN},
                 "weight_version": _VERSION,
             },
-            {"output_token_logprobs": {"type": "array", "items": {"anyOf": [_ROW, {"type": "number"}]}}},
+            {
+                "id": {"type": "string"},
+                "output_token_logprobs": {"type": "array", "items": {"anyOf": [_ROW, {"type": "number"}]}},
+                "input_token_logprobs": {
+                    "type": "array",
+                    "items": _ROW,
+                    "description": "with max_new_tokens 0 alone; the first row has null for its log-probability",
+                },
+            },
         ),
     }
 )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from services.rollout.engines.base import EngineInfo, GenerateRequest, SamplingParams
+from services.rollout.engines.base import EngineInfo, GenerateRequest, SamplingParams, ScoreRequest
 from shared.errors import InputError
 
 DEFAULT_NEW_TOKENS = 128
@@ -30,6 +30,7 @@ _MAX_NAME = 80
 _FIELDS = frozenset(
     {"input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "stream", "text"}
 )
+TEXTS = "return_text_in_logprobs"
 NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "input_embeds": (None,),
     "image_data": (None, []),
@@ -37,7 +38,7 @@ NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "audio_data": (None, []),
     "modalities": (None, []),
     "token_ids_logprob": (None, []),
-    "return_text_in_logprobs": (False, None),
+    TEXTS: (False, None),
     "return_hidden_states": (False, None),
     "log_metrics": (True, False, None),
     "lora_path": (None,),
@@ -73,6 +74,38 @@ _SAMPLING = frozenset(
 
 def generate_request(body: Mapping[str, Any], info: EngineInfo) -> GenerateRequest:
     """Raises InputError naming the field and the value that is wrong."""
+    ids = _checked_ids(body, info)
+    _check_logprob_start(body.get("logprob_start_len"), len(ids))
+    sampling = body.get("sampling_params")
+    return build(ids, sampling_params({} if sampling is None else sampling, info, len(ids)), body.get("rid"), info)
+
+
+def asks_to_score(body: Mapping[str, Any]) -> bool:
+    """Whether nothing is to be sampled: `max_new_tokens` is 0, as SGLang's clients ask for a prompt's
+    log-probabilities.
+    """
+    sampling = body.get("sampling_params")
+    return isinstance(sampling, Mapping) and is_one_of(sampling.get("max_new_tokens"), (0,))
+
+
+def score_request(body: Mapping[str, Any], info: EngineInfo) -> ScoreRequest:
+    """Of a body that `asks_to_score`. Raises InputError naming the field and the value that is wrong."""
+    ids = _checked_ids({name: value for name, value in body.items() if name != TEXTS}, info)
+    sampling = sampling_params({**body["sampling_params"], "max_new_tokens": 1}, info, len(ids))
+    if sampling.temperature not in (0.0, 1.0):
+        raise InputError(
+            f"temperature={sampling.temperature:g}: the tokens of a prompt are scored at temperature 1", "leave it out"
+        )
+    if body.get("return_logprob") is not True:
+        raise InputError("max_new_tokens=0 without return_logprob asks for nothing", "send return_logprob=true")
+    if len(ids) > room(info):
+        raise InputError(f"{len(ids)} tokens exceed the context: at most {room(info)} can be scored")
+    start = _integer("logprob_start_len", body.get("logprob_start_len"), 0, 0, len(ids) - 1)
+    return ScoreRequest(ids, start, _boolean(TEXTS, body.get(TEXTS)))
+
+
+def _checked_ids(body: Mapping[str, Any], info: EngineInfo) -> np.ndarray:
+    """The prompt, int32[n], of a body whose other fields ask for what there is. Raises InputError."""
     for name in body.keys() - _FIELDS:
         if name not in NEUTRAL_FIELDS:
             raise InputError(f"unknown field {str(name)[:_MAX_NAME]}", f"known: {', '.join(sorted(_FIELDS))}")
@@ -81,16 +114,11 @@ def generate_request(body: Mapping[str, Any], info: EngineInfo) -> GenerateReque
     if not is_one_of(body.get("stream"), (False, None)):
         raise InputError(f"stream={_short(body['stream'])} is not supported", "leave it out: the answer comes whole")
     if not is_one_of(body.get("top_logprobs_num"), (0, None)):
-        raise InputError(
-            "top_logprobs_num is not supported", "the log-probability of each sampled token is all there is"
-        )
-    ids = _ids(body.get("input_ids"), info.vocab_size)
-    _check_logprob_start(body.get("logprob_start_len"), len(ids))
+        raise InputError("top_logprobs_num is not supported", "there are log-probabilities of the tokens alone")
     rid = body.get("rid")
     if rid is not None and not (isinstance(rid, str) and len(rid) <= MAX_RID):
         raise InputError(f"rid must be a string of up to {MAX_RID} characters, not {_short(rid)}")
-    sampling = body.get("sampling_params")
-    return build(ids, sampling_params({} if sampling is None else sampling, info, len(ids)), rid, info)
+    return _ids(body.get("input_ids"), info.vocab_size)
 
 
 def wants_logprobs(body: Mapping[str, Any]) -> bool:
@@ -110,8 +138,8 @@ def _check_logprob_start(start: Any, n_prompt: int) -> None:
         )
     if start not in (-1, n_prompt):
         raise InputError(
-            f"logprob_start_len={start} asks for log-probabilities of the prompt, which this server does not compute",
-            f"leave it out, or send -1 or the prompt's length, {n_prompt}: only sampled tokens have them",
+            f"logprob_start_len={start} asks for log-probabilities of the prompt, which come without sampled tokens",
+            f"send max_new_tokens=0 with it, or leave it out (-1 and the prompt's length, {n_prompt}, ask for none)",
         )
 
 

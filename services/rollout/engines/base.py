@@ -84,6 +84,17 @@ class GenerateRequest:
     sampling: SamplingParams
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreRequest:
+    """`ids`: int32[n], n >= 1; what is wanted are the log-probabilities of those after `start`, and texts if
+    `with_texts`.
+    """
+
+    ids: np.ndarray
+    start: int
+    with_texts: bool
+
+
 @dataclass(frozen=True, slots=True)
 class FinishReason:
     """`matched` is the stop token of "stop", `length` the limit of "length", `message` the cause of "abort"."""
@@ -109,6 +120,30 @@ class GenerateResult:
     cached_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class StagedBase:
+    """What adapters are of: `folder` holds it below `params/`. An engine reads it once, and keeps it for the next
+    adapters of the same `digest`; what serves is the base with `scale` times the product of each adapter's halves
+    (shared.models.adapter).
+    """
+
+    folder: str
+    digest: str
+    files: tuple[ManifestFile, ...]
+    tree: tuple[ManifestLeaf, ...]
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredTokens:
+    """`logprobs`: float32[n - 1], natural logarithm at temperature 1, of all but the first of n given tokens, each
+    after those before it; computed by the weights `version`.
+    """
+
+    version: str
+    logprobs: np.ndarray
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedWeights:
     """Weights to stage: `kind` says whether `folder` is a checkpoint, with an Orbax folder `below` it, or a Hugging
@@ -117,7 +152,7 @@ class StagedWeights:
     A checkpoint's `files` are as its manifest names them: an engine reads each once (`shared.run.weights.copy_files`)
     and loads the very bytes whose digest it has taken. What they hold must have exactly the leaves of `tree`. With a
     probe (int32[n] ids, float32[n-1] log-probabilities of all but the first, and the noise of the trainer's dtype in
-    nats, if known) the engine must agree with it.
+    nats, if known) the engine must agree with it. With a `base` these are adapters of it.
     """
 
     folder: str
@@ -130,6 +165,7 @@ class StagedWeights:
     probe_ids: np.ndarray | None = None
     probe_logprobs: np.ndarray | None = None
     probe_noise: float | None = None
+    base: StagedBase | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +234,14 @@ class Engine(Protocol):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         """Runs one request to its end. Cancelling the call aborts the request.
+
+        Raises Unavailable while no weights are committed.
+        """
+        ...
+
+    async def score(self, ids: np.ndarray) -> ScoredTokens:
+        """Scores a whole text, int32[n] with n >= 2 that fits the context, between two steps: requests that run wait
+        meanwhile, and begin anew where there is no memory for both.
 
         Raises Unavailable while no weights are committed.
         """

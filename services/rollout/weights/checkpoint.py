@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from services.rollout.engines.base import StagedWeights
+from services.rollout.engines.base import StagedBase, StagedWeights
 from shared.errors import ConfigError, DecodeError, WeightsError
 from shared.models.config import ModelConfig
 from shared.run import weights
@@ -21,7 +21,8 @@ def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
     """What to stage from a checkpoint (its manifest or its folder) of this run and model, or from a Hugging Face
     folder.
 
-    `digest` is that of the files as the manifest names them; of a Hugging Face folder that of their sizes and times.
+    `digest` is that of the files as the manifest names them, those of an adapter's base among them; of a Hugging Face
+    folder that of their sizes and times.
 
     Raises WeightsError or Forbidden.
     """
@@ -36,17 +37,30 @@ def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
     _same_model(manifest, model)
     ids, logprobs = _probe(manifest, model.vocab_size)
     weights.confined(folder, manifest.path)
+    base = _base(manifest, folder)
     return StagedWeights(
         str(folder),
         manifest.version,
-        hashlib.sha256("".join(f.name + f.blake3 for f in manifest.files).encode()).hexdigest(),
+        hashlib.sha256(
+            "".join([*(f.name + f.blake3 for f in manifest.files), base.digest if base else ""]).encode()
+        ).hexdigest(),
         below=manifest.path,
         files=manifest.files,
         tree=manifest.tree,
         probe_ids=ids,
         probe_logprobs=logprobs,
         probe_noise=manifest.probe.noise if manifest.probe else None,
+        base=base,
     )
+
+
+def _base(manifest: Manifest, folder: Path) -> StagedBase | None:
+    if (adapter := manifest.adapter) is None:
+        return None
+    where = weights.confined(folder.parent, adapter.base.folder(folder.parent))
+    if not where.is_dir():
+        raise WeightsError(f"{manifest.version} is of the base {adapter.base.digest}, which is not in {where.parent}")
+    return StagedBase(str(where), adapter.base.digest, adapter.base.files, adapter.base.tree, adapter.scale)
 
 
 def parse(version: str) -> WeightVersion | None:
@@ -67,8 +81,10 @@ def _belongs(manifest: Manifest, folder: Path, run: str) -> None:
         raise WeightsError(
             f"the manifest of {manifest.version} lies in {folder.name}", "a checkpoint's folder has its version's name"
         )
-    if manifest.kind != "full":
-        raise WeightsError(f"{manifest.version} is of kind {manifest.kind!r}; this server loads full weights")
+    if manifest.kind != ("adapter" if manifest.adapter else "full"):
+        raise WeightsError(
+            f"{manifest.version} is of kind {manifest.kind!r}; this server loads full weights, and adapters of a base"
+        )
 
 
 def _same_model(manifest: Manifest, model: ModelConfig) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from services.rollout.engines.base import StagedWeights
 from services.rollout.weights.checkpoint import parse
 from services.rollout.weights.serving import StagedUpdate
-from shared.errors import Conflict
+from shared.errors import Conflict, WeightsError
 from shared.run import weights
 from shared.types import WeightVersion
 
@@ -20,8 +20,8 @@ class VersionFence:
     served: StagedUpdate | None = None
 
     def check(self, found: StagedWeights, newest: Path | None, serving: StagedUpdate | None) -> None:
-        """Raises Conflict for weights that the run has left behind: an older trainer may still be sending them.
-        `newest` is the run's newest on disk.
+        """Raises Conflict for weights that the run has left behind: an older trainer may still be sending them, and
+        WeightsError for those of another base. `newest` is the run's newest on disk.
         """
         version = parse(found.version)
         if version is None:
@@ -32,6 +32,12 @@ class VersionFence:
             raise Conflict(
                 f"{found.version} is older than {self.served.version}, which has served",
                 "a server of a run only moves forward",
+            )
+        base = found.base.digest if found.base else None
+        if self.served is not None and self.served.base != base:
+            raise WeightsError(
+                f"{found.version} is of the base {base or 'nothing'}, this server's is {self.served.base or 'nothing'}",
+                "all versions of a run are of one base",
             )
         if serving is not None and serving.version == found.version and serving.digest != found.digest:
             raise Conflict(f"{found.version} serves already, with another digest", "a version is published once")

@@ -15,7 +15,9 @@ from shared.errors import WeightsError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedUpdate:
-    """Weights that were loaded from `path`: how to know them again, and `timings`, durations in seconds."""
+    """Weights that were loaded from `path`: how to know them again, and `timings`, durations in seconds. `base` is the
+    digest of what they are adapters of.
+    """
 
     path: Path
     version: str
@@ -24,6 +26,7 @@ class StagedUpdate:
     timings: Mapping[str, float]
     probe_logprobs: np.ndarray | None = None
     probe_noise: float | None = None
+    base: str | None = None
 
     def judge(self, live: Live, dtype: str) -> str | None:
         """What speaks against `live` being these weights."""

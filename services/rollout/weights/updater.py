@@ -186,7 +186,14 @@ class WeightUpdater:
         if (again.version, again.digest) != (found.version, found.digest):
             raise WeightsError(f"{found.version} changed while it was loaded")
         self.staged = StagedUpdate(
-            where, found.version, found.digest, loaded.checksum, loaded.timings, found.probe_logprobs, found.probe_noise
+            where,
+            found.version,
+            found.digest,
+            loaded.checksum,
+            loaded.timings,
+            found.probe_logprobs,
+            found.probe_noise,
+            found.base.digest if found.base else None,
         )
         metrics.STAGE_SECONDS.observe(time.perf_counter() - start)
         _log.info("weights staged", version=found.version, **loaded.timings)

@@ -76,7 +76,7 @@ class Ppo(PolicyGradient):
             near = jnp.clip(values, was - self.critic.clip_range, was + self.critic.clip_range)
             held = jnp.square(jnp.where(mask > 0, near - batch.returns, 0.0))
             is_clipped, squared = held > squared, jnp.maximum(held, squared)
-        loss = (0.5 * squared * mask * batch.row_weight[:, None]).sum()
+        loss = (0.5 * squared * mask * batch.weight).sum()
         return loss, {
             "critic/value_loss": statistics.mean(0.5 * squared, mask),
             "critic/clip_fraction": statistics.mean(is_clipped, mask),

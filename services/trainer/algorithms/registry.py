@@ -7,11 +7,13 @@ from services.trainer.algorithms.dapo import Dapo
 from services.trainer.algorithms.drgrpo import DrGrpo
 from services.trainer.algorithms.grpo import Grpo
 from services.trainer.algorithms.gspo import Gspo
+from services.trainer.algorithms.on_policy_distillation import OnPolicyDistillation
 from services.trainer.algorithms.ppo import CriticOptions, Ppo
 from services.trainer.algorithms.reinforce_plus_plus import ReinforcePlusPlus
 from services.trainer.algorithms.rloo import Rloo
 from services.trainer.algorithms.terms.actor import ActorOptions
 from services.trainer.algorithms.terms.algorithm import Algorithm
+from services.trainer.algorithms.terms.distillation import Taught
 from services.trainer.algorithms.terms.importance import Correction
 from services.trainer.algorithms.terms.policy_gradient import RewardOptions
 from services.trainer.algorithms.terms.rewards import Normalization, Overlong
@@ -37,9 +39,18 @@ def algorithm(section: schema.PolicyGradientSection, n_updates: int, max_respons
             return Cispo(actor, rewards, n_updates, section.advantage_estimator)
         case schema.ReinforcePlusPlusSection():
             return ReinforcePlusPlus(actor, rewards, n_updates, section.gamma, section.baseline)
+        case schema.OnPolicyDistillationSection():
+            return OnPolicyDistillation(actor, rewards, n_updates, section.teacher_kl_coef, section.gamma)
         case schema.PpoSection():
             return ppo(section, n_updates, max_response_length)
     raise AssertionError(f"no algorithm for {section!r}")
+
+
+def taught(made: Algorithm, section: schema.PolicyGradientSection) -> Algorithm:
+    """The section's algorithm, beside its teacher if it has one."""
+    if not section.teacher_kl_coef or isinstance(section, schema.OnPolicyDistillationSection):
+        return made
+    return Taught(made, section.teacher_kl_coef)
 
 
 def ppo(section: schema.PpoSection, n_updates: int, max_response_length: int) -> Ppo:

@@ -12,7 +12,7 @@ from services.trainer.learner.logprobs import TokenScores
 
 
 def supervised_loss(scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:
-    """float32 scalar, weighted by `row_weight`; and `tokens` and their mean `nll`, in nats."""
+    """float32 scalar, weighted by `weight`; and `tokens` and their mean `nll`, in nats."""
     nll = -jnp.where(batch.mask > 0, scores.logprobs, 0.0)
-    loss = (nll * batch.mask * batch.row_weight[:, None]).sum()
+    loss = (nll * batch.mask * batch.weight).sum()
     return loss, {"tokens": statistics.total(batch.mask), "nll": statistics.mean(nll, batch.mask)}

@@ -2,6 +2,7 @@
 V`, which prints what it wrote, or an error as a problem body. It reads the run's folder, and changes nothing in it.
 
 The tensors are the published parameters bit by bit, in the run's `model.dtype`: what the rollout servers compute with.
+Adapters are merged into their base.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import orjson
 from safetensors.numpy import save_file
 
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+from services.trainer.checkpoints.store import read_base
 from shared.errors import ConfigError, VolleyError, WeightsError, problem
 from shared.files.storage import storage
-from shared.models import hub, origin
+from shared.models import adapter, hub, origin
 from shared.models.config import CONFIG
 from shared.models.names import hf_name, to_hf
 from shared.run import state as states
@@ -36,20 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--version", default=origin.LATEST)
+    parser.add_argument("--adapter", action="store_true")
     arguments = parser.parse_args(argv)
     try:
-        _tell({"ok": True, **export(arguments.run_dir, arguments.folder, arguments.version)})
+        told = export(arguments.run_dir, arguments.folder, arguments.version, adapter_only=arguments.adapter)
+        _tell({"ok": True, **told})
     except VolleyError as error:
         _tell(problem(error))
         return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 
-def export(run_dir: Path, folder: Path, version: str) -> dict[str, Any]:
-    """Writes `folder`, whole or not at all, and tells what is in it.
+def export(run_dir: Path, folder: Path, version: str, *, adapter_only: bool = False) -> dict[str, Any]:
+    """Writes `folder`, whole or not at all, and tells what is in it. With `adapter_only` these are a run's adapters as
+    PEFT saves them, else full weights.
 
-    Raises ConfigError (no run, no such version, the folder is taken), WeightsError (the checkpoint is not whole),
-    StorageFull.
+    Raises ConfigError (no run, no such version, no adapters, the folder is taken), WeightsError (the checkpoint is not
+    whole), StorageFull.
     """
     if not RunFolder(run_dir).config.exists():
         raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
@@ -59,28 +64,47 @@ def export(run_dir: Path, folder: Path, version: str) -> dict[str, Any]:
     if found is None:
         raise ConfigError(f"{run_dir}@{version} is a folder, so no version of a run can be meant", "rename it")
     model = hub.model_of(found)
-    manifest, params = _verified(found.checkpoint)
-    tensors = {hf_name(leaf): np.ascontiguousarray(to_hf(leaf, value)) for leaf, value in params.items()}
+    manifest, params = _verified(found.checkpoint, merge=not adapter_only)
+    if adapter_only and manifest.adapter is None:
+        raise ConfigError(f"{run_dir} trains no adapters", "leave --adapter out for the full weights")
+    named = adapter.peft if adapter_only else _hugging_face
+    tensors = dict(named(leaf, value) for leaf, value in params.items())
     dtypes = sorted({value.dtype.name for value in tensors.values()})
     folder.parent.mkdir(parents=True, exist_ok=True)
     with storage(folder.parent), tempfile.TemporaryDirectory(prefix=".volley-export-", dir=folder.parent) as temporary:
         draft = Path(temporary) / "model"
         draft.mkdir()
-        hub.copy_small(model, draft)
-        config = _config(manifest.model, model, dtypes[0])
-        (draft / CONFIG).write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2) + b"\n")
-        save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+        if adapter_only:
+            config, names = _peft_config(manifest, model, tensors), ("adapter_config.json", "adapter_model.safetensors")
+        else:
+            hub.copy_small(model, draft)
+            config, names = _config(manifest.model, model, dtypes[0]), (CONFIG, "model.safetensors")
+        (draft / names[0]).write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2) + b"\n")
+        save_file(tensors, draft / names[1], metadata={"format": "pt"})
         if folder.exists():
             folder.rmdir()
         draft.rename(folder)
     return {"version": manifest.version, "tensors": len(tensors), "dtype": ", ".join(dtypes)}
 
 
-def _verified(checkpoint: Path) -> tuple[Manifest, Mapping[str, np.ndarray]]:
-    """Raises WeightsError, also if the run's trainer removes the checkpoint meanwhile."""
+def _hugging_face(leaf: str, value: np.ndarray) -> tuple[str, np.ndarray]:
+    return hf_name(leaf), np.ascontiguousarray(to_hf(leaf, value))
+
+
+def _verified(checkpoint: Path, *, merge: bool) -> tuple[Manifest, Mapping[str, np.ndarray]]:
+    """What the checkpoint holds; adapters merged into their base, if `merge`.
+
+    Raises WeightsError, also if the run's trainer removes the checkpoint meanwhile.
+    """
     try:
         manifest, _ = states.verify(checkpoint)
-        return manifest, OrbaxArrays().read(checkpoint / manifest.path)
+        params = OrbaxArrays().read(checkpoint / manifest.path)
+        if (found := manifest.adapter) is None or not merge:
+            return manifest, params
+        base = read_base(checkpoint.parent, found, OrbaxArrays())
+        return manifest, adapter.merged_arrays(base, params, found.scale)
+    except ValueError as error:
+        raise WeightsError(f"the adapters of {checkpoint} do not fit their base: {error}") from error
     except OSError as error:
         raise WeightsError(
             f"{checkpoint} cannot be read: {error}", "if the run goes on, its trainer may just have removed it"
@@ -97,6 +121,24 @@ def _config(described: Mapping[str, Any], model: Path, dtype: str) -> dict[str, 
     except (OSError, ValueError, TypeError) as error:
         raise WeightsError(f"the model's {model / CONFIG} cannot be read any more: {error}") from error
     return {**described, **tokens, "torch_dtype": dtype}
+
+
+def _peft_config(manifest: Manifest, model: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """adapter_config.json. The base is what RL began with: where a warm start or another run made it of the model's
+    folder, `volley export RUN FOLDER` of its first version holds it.
+    """
+    assert manifest.adapter is not None
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(model),
+        "r": manifest.adapter.rank,
+        "lora_alpha": manifest.adapter.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.rsplit(".", 3)[1] for name in tensors}),
+        "inference_mode": True,
+    }
 
 
 def _tell(line: Mapping[str, Any]) -> None:

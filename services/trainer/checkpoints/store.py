@@ -8,6 +8,8 @@ Invariants:
   their epoch, which `fence` makes for its own epoch and takes away from all earlier ones;
 - `params/` is what rollout servers load; `optimizer/` is what only a resume needs (and the float32 parameters, where
   the published ones are rounded), so a resume is bit-exact;
+- with adapters `params/` holds these alone, and the weights that they are of lie once, in
+  `{root}/base/{digest}/params/`, durable before the first checkpoint that names them;
 - a folder whose digests differ, or whose steps a later trainer undid, is never restored: the next older one is used,
   and once all older trainers are fenced the damaged one is set aside as `{root}/bad/{version}`.
 """
@@ -34,7 +36,7 @@ from shared.run import weights
 from shared.run.best import best_version
 from shared.run.folder import RunFolder
 from shared.run.state import OPTIMIZER, TrainerState
-from shared.run.weights import BAD, Manifest, ManifestFile, ManifestLeaf, Probe
+from shared.run.weights import BAD, Adapter, BaseWeights, Manifest, ManifestFile, ManifestLeaf, Probe
 from shared.types import WeightVersion
 
 PARAMS = "params"
@@ -69,7 +71,7 @@ class ArrayFiles(Protocol):
 @dataclass(frozen=True, slots=True)
 class CheckpointContents:
     """`params` as published; `optimizer` by name; `master` are the float32 parameters if `params` are not,
-    else None.
+    else None. With an `adapter`, `params` are those of adapters.
     """
 
     params: Arrays
@@ -77,16 +79,18 @@ class CheckpointContents:
     master: Arrays | None
     model: Mapping[str, Any]
     probe: Probe | None
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredCheckpoint:
-    """A checkpoint in host memory; `params` are float32."""
+    """A checkpoint in host memory; `params` are float32, with an `adapter` those of adapters."""
 
     folder: Path
     state: TrainerState
     params: Mapping[str, np.ndarray]
     optimizer: Mapping[str, np.ndarray]
+    adapter: Adapter | None = None
 
 
 class CheckpointFolders:
@@ -170,21 +174,35 @@ class CheckpointFolders:
             with storage.held(draft):
                 self._arrays.write(draft / PARAMS, contents.params)
                 self._arrays.write(draft / OPTIMIZER, training)
-            tree = tuple(ManifestLeaf(k, tuple(v.shape), str(v.dtype)) for k, v in sorted(contents.params.items()))
             manifest = Manifest(
                 run=self._run,
                 version=str(state.version),
                 base_version=None if base is None else str(base),
                 step=state.step,
-                kind="full",
+                kind="adapter" if contents.adapter else "full",
                 path=PARAMS,
                 files=weights.digest_files(draft, PARAMS),
-                tree=tree,
+                tree=_tree(contents.params),
                 model=contents.model,
                 probe=contents.probe,
                 created=time.time(),
+                adapter=contents.adapter,
             )
             return self._install(draft, manifest, weights.digest_files(draft, OPTIMIZER), state)
+
+    def save_base(self, version: WeightVersion, params: Arrays) -> BaseWeights:
+        """Makes what the adapters of a run are of durable, before `version`, the first of them. Raises as `save`."""
+        with self._draft(version) as draft:
+            with storage.held(draft):
+                self._arrays.write(draft / PARAMS, params)
+            base = BaseWeights.of(weights.digest_files(draft, PARAMS), _tree(params))
+            _sync_tree(draft)
+            (self.root / weights.BASE).mkdir(exist_ok=True)
+            storage.fsync(self.root)
+            shutil.rmtree(base.folder(self.root), ignore_errors=True)
+            draft.rename(base.folder(self.root))
+            storage.fsync(self.root / weights.BASE)
+        return base
 
     def relabel(self, restored: RestoredCheckpoint, state: TrainerState) -> Path:
         """The restored checkpoint again, as the first version of a new epoch. Files are linked, not copied, and their
@@ -205,6 +223,10 @@ class CheckpointFolders:
     def params_of(self, version: str) -> Mapping[str, np.ndarray]:
         """The float32 parameters of a version, exact where the published ones are rounded. Raises WeightsError."""
         return restore(self.root / version, self._arrays).params
+
+    def base_of(self, restored: RestoredCheckpoint) -> dict[str, np.ndarray]:
+        """What the adapters of a checkpoint of any run are of; empty if it has none. Raises as `read_base`."""
+        return read_base(restored.folder.parent, restored.adapter, self._arrays) if restored.adapter else {}
 
     def foreign(self, origin: Origin) -> RestoredCheckpoint:
         """A checkpoint of another run, to start from. Raises ConfigError if it is not whole, or not the one it was."""
@@ -271,6 +293,16 @@ class CheckpointFolders:
         for version in found:
             if str(version) not in kept:
                 self._remove(str(version))
+        self._retain_base(state.version)
+
+    def _retain_base(self, version: WeightVersion) -> None:
+        """A trainer that ended before its first checkpoint leaves the base of it."""
+        bases = list((self.root / weights.BASE).glob("*"))
+        if len(bases) > 1:
+            adapter = weights.read_manifest(self.root / str(version)).adapter
+            for base in bases:
+                if adapter is None or base.name != adapter.base.digest:
+                    shutil.rmtree(base, ignore_errors=True)
 
     def _remove(self, name: str) -> None:
         """Renamed first: a half-removed folder is not a checkpoint, and whoever still writes into a draft misses it
@@ -300,9 +332,24 @@ def restore(folder: Path, arrays: ArrayFiles) -> RestoredCheckpoint:
                     f"{folder.name}: {name} is not finite",
                     "a step that gave such numbers was saved; older ones may be whole",
                 )
-        return RestoredCheckpoint(folder, state, params, _below(training, "optimizer"))
+        return RestoredCheckpoint(folder, state, params, _below(training, "optimizer"), manifest.adapter)
     except OSError as error:
         raise weights.unreadable(str(folder), error) from error
+
+
+def read_base(root: Path, adapter: Adapter, arrays: ArrayFiles) -> dict[str, np.ndarray]:
+    """What adapters below `root` are of, in the dtype it is published in. Raises WeightsError, and Unavailable if it
+    cannot be read now.
+    """
+    weights.verify_base(root, adapter.base)
+    try:
+        return arrays.read(adapter.base.folder(root) / PARAMS)
+    except OSError as error:
+        raise weights.unreadable(f"base {adapter.base.digest}", error) from error
+
+
+def _tree(params: Arrays) -> tuple[ManifestLeaf, ...]:
+    return tuple(ManifestLeaf(k, tuple(v.shape), str(v.dtype)) for k, v in sorted(params.items()))
 
 
 def _retained(found: Sequence[WeightVersion], n: int) -> set[WeightVersion]:

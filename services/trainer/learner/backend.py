@@ -6,54 +6,62 @@ Order of calls: `restore`, `build`, `warm_start` (a new run only), `start`, then
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 
-from services.trainer.algorithms import sft
-from services.trainer.algorithms.sft import SftMetrics, SftOptions
 from services.trainer.checkpoints.store import CheckpointFolders, RestoredCheckpoint
+from services.trainer.conversations.dataset import Example
+from services.trainer.learner import memory
+from services.trainer.learner.batch import BatchLayout
 from services.trainer.learner.metrics import StepMetrics
 from services.trainer.learner.policy import Policy, PolicyOptions
+from services.trainer.learner.scoring import params_of
 from services.trainer.loop.group_buffer import ReadyGroup
-from services.trainer.models.family import Model, Remat, build, make_mesh
+from services.trainer.models.family import Model, build, make_mesh
 from services.trainer.models.initial_weights import Leaves, leaves_of
-from shared.clients.env import DemonstrationReply
+from services.trainer.models.lora import initial_adapter
+from services.trainer.models.options import ModelOptions
+from services.trainer.supervised import training
+from services.trainer.supervised.training import SupervisedMetrics, SupervisedOptions
 from shared.errors import ConfigError, WeightsError
+from shared.models import adapter
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
-from shared.models.origin import Origin
+from shared.process import telemetry
 from shared.run.state import TrainerState
+from shared.run.weights import Adapter
 from shared.types import WeightVersion
 
-
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """`folder` holds config.json and perhaps safetensors; `dtype` is that of activations and published parameters.
-
-    `origin` is a version of another run whose weights a new run begins with.
-    """
-
-    folder: Path
-    dtype: str
-    remat: Remat
-    mesh_shape: tuple[int, ...]
-    mesh_axes: tuple[str, ...]
-    seed: int
-    origin: Origin | None = None
+_log = telemetry.Log("backend")
 
 
 class TunixBackend:
-    """The trainer's heavy half. Every method blocks; none may run beside another."""
+    """The trainer's heavy half. Every method blocks; none may run beside another.
+
+    Args:
+        warm_start: the layout of a new run's warm start, if it has one.
+
+    `memory` is what `build` reckons that training takes, in MiB.
+    """
 
     def __init__(
-        self, model: ModelOptions, described: ModelConfig, policy: PolicyOptions, checkpoints: CheckpointFolders
+        self,
+        model: ModelOptions,
+        described: ModelConfig,
+        policy: PolicyOptions,
+        checkpoints: CheckpointFolders,
+        warm_start: BatchLayout | None = None,
     ) -> None:
         self._options, self._described, self._policy_options, self._checkpoints = model, described, policy, checkpoints
+        self._warm_start_layout = warm_start
+        self.memory: Mapping[str, float] = {}
         self._restored: RestoredCheckpoint | None = None
         self._model: Model | None = None
         self._policy: Policy | None = None
+        self._adapter: Adapter | None = None
 
     def restore(self) -> TrainerState | None:
         """Reads the newest checkpoint; None if the run is new. Raises WeightsError."""
@@ -61,34 +69,46 @@ class TunixBackend:
         return self._restored.state if self._restored else None
 
     def build(self) -> None:
-        """Makes the model, from the checkpoint if there is one. Raises ConfigError, WeightsError."""
-        options = self._options
-        mesh = make_mesh(options.mesh_shape, options.mesh_axes)
-        self._model = build(self._described, self._leaves(), mesh, dtype=options.dtype, remat=options.remat)
+        """Makes the model, from the checkpoint if there is one, if it can be trained in the memory there is. Raises
+        ConfigError, WeightsError.
+        """
+        if not self.memory:
+            self.memory = self._reckoned()
+        self._model = None
+        self._model = built(self._options, self._described, self._checkpoints, self._restored)
 
-    def _leaves(self) -> Leaves:
-        options = self._options
-        if self._restored is not None:
-            return restored_leaves(self._restored)
-        if options.origin is not None:
-            return restored_leaves(self._checkpoints.foreign(options.origin))
-        return leaves_of(options.folder, self._described, options.seed)
+    def _reckoned(self) -> dict[str, float]:
+        """Raises ConfigError if the memory there is does not suffice."""
+        parts = self._described, self._options, self._policy_options
+        warm_start = self._warm_start_layout if self._restored is None else None
+        found = memory.estimate(*parts, warm_start)
+        limit, on = memory.available(jax.devices()[0])
+        _log.info("memory", mib=found.told(), limit_mib=limit >> 20, on=on)
+        memory.check(found, limit, on, lambda: memory.knobs(*parts, warm_start, found))
+        return found.told()
 
-    def warm_start(
-        self, tokenizer: ChatTokenizer, demonstrations: Sequence[DemonstrationReply], options: SftOptions
-    ) -> Iterator[SftMetrics]:
-        """Supervised steps on the built model, one for each item asked for. Raises ConfigError."""
+    def warm_start(self, examples: Sequence[Example], options: SupervisedOptions) -> Iterator[SupervisedMetrics]:
+        """Supervised steps on the built model, one for each item asked for."""
         assert self._model is not None
-        rows = sft.tokenize(tokenizer, demonstrations, options.layout.buckets[-1])
-        return sft.train(self._model, rows, options)
+        return training.warm_start(self._model, examples, options)
 
     def start(self, state: TrainerState) -> Path:
         """Readies RL and makes the first checkpoint of this incarnation; returns its folder. Raises NonFinite."""
         assert self._model is not None
+        options = self._options
+        if self._restored is None and options.lora is not None:
+            present, self._model = params_of(self._model), None
+            leaves = initial_adapter(lambda name, _: present[name], options.seed)
+            self._model = assembled(self._described, options, leaves)
         reference = self._checkpoints.params_of(state.reference) if self._restored and state.reference else None
         self._policy = Policy(self._model, self._policy_options, self._described.to_hf(), reference)
         if self._restored is None:
+            if options.lora is not None:
+                self._policy.check("the weights that RL begins with")
+                base = self._checkpoints.save_base(state.version, self._policy.base())
+                self._adapter = Adapter(options.lora.rank, options.lora.alpha, base)
             return self.save(state, None)
+        self._adapter = self._restored.adapter
         self._policy.load_optimizer(self._restored.optimizer)
         self._policy.check()
         folder = self._checkpoints.relabel(self._restored, state)
@@ -120,7 +140,23 @@ class TunixBackend:
         there.
         """
         assert self._policy is not None
-        return self._checkpoints.save(state, self._policy.contents(), base)
+        return self._checkpoints.save(state, replace(self._policy.contents(), adapter=self._adapter), base)
+
+
+def built(
+    options: ModelOptions, described: ModelConfig, checkpoints: CheckpointFolders, restored: RestoredCheckpoint | None
+) -> Model:
+    """The model with the weights of a checkpoint of its run, of the version of another run that it begins with, or of
+    its folder. Raises ConfigError, WeightsError.
+    """
+    if restored is not None:
+        leaves = restored_leaves(restored, checkpoints.base_of(restored))
+    elif options.origin is not None:
+        foreign = checkpoints.foreign(options.origin)
+        leaves = restored_leaves(merged(foreign, checkpoints.base_of(foreign)))
+    else:
+        leaves = leaves_of(options.folder, described, options.seed)
+    return assembled(described, options, leaves, adapted=restored is not None and restored.adapter is not None)
 
 
 def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:
@@ -132,9 +168,31 @@ def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:
         )
 
 
-def restored_leaves(restored: RestoredCheckpoint) -> Leaves:
-    """The checkpoint's parameters for `build`; asking for one it lacks raises WeightsError."""
-    params: Mapping[str, np.ndarray] = restored.params
+def assembled(described: ModelConfig, options: ModelOptions, leaves: Leaves, *, adapted: bool = True) -> Model:
+    """The model on its mesh, with the adapters that the options ask for if it is to be `adapted`. Raises ConfigError,
+    WeightsError.
+    """
+    mesh = make_mesh(options.mesh_shape, options.mesh_axes)
+    lora = options.lora if adapted else None
+    return build(described, leaves, mesh, dtype=options.dtype, remat=options.remat, lora=lora)
+
+
+def merged(restored: RestoredCheckpoint, base: Mapping[str, np.ndarray]) -> RestoredCheckpoint:
+    """The checkpoint as one of full weights. Raises WeightsError if its adapters do not fit the base."""
+    if restored.adapter is None:
+        return restored
+    try:
+        params = adapter.merged_arrays(base, restored.params, restored.adapter.scale)
+    except ValueError as error:
+        raise WeightsError(f"checkpoint {restored.folder.name}: {error}") from error
+    return replace(restored, params=params, adapter=None)
+
+
+def restored_leaves(restored: RestoredCheckpoint, base: Mapping[str, np.ndarray] | None = None) -> Leaves:
+    """The checkpoint's parameters for `build`, and those of the base that its adapters are of; asking for one it lacks
+    raises WeightsError.
+    """
+    params: Mapping[str, np.ndarray] = {**(base or {}), **restored.params}
 
     def leaf(name: str, size: tuple[int, ...]) -> np.ndarray:
         found = params.get(name)

@@ -1,11 +1,12 @@
-"""Groups to fixed-shape batches of whole sequences, right-padded.
+"""Groups to fixed-shape batches of whole sequences: one a row, right-padded, or several (see `packing`).
 
 Invariants:
 - position t of `targets`, `mask`, `behaviour`, `advantages` and `current` belongs to the token at t + 1: what the
   hidden state at t predicts;
-- a micro-batch has one of few lengths (the buckets) and always the same number of rows, so compiled shapes are bounded;
-- `row_weight` carries the *global* denominators of the step, so losses and gradients of the micro-batches add up to
-  those of the whole batch, whatever their token counts;
+- a micro-batch has one of few lengths (the buckets), and of each one of few numbers of rows, so compiled shapes are
+  bounded;
+- `weight` carries the *global* denominators of the step, so losses and gradients of the micro-batches add up to those
+  of the whole batch, whatever their token counts, and however the sequences are packed;
 - what stands at a position with mask 0 never matters, and is finite.
 """
 
@@ -18,6 +19,8 @@ from typing import Literal
 import jax
 import numpy as np
 
+from services.trainer.learner.packing import MicroBatch, Place, RowShapes, packed
+from services.trainer.models.attention import Packing
 from shared.errors import DecodeError
 from shared.types import Trajectory, WeightVersion
 
@@ -30,9 +33,11 @@ class Batch:
 
     ids, targets: int32 [B, T]. mask: float32 [B, T], 1 where the target was sampled by the policy.
     behaviour, advantages: float32 [B, T]. current: float32 [B, T], 1 where sampled by the weights now being trained.
-    row_weight: float32 [B]. reference, old: float32 [B, T] log-probabilities of the reference model and of the policy
-    at the start of the step; values, returns: float32 [B, T], what the critic expected before the token at the start
-    of the step, and what it should have. None where the objective does not need them.
+    weight: float32 of the token in the loss of the whole step, [B, 1] where a row is one sequence, [B, T] where
+    sequences are packed; `packing` says where these lie, and is None of the former. reference, old: float32 [B, T]
+    log-probabilities of the reference model and of the policy at the start of the step; values, returns: float32
+    [B, T], what the critic expected before the token at the start of the step, and what it should have. None where the
+    objective does not need them.
     """
 
     ids: np.ndarray
@@ -41,7 +46,8 @@ class Batch:
     behaviour: np.ndarray
     advantages: np.ndarray
     current: np.ndarray
-    row_weight: np.ndarray
+    weight: np.ndarray
+    packing: Packing | None = None
     reference: np.ndarray | None = None
     old: np.ndarray | None = None
     values: np.ndarray | None = None
@@ -51,7 +57,7 @@ class Batch:
 _OPTIONAL = ("reference", "old", "values", "returns")
 jax.tree_util.register_dataclass(
     Batch,
-    data_fields=["ids", "targets", "mask", "behaviour", "advantages", "current", "row_weight", *_OPTIONAL],
+    data_fields=["ids", "targets", "mask", "behaviour", "advantages", "current", "weight", "packing", *_OPTIONAL],
     meta_fields=[],
 )
 
@@ -76,16 +82,25 @@ class Row:
     def n_tokens(self) -> int:
         return int(self.mask[1:].sum())
 
+    @property
+    def own_from(self) -> int:
+        """How many tokens from the first on no loss is computed of: of them no token that counts is predicted."""
+        counted = np.flatnonzero(self.mask[1:])
+        return int(counted[0]) if len(counted) else len(self.ids)
+
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
     """`buckets`: lengths in tokens, ascending. `rows`: rows of a micro-batch. `pad_id`: filler, never a target with
-    mask 1.
+    mask 1. With `tokens` sequences are packed, into micro-batches of at most so many positions, whose rows divide over
+    `shards`, and `rows` is how many there are at most of the longest; without, a row is one sequence.
     """
 
     buckets: tuple[int, ...]
     rows: int
     pad_id: int
+    tokens: int | None = None
+    shards: int = 1
 
     def bucket(self, length: int) -> int:
         """The smallest bucket that holds `length` tokens. Raises DecodeError if none does."""
@@ -115,7 +130,7 @@ def left_out(row: Row) -> Row:
     return replace(row, mask=np.zeros_like(row.mask))
 
 
-def supervised_row(ids: Sequence[int], mask: Sequence[int]) -> Row:
+def supervised_row(ids: Sequence[int] | np.ndarray, mask: Sequence[int] | np.ndarray) -> Row:
     """A demonstration: mask 1 on the tokens to imitate."""
     n = len(ids)
     return Row(
@@ -145,66 +160,93 @@ def row_weights(rows: Sequence[Row], mode: Aggregation, max_response_length: int
 
 
 def micro_batches(rows: Sequence[Row], weights: np.ndarray, layout: BatchLayout, n_micro: int) -> list[Batch]:
-    """Packs rows into exactly `n_micro` micro-batches, similar lengths together, empty rows at the end. Raises as
-    `arranged`.
+    """The sequences, of which each token has the weight [N] of its own, in micro-batches. Raises as `arranged`."""
+    return assembled(rows, weights, arranged(rows, layout, n_micro), layout.pad_id)
+
+
+def arranged(rows: Sequence[Row], layout: BatchLayout, n_micro: int) -> list[MicroBatch]:
+    """Which sequences are in which micro-batch, and where: exactly `n_micro` of one sequence a row, similar lengths
+    together and empty rows at the end; or as many packed ones as it takes.
+
+    Raises DecodeError if a sequence is longer than the longest bucket, or if there are more than places for one a row.
     """
-    parts = arranged(rows, layout, n_micro)
-    has = tuple(name for name in _OPTIONAL if rows and getattr(rows[0], name) is not None)
-    return [_assemble([rows[i] for i in part], weights[part], layout, has) for part in parts]
-
-
-def arranged(rows: Sequence[Row], layout: BatchLayout, n_micro: int) -> list[list[int]]:
-    """Which rows are in which micro-batch, in their order.
-
-    Raises DecodeError if a row is longer than the longest bucket or there are more rows than places.
-    """
+    if layout.tokens is not None:
+        shapes = RowShapes(layout.buckets, layout.tokens, layout.shards)
+        layout.bucket(max((len(row.ids) for row in rows), default=1))
+        return packed([row.ids for row in rows], [row.own_from for row in rows], shapes) if rows else []
     if len(rows) > n_micro * layout.rows:
         raise DecodeError(
             f"{len(rows)} sequences do not fit into {n_micro} x {layout.rows} rows",
             "groups are larger than num_generations",
         )
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
-    return [order[i * layout.rows : (i + 1) * layout.rows] for i in range(n_micro)]
+    parts = [order[i * layout.rows : (i + 1) * layout.rows] for i in range(n_micro)]
+    return [_padded(rows, part, layout) for part in parts]
 
 
-def by_row(tables: Sequence[np.ndarray], rows: Sequence[Row], parts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """What was computed of micro-batches, [B, T] each in the places of `targets`, as float32 [T] for each row: at the
-    tokens that count, 0 elsewhere.
+def _padded(rows: Sequence[Row], part: Sequence[int], layout: BatchLayout) -> MicroBatch:
+    places = [Place(i, row, np.arange(len(rows[i].ids))) for row, i in enumerate(part)]
+    length = layout.bucket(max((len(place.columns) for place in places), default=1))
+    return MicroBatch((layout.rows, length), tuple(places), packed=False)
+
+
+def by_row(tables: Sequence[np.ndarray], rows: Sequence[Row], parts: Sequence[MicroBatch]) -> list[np.ndarray]:
+    """What was computed of micro-batches, [B, T] each in the places of `targets`, as float32 [T] for each sequence: at
+    the tokens that count, 0 elsewhere.
     """
     made = [np.zeros(len(row.ids), np.float32) for row in rows]
     for table, part in zip(tables, parts, strict=True):
-        for i, index in enumerate(part):
-            n = len(rows[index].ids)
-            made[index][1:] = np.where(rows[index].mask[1:] > 0, table[i, : n - 1], 0.0)
+        for place in part.places:
+            found = table[place.row, place.columns[:-1]]
+            made[place.sequence][1:] = np.where(rows[place.sequence].mask[1:] > 0, found, 0.0)
     return made
 
 
-def _assemble(rows: Sequence[Row], weights: np.ndarray, layout: BatchLayout, has: Sequence[str]) -> Batch:
-    shape = (layout.rows, layout.bucket(max((len(row.ids) for row in rows), default=1)))
-    ids, targets = np.full(shape, layout.pad_id, np.int32), np.full(shape, layout.pad_id, np.int32)
+def efficiency(parts: Sequence[MicroBatch]) -> dict[str, float]:
+    """`computed_tokens`: positions of all micro-batches; `packing_efficiency`: the share of them that hold a token."""
+    computed = sum(rows * length for rows, length in (part.shape for part in parts))
+    return {
+        "computed_tokens": float(computed),
+        "packing_efficiency": sum(part.n_tokens for part in parts) / computed,
+    }
+
+
+def assembled(rows: Sequence[Row], weights: np.ndarray, parts: Sequence[MicroBatch], pad_id: int) -> list[Batch]:
+    """The sequences in their places; each token has its sequence's weight [N]."""
+    has = tuple(name for name in _OPTIONAL if rows and getattr(rows[0], name) is not None)
+    return [_assemble(rows, weights, part, pad_id, has) for part in parts]
+
+
+def _assemble(rows: Sequence[Row], weights: np.ndarray, part: MicroBatch, pad_id: int, has: Sequence[str]) -> Batch:
+    shape = part.shape
+    ids, targets = np.full(shape, pad_id, np.int32), np.full(shape, pad_id, np.int32)
     mask, behaviour, advantages, current = (np.zeros(shape, np.float32) for _ in range(4))
-    row_weight = np.zeros(layout.rows, np.float32)
-    for i, row in enumerate(rows):
-        n = len(row.ids)
-        ids[i, :n], targets[i, : n - 1] = row.ids, row.ids[1:]
-        mask[i, : n - 1], current[i, : n - 1] = row.mask[1:], row.current[1:] * row.mask[1:]
-        behaviour[i, : n - 1] = np.where(row.mask[1:] > 0, row.behaviour[1:], 0.0)
-        advantages[i, : n - 1] = row.advantages[1:]
-        row_weight[i] = weights[i]
-    return Batch(
-        ids,
-        targets,
-        mask,
-        behaviour,
-        advantages,
-        current,
-        row_weight,
-        **{name: _table(rows, name, shape) for name in has},
-    )
+    weight = np.zeros(shape if part.packed else (shape[0], 1), np.float32)
+    for place in part.places:
+        row, at = rows[place.sequence], (place.row, place.columns[:-1])
+        ids[place.row, place.columns], targets[at] = row.ids, row.ids[1:]
+        mask[at], current[at] = row.mask[1:], row.current[1:] * row.mask[1:]
+        behaviour[at] = np.where(row.mask[1:] > 0, row.behaviour[1:], 0.0)
+        advantages[at] = row.advantages[1:]
+        weight[at if part.packed else place.row] = weights[place.sequence]
+    packing = _packing(part) if part.packed else None
+    tables = {name: _table(rows, name, part) for name in has}
+    return Batch(ids, targets, mask, behaviour, advantages, current, weight, packing, **tables)
 
 
-def _table(rows: Sequence[Row], name: str, shape: tuple[int, int]) -> np.ndarray:
-    made = np.zeros(shape, np.float32)
-    for i, row in enumerate(rows):
-        made[i, : len(row.ids) - 1] = getattr(row, name)[1:]
+def _packing(part: MicroBatch) -> Packing:
+    """What fills a row up sees itself."""
+    positions, sequences = np.zeros(part.shape, np.int32), np.zeros(part.shape, np.int32)
+    visible_until = np.broadcast_to(np.arange(1, part.shape[1] + 1, dtype=np.int32), part.shape).copy()
+    for number, place in enumerate(part.places):
+        at = (place.row, place.columns)
+        positions[at], sequences[at] = np.arange(len(place.columns)), number % part.shape[1]
+        visible_until[at] = np.maximum(visible_until[at], place.columns[-1] + 1)
+    return Packing(positions, visible_until, sequences)
+
+
+def _table(rows: Sequence[Row], name: str, part: MicroBatch) -> np.ndarray:
+    made = np.zeros(part.shape, np.float32)
+    for place in part.places:
+        made[place.row, place.columns[:-1]] = getattr(rows[place.sequence], name)[1:]
     return made

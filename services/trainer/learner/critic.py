@@ -17,8 +17,9 @@ from services.trainer.algorithms.terms.algorithm import ActorCritic
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.learner.batch import Batch
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
-from services.trainer.learner.scoring import bound_to, params_of
+from services.trainer.learner.scoring import bound_to, divided, params_of
 from services.trainer.learner.train_step import Learner, Params, Update, snapshot
+from services.trainer.models.attention import Packing
 from services.trainer.models.family import Model, hidden_states
 from shared.errors import WeightsError
 
@@ -39,45 +40,48 @@ class Critic:
     """Expects, before each token, the rewards from it on: value = hidden state · value_head, 0 at the start.
 
     Args:
-        model: whose backbone is copied.
+        model: whose backbone is copied; that of one with adapters is shared but for these, of which
+            the critic has its own.
     """
 
     def __init__(self, model: Model, setup: CriticSetup) -> None:
         of_model = params_of(model)
-        backbone = {name: value for name, value in of_model.items() if not name.startswith(_HEAD)}
+        backbone, frozen = divided({name: value for name, value in of_model.items() if not name.startswith(_HEAD)})
         unused = {name: jnp.zeros(()) for name in of_model if name.startswith(_HEAD)}
         bound, mesh = bound_to(model), model.embedder.input_embedding.get_value().sharding.mesh
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         head = jax.device_put(np.zeros(model.described.hidden_size, np.float32), everywhere)
 
-        def values(params: Params, ids: jax.Array) -> jax.Array:
-            hidden = hidden_states(bound({**params, **unused}), ids)
+        def values(params: Params, ids: jax.Array, packing: Packing | None) -> jax.Array:
+            hidden = hidden_states(bound({**params, **unused}), ids, packing)
             return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), params[_VALUE])
 
         def objective(params: Params, batch: Batch) -> tuple[jax.Array, Statistics]:
-            return setup.algorithm.value_loss(values(params, batch.ids), batch)
+            return setup.algorithm.value_loss(values(params, batch.ids, batch.packing), batch)
 
         self._values = jax.jit(values)
-        self._learner = Learner({**snapshot(backbone), _VALUE: head}, make_optimizer(setup.optimizer), objective)
+        trained = {**snapshot(backbone), _VALUE: head}
+        self._learner = Learner(trained, make_optimizer(setup.optimizer), objective, frozen)
 
     def values(self, batch: Batch) -> np.ndarray:
         """float32 [B, T]: at each position of `batch.targets`, what is expected before that token."""
         with self._learner.mesh:
-            return np.asarray(self._values(self._learner.params, self._learner.placed(batch).ids))
+            placed = self._learner.placed(batch)
+            return np.asarray(self._values(self._learner.params, placed.ids, placed.packing))
 
     def update(self, batches: Sequence[Batch], weights: Sequence[np.ndarray]) -> Update:
-        """One step on the returns in the batches, whose rows have these weights [B]."""
-        return self._learner.update([replace(b, row_weight=w) for b, w in zip(batches, weights, strict=True)])
+        """One step on the returns in the batches, whose tokens have these weights [B, T] or [B, 1]."""
+        return self._learner.update([replace(b, weight=w) for b, w in zip(batches, weights, strict=True)])
 
     def state(self) -> dict[str, jax.Array]:
         """All of it, by name."""
-        params = {f"{_PARAMS}{name}": value for name, value in self._learner.params.items()}
+        params = {f"{_PARAMS}{name}": value for name, value in self._learner.trained.items()}
         return params | {f"{_STATE}{name}": value for name, value in self._learner.optimizer_state().items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Puts back what `state` gave, bit by bit. Raises WeightsError if there is none."""
         params = {name.removeprefix(_PARAMS): value for name, value in state.items() if name.startswith(_PARAMS)}
-        if params.keys() != self._learner.params.keys():
+        if params.keys() != self._learner.trained.keys():
             raise WeightsError(
                 "the checkpoint holds no critic of this model", "was the run begun with algorithm.name=ppo?"
             )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from services.trainer.algorithms.terms.advantages import moments
+from services.trainer.algorithms.terms.rewards import reverse_kl
 from services.trainer.loop.group_buffer import ReadyGroup
 from shared.types import Group, Trajectory
 
@@ -107,6 +108,15 @@ def of_components(groups: Sequence[Group]) -> dict[str, float]:
         return {}
     parts = {name: np.array([t.reward_components.get(name, 0.0) for t in trajectories], np.float64) for name in names}
     return {f"reward/{name}": moments(values)[0] for name, values in parts.items()}
+
+
+def of_teacher(groups: Sequence[Group]) -> dict[str, float]:
+    """`teacher_kl`: reverse KL to the teacher of the policy that sampled, its mean over sampled tokens (k1, nats);
+    nothing where nobody was asked.
+    """
+    shown = [t for group in groups for t in group.trajectories if t.teacher_logprobs is not None]
+    n_tokens = sum(t.n_sampled for t in shown)
+    return {"teacher_kl": float(sum(reverse_kl(t).sum() for t in shown)) / n_tokens} if n_tokens else {}
 
 
 def _outcomes(trajectories: Sequence[Trajectory]) -> dict[str, Any]:

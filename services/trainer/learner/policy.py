@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from services.trainer.algorithms.terms.algorithm import Algorithm, Episode
@@ -23,26 +22,24 @@ from services.trainer.learner.batch import (
     BatchLayout,
     Row,
     arranged,
+    assembled,
     by_row,
+    efficiency,
     left_out,
-    micro_batches,
     policy_row,
     row_weights,
 )
 from services.trainer.learner.critic import Critic, CriticSetup
 from services.trainer.learner.metrics import StepMetrics
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
-from services.trainer.learner.scoring import Scorer, objective, params_of
+from services.trainer.learner.published import PublishedWeights
+from services.trainer.learner.scoring import Scorer, divided, objective, params_of, without_adapters
 from services.trainer.learner.train_step import Learner, Params, Update, placed_as, snapshot
 from services.trainer.loop.group_buffer import ReadyGroup
 from services.trainer.models.family import Model
-from shared.errors import NonFinite
 from shared.run.weights import Probe
 from shared.types import Trajectory, WeightVersion
 
-_PROBE_LENGTH = 64
-_COMPUTED = "the log-probabilities of the probe"
-_NAMED = 4
 _COMPARED = "logprob_abs_diff"
 
 
@@ -70,7 +67,8 @@ class Policy:
     """The model being trained by one algorithm.
 
     Args:
-        reference: parameters by leaf name that a KL term compares with; None takes the model's present ones.
+        reference: parameters by leaf name that a KL term compares with; None takes the model's present ones. A model
+            with adapters is compared with its base.
     """
 
     def __init__(
@@ -80,34 +78,44 @@ class Policy:
         config: Mapping[str, Any],
         reference: Mapping[str, np.ndarray] | None,
     ) -> None:
-        self._options, self._config = options, config
+        self._options = options
         self._n_micro = options.layout.n_micro(options.rows_per_step)
         self._scorer = Scorer(model, options.temperature)
+        self._published = PublishedWeights(self._scorer, config, options.published_dtype)
         needs = options.algorithm.needs
         entropy = "gradient" if needs.entropy else "value"
+        trained, frozen = divided(params_of(model))
         self._learner = Learner(
-            params_of(model),
+            trained,
             make_optimizer(options.optimizer),
             objective(model, options.algorithm.loss, options.temperature, entropy),
+            frozen,
         )
         self._probed: Probe | None = None  # of the present weights, once they are known to be finite
         self._reference: Params | None = None
         self._critic = Critic(model, options.critic) if options.critic else None
         if needs.reference:
-            present = self._learner.params
-            self._reference = snapshot(present) if reference is None else placed_as(present, reference)
+            self._reference = self._frozen_policy(reference)
+
+    def _frozen_policy(self, reference: Mapping[str, np.ndarray] | None) -> Params:
+        """With adapters it is their base, which is shared."""
+        present = self._learner.params
+        if self._learner.frozen:
+            return without_adapters(present)
+        return snapshot(present) if reference is None else placed_as(present, reference)
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         """Trains on complete groups; `before` is the version of the present weights, its step + 1 that of the result.
 
         Raises NonFinite, naming what is: then the present weights are of no use any more, but for `load`.
         """
-        batches = self._batches(held, before)
+        batches, told = self._batches(held, before)
         self._probed = None
         updates = [self._update(batches, before.step) for _ in range(self._options.n_iterations)]
         after = WeightVersion(before.epoch, before.step + 1)
+        told |= {"compiled_shapes": float(self._learner.n_shapes)}
         made = StepMetrics(
-            step=after.step, version=str(after), **metrics.of_groups(held, before.step), **_measured(updates)
+            step=after.step, version=str(after), **metrics.of_groups(held, before.step), **_measured(updates, told)
         )
         numbers = {name: value for name, value in asdict(made).items() if isinstance(value, float)}
         self._require_finite(str(after), [name for name, value in numbers.items() if not math.isfinite(value)])
@@ -119,7 +127,7 @@ class Policy:
         if self._critic is None or setup is None:
             return self._learner.update(batches)
         n_tokens = max(1.0, sum(float(b.mask.sum()) for b in batches))
-        every = [np.full(len(b.row_weight), 1.0 / n_tokens, np.float32) for b in batches]
+        every = [np.full((len(b.ids), 1), 1.0 / n_tokens, np.float32) for b in batches]
         valued = self._critic.update(batches, every)
         update = self._learner.update(batches, apply=step >= setup.warmup_steps)
         told = {**update.statistics, **valued.statistics, "critic/grad_norm": valued.grad_norm}
@@ -131,21 +139,22 @@ class Policy:
         """
         rows = [policy_row(t, present) for h in held for t in h.group.trajectories]
         layout = self._options.layout
-        n_micro = layout.n_micro(len(rows))
-        batches = micro_batches(rows, np.zeros(len(rows)), layout, n_micro)
+        parts = arranged(rows, layout, layout.n_micro(len(rows)))
+        batches = assembled(rows, np.zeros(len(rows)), parts, layout.pad_id)
         scored = [self._scorer.logprobs(self._learner.params, batch) for batch in batches]
-        ours = iter(zip(rows, by_row(scored, rows, arranged(rows, layout, n_micro)), strict=True))
+        ours = iter(zip(rows, by_row(scored, rows, parts), strict=True))
         return [_mean_difference([next(ours) for _ in h.group.trajectories]) for h in held]
 
     def contents(self) -> CheckpointContents:
-        """What a checkpoint of the present weights holds. Raises NonFinite: there is no checkpoint of such weights."""
+        """What a checkpoint of the present weights holds, with adapters only these. Raises NonFinite: there is no
+        checkpoint of such weights.
+        """
         probe = self._probed or self._require_finite("the present weights")
-        params: Mapping[str, Any] = self._learner.params
-        master = None
-        if self._options.published_dtype != "float32":
-            master, params = params, {k: v.astype(jnp.dtype(self._options.published_dtype)) for k, v in params.items()}
-        training = self._learner.optimizer_state() | (self._critic.state() if self._critic else {})
-        return CheckpointContents(params, training, master, self._config, probe)
+        return self._published.contents(self._learner, probe, self._critic.state() if self._critic else {})
+
+    def base(self) -> Params:
+        """The parameters that the adapters are of, in the dtype they are published in; none without adapters."""
+        return self._learner.frozen
 
     def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
         """Continues with the optimizer state of a checkpoint, and with its critic."""
@@ -154,30 +163,27 @@ class Policy:
             self._critic.load(state)
 
     def load(self, params: Mapping[str, np.ndarray], optimizer: Mapping[str, np.ndarray]) -> None:
-        """Goes back to the float32 parameters and the optimizer's state of a checkpoint; the reference stays."""
+        """Goes back to the float32 parameters under training and the optimizer's state of a checkpoint; the reference
+        stays.
+        """
         self._probed = None
         self._learner.load_params(params)
         self.load_optimizer(optimizer)
 
-    def check(self) -> None:
+    def check(self, of: str = "the restored weights") -> None:
         """Raises NonFinite if the present weights or the optimizer's state are not finite, or compute what is not."""
-        self._require_finite("the restored weights")
+        self._require_finite(of)
 
     def _require_finite(self, of: str, metrics: Sequence[str] = ()) -> Probe:
         """The probe of the present weights. Raises NonFinite for these metrics, a parameter, the optimizer, or what
         they compute.
         """
-        what = [*metrics, *self._learner.non_finite(self._options.published_dtype)]
-        what += self._critic.non_finite() if self._critic is not None else []
-        probe = self._probe()
-        if not all(map(math.isfinite, [*probe.logprobs, probe.noise or 0.0])):
-            what.append(_COMPUTED)
-        if what:
-            raise NonFinite(f"{of}: {named(what)} not finite", "a lower learning rate may help", what)
-        self._probed = probe
-        return probe
+        wrong = [*metrics, *(self._critic.non_finite() if self._critic is not None else ())]
+        self._probed = self._published.probed(self._learner, of, wrong)
+        return self._probed
 
-    def _batches(self, held: Sequence[ReadyGroup], before: WeightVersion) -> list[Batch]:
+    def _batches(self, held: Sequence[ReadyGroup], before: WeightVersion) -> tuple[list[Batch], dict[str, float]]:
+        """And how much of them is padding."""
         options, groups = self._options, [h.group.trajectories for h in held]
         rows = [policy_row(trajectory, before) for group in groups for trajectory in group]
         rows = self._scored(rows)
@@ -191,7 +197,8 @@ class Policy:
         every = [trajectory for group in groups for trajectory in group]
         rows = [row if options.algorithm.counts(t) else left_out(row) for row, t in zip(rows, every, strict=True)]
         weights = row_weights(rows, options.aggregation, options.max_response_length)
-        return micro_batches(rows, weights, options.layout, self._n_micro)
+        parts = arranged(rows, options.layout, self._n_micro)
+        return assembled(rows, weights, parts, options.layout.pad_id), efficiency(parts)
 
     def _scored(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with what the algorithm needs to know of their tokens."""
@@ -199,7 +206,7 @@ class Policy:
         if not (needs.reference or needs.old or needs.values):
             return list(rows)
         parts = arranged(rows, layout, self._n_micro)
-        batches = micro_batches(rows, np.zeros(len(rows)), layout, self._n_micro)
+        batches = assembled(rows, np.zeros(len(rows)), parts, layout.pad_id)
         tables: dict[str, list[np.ndarray]] = {}
         if self._reference is not None:
             tables["reference"] = [self._scorer.logprobs(self._reference, b) for b in batches]
@@ -210,25 +217,10 @@ class Policy:
         found = {name: by_row(made, rows, parts) for name, made in tables.items()}
         return [replace(row, **{name: made[i] for name, made in found.items()}) for i, row in enumerate(rows)]
 
-    def _probe(self) -> Probe:
-        """A fixed prompt, spread over the vocabulary, and its log-probabilities at temperature 1 under the present
-        weights.
-        """
-        ids = (np.arange(_PROBE_LENGTH, dtype=np.int64) * 7919 + 11) % self._config["vocab_size"]
-        logprobs, noise = self._scorer.probe(self._learner.params, ids.astype(np.int32))
-        return Probe(tuple(ids.tolist()), tuple(float(x) for x in logprobs), noise)
 
-
-def named(what: Sequence[str]) -> str:
-    """A list for a sentence, with its verb: the first few, and how many more."""
-    shown = ", ".join(what[:_NAMED])
-    more = f" and {len(what) - _NAMED} more" if len(what) > _NAMED else ""
-    return f"{shown}{more} {'is' if len(what) == 1 else 'are'}"
-
-
-def _measured(updates: Sequence[Update]) -> dict[str, Any]:
+def _measured(updates: Sequence[Update], of_batches: Mapping[str, float]) -> dict[str, Any]:
     """Of several iterations on the same data: means, except the comparison with the rollout, which the
-    first one makes.
+    first one makes; and what is told of the batches.
     """
     first = updates[0].statistics
     told = {
@@ -236,7 +228,7 @@ def _measured(updates: Sequence[Update]) -> dict[str, Any]:
         for name in first
     }
     loss, norm = (float(np.mean([getattr(u, name) for u in updates])) for name in ("loss", "grad_norm"))
-    return {"loss": loss, "grad_norm": norm, **metrics.of_statistics(told)}
+    return {"loss": loss, "grad_norm": norm, **metrics.of_statistics({**told, **of_batches})}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -14,10 +14,13 @@ from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.learner.batch import Batch
 from services.trainer.learner.logprobs import Entropy, TokenScores, token_scores
 from services.trainer.learner.train_step import ROW_AXES, Objective, Params
+from services.trainer.models.attention import Packing
 from services.trainer.models.family import Model, float32_graph, head, hidden_states, leaf_name
+from shared.models import adapter
 
 type Loss = Callable[[TokenScores, Batch], tuple[jax.Array, Statistics]]
 type Bound = Callable[[Mapping[str, Any]], Model]
+type Score = Callable[[Params, jax.Array, jax.Array, Packing | None], jax.Array]
 
 
 def params_of(model: Model) -> Params:
@@ -26,9 +29,13 @@ def params_of(model: Model) -> Params:
 
 
 def bound_to(model: Model, graph: Any = None) -> Bound:
-    """A function that gives the model (or another `graph` of the same state) with other parameters, traced ones too."""
+    """A function that gives the model (or another `graph` of the same state, without adapters) with other parameters,
+    traced ones too.
+    """
     own, state = nnx.split(model)
-    leaves = [(path, variable) for path, variable in nnx.to_flat_state(state)]
+    leaves = list(nnx.to_flat_state(state))
+    if graph is not None:
+        leaves = [(path, variable) for path, variable in leaves if not adapter.is_adapter(leaf_name(path))]
     graph = own if graph is None else graph
 
     def bound(params: Mapping[str, Any]) -> Model:
@@ -49,7 +56,8 @@ def objective(model: Model, loss: Loss, temperature: float, entropy: Entropy = "
 
     def of_params(params: Params, batch: Batch) -> tuple[jax.Array, Statistics]:
         now = bound(params)
-        return loss(token_scores(hidden_states(now, batch.ids), head(now), batch.targets, temperature, entropy), batch)
+        hidden = hidden_states(now, batch.ids, batch.packing)
+        return loss(token_scores(hidden, head(now), batch.targets, temperature, entropy), batch)
 
     return of_params
 
@@ -65,9 +73,9 @@ class Scorer:
 
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
         """float32 [B, T]: log-probabilities of `batch.targets`."""
-        ids, targets = (jax.device_put(x, self._rows) for x in (batch.ids, batch.targets))
+        ids, targets, packing = jax.device_put((batch.ids, batch.targets, batch.packing), self._rows)
         with self._mesh:
-            return np.asarray(self._score(params, ids, targets))
+            return np.asarray(self._score(params, ids, targets, packing))
 
     def probe(self, params: Params, ids: np.ndarray) -> tuple[np.ndarray, float]:
         """float32 [n-1]: log-probabilities of ids[1:] (int32 [n]) given what is before them, at temperature 1, computed
@@ -77,29 +85,50 @@ class Scorer:
         inputs, targets = ids[None, :-1], ids[None, 1:]
         with self._mesh:
             exact, own = (
-                np.asarray(score(params, inputs, targets))[0] for score in (self._score_exactly, self._score_plain)
+                np.asarray(score(params, inputs, targets, None))[0]
+                for score in (self._score_exactly, self._score_plain)
             )
         with np.errstate(invalid="ignore"):  # of weights that compute no numbers, it is none
             return exact, float(np.abs(own - exact).mean())
 
 
-def _scorer(bound: Bound, temperature: float) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
-    def score(params: Params, ids: jax.Array, targets: jax.Array) -> jax.Array:
+def _scorer(bound: Bound, temperature: float) -> Score:
+    def score(params: Params, ids: jax.Array, targets: jax.Array, packing: Packing | None) -> jax.Array:
         model = bound(params)
-        return token_scores(hidden_states(model, ids), head(model), targets, temperature, "none").logprobs
+        return token_scores(hidden_states(model, ids, packing), head(model), targets, temperature, "none").logprobs
 
     return score
 
 
-def _exact_scorer(model: Model) -> Callable[[Params, jax.Array, jax.Array], jax.Array]:
+def without_adapters(params: Params) -> Params:
+    """The base model: its parameters are shared, and adapters of zeros change nothing."""
+    return {name: jnp.zeros_like(value) if adapter.is_adapter(name) else value for name, value in params.items()}
+
+
+def divided(params: Params) -> tuple[Params, Params]:
+    """The adapters and the parameters of their base; of a model without adapters all parameters, and none."""
+    adapters = {name: value for name, value in params.items() if adapter.is_adapter(name)}
+    return (adapters, {k: v for k, v in params.items() if k not in adapters}) if adapters else (params, {})
+
+
+def _merged(params: Params, scale: float) -> Params:
+    """float32, as `shared.models.adapter.merged` makes them of the published ones."""
+    made = {name: value.astype(jnp.float32) for name, value in params.items() if not adapter.is_adapter(name)}
+    for name in adapter.weights_of(params):
+        made[name] += scale * jnp.tensordot(params[adapter.a_name(name)], params[adapter.b_name(name)], 1)
+    return made
+
+
+def _exact_scorer(model: Model) -> Score:
     """Of parameters as they are published, which is in the model's dtype; everything else is float32."""
     score, dtype = _scorer(bound_to(model, float32_graph(model)), 1.0), jnp.finfo(model.config.dtype)
+    scale = model.lora.scale if model.lora else 0.0
 
     def published(x: jax.Array) -> jax.Array:
         return jax.lax.reduce_precision(x, dtype.nexp, dtype.nmant)  # a cast there and back is optimized away
 
-    def score_exactly(params: Params, ids: jax.Array, targets: jax.Array) -> jax.Array:
+    def score_exactly(params: Params, ids: jax.Array, targets: jax.Array, packing: Packing | None) -> jax.Array:
         with jax.default_matmul_precision("highest"):
-            return score(jax.tree.map(published, params), ids, targets)
+            return score(jax.tree.map(published, _merged(params, scale)), ids, targets, packing)
 
     return score_exactly

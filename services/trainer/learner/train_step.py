@@ -51,16 +51,24 @@ class Learner:
     Args:
         params: on their devices; taken over.
         optimizer: the first element of its state holds the last gradient's `norm` (see make_optimizer).
+        frozen: other parameters of the objective, which stay as they are.
     """
 
-    def __init__(self, params: Params, optimizer: optax.GradientTransformation, objective: Objective) -> None:
+    def __init__(
+        self,
+        params: Params,
+        optimizer: optax.GradientTransformation,
+        objective: Objective,
+        frozen: Params | None = None,
+    ) -> None:
         self.mesh = next(iter(params.values())).sharding.mesh
+        self._shapes = set[tuple[int, ...]]()
         self._rows = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*ROW_AXES))
-        self._params = params
+        self._params, self._frozen = params, frozen or {}
         with self.mesh:
             self._state = jax.tree.map(self._on_mesh, optimizer.init(params))
         like = jax.tree.map(lambda x: x.sharding, params)
-        self._gradient = jax.jit(jax.value_and_grad(objective, has_aux=True), out_shardings=(None, like))
+        self._gradient = jax.jit(gradient(objective), out_shardings=(None, like))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         kept = like, jax.tree.map(lambda x: x.sharding, self._state)
         self._apply = jax.jit(_applied(optimizer), donate_argnums=(0, 1), out_shardings=kept)
@@ -68,16 +76,32 @@ class Learner:
 
     @property
     def params(self) -> Params:
-        """On their devices, until the next update."""
+        """All parameters of the objective, on their devices, until the next update."""
+        return self._frozen | self._params
+
+    @property
+    def trained(self) -> Params:
+        """Those of them that are under training."""
         return self._params
+
+    @property
+    def n_shapes(self) -> int:
+        """Shapes of micro-batches that were compiled for."""
+        return len(self._shapes)
+
+    @property
+    def frozen(self) -> Params:
+        """The others, which stay as they are."""
+        return self._frozen
 
     def update(self, batches: Sequence[Batch], *, apply: bool = True) -> Update:
         """One optimizer step; blocks until it is done. Without `apply` it is only measured."""
         total: Any = None
         losses, told = list[Any](), list[Any]()
+        self._shapes |= {batch.ids.shape for batch in batches}
         with self.mesh:
             for batch in batches:
-                (loss, found), gradient = self._gradient(self._params, self.placed(batch))
+                (loss, found), gradient = self._gradient(self._params, self._frozen, self.placed(batch))
                 total = gradient if total is None else self._add(total, gradient)
                 losses.append(loss)
                 told.append(found)
@@ -102,7 +126,7 @@ class Learner:
         return {_name(path): value for path, value in jax.tree_util.tree_flatten_with_path(self._state)[0]}
 
     def load_params(self, values: Mapping[str, Any]) -> None:
-        """Puts back what `params` gave, bit by bit."""
+        """Puts back what `trained` gave, bit by bit."""
         self._params = placed_as(self._params, values)
 
     def load_optimizer_state(self, values: Mapping[str, Any]) -> None:
@@ -124,6 +148,15 @@ class Learner:
             finite = np.asarray(self._are_finite(list(params.values()), list(state.values()), published=published))
         names = [*params, *(f"optimizer {name}" for name in state)]
         return [name for name, ok in zip(names, finite, strict=True) if not ok]
+
+
+def gradient(objective: Objective) -> Callable[[Params, Params, Batch], tuple[tuple[jax.Array, Statistics], Params]]:
+    """Loss, statistics and the gradient by the parameters under training, of these, of the frozen ones, and a batch."""
+
+    def of_trained(params: Params, frozen: Params, batch: Batch) -> tuple[jax.Array, Statistics]:
+        return objective(frozen | params, batch)
+
+    return jax.value_and_grad(of_trained, has_aux=True)
 
 
 def snapshot(params: Params) -> Params:

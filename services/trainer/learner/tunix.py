@@ -8,6 +8,7 @@ from dataclasses import replace
 from services.trainer import options as from_run
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.conversations.data import data_settings
 from services.trainer.learner.backend import TunixBackend, check_vocabulary
 from services.trainer.learner.opening import BackendInputs, OpenedBackend
 from services.trainer.loop.warm_start import WarmStart
@@ -28,13 +29,17 @@ def open_backend(given: BackendInputs) -> OpenedBackend:
     check_vocabulary(given.tokenizer, described)
     tokens = TokenLimits(described.vocab_size, given.tokenizer.pad_id)
     checkpoints = CheckpointFolders(folder.checkpoints, settings.run, settings.max_to_keep, OrbaxArrays())
-    backend = TunixBackend(model, described, from_run.policy_options(config, tokens), checkpoints)
-    sft = from_run.sft_options(config, tokens)
+    options = from_run.supervised_options(config, tokens) if config.sft.trains else None
+    backend = TunixBackend(
+        model,
+        described,
+        from_run.policy_options(config, tokens),
+        checkpoints,
+        warm_start=options.layout if options else None,
+    )
 
     async def warm_start(environments: EnvClient, status: TrainerStatus, executor: Executor) -> None:
-        log = StepLog(folder.sft)
-        await WarmStart(settings.env, settings.n_demonstrations, sft, environments, given.tokenizer, log)(
-            backend, status, executor
-        )
+        start = WarmStart(data_settings(config), options, environments, given.tokenizer, StepLog(folder.sft))
+        await start(backend, status, executor)
 
     return OpenedBackend(backend, checkpoints, tokens, warm_start)

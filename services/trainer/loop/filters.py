@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from services.trainer.algorithms.terms.advantages import are_equal
 from shared.outcomes import FILTERS, FilterRule
 from shared.types import Group
-
-EQUAL = 1e-12
-"""Rewards that differ by no more than this part of the largest are equal: what sums of some thousand terms differ by in
-rounding.
-"""
 
 type GroupRule = Callable[[Group], str | None]
 """Why the group is not trained on, for people; None if it is."""
@@ -39,8 +37,7 @@ NO_FILTERS = FilterOptions()
 
 def has_variance(group: Group) -> bool:
     """Whether the rewards of its episodes differ by more than rounding: only then do group-relative advantages."""
-    rewards = [one.reward for one in group.trajectories]
-    return max(rewards) - min(rewards) > EQUAL * max(map(abs, rewards))
+    return not are_equal(np.array([one.reward for one in group.trajectories], np.float64))
 
 
 def zero_variance(group: Group) -> str | None:

@@ -31,7 +31,7 @@ MAX_DELIVERIES = 3
 @dataclass(frozen=True, slots=True)
 class AdmissionRules:
     """What a group must satisfy. `max_staleness` in steps, `longest` in tokens, ids below `vocab_size`, at most
-    `group_size` episodes.
+    `group_size` episodes; `has_teacher`: with a teacher's log-probabilities.
     """
 
     order: Order
@@ -40,6 +40,7 @@ class AdmissionRules:
     vocab_size: int
     group_size: int
     filters: FilterOptions = NO_FILTERS
+    has_teacher: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +223,8 @@ class GroupBuffer:
                 )
             if int(trajectory.token_ids.max()) >= self._rules.vocab_size:
                 raise DecodeError(f"token id {int(trajectory.token_ids.max())} is outside the vocabulary")
+            if self._rules.has_teacher and trajectory.teacher_logprobs is None:
+                raise DecodeError("an episode comes without its teacher's log-probabilities")
 
     def _drop(
         self,

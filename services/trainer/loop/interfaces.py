@@ -50,7 +50,11 @@ class TrainQueue(Protocol):
 
 
 class Backend(Protocol):
-    """The part of `Backend` that the loop drives; every method blocks."""
+    """The part of `Backend` that the loop drives; every method blocks. `memory` is what training takes, in MiB, known
+    once the model is built.
+    """
+
+    memory: Mapping[str, float]
 
     def restore(self) -> TrainerState | None: ...
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from services.trainer.learner.metrics import StepMetrics, of_components, of_environments
+from services.trainer.learner.metrics import StepMetrics, of_components, of_environments, of_teacher
 from services.trainer.loop.filters import shares_without_variance
 from services.trainer.loop.group_buffer import GroupBuffer, ReadyGroup, ready_group
 from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
@@ -105,6 +105,7 @@ class StepRunner:
         shares, line = shares_without_variance(trained), asdict(metrics)
         self._status.uniform(shares)
         more = line.pop("more") | shares | of_environments(trained, self._plan.env) | of_components(trained)
+        more |= of_teacher(trained)
         return as_read(line | more | {"time": time.time(), **rounded, "tokens_per_sec": round(rate, 1)})
 
     async def _refuse(

@@ -11,14 +11,15 @@ import asyncio
 from dataclasses import replace
 from functools import partial
 
+from services.trainer.loop import lifecycle
 from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
 from services.trainer.loop.publisher import HandoverPublisher
+from services.trainer.loop.resuming import under_settings
 from services.trainer.loop.train_loop import TrainLoop
 from services.trainer.settlement.ledger import FencedLog
 from services.trainer.status import TrainerStatus
-from shared.errors import Fenced, NonFinite, Unavailable, first_error
+from shared.errors import Fenced, Unavailable
 from shared.process import telemetry
-from shared.run import pinned
 from shared.run.state import TrainerState, initial_state
 
 _BEGINNINGS = 5
@@ -40,29 +41,7 @@ class TrainerWorker:
             Fenced: a newer trainer has taken over.
             VolleyError: what else ends a run: a model or a checkpoint that cannot be loaded.
         """
-        try:
-            async with asyncio.TaskGroup() as group:
-                work = group.create_task(self._work(group))
-                try:
-                    await asyncio.shield(work)
-                except asyncio.CancelledError:
-                    await self._wind_down(work)
-                    raise
-        except BaseExceptionGroup as group:
-            raise first_error(group) from None
-
-    async def _wind_down(self, work: asyncio.Task[None]) -> None:
-        """Waits for the running step and its checkpoint, but not beyond the grace."""
-        self._status.stop()
-        await asyncio.wait({work}, timeout=self._plan.grace_s)
-        if not work.done():
-            _log.warning(
-                "the grace is over",
-                phase=self._status.phase,
-                step=self._status.step,
-                durable_step=self._status.durable_step,
-            )
-            await self._leave()
+        await lifecycle.run(self._life, self._status, self._plan.grace_s, self._leave)
 
     async def _leave(self) -> None:
         """Tells the queue that this is no crash: groups that we held did not cause it. Best effort."""
@@ -73,28 +52,6 @@ class TrainerWorker:
             await self._waiter.hurriedly(lambda: self._parts.queue.leave(epoch, self._status.refused or ""))
         except (Unavailable, Fenced) as error:
             _log.warning("the queue was not told of the stop", reason=str(error))
-
-    async def _work(self, group: asyncio.TaskGroup) -> None:
-        try:
-            await self._life(group)
-        except* Unavailable as errors:
-            if not self._status.stopping:
-                raise
-            _log.warning("stopped while waiting", phase=self._status.phase, reason=str(first_error(errors)))
-        except* NonFinite as errors:
-            await self._stand_by(str(first_error(errors)))
-
-    async def _stand_by(self, reason: str) -> None:
-        """Trains no more and says why, until a stop: to end and be started again would change nothing."""
-        status = self._status
-        _log.error("refused", run=status.run, phase=status.phase, reason=reason)
-        status.refused, status.phase = reason, "refused"
-        await self._leave()
-        while not status.stopping:
-            status.changed.clear()
-            await status.changed.wait()
-        await self._leave()  # once more: the queue may have been away
-        status.phase = "stopped"
 
     async def _life(self, group: asyncio.TaskGroup) -> None:
         status, parts = self._status, self._parts
@@ -124,8 +81,9 @@ class TrainerWorker:
         """
         found = await self._waiter.patiently(lambda: self._waiter.blocking(self._parts.backend.restore))
         self._status.set_aside = dict(self._parts.checkpoints.bad)
-        found = self._pinned(found) if found else None
+        found = under_settings(found, self._plan.settings, self._plan.original) if found else None
         await self._waiter.blocking(self._parts.backend.build)
+        self._status.memory = self._parts.backend.memory
         return found
 
     async def _take_over(self, found: TrainerState | None) -> tuple[TrainerState | None, TrainerState]:
@@ -167,19 +125,6 @@ class TrainerWorker:
             return True
         _log.warning("another trainer has made a newer checkpoint", version=str(newest))
         return False
-
-    def _pinned(self, found: TrainerState) -> TrainerState:
-        """The state with the settings it was made under. Raises ConfigError if ours are others that may not change."""
-        plan = self._plan
-        began = plan.original or plan.settings
-        if not found.settings and found.lineage and began:
-            found = replace(found, settings=((found.lineage[0][0], began),))
-        if found.settings and plan.settings:
-            for change in pinned.permitted(
-                pinned.in_force(found.settings, found.epoch), plan.settings, step=found.step
-            ):
-                _log.info("setting changed", change=str(change), from_step=found.step)
-        return found
 
     def _begun(self, known: TrainerState, epoch: int) -> TrainerState:
         """The state at the start of this epoch; a run whose last step has moved on is no longer done."""

@@ -4,8 +4,8 @@ A family is the module beside this one that has the name of its `model_type`, wi
 built on a model of Tunix and computes what transformers computes by the same config.json. Every model carries the
 configuration it was made from as `described`.
 
-Invariants: logits of a whole sequence are never built here; sequences are right-padded, so the causal mask alone keeps
-real tokens from attending to padding; parameters are float32 under Tunix's names, whatever the activations are.
+Invariants: logits of a whole sequence are never built here; no token sees one of another sequence, nor what fills rows
+up (see `attention`); parameters under training are float32 under Tunix's names, whatever the activations are.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from importlib import import_module
 from typing import Any, Literal, Protocol, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from services.trainer.models.attention import Packing
 from services.trainer.models.initial_weights import Leaves
+from services.trainer.models.lora import LoraOptions, adapt
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 
@@ -34,14 +37,32 @@ class FamilyModule(Protocol):
         """With parameters of no meaning; `dtype` is that of activations."""
         ...
 
-    def forward(self, model: Model, ids: jax.Array) -> jax.Array:
-        """Normalized last hidden states [B, T, D] of right-padded ids int32 [B, T]."""
+    def forward(self, model: Model, ids: jax.Array, packing: Packing | None = None) -> jax.Array:
+        """Normalized last hidden states [B, T, D] of ids int32 [B, T], right-padded or packed."""
         ...
 
 
 def _module(model: ModelConfig) -> FamilyModule:
     """Imported when it is first needed: Tunix's models take a second each."""
     return cast(FamilyModule, import_module(f"{__package__}.{model.model_type}"))
+
+
+def tunix_sizes(model: ModelConfig, dtype: str) -> dict[str, Any]:
+    """What the configurations of Tunix's models are given alike; `dtype` is that of activations."""
+    return {
+        "num_layers": model.num_hidden_layers,
+        "vocab_size": model.vocab_size,
+        "embed_dim": model.hidden_size,
+        "hidden_dim": model.intermediate_size,
+        "num_heads": model.num_attention_heads,
+        "head_dim": model.head_dim,
+        "num_kv_heads": model.num_key_value_heads,
+        "rope_theta": model.rope_theta,  # what Tunix makes of it is not used: the families turn by their own angles
+        "norm_eps": model.rms_norm_eps,
+        "use_tied_embedding": model.tie_word_embeddings,
+        "dtype": jnp.dtype(dtype),
+        "param_dtype": jnp.float32,
+    }
 
 
 def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
@@ -60,27 +81,40 @@ def make_mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> jax.shardi
     return jax.make_mesh(shape, axis_names, axis_types=axis_types, devices=jax.devices()[:n])
 
 
-def build(model: ModelConfig, leaves: Leaves, mesh: jax.sharding.Mesh, *, dtype: str, remat: Remat = "none") -> Model:
-    """A model whose parameters are float32 and sharded over `mesh`; `dtype` is that of activations.
+def build(
+    model: ModelConfig,
+    leaves: Leaves,
+    mesh: jax.sharding.Mesh,
+    *,
+    dtype: str,
+    remat: Remat = "none",
+    lora: LoraOptions | None = None,
+) -> Model:
+    """A model whose parameters are float32 and sharded over `mesh`; `dtype` is that of activations. With `lora` the
+    float32 parameters are those of adapters, and those of the base have `dtype`.
 
     Raises ConfigError if a dimension does not divide over its mesh axis, or a tensor is missing.
     """
-    graph, state = _abstract(model, dtype, remat, mesh)
+    graph, state = abstract(model, dtype, remat, mesh, lora)
     return nnx.merge(graph, fill(state, leaves, mesh))
 
 
 def float32_graph(model: Model) -> Any:
-    """The graph of the same model with float32 activations, to be merged with the state of `model`."""
+    """The graph of the same model with float32 activations and without adapters, to be merged with such a state."""
     mesh = model.embedder.input_embedding.get_value().sharding.mesh
-    return _abstract(model.described, "float32", model.config.remat_config.name.lower(), mesh)[0]
+    return abstract(model.described, "float32", model.config.remat_config.name.lower(), mesh)[0]
 
 
-def _abstract(model: ModelConfig, dtype: str, remat: Any, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
+def abstract(
+    model: ModelConfig, dtype: str, remat: Any, mesh: jax.sharding.Mesh, lora: LoraOptions | None = None
+) -> tuple[Any, Any]:
     """Graph and state, of shapes only."""
 
     def make() -> Model:
         made = _module(model).create(model, dtype, remat)
-        made.described = model
+        made.described, made.lora = model, lora
+        if lora is not None:
+            adapt(made, lora)
         return made
 
     with mesh:
@@ -94,7 +128,9 @@ def fill(state: Any, leaves: Leaves, mesh: jax.sharding.Mesh) -> Any:
         name = leaf_name(path)
         target = variable.get_value()
         sharding = _sharding(name, target.shape, variable, mesh)
-        value = np.asarray(leaves(name, target.shape), target.dtype)
+        value = leaves(name, target.shape)
+        value = value if isinstance(value, jax.Array) else np.asarray(value)
+        value = value.astype(target.dtype, copy=False)
         filled.append((path, variable.replace(jax.device_put(value, sharding))))
     return nnx.from_flat_state(filled)
 
@@ -115,9 +151,9 @@ def _sharding(name: str, size: tuple[int, ...], variable: Any, mesh: jax.shardin
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
 
 
-def hidden_states(model: Model, ids: jax.Array) -> jax.Array:
-    """Normalized last hidden states [B, T, D] of right-padded ids int32 [B, T]."""
-    return _module(model.described).forward(model, ids)
+def hidden_states(model: Model, ids: jax.Array, packing: Packing | None = None) -> jax.Array:
+    """Normalized last hidden states [B, T, D] of ids int32 [B, T]: a sequence a row, right-padded, or packed."""
+    return _module(model.described).forward(model, ids, packing)
 
 
 def head(model: Model) -> jax.Array:

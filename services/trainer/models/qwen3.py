@@ -10,7 +10,9 @@ import numpy as np
 from flax import nnx
 from tunix.models.qwen3 import model as tunix_qwen3
 
-from services.trainer.models.family import Remat
+from services.trainer.models import attention
+from services.trainer.models.attention import Packing
+from services.trainer.models.family import Remat, tunix_sizes
 from shared.models.config import ModelConfig
 
 type Qwen3 = tunix_qwen3.Qwen3
@@ -19,21 +21,7 @@ _TUNIX_ROPE_THETA = 1_000_000.0
 
 def create(model: ModelConfig, dtype: str, remat: Remat) -> Qwen3:
     """With parameters of no meaning; `dtype` is that of activations."""
-    config = tunix_qwen3.ModelConfig(
-        num_layers=model.num_hidden_layers,
-        vocab_size=model.vocab_size,
-        embed_dim=model.hidden_size,
-        hidden_dim=model.intermediate_size,
-        num_heads=model.num_attention_heads,
-        head_dim=model.head_dim,
-        num_kv_heads=model.num_key_value_heads,
-        rope_theta=model.rope_theta,  # declared int, and unused by Tunix
-        norm_eps=model.rms_norm_eps,
-        use_tied_embedding=model.tie_word_embeddings,
-        remat_config=tunix_qwen3.RematConfig[remat.upper()],
-        dtype=jnp.dtype(dtype),
-        param_dtype=jnp.float32,
-    )
+    config = tunix_qwen3.ModelConfig(**tunix_sizes(model, dtype), remat_config=tunix_qwen3.RematConfig[remat.upper()])
     return tunix_qwen3.Qwen3(config, rngs=nnx.Rngs(0))
 
 
@@ -70,12 +58,11 @@ class _Positions:
         return cls(*children)
 
 
-def forward(model: Any, ids: jax.Array) -> jax.Array:
-    """Normalized last hidden states [B, T, D] of right-padded ids int32 [B, T]."""
-    length = ids.shape[1]
-    positions = _Positions.of(jnp.arange(length)[None], model.described.rope_frequencies())
-    causal = jnp.tril(jnp.ones((length, length), bool))[None]
+def forward(model: Any, ids: jax.Array, packing: Packing | None = None) -> jax.Array:
+    """Normalized last hidden states [B, T, D] of ids int32 [B, T], right-padded or packed."""
+    mask = attention.visible(ids, packing)
+    positions = _Positions.of(attention.positions(ids, packing), model.described.rope_frequencies())
     x = model.embedder.encode(ids)
     for layer in model.layers:
-        _, x = layer(x, positions, None, causal)
+        _, x = layer(x, positions, None, mask)
     return model.final_norm(x)

@@ -13,10 +13,9 @@ import numpy as np
 
 from services.trainer import options as from_run
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
-from services.trainer.checkpoints.store import restore
-from services.trainer.learner.backend import restored_leaves
+from services.trainer.checkpoints.store import read_base, restore
+from services.trainer.learner.backend import assembled, restored_leaves
 from services.trainer.learner.policy import Policy
-from services.trainer.models.family import build, make_mesh
 from services.trainer.settings import TokenLimits
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
@@ -33,7 +32,8 @@ class RebuiltPolicy:
     def __init__(self, config: RunConfig, checkpoint: Path, root: Path) -> None:
         self._root = root
         self._restored = restore(checkpoint, OrbaxArrays())
-        reference = self._restored.state.reference
+        adapter, reference = self._restored.adapter, self._restored.state.reference
+        self._base = read_base(root, adapter, OrbaxArrays()) if adapter else None
         self._reference = restore(root / reference, OrbaxArrays()).params if reference else None
         self._config, self.policy = config, self._policy(config)
 
@@ -52,8 +52,7 @@ class RebuiltPolicy:
         folder = model_folder(config.model.path, self._root.parent)
         described = ModelConfig.read(folder)
         options = from_run.model_options(config, folder)
-        mesh = make_mesh(options.mesh_shape, options.mesh_axes)
-        model = build(described, restored_leaves(self._restored), mesh, dtype=options.dtype, remat=options.remat)
+        model = assembled(described, options, restored_leaves(self._restored, self._base))
         tokens = TokenLimits(described.vocab_size, ChatTokenizer(folder).pad_id)
         policy = Policy(model, from_run.policy_options(config, tokens), described.to_hf(), self._reference)
         policy.load_optimizer(self._restored.optimizer)
@@ -61,6 +60,6 @@ class RebuiltPolicy:
 
 
 def tensors_of(policy: Policy) -> dict[str, Mapping[str, Any]]:
-    """The float32 parameters and the optimizer's state, as a resume would restore them."""
+    """The float32 parameters under training and the optimizer's state, as a resume would restore them."""
     contents = policy.contents()
     return {"params": contents.params if contents.master is None else contents.master, "optimizer": contents.optimizer}

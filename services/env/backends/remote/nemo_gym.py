@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.backends.base import call_seconds
+from services.env.backends.base import KnownSplits, call_seconds
 from services.env.backends.remote import address as addresses
 from services.env.backends.remote.nemo_gym_rows import (
     TaskRow,
@@ -98,14 +98,14 @@ class SilentConnection(asyncio.Protocol):
         self.alive = False
 
 
-class NemoGymBackend:
+class NemoGymBackend(KnownSplits):
     """A NeMo-Gym resources server as an environment; `context.folder` holds its tasks, a file for each split."""
 
     is_remote, has_demonstration = True, False
 
     def __init__(self, context: RemoteContext, config: NemoGymConfig) -> None:
         self.name, self.config, self.log = context.name, config, context.log
-        self.splits_of: Mapping[str, int] = context.splits
+        self.splits_of = context.splits
         self.site = RemoteSite(context.address, context.access, config.max_sessions, context.log)
         self._folder, self._ca_file = context.folder, context.access.ca_file
         self._lines: Mapping[str, Sequence[bytes]] | None = None
@@ -117,13 +117,6 @@ class NemoGymBackend:
         async with self.client() as client:
             await self._style_of(client)
         return RemoteDescription("nemo_gym", {split: len(rows) for split, rows in lines.items()})
-
-    async def splits(self) -> tuple[str, ...]:
-        return tuple(self.splits_of)
-
-    async def num_tasks(self, split: str) -> int:
-        check_task(self.name, self.splits_of, split, 0)
-        return self.splits_of[split]
 
     async def task(self, split: str, index: int) -> str:
         return f"{split}/{index}@{(await self._row(split, index)).digest}"

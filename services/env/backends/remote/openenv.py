@@ -28,7 +28,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as open_websocket
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from services.env.backends.base import CALL_SECONDS, Busy, Call, GivenUp
+from services.env.backends.base import CALL_SECONDS, Busy, Call, GivenUp, KnownSplits
 from services.env.backends.remote import address as addresses
 from services.env.backends.remote.paths import at_path
 from services.env.backends.remote.site import CONNECT_S, RemoteContext, RemoteDescription, RemoteSite
@@ -90,7 +90,7 @@ class OpenEnvConfig(BaseModel):
     max_sessions: Annotated[int, Field(ge=1, le=4096)] = 64
 
 
-class OpenEnvBackend:
+class OpenEnvBackend(KnownSplits):
     """An OpenEnv server as an environment. `splits_of` is the number of tasks of each split."""
 
     is_remote, has_demonstration = True, False
@@ -98,7 +98,7 @@ class OpenEnvBackend:
     def __init__(self, context: RemoteContext, config: OpenEnvConfig) -> None:
         """How many tasks there are, `config` says."""
         self.name, self.config, self.log = context.name, config, context.log
-        self.splits_of: Mapping[str, int] = context.splits or config.num_tasks
+        self.splits_of = context.splits or config.num_tasks
         self.site = RemoteSite(context.address, context.access, config.max_sessions, context.log)
 
     async def describe(self) -> RemoteDescription:
@@ -106,13 +106,6 @@ class OpenEnvBackend:
         episode = await self.reset(next(iter(self.splits_of)), 0, 0)
         await episode.close()
         return RemoteDescription("openenv", self.splits_of)
-
-    async def splits(self) -> tuple[str, ...]:
-        return tuple(self.splits_of)
-
-    async def num_tasks(self, split: str) -> int:
-        check_task(self.name, self.splits_of, split, 0)
-        return self.splits_of[split]
 
     async def task(self, split: str, index: int) -> str:
         check_task(self.name, self.splits_of, split, index)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.backends.base import Busy
+from services.env.backends.base import Busy, KnownSplits
 from services.env.backends.remote.address import checked_socket
 from services.env.backends.remote.site import RemoteContext, RemoteDescription, RemoteSite
 from services.env.environments.base import Demonstration, Message, StepResult, check_task
@@ -31,7 +31,7 @@ class VolleyConfig(BaseModel):
     max_sessions: Annotated[int, Field(ge=1, le=4096)] = 64
 
 
-class VolleyBackend:
+class VolleyBackend(KnownSplits):
     """An environment of another env service. `splits_of` is known from its validation."""
 
     is_remote = True
@@ -55,13 +55,6 @@ class VolleyBackend:
             except NotFound:
                 return RemoteDescription("volley", splits)
             return RemoteDescription("volley", splits, has_demonstration=True)
-
-    async def splits(self) -> tuple[str, ...]:
-        return tuple(self.splits_of)
-
-    async def num_tasks(self, split: str) -> int:
-        check_task(self.name, self.splits_of, split, 0)
-        return self.splits_of[split]
 
     async def task(self, split: str, index: int) -> str:
         check_task(self.name, self.splits_of, split, index)

@@ -7,6 +7,7 @@ Rewards are GRL's: -0.1 an action, +1 for a box pushed onto a target, -1 for one
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,14 @@ from services.env.environments.base import MAX_REWARD, Demonstration
 from services.env.environments.games.actions import ActionProtocol
 from services.env.environments.games.layouts import Effort, Layouts
 from services.env.environments.games.sokoban_level import MOVES, Level, Position, draw, generate, move, solve, solved
-from services.env.environments.games.text_game import GameConfig, GameEnvironment, GameEpisode, MoveOutcome, demonstrate
+from services.env.environments.games.text_game import (
+    GameConfig,
+    GameEnvironment,
+    GameEpisode,
+    MoveOutcome,
+    demonstrate,
+    play,
+)
 from shared.errors import InputError
 
 RULES = (
@@ -28,6 +36,9 @@ RULES = (
 class SokobanConfig(GameConfig):
     """`dim_room` is (height, width) with the surrounding wall. Levels need at least `min_solution` actions, at most the
     budget.
+
+    `demo_blind` is the share of demonstrations played by someone who walks straight into a box and on, without looking
+    at walls and targets, and so rarely succeeds; what it is for, see FrozenLakeConfig.
     """
 
     dim_room: tuple[int, int] = (6, 6)
@@ -39,6 +50,7 @@ class SokobanConfig(GameConfig):
     box_on_reward: float = Field(default=1.0, ge=0, le=MAX_REWARD)
     box_off_reward: float = Field(default=-1.0, ge=-MAX_REWARD, le=0)
     finish_reward: float = Field(default=10.0, ge=0, le=MAX_REWARD)
+    demo_blind: float = Field(default=0.0, ge=0, le=1)
 
     @model_validator(mode="after")
     def _playable(self) -> SokobanConfig:
@@ -93,13 +105,25 @@ class Sokoban(GameEnvironment[SokobanConfig, Level]):
         return self.played(SokobanGame(level, level.start, self.config), RULES)
 
     def demonstration(self, split: str, index: int) -> Demonstration:
-        """Raises InputError when the level is too large for the solver."""
+        """A blind one may fail, see `demo_blind`. Raises InputError when the level is too large for the solver."""
+        drawn = self.layouts.get(split, index)
+        if random.Random(drawn.seed).random() < self.config.demo_blind:
+            game = SokobanGame(drawn.layout, drawn.layout.start, self.config)
+            return play(self.played(game, RULES), lambda: [blind_action(game.position)])
         shown = demonstrate(self.reset(split, index, 0))
         if not shown.success:
             raise InputError(
                 f"sokoban/{split}/{index} is too large to be solved by search", "lower dim_room or num_boxes"
             )
         return shown
+
+
+def blind_action(position: Position) -> str:
+    """Towards the first box, up or down until its row is reached, then along it, whatever lies on the way."""
+    (row, column), (box_row, box_column) = position.player, min(position.boxes)
+    if row != box_row:
+        return "Down" if row < box_row else "Up"
+    return "Right" if column < box_column else "Left"
 
 
 def sokoban(config: SokobanConfig) -> Sokoban:

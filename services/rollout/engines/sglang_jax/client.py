@@ -23,6 +23,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+
 from services.rollout.engines.base import (
     CommitMode,
     CommitResult,
@@ -34,6 +36,7 @@ from services.rollout.engines.base import (
     GenerateResult,
     Live,
     LoadedWeights,
+    ScoredTokens,
     StagedWeights,
 )
 from services.rollout.engines.sglang_jax.link import BEAT_S, Message, frame, split
@@ -87,7 +90,7 @@ class SglangEngine(asyncio.Protocol):
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         if not self._has_weights:
-            raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
+            raise self._without_weights()
         if request.rid in self._names:
             raise Conflict(f"a request {request.rid!r} is running", "give every request its own rid")
         future, name = self._future(), f"r{next(self._numbers)}"
@@ -113,6 +116,11 @@ class SglangEngine(asyncio.Protocol):
             del self._running[name], self._names[request.rid]
             if future.cancelled():
                 self._send({"op": "abort", "rid": name, "call": _NO_CALL})
+
+    async def score(self, ids: np.ndarray) -> ScoredTokens:
+        if not self._has_weights:
+            raise self._without_weights()
+        return ScoredTokens(**await self._call("score", ids=ids))
 
     async def stage(self, weights: StagedWeights) -> LoadedWeights:
         try:
@@ -229,6 +237,9 @@ class SglangEngine(asyncio.Protocol):
                 self._cause = message["detail"]
             case other:
                 raise AssertionError(f"unknown message {other!r}")
+
+    def _without_weights(self) -> Unavailable:
+        return Unavailable("no weights are committed yet", "retry when /ready answers 200")
 
     def _death(self) -> EngineDied:
         code = self._process.poll()

@@ -17,14 +17,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from services.rollout.engines.base import BASE_VERSION, EngineSpec, StagedWeights
+from services.rollout.engines.base import BASE_VERSION, EngineSpec, StagedBase, StagedWeights
 from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message
 from services.rollout.weights.probe import check_probe
-from shared.errors import Conflict, OutOfMemory, VolleyError, WeightsError, problem
+from shared.errors import Conflict, InputError, OutOfMemory, VolleyError, WeightsError, problem
 from shared.process.imports import uncollected
 from shared.process.telemetry import Log, configure
 from shared.run.weights import ManifestFile, ManifestLeaf
@@ -54,6 +54,7 @@ class EngineWorker:
         self._loading = -1
         self._digest = ""
         self._probe_ids: Any = None
+        self._bases: Any = None
         self._loaded: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def run(self) -> None:
@@ -89,11 +90,12 @@ class EngineWorker:
 
     def _load(self, call: int, weights: StagedWeights) -> None:
         """In a thread of its own: reads and verifies the weights, then has the loop's thread check and keep them."""
-        from services.rollout.engines.sglang_jax.weights.staging import load_leaves
+        from services.rollout.engines.sglang_jax.weights.staging import BaseCache, load_leaves
 
+        self._bases = self._bases or BaseCache()
         try:
             still = partial(self._still, call, weights)
-            leaves, timings = load_leaves(self._scheduler.runner, weights, still)
+            leaves, timings = load_leaves(self._scheduler.runner, weights, still, self._bases)
         except Exception as error:  # noqa: BLE001 - whatever fails here concerns these weights, not the engine
             # Without its traceback, whose frames hold the arrays that were loaded until the next garbage collection.
             failure = _as_weights_error(error, weights.version).with_traceback(None)
@@ -156,6 +158,15 @@ class EngineWorker:
             "logprobs": logprobs,
         }
 
+    def _on_score(self, message: Message) -> Message:
+        from services.rollout.engines.sglang_jax.weights.scoring import score
+
+        scheduler, ids = self._scheduler, message["ids"]
+        logprobs = score(scheduler, ids, passes=len(ids))
+        if logprobs is None or len(logprobs) < len(ids) - 1:
+            raise InputError(f"{len(ids)} tokens do not fit into the engine's pool of {scheduler.max_total_num_tokens}")
+        return {"version": scheduler.version or "", "logprobs": logprobs}
+
     def _on_status(self, _: Message) -> Message:
         scheduler = self._scheduler
         return {
@@ -187,9 +198,17 @@ class EngineWorker:
 def _weights(message: Message) -> StagedWeights:
     """What `client` made of it with `dataclasses.asdict`."""
     fields = {field.name: message[field.name] for field in dataclasses.fields(StagedWeights)}
+    base = fields["base"]
+    return StagedWeights(
+        **fields | _listed(fields) | {"base": None if base is None else StagedBase(**base | _listed(base))}
+    )
+
+
+def _listed(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Files and tree."""
     files = tuple(ManifestFile(**file) for file in fields["files"])
     tree = tuple(ManifestLeaf(leaf["key"], tuple(leaf["shape"]), leaf["dtype"]) for leaf in fields["tree"])
-    return StagedWeights(**fields | {"files": files, "tree": tree})
+    return {"files": files, "tree": tree}
 
 
 def _as_weights_error(error: Exception, version: str) -> VolleyError:

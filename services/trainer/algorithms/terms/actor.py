@@ -38,7 +38,7 @@ class ActorOptions:
 def actor_loss(scores: TokenScores, batch: Batch, options: ActorOptions) -> tuple[jax.Array, Statistics]:
     """float32 scalar, and statistics over trainable tokens.
 
-    loss = sum over tokens of row_weight * (weight * surrogate(ratio, A) + beta * KL - entropy_coef * entropy).
+    loss = sum over tokens of batch.weight * (correction * surrogate(ratio, A) + beta * KL - entropy_coef * entropy).
 
     Without a correction, ratios are to the behaviour's log-probabilities. With one they are to the trainer's at the
     start of the step (`batch.old`, or the present ones when there is one update a step).
@@ -48,8 +48,8 @@ def actor_loss(scores: TokenScores, batch: Batch, options: ActorOptions) -> tupl
     old, weights = behaviour, jnp.ones_like(mask)
     if options.correction.needs_old:
         old = jax.lax.stop_gradient(logprobs) if batch.old is None else _masked(batch.old, mask)
-        weights = importance.weights(old, behaviour, mask, options.correction)
-    ratio = _ratio(logprobs, old, mask, options)
+        weights = importance.weights(old, behaviour, mask, options.correction, batch.packing)
+    ratio = _ratio(logprobs, old, batch, options)
     if options.surrogate == "clipped":
         per_token, is_clipped = surrogate.clipped(ratio, batch.advantages, options.clip)
     else:
@@ -61,7 +61,7 @@ def actor_loss(scores: TokenScores, batch: Batch, options: ActorOptions) -> tupl
         per_token = per_token + options.beta * penalty
     if options.entropy_coef:
         per_token = per_token - options.entropy_coef * _masked(scores.entropy, mask)
-    loss = (per_token * mask * batch.row_weight[:, None]).sum()
+    loss = (per_token * mask * batch.weight).sum()
     return loss, _statistics(scores, batch, logprobs, behaviour) | {
         "kl": statistics.mean(penalty, mask),
         "clip_fraction": statistics.mean(is_clipped, mask),
@@ -71,9 +71,9 @@ def actor_loss(scores: TokenScores, batch: Batch, options: ActorOptions) -> tupl
     }
 
 
-def _ratio(logprobs: jax.Array, old: jax.Array, mask: jax.Array, options: ActorOptions) -> jax.Array:
+def _ratio(logprobs: jax.Array, old: jax.Array, batch: Batch, options: ActorOptions) -> jax.Array:
     if options.ratio == "sequence":
-        return importance.sequence_ratio(logprobs, old, mask)
+        return importance.sequence_ratio(logprobs, old, batch.mask, batch.packing)
     return jnp.exp(importance.clipped_difference(logprobs, old))
 
 

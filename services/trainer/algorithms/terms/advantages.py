@@ -37,7 +37,7 @@ def group_relative(rewards: np.ndarray, estimator: Estimator) -> np.ndarray:
     """
     given = np.asarray(rewards, np.float64)
     r, exponent = _scaled(given)
-    if len(r) < 2 or float(np.ptp(r)) <= _EQUAL * float(np.abs(r).max()):
+    if len(r) < 2 or are_equal(r):
         return np.zeros(len(r))
     if estimator == "grpo":
         return (r - r.mean()) / (r.std(ddof=1) + np.ldexp(_EPSILON, -exponent))
@@ -75,7 +75,7 @@ def whitened(values: Sequence[np.ndarray], sampled: Sequence[np.ndarray]) -> lis
     of them, 0 elsewhere; all 0 if they are equal up to rounding.
     """
     held = np.concatenate([v[s] for v, s in zip(values, sampled, strict=True)]) if values else np.zeros(0)
-    if len(held) < 2 or float(np.ptp(held)) <= _EQUAL * float(np.abs(held).max()):
+    if len(held) < 2 or are_equal(held):
         return [np.zeros(len(v)) for v in values]
     return [np.where(s, standardized(v, held), 0.0) for v, s in zip(values, sampled, strict=True)]
 
@@ -87,6 +87,12 @@ def standardized(values: np.ndarray, pool: np.ndarray) -> np.ndarray:
     scaled, exponent = _scaled(np.asarray(pool, np.float64))
     epsilon = np.ldexp(_EPSILON, -exponent)
     return (np.ldexp(np.asarray(values, np.float64), -exponent) - scaled.mean()) / (scaled.std() + epsilon)
+
+
+def are_equal(values: np.ndarray) -> bool:
+    """Whether finite float64 numbers [N], at least one, differ by no more than rounding."""
+    with np.errstate(over="ignore"):  # of numbers that are that far apart, it says no
+        return float(np.ptp(values)) <= _EQUAL * float(np.abs(values).max())
 
 
 def bounded(values: np.ndarray) -> np.ndarray:

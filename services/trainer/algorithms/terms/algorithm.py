@@ -23,13 +23,14 @@ from shared.types import Trajectory
 class Needs:
     """What is computed of each token before advantages and loss: log-probabilities of the frozen reference; those of
     the policy at the start of the step (`old`); the critic's `values`. `entropy`: the loss has a gradient of the
-    policy's entropy.
+    policy's entropy. `teacher`: the trajectories come with a teacher's log-probabilities.
     """
 
     reference: bool = False
     old: bool = False
     values: bool = False
     entropy: bool = False
+    teacher: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Algorithm(Protocol):
         ...
 
     def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:
-        """float32 scalar and statistics of a micro-batch. Its denominators are those of the step (`batch.row_weight`),
+        """float32 scalar and statistics of a micro-batch. Its denominators are those of the step (`batch.weight`),
         so values and gradients of micro-batches add up.
         """
         ...

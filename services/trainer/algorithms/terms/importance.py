@@ -18,6 +18,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from services.trainer.models.attention import Packing
+
 Level = Literal["none", "token", "sequence"]
 RejectionLevel = Literal["none", "token", "sequence", "geometric"]
 _MAX_LOG_RATIO = 20.0
@@ -50,35 +52,50 @@ def clipped_difference(ahead: jax.Array, behind: jax.Array) -> jax.Array:
     return jnp.clip(ahead - behind, -_MAX_LOG_RATIO, _MAX_LOG_RATIO)
 
 
-def sequence_ratio(logprobs: jax.Array, old: jax.Array, mask: jax.Array) -> jax.Array:
+def of_sequences(x: jax.Array, packing: Packing | None) -> jax.Array:
+    """The sum of x [B, T] over each token's sequence: [B, 1] where a row is one, else [B, T]. What does not count is 0
+    in x.
+    """
+    if packing is None:
+        return x.sum(-1, keepdims=True)
+
+    def of_row(row: jax.Array, sequences: jax.Array) -> jax.Array:
+        return jax.ops.segment_sum(row, sequences, len(row))[sequences]
+
+    return jax.vmap(of_row)(x, packing.sequences)
+
+
+def sequence_ratio(logprobs: jax.Array, old: jax.Array, mask: jax.Array, packing: Packing | None = None) -> jax.Array:
     """GSPO-token's ratio float32 [B, T] (arXiv:2507.18071, eq. 14): its value at every token is the geometric mean of
     the sequence's ratios, its gradient that of the token's own log-probability.
     """
     token = clipped_difference(logprobs, old)
-    mean = (token * mask).sum(-1, keepdims=True) / jnp.maximum(mask.sum(-1, keepdims=True), 1.0)
+    mean = of_sequences(token * mask, packing) / jnp.maximum(of_sequences(mask, packing), 1.0)
     sequence = logprobs - jax.lax.stop_gradient(logprobs) + jax.lax.stop_gradient(mean)
     return jnp.exp(jnp.minimum(sequence, _MAX_SEQUENCE_LOG_RATIO))
 
 
-def weights(old: jax.Array, behaviour: jax.Array, mask: jax.Array, correction: Correction) -> jax.Array:
+def weights(
+    old: jax.Array, behaviour: jax.Array, mask: jax.Array, correction: Correction, packing: Packing | None = None
+) -> jax.Array:
     """float32 [B, T], no gradient: what each token's loss is multiplied by; of log-probabilities [B, T], which are 0
     where mask is.
     """
     difference = jax.lax.stop_gradient(clipped_difference(old, behaviour)) * mask
     made = jnp.ones_like(mask)
     if correction.level != "none":
-        made = jnp.minimum(_ratio(difference, mask, correction.level), correction.threshold)
+        made = jnp.minimum(_ratio(difference, mask, correction.level, packing), correction.threshold)
     if correction.rejection != "none":
-        ratio = _ratio(difference, mask, correction.rejection)
+        ratio = _ratio(difference, mask, correction.rejection, packing)
         low, high = correction.bounds
         made = jnp.where((ratio >= low) & (ratio <= high), made, 0.0)
     return jnp.broadcast_to(made, mask.shape)
 
 
-def _ratio(difference: jax.Array, mask: jax.Array, level: Level | RejectionLevel) -> jax.Array:
+def _ratio(difference: jax.Array, mask: jax.Array, level: Level | RejectionLevel, packing: Packing | None) -> jax.Array:
     if level == "token":
         return jnp.exp(difference)
-    total = difference.sum(-1, keepdims=True)
+    total = of_sequences(difference, packing)
     if level == "geometric":
-        total = total / jnp.maximum(mask.sum(-1, keepdims=True), 1.0)
+        total = total / jnp.maximum(of_sequences(mask, packing), 1.0)
     return jnp.exp(jnp.clip(total, -_MAX_LOG_RATIO, _MAX_LOG_RATIO))

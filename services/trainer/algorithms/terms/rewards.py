@@ -19,6 +19,7 @@ Grouping = Literal["state", "inductive", "batch"]
 Method = Literal["identity", "mean_std", "asym_clip"]
 _EPSILON = 1e-6
 _ASYMMETRIC = (-1.0, 3.0)
+_MOST_NATS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,18 @@ def turn_of_tokens(trajectory: Trajectory) -> np.ndarray:
     sampled = trajectory.loss_mask.astype(bool)
     begins = sampled & ~np.concatenate([[False], sampled[:-1]])
     return np.where(sampled, np.cumsum(begins) - 1, -1)
+
+
+def reverse_kl(trajectory: Trajectory, old: np.ndarray | None = None) -> np.ndarray:
+    """float64 [T]: log p(student) - log p(teacher) at sampled tokens, 0 elsewhere. The student is the policy that
+    sampled: as the trainer computes it (`old`, float32 [T]) where that is known.
+
+    A difference counts for ±20 nats at most, so no token that a teacher all but excludes decides a step.
+    """
+    assert trajectory.teacher_logprobs is not None
+    student = trajectory.logprobs if old is None else old
+    difference = student.astype(np.float64) - trajectory.teacher_logprobs.astype(np.float64)
+    return np.where(trajectory.loss_mask, np.clip(difference, -_MOST_NATS, _MOST_NATS), 0.0)
 
 
 def normalized(

@@ -6,17 +6,19 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from services.rollout.engines.base import StagedWeights
+from services.rollout.engines.base import StagedBase, StagedWeights
 from services.rollout.engines.sglang_jax.weights.layout import to_engine
 from services.rollout.engines.sglang_jax.weights.restore import CheckpointLeaf, open_checkpoint, open_hugging_face
 from shared.errors import WeightsError
-from shared.run.weights import ManifestLeaf
+from shared.models import adapter
+from shared.run.weights import PARAMS, ManifestFile, ManifestLeaf
 
 _MOST_BYTES, _BESIDE_BYTES = 5, 2**26
 """A number of a checkpoint has four bytes at most, and folders and padding take some."""
@@ -24,11 +26,11 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def load_leaves(
-    runner: Any, weights: StagedWeights, check: Callable[[], None]
+    runner: Any, weights: StagedWeights, check: Callable[[], None], bases: BaseCache
 ) -> tuple[list[jax.Array], dict[str, float]]:
     """The leaves in the runner's order, on its devices, and durations in seconds: `read_s` for reading files and taking
     their digests, `place_s` for making arrays of them on the devices. `check` is called again and again meanwhile, and
-    raises what is to end it.
+    raises what is to end it. Adapters are merged into the base that `bases` keeps.
 
     Equal shapes and committed equal shardings are what lets a commit be a swap of pointers that never recompiles.
 
@@ -39,8 +41,11 @@ def load_leaves(
     """
     start = time.perf_counter()
     current = dict(zip(leaf_names(runner), runner.model_state_leaves, strict=True))
-    _bound_files(weights, sum(leaf.size for leaf in current.values()))
-    with _open(weights, check) as found:
+    n_elements = sum(leaf.size for leaf in current.values())
+    _bound_files(weights.files, weights.version, n_elements)
+    if weights.base is not None:
+        _bound_files(weights.base.files, weights.base.digest, n_elements)
+    with _open(weights, check, bases) as found:
         read = time.perf_counter()
         _bound_leaves(found, max(leaf.size for leaf in current.values()))
         shapes = {name: leaf.shape for name, leaf in current.items()}
@@ -53,22 +58,59 @@ def load_leaves(
     return leaves, {"read_s": read - start, "place_s": time.perf_counter() - read}
 
 
+class BaseCache:
+    """The base of the adapters that were loaded last, in host memory: it is read once."""
+
+    def __init__(self) -> None:
+        self._held: tuple[str, Mapping[str, np.ndarray]] = ("", {})
+
+    def arrays(self, base: StagedBase | None, check: Callable[[], None]) -> Mapping[str, np.ndarray]:
+        """By the checkpoint's names; nothing is held any more where there is no base. Raises as `load_leaves`."""
+        held = self._held
+        if base is None or held[0] != base.digest:
+            held = self._held = ("", {})
+        if base is not None and held[0] != base.digest:
+            with open_checkpoint(Path(base.folder), PARAMS, base.files, f"base {base.digest}", check) as found:
+                check_tree(found, base.tree)
+                held = self._held = base.digest, {name: np.array(leaf.read()) for name, leaf in found.items()}
+        return held[1]
+
+
 @contextmanager
-def _open(weights: StagedWeights, check: Callable[[], None]) -> Iterator[Mapping[str, CheckpointLeaf]]:
+def _open(
+    weights: StagedWeights, check: Callable[[], None], bases: BaseCache
+) -> Iterator[Mapping[str, CheckpointLeaf]]:
     folder = Path(weights.folder)
     if weights.kind == "hf":
         yield open_hugging_face(folder)
         return
+    base = bases.arrays(weights.base, check)
     with open_checkpoint(folder, weights.below, weights.files, weights.version, check) as found:
         check_tree(found, weights.tree)
-        yield found
+        yield _merged(base, found, weights.base.scale) if weights.base else found
 
 
-def _bound_files(weights: StagedWeights, n_elements: int) -> None:
+def _merged(
+    base: Mapping[str, np.ndarray], found: Mapping[str, CheckpointLeaf], scale: float
+) -> Mapping[str, CheckpointLeaf]:
+    """The base with these adapters: arrays are made one at a time."""
+    _bound_leaves(found, max(value.size for value in base.values()))
+    try:
+        reads = adapter.merged(
+            {name: partial(np.asarray, value) for name, value in base.items()},
+            {name: leaf.read for name, leaf in found.items()},
+            scale,
+        )
+    except ValueError as error:
+        raise WeightsError(str(error), "are the adapters of this base?") from error
+    return {name: CheckpointLeaf(base[name].shape, base[name].dtype, read) for name, read in reads.items()}
+
+
+def _bound_files(files: Sequence[ManifestFile], what: str, n_elements: int) -> None:
     """A manifest may be wrong about anything: what is read into memory is bounded by the model."""
-    n_bytes = sum(file.size for file in weights.files)
+    n_bytes = sum(file.size for file in files)
     if n_bytes > _MOST_BYTES * n_elements + _BESIDE_BYTES:
-        raise WeightsError(f"{weights.version} has {n_bytes} bytes, more than a model of {n_elements} numbers needs")
+        raise WeightsError(f"{what} has {n_bytes} bytes, more than a model of {n_elements} numbers needs")
 
 
 def _bound_leaves(found: Mapping[str, CheckpointLeaf], n_elements: int) -> None:

@@ -1,18 +1,26 @@
-"""The warm start: which demonstrations, which tokens, and that it learns them."""
+"""The warm start on demonstrations: which of them, which tokens, and that it learns them."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from services.trainer.algorithms import sft
+from services.trainer.conversations.data import DataSettings, load
+from services.trainer.conversations.dataset import Example, tokenized
+from services.trainer.conversations.demonstrations import as_records, fetch
 from services.trainer.learner.batch import BatchLayout
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.scoring import params_of
+from services.trainer.loop.interfaces import Waiter
+from services.trainer.status import TrainerStatus
+from services.trainer.supervised import training
+from services.trainer.supervised.training import SupervisedOptions
 from shared.clients.env import DemonstrationReply
 from shared.errors import ConfigError, ServiceUnreachable
 from shared.models.chat import ChatTokenizer
@@ -23,6 +31,10 @@ TOKENIZER = ChatTokenizer(Path(__file__).parents[2] / "configs/models/tiny")
 TALK = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "Right"}, {"role": "user", "content": "ok"}]
 TALK = [*TALK, {"role": "assistant", "content": "Up"}]
 OPTIMIZER = OptimizerOptions(1e-2, "constant", 0, 12, 0.9, 0.95, 0.0, 1.0)
+
+
+def sequences(tokenizer: ChatTokenizer, shown: list[DemonstrationReply], longest: int) -> list[Example]:
+    return list(tokenized(tokenizer, as_records("lake", shown), "conversations", longest, "drop").examples)
 
 
 class Env:
@@ -40,7 +52,7 @@ class Env:
 
 @pytest.mark.parametrize("n_tasks", [5, 10**9])
 async def test_distinct_training_tasks_chosen_by_the_seed(n_tasks: int):
-    first, second, other = [await sft.fetch(Env(n_tasks), "lake", 20, seed) for seed in (1, 1, 2)]
+    first, second, other = [await fetch(Env(n_tasks), "lake", 20, seed) for seed in (1, 1, 2)]
     contents = [shown.messages[0]["content"] for shown in first]
     assert first == second != other
     assert len(contents) == len(set(contents)) == min(20, n_tasks)
@@ -52,14 +64,29 @@ async def test_an_environment_that_goes_away_meanwhile_is_one_error():
             raise ServiceUnreachable("env did not answer")
 
     with pytest.raises(ServiceUnreachable):
-        await sft.fetch(Leaving(9), "lake", 5, 0)
+        await fetch(Leaving(9), "lake", 5, 0)
+
+
+async def test_demonstrations_and_the_file_that_is_made_of_them_are_the_same_data(tmp_path: Path):
+    """As a warm start has them, as a run of SFT has them, asked for once, and as its file has them elsewhere."""
+    settings = DataSettings((), (), 0.0, "conversations", 64, "drop", 3, "lake", 8)
+    with ThreadPoolExecutor(1) as thread:
+        waiter, kept, env = Waiter(thread, TrainerStatus("r", 0)), tmp_path / "kept.jsonl", Env(20)
+        warm = await load(settings, TOKENIZER, Env(20), waiter)
+        alone = await load(settings, TOKENIZER, env, waiter, kept)
+        again = await load(settings, TOKENIZER, None, waiter, kept)
+        elsewhere = await load(replace(settings, train=(kept,)), TOKENIZER, None, waiter)
+        held_out = await load(replace(settings, train=(kept,), held_out=(kept,)), TOKENIZER, None, waiter)
+    assert len(env.asked) == len(warm.train.examples) == 8
+    assert warm.digest == alone.digest == again.digest == elsewhere.digest != held_out.digest
+    assert len(held_out.held_out) == 8
 
 
 def test_what_the_assistant_says_and_its_end_are_trained():
-    (row,) = sft.tokenize(TOKENIZER, [DemonstrationReply(TALK)], 128)
+    ((row,),) = sequences(TOKENIZER, [DemonstrationReply(TALK)], 128)
     said = TOKENIZER.decode([int(t) for t, m in zip(row.ids, row.mask, strict=True) if m])
     assert said == "Right<|im_end|>Up<|im_end|>"
-    assert row.n_tokens == int(row.mask.sum())
+    assert row.n_learned == int(row.mask.sum())
 
 
 def test_demonstrations_are_rendered_with_the_tools_that_a_rollout_is_rendered_with(tmp_path: Path):
@@ -70,7 +97,7 @@ def test_demonstrations_are_rendered_with_the_tools_that_a_rollout_is_rendered_w
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = ChatTokenizer(folder)
     tool = {"type": "function", "function": {"name": "calculator", "description": "exact", "parameters": {}}}
-    (row,) = sft.tokenize(tokenizer, [DemonstrationReply(TALK[:2], [tool])], 400)
+    ((row,),) = sequences(tokenizer, [DemonstrationReply(TALK[:2], [tool])], 400)
     prompt = tokenizer.render_prompt(TALK[:1], [tool])
     assert "calculator" in tokenizer.decode(prompt)
     assert list(row.ids[: len(prompt)]) == prompt
@@ -79,29 +106,21 @@ def test_demonstrations_are_rendered_with_the_tools_that_a_rollout_is_rendered_w
 
 def test_demonstrations_that_do_not_fit_are_left_out():
     long = DemonstrationReply([{"role": "user", "content": "go " * 200}, {"role": "assistant", "content": "Up"}])
-    assert len(sft.tokenize(TOKENIZER, [DemonstrationReply(TALK), long], 128)) == 1
+    assert len(sequences(TOKENIZER, [DemonstrationReply(TALK), long], 128)) == 1
     with pytest.raises(ConfigError, match="fits into 128 tokens"):
-        sft.tokenize(TOKENIZER, [long], 128)
+        sequences(TOKENIZER, [long], 128)
 
 
 def test_it_learns_and_is_deterministic():
     config = CONFIG | {"vocab_size": 512, "num_hidden_layers": 1}
-    rows = sft.tokenize(TOKENIZER, [DemonstrationReply(TALK), DemonstrationReply(TALK[:2])], 64)
-    options = sft.SftOptions(
-        max_steps=12, batch_size=4, seed=0, layout=BatchLayout((64,), 2, TOKENIZER.pad_id), optimizer=OPTIMIZER
-    )
+    rows = sequences(TOKENIZER, [DemonstrationReply(TALK), DemonstrationReply(TALK[:2])], 64)
+    options = SupervisedOptions(12, None, 4, 0, BatchLayout((64,), 2, TOKENIZER.pad_id), OPTIMIZER)
     runs = []
     for _ in range(2):
         model = model_of(models.random_weights(config, 0), config)
         before = {name: np.asarray(value) for name, value in params_of(model).items()}
-        runs.append([m.loss for m in sft.train(model, rows, options)])
+        runs.append([m.loss for m in training.warm_start(model, rows, options)])
         trained = params_of(model)
         assert not np.array_equal(trained["final_norm.w"], before["final_norm.w"])
     assert runs[0] == runs[1]
     assert runs[0][-1] < 0.5 * runs[0][0]
-
-
-def test_every_row_is_drawn_once_an_epoch():
-    draws = sft._draws(n_rows=6, batch_size=4, seed=0)
-    seen = np.concatenate([next(draws) for _ in range(3)])
-    assert sorted(seen.tolist()) == sorted([*range(6)] * 2)

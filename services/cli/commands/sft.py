@@ -1,0 +1,101 @@
+"""`volley sft` and `volley dpo`: supervised training as a run of its own. It is a run like any other, stopped, resumed
+and watched the same way; the only service it needs is the trainer, and the environment's where that makes the data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from services.cli.commands import train
+from services.cli.local import stack
+from services.cli.local.supervisor import ServiceFailed
+from services.cli.reporting import supervised
+from services.cli.reporting.progress import Activity, ProgressDisplay, RecordTails, printed_text
+from services.cli.runs.record import RunRecord, finished
+from shared import config
+from shared.config import LoadedConfig
+from shared.errors import ConfigError
+from shared.run.folder import RunFolder
+
+_POLL_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class SftArguments:
+    """Of the command line; what is not given is as the configuration says."""
+
+    data: Sequence[Path]
+    model: str | None
+    held_out: Sequence[Path]
+    epochs: int | None
+    configs: Sequence[str]
+    overrides: Sequence[str]
+
+
+def main(mode: Literal["sft", "dpo"], arguments: SftArguments, seams: stack.StackSeams = stack.REAL) -> int:
+    """A new run, or one with this configuration that goes on. Raises VolleyError; otherwise returns the exit code."""
+    return train.run(config.rooted(_configured(mode, arguments), Path.cwd()), seams)
+
+
+def _configured(mode: Literal["sft", "dpo"], given: SftArguments) -> LoadedConfig:
+    """Raises ConfigError."""
+    tree: dict[str, Any] = {"mode": mode, "sft": {}}
+    if given.data:
+        tree["sft"]["train"] = [str(path) for path in given.data]
+    if given.held_out:
+        tree["sft"]["eval"] = [str(path) for path in given.held_out]
+    if given.epochs is not None:
+        tree["sft"] |= {"epochs": given.epochs, "max_steps": 0}
+    if given.model is not None:
+        tree["model"] = {"path": given.model}
+    elif not given.configs and not any(one.startswith("model.path=") for one in given.overrides):
+        raise ConfigError("no model is named", f"`volley {mode} DATA --model FOLDER`, or --config FILE.yaml")
+    if not any(one.startswith("run.name=") for one in given.overrides):
+        tree["run"] = {"name": _name(mode, given.configs)}
+    return config.load(given.configs, given.overrides, given=tree)
+
+
+def _name(mode: str, configs: Sequence[str]) -> str:
+    """Of the run: a configuration's name belongs to its run of RL."""
+    named = [config.read_tree(Path(path)).get("run") or {} for path in configs]
+    names = [str(one["name"]) for one in named if isinstance(one, dict) and one.get("name")]
+    return f"{names[-1]}-{mode}" if names else mode
+
+
+async def follow(running: stack.LocalStack, folder: RunFolder, display: ProgressDisplay, tails: RecordTails) -> None:
+    """Shows progress until the trainer says that it is done. Raises ServiceFailed if it says that it cannot go on."""
+    news = time.monotonic()
+    async with running.client("trainer") as trainer:
+        while True:
+            said = await train.told_by(trainer, "/status")
+            if display.detailed:
+                display.activity(Activity(trainer=said))
+            for kind, record in tails.new():
+                display.record(kind, record)
+                news = time.monotonic()
+            if refused := said.get("refused"):
+                raise ServiceFailed(f"run {folder.name} has stopped: {refused}", f"logs: {folder.logs}")
+            if said.get("phase") == "done":
+                return
+            if time.monotonic() - news > display.quiet_s:
+                display.quiet(_doing(said))
+                news = time.monotonic()
+            await asyncio.sleep(_POLL_S)
+
+
+def _doing(said: Mapping[str, Any]) -> str:
+    wait = said.get("waiting_for") or said.get("reason")
+    return f"the trainer is {said.get('phase', 'away')}" + (f": {wait}" if wait else "")
+
+
+def finish(folder: RunFolder, record: RunRecord) -> int:
+    """Tells what came of a run that is finished. Returns the exit code."""
+    finished(folder, record)
+    summary = supervised.make(folder)
+    printed_text(supervised.told(summary, folder))
+    return 0

@@ -1,0 +1,39 @@
+"""On-policy distillation alone: the student's own episodes, graded by nothing but a teacher's log-probabilities. The
+advantage of a token is
+
+    A_t = - coef * sum over sampled tokens s >= t of gamma^(s - t) (log p_student(x_s) - log p_teacher(x_s))
+
+With `gamma` 0 each token answers for itself (as in "On-Policy Distillation", Thinking Machines, 2025); with 1 also for
+where it leads (the long-term part of MiniLLM, arXiv:2306.08543). See `terms.distillation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from services.trainer.algorithms.terms.actor import ActorOptions
+from services.trainer.algorithms.terms.advantages import returns_to_go
+from services.trainer.algorithms.terms.algorithm import EpisodeGroup, Needs
+from services.trainer.algorithms.terms.distillation import penalty
+from services.trainer.algorithms.terms.policy_gradient import PolicyGradient, RewardOptions
+
+
+class OnPolicyDistillation(PolicyGradient):
+    """The actor's loss on what a teacher says."""
+
+    def __init__(self, actor: ActorOptions, rewards: RewardOptions, n_updates: int, coef: float, gamma: float) -> None:
+        super().__init__(actor, rewards, n_updates)
+        self._coef, self._gamma = coef, gamma
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, teacher=True)
+
+    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+        return [
+            [returns_to_go(penalty(e, self._coef), e.trajectory.loss_mask.astype(bool), self._gamma) for e in group]
+            for group in groups
+        ]

@@ -1,0 +1,56 @@
+"""On-policy distillation: a teacher says of every token that the student sampled how likely it is, and the student's
+advantage is how much less likely the token is to itself than to the teacher.
+
+    A_t = - coef * (log p_student(x_t) - log p_teacher(x_t))
+
+is the gradient of the reverse KL(student || teacher) of each token's distribution, estimated from the one token that
+was sampled (k1): the estimator of MiniLLM (arXiv:2306.08543, its single-step part), of GKD with on-policy data and
+reverse KL (arXiv:2306.13649), and of Thinking Machines' "On-Policy Distillation" (2025). The teacher is asked while the
+episode is made, so what it said is part of the data: nobody is asked by a step, or by a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from services.trainer.algorithms.terms.algorithm import Algorithm, Episode, EpisodeGroup, Needs
+from services.trainer.algorithms.terms.rewards import reverse_kl
+from services.trainer.algorithms.terms.statistics import Statistics
+from services.trainer.learner.batch import Batch
+from services.trainer.learner.logprobs import TokenScores
+from shared.types import Trajectory
+
+
+class Taught:
+    """Another algorithm with a teacher beside the rewards: `coef` times the reverse KL is taken from the advantage of
+    each token, after these were normalized.
+    """
+
+    def __init__(self, inner: Algorithm, coef: float) -> None:
+        self._inner, self._coef = inner, coef
+
+    @property
+    def needs(self) -> Needs:
+        return replace(self._inner.needs, teacher=True)
+
+    def counts(self, trajectory: Trajectory) -> bool:
+        return self._inner.counts(trajectory)
+
+    def advantages(self, groups: Sequence[EpisodeGroup]) -> list[list[np.ndarray]]:
+        made = self._inner.advantages(groups)
+        return [
+            [a + penalty(e, self._coef) for a, e in zip(one, group, strict=True)]
+            for one, group in zip(made, groups, strict=True)
+        ]
+
+    def loss(self, scores: TokenScores, batch: Batch) -> tuple[jax.Array, Statistics]:
+        return self._inner.loss(scores, batch)
+
+
+def penalty(episode: Episode, coef: float) -> np.ndarray:
+    """float64 [T]: what the teacher adds to the advantage of each token."""
+    return -coef * reverse_kl(episode.trajectory, episode.old)

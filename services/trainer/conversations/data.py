@@ -1,0 +1,143 @@
+"""The conversations of a warm start or of a run, from files or from an environment, as tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.trainer.conversations.dataset import Dataset, Example, Kind, TooLong, digest, split, tokenized
+from services.trainer.conversations.demonstrations import Demonstrator, as_records, fetch
+from services.trainer.conversations.files import records
+from services.trainer.loop.interfaces import Waiter
+from shared.clients.env import DemonstrationReply
+from shared.errors import ConfigError
+from shared.files import storage
+from shared.models.chat import ChatTokenizer
+from shared.process import telemetry
+from shared.schema import RunConfig
+
+_log = telemetry.Log("conversations")
+
+
+@dataclass(frozen=True, slots=True)
+class DataSettings:
+    """`train` files, or where there are none `n_demonstrations` of the training split of `env`; measured on `held_out`
+    files and on the share `held_out_fraction` of what is trained on. `longest` is in tokens.
+    """
+
+    train: tuple[Path, ...]
+    held_out: tuple[Path, ...]
+    held_out_fraction: float
+    kind: Kind
+    longest: int
+    too_long: TooLong
+    seed: int
+    env: str
+    n_demonstrations: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """What is trained on, and what is measured on; `digest` is of all their tokens, reckoned once. `eval` is what the
+    files for that held, and is part of `held_out`.
+    """
+
+    train: Dataset
+    held_out: Sequence[Example]
+    eval: Dataset | None = None
+    digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "digest", digest([self.train.examples, self.held_out]))
+
+    def told(self) -> dict[str, int]:
+        """How many of what; `eval_` before what is said of files to measure on."""
+        of_files = self.eval.told_of_others() if self.eval else {}
+        counts = self.train.told() | {"eval_examples": len(self.held_out)}
+        return counts | {f"eval_{name}": count for name, count in of_files.items()}
+
+
+def data_settings(config: RunConfig) -> DataSettings:
+    """A warm start measures nothing: RL does, by what is solved."""
+    sft, alone = config.sft, config.is_supervised
+    return DataSettings(
+        train=sft.train,
+        held_out=sft.eval if alone else (),
+        held_out_fraction=sft.eval_fraction if alone else 0.0,
+        kind="pairs" if config.mode == "dpo" else "conversations",
+        longest=max(config.trainer.length_buckets),
+        too_long=sft.too_long,
+        seed=config.run.seed,
+        env=config.data.env,
+        n_demonstrations=config.sft.n_demonstrations,
+    )
+
+
+async def load(
+    settings: DataSettings,
+    tokenizer: ChatTokenizer,
+    client: Demonstrator | None,
+    waiter: Waiter,
+    kept: Path | None = None,
+) -> RunData:
+    """Reads, renders and divides.
+
+    Args:
+        client: who is asked for demonstrations where there are no files.
+        kept: a file for these, so that a resumed run has the same; not asked for again once it is there.
+
+    Raises:
+        ConfigError: what cannot be read or trained on, with its place.
+        NotFound: no such environment.
+        Unavailable: a stop, while the environment was away.
+    """
+    found = records(settings.train, "train") if settings.train else await _shown(settings, client, waiter, kept)
+    return await waiter.blocking(_read, settings, tokenizer, found)
+
+
+async def _shown(
+    settings: DataSettings, client: Demonstrator | None, waiter: Waiter, kept: Path | None
+) -> Iterable[tuple[str, Any]]:
+    if kept is None or not await asyncio.to_thread(kept.exists):
+        if client is None:
+            raise ConfigError(f"{kept} is missing", "start a run with another name")
+        patient = PatientDemonstrator(client, waiter)
+        made = as_records(settings.env, await fetch(patient, settings.env, settings.n_demonstrations, settings.seed))
+        if kept is None:
+            return made
+        text = b"".join(orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE) for _, record in made)
+        await waiter.patiently(lambda: asyncio.to_thread(storage.replace, kept, text))
+    return records([kept], "train")
+
+
+def _read(settings: DataSettings, tokenizer: ChatTokenizer, found: Iterable[tuple[str, Any]]) -> RunData:
+    def rendered(of: Iterable[tuple[str, Any]]) -> Dataset:
+        return tokenized(tokenizer, of, settings.kind, settings.longest, settings.too_long)
+
+    whole = rendered(found)
+    train, held_out = split(whole.examples, settings.held_out_fraction, settings.seed)
+    files = rendered(records(settings.held_out, "eval")) if settings.held_out else None
+    if n := sum(one.n_without_tools for one in (whole, files) if one):
+        _log.warning("the chat template leaves out the tools: the model is not shown them", conversations=n)
+    return RunData(replace(whole, examples=train), [*held_out, *(files.examples if files else ())], files)
+
+
+@dataclass(frozen=True, slots=True)
+class PatientDemonstrator:
+    """The environment service, each call repeated while it is away, so that what has been fetched is not
+    fetched again.
+    """
+
+    client: Demonstrator
+    waiter: Waiter
+
+    async def num_tasks(self, env: str, split: str) -> int:
+        return await self.waiter.patiently(lambda: self.client.num_tasks(env, split))
+
+    async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply:
+        return await self.waiter.patiently(lambda: self.client.demonstration(env, split, index))

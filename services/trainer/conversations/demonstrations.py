@@ -1,0 +1,52 @@
+"""Demonstrations that an environment makes of its training tasks: fetched, and as records like those of a file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from shared.clients.env import DemonstrationReply
+from shared.errors import first_error
+
+_CONCURRENT = 32
+_SPLIT = "train"
+
+
+class Demonstrator(Protocol):
+    """The part of the environment's client that is used here."""
+
+    async def num_tasks(self, env: str, split: str) -> int: ...
+
+    async def demonstration(self, env: str, split: str, index: int) -> DemonstrationReply: ...
+
+
+async def fetch(client: Demonstrator, env: str, n: int, seed: int) -> list[DemonstrationReply]:
+    """Up to `n` demonstrations of distinct training tasks, chosen by `seed`, in that order. Raises what the client
+    raises.
+    """
+    total = await client.num_tasks(env, _SPLIT)
+    rng = np.random.default_rng([seed, 0x5F7])
+    chosen = rng.permutation(total)[:n] if total <= 4 * n else np.unique(rng.integers(0, total, n))
+    limit = asyncio.Semaphore(_CONCURRENT)
+
+    async def one(index: int) -> DemonstrationReply:
+        async with limit:
+            return await client.demonstration(env, _SPLIT, index)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(int(index))) for index in chosen]
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    return [task.result() for task in tasks]
+
+
+def as_records(env: str, shown: Sequence[DemonstrationReply]) -> list[tuple[str, dict[str, Any]]]:
+    """(place, record) of each."""
+    return [
+        (f"demonstration {i} of {env}", {"messages": list(one.messages), "tools": list(one.tools)})
+        for i, one in enumerate(shown)
+    ]

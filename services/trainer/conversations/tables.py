@@ -1,0 +1,76 @@
+"""Rows of Parquet and Arrow files. The one module that knows pyarrow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shared.errors import ConfigError
+from shared.files.reading import open_file
+
+_ROWS = 512
+_UNREADABLE = (pa.ArrowException, ValueError, OverflowError)
+
+
+def rows(file: Path, columns: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Rows as JSON would hold them, of those `columns` that there are: what stands in others is not looked at. A struct
+    of Arrow has the fields of all rows: those that are null are left out. Raises ConfigError naming the file, and the
+    row if one holds a value that Python does not have: text that is no UTF-8, a date after its last one.
+    """
+    try:
+        with open_file(file) as opened:
+            n = 0
+            for batch in _batches(file, opened, columns):
+                for row in _values(batch, f"{file}, row", n):
+                    yield _present(row)
+                n += batch.num_rows
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror or error}", "give an existing file") from error
+    except _UNREADABLE as error:
+        raise ConfigError(f"{file} cannot be read: {_first_line(error)}", "is the file complete?") from error
+
+
+def _batches(file: Path, opened: Any, columns: Collection[str]) -> Iterator[Any]:
+    if file.suffix == ".parquet":
+        whole = pq.ParquetFile(opened)
+        yield from whole.iter_batches(_ROWS, columns=_known(file, whole.schema_arrow, columns))
+    else:
+        stream = pa.ipc.open_stream(opened)
+        known = _known(file, stream.schema, columns)
+        yield from (batch.select(known) for batch in stream)
+
+
+def _known(file: Path, schema: Any, columns: Collection[str]) -> list[str]:
+    found = [name for name in schema.names if name in columns]
+    if not found:
+        there = ", ".join(schema.names[:8]) or "no column"
+        raise ConfigError(f"{file} holds no conversation: it has {there}", f"known are {', '.join(columns)}")
+    return found
+
+
+def _values(batch: Any, place: str, first: int) -> list[dict[str, Any]]:
+    """Raises ConfigError naming the first row that has none, counted from `first`."""
+    try:
+        return batch.to_pylist()
+    except _UNREADABLE:
+        for i in range(batch.num_rows):
+            try:
+                batch.slice(i, 1).to_pylist()
+            except _UNREADABLE as error:
+                told = f"{place} {first + i} cannot be read: {_first_line(error)}"
+                raise ConfigError(told, "text has to be UTF-8") from error
+        raise
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _present(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _present(inner) for key, inner in value.items() if inner is not None}
+    return [_present(inner) for inner in value] if isinstance(value, list) else value

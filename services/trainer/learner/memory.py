@@ -1,0 +1,302 @@
+"""How much memory training will take, reckoned before anything is loaded or compiled, and refused if it is not there.
+
+Parameters, optimizer state, gradients and copies are counted by their shapes and how the mesh divides them. What one
+micro-batch needs beside them is read off the traced gradient function: the most bytes that are live at once when its
+operations run in their order. XLA merges operations and reorders them; `docs/memory.md` says how far it is from that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.extend import core
+
+from services.trainer.learner.batch import BatchLayout, micro_batches, supervised_row
+from services.trainer.learner.policy import PolicyOptions
+from services.trainer.learner.scoring import divided, objective, params_of
+from services.trainer.learner.train_step import gradient
+from services.trainer.models.family import Model, Remat, abstract, leaf_name, make_mesh
+from services.trainer.models.lora import LoraOptions
+from services.trainer.models.options import ModelOptions
+from shared.errors import ConfigError
+from shared.models import adapter
+from shared.models.config import ModelConfig
+
+_MOMENTS = 2  # of AdamW
+_OPERATIONS = (
+    "abs add add_any and broadcast_in_dim clamp convert_element_type copy cos div eq exp exp2 expand_dims ge gt "
+    "integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or pad pow rem reshape rsqrt select_n "
+    "sign sin sqrt square squeeze stop_gradient sub tanh"
+)
+_ELEMENTWISE = frozenset(_OPERATIONS.split())
+_REDUCTIONS = frozenset({"argmax", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_sum"})
+_TRACED = (2, 3)  # layers: the others need as much as the third
+_MIB = 2**20
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """In bytes, on each device: `kept` is there all the time, by what it is; a `phase` needs so much beside it (the
+    warm start instead of it). `host_copies` are in host memory while a checkpoint is written.
+    """
+
+    kept: Mapping[str, int]
+    step: Mapping[str, int]
+    warm_start: Mapping[str, int]
+    published: int
+    host_copies: int
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """The most that each phase holds."""
+        kept = sum(self.kept.values())
+        found = {"step": kept + sum(self.step.values()), "checkpoint": kept + self.published}
+        return found | ({"warm start": sum(self.warm_start.values())} if self.warm_start else {})
+
+    @property
+    def peak(self) -> int:
+        return max(self.phases.values())
+
+    def told(self) -> dict[str, float]:
+        """In MiB, for a log and for /status."""
+        phase = max(self.phases, key=self.phases.__getitem__)
+        parts = dict(self.warm_start) if phase == "warm start" else {**self.kept, **self.step}
+        parts |= {"host copies of a checkpoint": self.host_copies, f"most ({phase})": self.peak}
+        return {name: round(n / _MIB, 1) for name, n in parts.items() if n}
+
+
+def estimate(
+    described: ModelConfig, model: ModelOptions, policy: PolicyOptions, warm_start: BatchLayout | None = None
+) -> MemoryEstimate:
+    """Args: warm_start: the layout of a warm start of all parameters, if there is one. Raises ConfigError for a mesh of
+    more devices than there are.
+    """
+    needs, n_micro = policy.algorithm.needs, policy.layout.n_micro(policy.rows_per_step)
+    leaves = _leaves(described, model)
+    trained = [n for name, (n, _) in leaves.items() if model.lora is None or adapter.is_adapter(name)]
+    n_trained, n_params = sum(trained), sum(n * size for n, size in leaves.values())
+    critic = n_trained if policy.critic else 0
+    kept = {
+        "parameters": n_params,
+        "optimizer": 4 * _MOMENTS * n_trained,
+        "reference": n_params if needs.reference and model.lora is None else 0,
+        "critic": 4 * (1 + _MOMENTS) * critic,
+    }
+    activations = _activations(described, model, policy)
+    rounded = (
+        0 if policy.published_dtype == "float32" or model.lora else jax.numpy.dtype(policy.published_dtype).itemsize
+    )
+    step = {"gradients": 4 * n_trained * min(2, n_micro), "activations": activations}
+    copies = sum(n for n in (4 * n_trained, kept["optimizer"], kept["critic"], rounded * n_trained))
+    return MemoryEstimate(
+        kept, step, _warm_start(described, model, policy, activations, warm_start), rounded * n_trained, copies
+    )
+
+
+def _warm_start(
+    described: ModelConfig, model: ModelOptions, policy: PolicyOptions, activations: int, layout: BatchLayout | None
+) -> dict[str, int]:
+    """All parameters are trained, and their activations are as many as the rows of the micro-batch."""
+    if layout is None:
+        return {}
+    n = sum(count for count, _ in _leaves(described, replace(model, lora=None)).values())
+    share = layout.rows / policy.layout.rows
+    return {
+        "parameters": 4 * n,
+        "optimizer": 4 * _MOMENTS * n,
+        "gradients": 4 * n,
+        "activations": round(activations * share),
+    }
+
+
+def check(found: MemoryEstimate, limit: int, on: str, helps: Callable[[], Sequence[tuple[str, int]]]) -> None:
+    """Raises ConfigError with the figures if training cannot fit into `limit` bytes, which is that of `on`; `helps`
+    gives what would save how many bytes.
+    """
+    if found.peak <= limit:
+        return
+    parts = ", ".join(f"{name} {value:,.0f}" for name, value in found.told().items())
+    knobs = sorted(((saved, knob) for knob, saved in helps() if saved > 0), reverse=True)
+    hint = ", ".join(f"{knob} (saves {saved / _MIB:,.0f} MiB)" for saved, knob in knobs)
+    raise ConfigError(
+        f"training takes {found.peak / _MIB:,.0f} MiB and {on} has {limit / _MIB:,.0f} MiB for it; in MiB: {parts}",
+        hint or "a smaller model, or a mesh of more devices, is what is left",
+    )
+
+
+def knobs(
+    described: ModelConfig,
+    model: ModelOptions,
+    policy: PolicyOptions,
+    warm_start: BatchLayout | None,
+    found: MemoryEstimate,
+) -> list[tuple[str, int]]:
+    """Settings that would lower the peak, each alone, and by how many bytes."""
+    shards = dict(zip(model.mesh_axes, model.mesh_shape, strict=True)).get("fsdp", 1)
+    tries: list[tuple[str, ModelOptions, PolicyOptions]] = []
+    if policy.layout.rows > shards:
+        tokens = shards * policy.layout.buckets[-1] if policy.layout.tokens else None
+        small = replace(policy, layout=replace(policy.layout, rows=shards, tokens=tokens))
+        knob = f"micro_batch_tokens={tokens}" if tokens else f"train_micro_batch_size={shards}"
+        tries.append((f"trainer.{knob}", model, small))
+    policies: dict[Remat, int] = {"none": 0, "block": 1, "decoder": 2}
+    for remat, rank in policies.items():
+        if rank > policies[model.remat]:
+            tries.append((f"model.remat={remat}", replace(model, remat=remat), policy))
+    if model.lora is None:
+        lora = LoraOptions(16, 32.0, _PROJECTIONS)
+        tries.append(("trainer.lora.rank=16", replace(model, lora=lora), policy))
+    if model.dtype == "float32":
+        half = replace(policy, published_dtype="bfloat16")
+        tries.append(("model.dtype=bfloat16", replace(model, dtype="bfloat16"), half))
+    made = [(knob, found.peak - _tried(described, m, p, warm_start).peak) for knob, m, p in tries]
+    if found.kept["reference"]:
+        made.append(("algorithm.beta=0", found.kept["reference"]))
+    return made
+
+
+def _tried(
+    described: ModelConfig, model: ModelOptions, policy: PolicyOptions, warm_start: BatchLayout | None
+) -> MemoryEstimate:
+    if warm_start is not None:
+        warm_start = replace(warm_start, rows=min(warm_start.rows, policy.layout.rows))
+    return estimate(described, model, policy, warm_start)
+
+
+def available(device: jax.Device) -> tuple[int, str]:
+    """How many bytes training may take, and of what: a device that tells its limit, else this machine or the container,
+    of which this process has some already.
+    """
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return int(stats["bytes_limit"]), str(device)
+    limit, on = host_limit()
+    return limit - resident(), on
+
+
+def host_limit(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> tuple[int, str]:
+    """The memory of this machine, or what its container may have of it, in bytes."""
+    whole = next(
+        int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemTotal")
+    )
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            limit = int((cgroup / name).read_text())
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+        if limit < whole:
+            return limit, "this container"
+    return whole, "this machine"
+
+
+def resident(statm: Path = Path("/proc/self/statm")) -> int:
+    """What this process holds in memory, in bytes."""
+    return int(statm.read_text().split()[1]) * 4096
+
+
+def _leaves(described: ModelConfig, model: ModelOptions) -> dict[str, tuple[int, int]]:
+    """Of each parameter how many elements a device holds, and the bytes of one."""
+    mesh = make_mesh(model.mesh_shape, model.mesh_axes)
+    _, state = abstract(described, model.dtype, model.remat, mesh, model.lora)
+    found: dict[str, tuple[int, int]] = {}
+    for path, variable in nnx.to_flat_state(state):
+        value, name = variable.get_value(), leaf_name(path)
+        parts = math.prod(mesh.shape[axis] for axis in variable.get_metadata()["out_sharding"] if axis is not None)
+        size = 4 if model.lora is None or adapter.is_adapter(name) else value.dtype.itemsize
+        found[name] = (-(-math.prod(value.shape) // parts), size)
+    return found
+
+
+def _activations(described: ModelConfig, model: ModelOptions, policy: PolicyOptions) -> int:
+    """Bytes on a device for the largest micro-batch: the rows are divided over fsdp."""
+    n = described.num_hidden_layers
+    if n <= _TRACED[1]:
+        return _traced(described, model, policy)
+    fewer, more = (_traced(replace(described, num_hidden_layers=layers), model, policy) for layers in _TRACED)
+    return more + (n - _TRACED[1]) * (more - fewer)
+
+
+def _traced(described: ModelConfig, model: ModelOptions, policy: PolicyOptions) -> int:
+    of_batch, shapes = of_micro_batch(described, model, policy)
+    return live_bytes(jax.make_jaxpr(of_batch)(*shapes).jaxpr)
+
+
+def of_micro_batch(described: ModelConfig, model: ModelOptions, policy: PolicyOptions) -> tuple[Any, tuple[Any, ...]]:
+    """The gradient function as one device of the mesh computes it, and what it is called with, of shapes only."""
+    mesh = make_mesh((1, 1), ("fsdp", "tp"))
+    shards = dict(zip(model.mesh_axes, model.mesh_shape, strict=True)).get("fsdp", 1)
+    shapes: Model = nnx.merge(*abstract(described, model.dtype, model.remat, mesh, model.lora))
+    entropy = "gradient" if policy.algorithm.needs.entropy else "value"
+    of_batch = gradient(objective(shapes, policy.algorithm.loss, policy.temperature, entropy))
+
+    def on_mesh(*given: Any) -> Any:
+        with mesh:
+            return of_batch(*given)
+
+    return on_mesh, (*divided(params_of(shapes)), _batch(policy, policy.layout.rows // shards))
+
+
+def _batch(policy: PolicyOptions, n_rows: int) -> Any:
+    """A micro-batch of `n_rows` of the longest bucket, of shapes only."""
+    needs, length = policy.algorithm.needs, policy.layout.buckets[-1]
+    row, some = supervised_row([0] * length, [1] * length), np.zeros(length, np.float32)
+    row = replace(row, reference=some if needs.reference else None, old=some if needs.old else None)
+    row = replace(row, values=some, returns=some) if needs.values else row
+    rows = [row] * max(1, n_rows)
+    layout = replace(policy.layout, rows=len(rows), shards=1)
+    layout = replace(layout, tokens=len(rows) * length) if layout.tokens else layout
+    batch = max(micro_batches(rows, np.ones(len(rows)), layout, 1), key=lambda one: one.ids.size)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+
+def live_bytes(jaxpr: core.Jaxpr, *, outermost: bool = True) -> int:
+    """The most bytes of intermediate values that are live at once, if the equations run in their order: neither inputs
+    nor, of the outermost function, results count, nor what one elementwise operation makes for the next alone. What an
+    equation's own functions need is added to what lives around it.
+    """
+    ends: dict[Any, int] = {}
+    for i, equation in enumerate(jaxpr.eqns):
+        ends |= {v: i for v in equation.invars if isinstance(v, core.Var)}
+    results = {v for v in jaxpr.outvars if isinstance(v, core.Var)}
+    ends |= dict.fromkeys(results, len(jaxpr.eqns))
+    ending: dict[int, list[Any]] = {}
+    for variable, i in ends.items():
+        ending.setdefault(i, []).append(variable)
+    uncounted, sizes, live, most = results if outermost else set[Any](), dict[Any, int](), 0, 0
+    for i, equation in enumerate(jaxpr.eqns):
+        made = {v: _bytes(v) for v in equation.outvars if v in ends and v not in uncounted}
+        if i + 1 < len(jaxpr.eqns) and _is_merged(equation, jaxpr.eqns[i + 1]):
+            made = {v: n for v, n in made.items() if ends[v] > i + 1}
+        inner = max((live_bytes(one, outermost=False) for one in _functions(equation)), default=0)
+        most = max(most, live + max(inner, sum(made.values())))
+        sizes |= made
+        live += sum(made.values()) - sum(sizes.pop(v, 0) for v in ending.get(i, ()))
+    return most
+
+
+def _is_merged(equation: Any, following: Any) -> bool:
+    """Whether XLA makes one loop of the two."""
+    return equation.primitive.name in _ELEMENTWISE and following.primitive.name in _ELEMENTWISE | _REDUCTIONS
+
+
+def _functions(equation: Any) -> Iterator[core.Jaxpr]:
+    for parameter in equation.params.values():
+        for one in parameter if isinstance(parameter, tuple | list) else (parameter,):
+            if isinstance(one, core.ClosedJaxpr):
+                yield one.jaxpr
+            elif isinstance(one, core.Jaxpr):
+                yield one
+
+
+def _bytes(variable: Any) -> int:
+    value = variable.aval
+    dtype = getattr(value, "dtype", None)
+    return math.prod(value.shape) * dtype.itemsize if dtype is not None else 0

@@ -1,0 +1,69 @@
+"""What a checkpoint says of the weights it holds: that they are finite, what they compute, and in which dtype they are
+published.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from services.trainer.checkpoints.store import CheckpointContents
+from services.trainer.learner.scoring import Scorer
+from services.trainer.learner.train_step import Learner, Params
+from shared.errors import NonFinite
+from shared.run.weights import Probe
+
+_PROBE_LENGTH = 64
+_COMPUTED = "the log-probabilities of the probe"
+_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedWeights:
+    """Of one model's weights: `config` is its config.json, `dtype` that of published parameters."""
+
+    scorer: Scorer
+    config: Mapping[str, Any]
+    dtype: str
+
+    def probed(self, learner: Learner, of: str, wrong: Sequence[str] = ()) -> Probe:
+        """The probe of the learner's present weights. Raises NonFinite for what is `wrong` anyhow, for a parameter, the
+        optimizer's state, or what they compute.
+        """
+        what = [*wrong, *learner.non_finite(self.dtype)]
+        probe = self._probe(learner.params)
+        if not all(map(math.isfinite, [*probe.logprobs, probe.noise or 0.0])):
+            what.append(_COMPUTED)
+        if what:
+            raise NonFinite(f"{of}: {named(what)} not finite", "a lower learning rate may help", what)
+        return probe
+
+    def contents(self, learner: Learner, probe: Probe, more: Mapping[str, Any]) -> CheckpointContents:
+        """What a checkpoint of the present weights holds, of adapters only these; `more` is training state beside the
+        optimizer's.
+        """
+        params: Mapping[str, Any] = learner.trained
+        master = None
+        if self.dtype != "float32" and not learner.frozen:
+            master, params = params, {k: v.astype(jnp.dtype(self.dtype)) for k, v in params.items()}
+        return CheckpointContents(params, learner.optimizer_state() | dict(more), master, self.config, probe)
+
+    def _probe(self, params: Params) -> Probe:
+        """A fixed prompt, spread over the vocabulary, and its log-probabilities at temperature 1 under these
+        weights.
+        """
+        ids = (np.arange(_PROBE_LENGTH, dtype=np.int64) * 7919 + 11) % self.config["vocab_size"]
+        logprobs, noise = self.scorer.probe(params, ids.astype(np.int32))
+        return Probe(tuple(ids.tolist()), tuple(float(x) for x in logprobs), noise)
+
+
+def named(what: Sequence[str]) -> str:
+    """A list for a sentence, with its verb: the first few, and how many more."""
+    shown = ", ".join(what[:_NAMED])
+    more = f" and {len(what) - _NAMED} more" if len(what) > _NAMED else ""
+    return f"{shown}{more} {'is' if len(what) == 1 else 'are'}"

@@ -1,0 +1,70 @@
+"""How a trainer's work ends, whatever it is: a stop lets the running step end and save, within the grace; what is no
+number stops the training, but not the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from services.trainer.status import TrainerStatus
+from shared.errors import NonFinite, Unavailable, first_error
+from shared.process import telemetry
+
+type Work = Callable[[asyncio.TaskGroup], Awaitable[None]]
+type Leave = Callable[[], Awaitable[None]]
+_log = telemetry.Log("worker")
+
+
+async def run(work: Work, status: TrainerStatus, grace_s: float, leave: Leave) -> None:
+    """Works until it is cancelled, which is the stop.
+
+    Args:
+        work: ends when the status asks to stop.
+        leave: tells others that this is no crash; may be called more than once.
+
+    Raises:
+        VolleyError: what else ends a run.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(_guarded(work, group, status, leave))
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                await _wind_down(task, status, grace_s, leave)
+                raise
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+
+
+async def _wind_down(task: asyncio.Task[None], status: TrainerStatus, grace_s: float, leave: Leave) -> None:
+    """Waits for the running step and its checkpoint, but not beyond the grace."""
+    status.stop()
+    await asyncio.wait({task}, timeout=grace_s)
+    if not task.done():
+        _log.warning("the grace is over", phase=status.phase, step=status.step, durable_step=status.durable_step)
+        await leave()
+
+
+async def _guarded(work: Work, group: asyncio.TaskGroup, status: TrainerStatus, leave: Leave) -> None:
+    try:
+        await work(group)
+    except* Unavailable as errors:
+        if not status.stopping:
+            raise
+        _log.warning("stopped while waiting", phase=status.phase, reason=str(first_error(errors)))
+    except* NonFinite as errors:
+        await _stand_by(str(first_error(errors)), status, leave)
+
+
+async def _stand_by(reason: str, status: TrainerStatus, leave: Leave) -> None:
+    """Trains no more and says why, until a stop: to end and be started again would change nothing."""
+    _log.error("refused", run=status.run, phase=status.phase, reason=reason)
+    status.refused, status.phase = reason, "refused"
+    await leave()
+    while not status.stopping:
+        status.changed.clear()
+        await status.changed.wait()
+    await leave()  # once more: who has to know may have been away
+    status.phase = "stopped"

@@ -1,0 +1,113 @@
+"""Low-rank adapters beside the projections of a model of Tunix: y = x W + (alpha / rank) · (x A) B.
+
+The adapted weight is never built while training. Names, shapes and sharding: A [in…, rank] and B [rank, out…] lie
+beside their weight and are sharded as its sides are. B is 0 at first, so the model is its base.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from services.trainer.models.initial_weights import Leaves
+from shared.models import adapter
+
+_LINEAR = "BTI,IO->BTO"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOptions:
+    """`target_modules` are the projections that get adapters, by their names in Hugging Face's models."""
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+class AdaptedProjection(nnx.Module):
+    """A projection of Tunix's with an adapter; it has the same parameter under the same name.
+
+    Args:
+        einsum_str: inputs, weight -> outputs.
+        name: of the weight in its module.
+        sharding: of the weight, an axis of the mesh or None for each dimension.
+    """
+
+    def __init__(
+        self,
+        einsum_str: str,
+        name: str,
+        weight: nnx.Param[Any],
+        sharding: tuple[str | None, ...],
+        options: LoraOptions,
+        dtype: Any,
+    ) -> None:
+        inputs, w, outputs = einsum_str.replace("->", ",").split(",")
+        given = [axis for axis in w if axis not in outputs]
+        made = [axis for axis in w if axis in outputs]
+        lead = inputs[: len(inputs) - len(given)]
+        self.einsum_str, self.name, self.scale, self.dtype = einsum_str, name, options.scale, dtype
+        self.shape = weight.get_value().shape  # Tunix reads it
+        self.down, self.up = f"{inputs},{''.join(given)}r->{lead}r", f"{lead}r,r{''.join(made)}->{outputs}"
+        setattr(self, name, weight)
+        size, axes = dict(zip(w, weight.get_value().shape, strict=True)), dict(zip(w, sharding, strict=True))
+        for side, dims in ((adapter.a_name(name), [*given, "r"]), (adapter.b_name(name), ["r", *made])):
+            zeros = jnp.zeros([size.get(d, options.rank) for d in dims], jnp.float32)
+            setattr(self, side, nnx.Param(zeros, out_sharding=tuple(axes.get(d) for d in dims)))
+
+    def __call__(self, x: Any) -> jax.Array:
+        x = jnp.asarray(x, self.dtype)
+        w, a, b = (
+            jnp.asarray(getattr(self, name).get_value(), self.dtype)
+            for name in (self.name, adapter.a_name(self.name), adapter.b_name(self.name))
+        )
+        low = jnp.einsum(self.down, x, a)
+        return jnp.einsum(self.einsum_str, x, w) + self.scale * jnp.einsum(self.up, low, b)
+
+
+def adapt(model: Any, options: LoraOptions) -> None:
+    """Puts adapters beside the projections of every layer, in place; the parameters of the base become those of the
+    activations' dtype, because they are published in it and do not change any more.
+    """
+    dtype = model.config.dtype
+    for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        variable.set_value(variable.get_value().astype(dtype))
+    for layer in model.layers:
+        for part in (layer.attn, layer.mlp):
+            for target in options.target_modules:
+                if (projection := getattr(part, target, None)) is not None:
+                    setattr(part, target, _adapted(projection, options, dtype))
+
+
+def _adapted(projection: Any, options: LoraOptions, dtype: Any) -> AdaptedProjection:
+    name, einsum_str = ("w", projection.einsum_str) if hasattr(projection, "w") else ("kernel", _LINEAR)
+    weight = getattr(projection, name)
+    return AdaptedProjection(einsum_str, name, weight, weight.get_metadata()["out_sharding"], options, dtype)
+
+
+def initial_adapter(leaves: Leaves, seed: int) -> Leaves:
+    """Leaves of the base, and of adapters that change nothing: A uniform within ±1/√(inputs), as PEFT has it, each of a
+    generator of its own, and B 0.
+    """
+
+    def leaf(name: str, size: tuple[int, ...]) -> np.ndarray:
+        if not adapter.is_adapter(name):
+            return leaves(name, size)
+        if adapter.is_b(name):
+            return np.zeros(size, np.float32)
+        bound = 1 / math.sqrt(math.prod(size[:-1]))
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        return rng.uniform(-bound, bound, size).astype(np.float32)
+
+    return leaf

@@ -1,0 +1,28 @@
+"""The plain values that a model is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.trainer.models.family import Remat
+from services.trainer.models.lora import LoraOptions
+from shared.models.origin import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """`folder` holds config.json and perhaps safetensors; `dtype` is that of activations and published parameters.
+
+    `origin` is a version of another run whose weights a new run begins with. With `lora`, RL trains adapters of the
+    weights that it begins with; the warm start trains all parameters.
+    """
+
+    folder: Path
+    dtype: str
+    remat: Remat
+    mesh_shape: tuple[int, ...]
+    mesh_axes: tuple[str, ...]
+    seed: int
+    origin: Origin | None = None
+    lora: LoraOptions | None = None

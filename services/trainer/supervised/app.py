@@ -1,0 +1,89 @@
+"""Wires a trainer that learns from files: the training thread, the data, routes. No queue, no rollout server; the
+environment service only where it makes the demonstrations.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from services.trainer.conversations.data import RunData, data_settings, load
+from services.trainer.loop.interfaces import Waiter
+from services.trainer.routes import ROLES, router
+from services.trainer.settlement.ledger import StepLog
+from services.trainer.status import TrainerStatus
+from services.trainer.supervised.loop import SupervisedPlan
+from services.trainer.supervised.worker import OpenedBackend, SupervisedParts, SupervisedWorker
+from shared.clients.env import EnvClient
+from shared.models.chat import ChatTokenizer
+from shared.models.hub import keep, model_folder
+from shared.models.origin import Origin
+from shared.process.boot import RunningService
+from shared.process.imports import uncollected
+from shared.run import pinned
+from shared.run.archive import Archive
+from shared.run.folder import RunFolder
+from shared.schema import RunConfig
+from shared.web.access import Role, read_tokens
+from shared.web.http import create_app
+
+
+@asynccontextmanager
+async def open_supervised(config: RunConfig) -> AsyncIterator[RunningService]:
+    """Raises ConfigError."""
+    origin = await asyncio.to_thread(keep, config)
+    if origin is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": origin.path})})
+    services, folder = config.services, RunFolder(config.run.folder.absolute())
+    callers = read_tokens(services.token_files)
+    model = await asyncio.to_thread(model_folder, config.model.path, config.run.folder, weights=True)
+    tokenizer, status = ChatTokenizer(model), TrainerStatus(config.run.name, config.sft.max_steps)
+    async with AsyncExitStack() as stack:
+        client = None
+        if config.needs_environment and not folder.demonstrations.exists():
+            token = callers.of(Role.SERVICE) if callers else None
+            client = EnvClient(services.base_url("env"), token=token, ca_file=services.tls.ca_file)
+            await stack.enter_async_context(client)
+        thread = ThreadPoolExecutor(1, thread_name_prefix="train")
+        stack.callback(thread.shutdown, wait=False, cancel_futures=True)
+
+        async def data(waiter: Waiter) -> RunData:
+            return await load(data_settings(config), tokenizer, client, waiter, folder.demonstrations)
+
+        parts = SupervisedParts(
+            open_backend=partial(_opened, config, model, tokenizer, origin),
+            archive=Archive(folder.archive, config.run.name),
+            log=StepLog(folder.sft),
+            executor=thread,
+            data=data,
+        )
+        app = create_app("trainer", limits=services.limits, tokens=callers, ready=status.not_ready, roles=ROLES)
+        app.state.status = status
+        app.include_router(router)
+        yield RunningService(app, [SupervisedWorker(supervised_plan(config, origin), parts, status).run])
+
+
+def supervised_plan(config: RunConfig, origin: Origin | None) -> SupervisedPlan:
+    return SupervisedPlan(
+        seed=config.run.seed,
+        batch_size=config.sft.batch_size,
+        save_interval_steps=config.sft.save_interval_steps,
+        eval_every_n_steps=config.sft.eval_every_n_steps,
+        grace_s=config.services.limits.grace_s,
+        keep_reference=config.mode == "dpo",
+        settings=pinned.relevant(config),
+        original=pinned.original(RunFolder(config.run.folder).record),
+        origin=None if origin is None else asdict(origin),
+    )
+
+
+def _opened(config: RunConfig, model: Path, tokenizer: ChatTokenizer, origin: Origin | None) -> OpenedBackend:
+    """Imports JAX and Tunix, which takes longer than to find what is wrong with the data. Raises ConfigError."""
+    with uncollected():
+        from services.trainer.supervised.opening import open_backend
+    return open_backend(config, model, tokenizer, origin)

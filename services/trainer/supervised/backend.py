@@ -1,0 +1,95 @@
+"""All that blocks in a run of supervised training: model, optimizer and checkpoint folders behind plain calls, for one
+thread.
+
+Order of calls: `restore`, `build`, `open`, then `save` or `relabel`, then `step`, `evaluate` and `save` in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from services.trainer.checkpoints.store import CheckpointFolders, RestoredCheckpoint
+from services.trainer.conversations.dataset import Example
+from services.trainer.learner.backend import built
+from services.trainer.learner.published import PublishedWeights
+from services.trainer.models.family import Model
+from services.trainer.models.options import ModelOptions
+from services.trainer.supervised import training
+from services.trainer.supervised.metrics import SupervisedMetrics
+from services.trainer.supervised.objectives import Imitation, Preferences, SupervisedObjective
+from services.trainer.supervised.training import SupervisedOptions
+from shared.models.config import ModelConfig
+from shared.run.state import TrainerState
+from shared.types import WeightVersion
+
+
+class SupervisedBackend:
+    """The heavy half of a run. Every method blocks; none may run beside another."""
+
+    def __init__(
+        self, model: ModelOptions, described: ModelConfig, options: SupervisedOptions, checkpoints: CheckpointFolders
+    ) -> None:
+        self._options, self._described, self.training, self._checkpoints = model, described, options, checkpoints
+        self._restored: RestoredCheckpoint | None = None
+        self._model: Model | None = None
+        self._objective: SupervisedObjective | None = None
+        self._published: PublishedWeights | None = None
+        self._steps: Iterator[SupervisedMetrics] = iter(())
+
+    def restore(self) -> TrainerState | None:
+        """Reads the newest checkpoint; None if the run is new. Raises WeightsError."""
+        self._restored = self._checkpoints.newest()
+        return self._restored.state if self._restored else None
+
+    def build(self) -> None:
+        """Makes the model, from the checkpoint if there is one. Raises ConfigError, WeightsError."""
+        self._model = built(self._options, self._described, self._checkpoints, self._restored)
+
+    def open(self, examples: Sequence[Example]) -> int:
+        """Readies the steps after the checkpoint's on these examples; returns the number of the last one. Raises
+        NonFinite, WeightsError.
+        """
+        assert self._model is not None
+        found, options = self._restored, self.training
+        self._objective = objective = self._made(self._model, options, len(examples))
+        self._published = PublishedWeights(objective.scorer, self._described.to_hf(), self._options.dtype)
+        if found is not None:
+            objective.learner.load_optimizer_state(found.optimizer)
+            self._published.probed(objective.learner, "the restored weights")
+        self._steps = training.steps(objective, examples, options, found.state.step if found else 0)
+        return options.steps(len(examples))
+
+    def _made(self, model: Model, options: SupervisedOptions, n_examples: int) -> SupervisedObjective:
+        updates = options.updates(n_examples)
+        if options.beta is None:
+            return Imitation(model, updates)
+        start = self._restored.state.reference if self._restored else None
+        reference = None if start is None else self._checkpoints.params_of(start)
+        return Preferences(model, updates, options.beta, reference)
+
+    def step(self) -> SupervisedMetrics | None:
+        """The next one; None after the last. Raises NonFinite."""
+        return next(self._steps, None)
+
+    def evaluate(self, examples: Sequence[Example]) -> Mapping[str, float]:
+        """See `SupervisedObjective.evaluate`."""
+        assert self._objective is not None
+        return self._objective.evaluate(examples)
+
+    def relabel(self, state: TrainerState) -> Path:
+        """The restored checkpoint as the first one of this incarnation; returns its folder."""
+        assert self._restored is not None
+        folder = self._checkpoints.relabel(self._restored, state)
+        self._restored = None
+        return folder
+
+    def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
+        """A durable checkpoint of the present weights; returns its folder. Raises NonFinite; then nothing of it is
+        there.
+        """
+        assert self._objective is not None
+        assert self._published is not None
+        learner = self._objective.learner
+        probe = self._published.probed(learner, str(state.version))
+        return self._checkpoints.save(state, self._published.contents(learner, probe, {}), base)

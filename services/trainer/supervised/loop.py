@@ -1,0 +1,173 @@
+"""The steps of one incarnation of a supervised run: train, measure, tell, save; stop in order.
+
+Order of a checkpoint: lines written, then the checkpoint durable, which carries the lines since the last one. A crash
+between any two is repaired at the next start from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from services.trainer.conversations.data import RunData
+from services.trainer.conversations.dataset import Example
+from services.trainer.loop.interfaces import Waiter
+from services.trainer.settlement.ledger import FencedLog
+from services.trainer.status import TrainerStatus
+from services.trainer.supervised.metrics import SupervisedMetrics
+from shared.run.pinned import Flat
+from shared.run.state import TrainerState
+from shared.types import WeightVersion
+
+
+class Backend(Protocol):
+    """See services.trainer.supervised.backend."""
+
+    def restore(self) -> TrainerState | None: ...
+
+    def build(self) -> None: ...
+
+    def open(self, examples: Sequence[Example]) -> int: ...
+
+    def step(self) -> SupervisedMetrics | None: ...
+
+    def evaluate(self, examples: Sequence[Example]) -> Mapping[str, float]: ...
+
+    def relabel(self, state: TrainerState) -> Path: ...
+
+    def save(self, state: TrainerState, base: WeightVersion | None) -> Path: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedPlan:
+    """`grace_s` to end in; `keep_reference` for DPO. `settings`, `original` and `origin` as in `TrainPlan`."""
+
+    seed: int
+    batch_size: int
+    save_interval_steps: int
+    eval_every_n_steps: int | None
+    grace_s: float
+    keep_reference: bool
+    settings: Flat = field(default_factory=dict[str, Any])
+    original: Flat = field(default_factory=dict[str, Any])
+    origin: Mapping[str, Any] | None = None
+
+
+class SupervisedLoop:
+    """From an epoch of our own to the last step.
+
+    Args:
+        state: at the start of this epoch; `resumed` says whether a checkpoint of an earlier one has been restored.
+        last: the number of the last step.
+    """
+
+    def __init__(
+        self,
+        plan: SupervisedPlan,
+        backend: Backend,
+        log: FencedLog,
+        status: TrainerStatus,
+        waiter: Waiter,
+        data: RunData,
+        state: TrainerState,
+        last: int,
+    ) -> None:
+        self._plan, self._backend, self._log, self._status, self._waiter = plan, backend, log, status, waiter
+        self._data, self._state, self._last = data, state, last
+        self._unsaved: list[Mapping[str, Any]] = []
+        self._durable: WeightVersion | None = None
+
+    async def run(self, *, resumed: bool) -> None:
+        """Returns when a stop was asked for and met. Raises Fenced, NonFinite."""
+        status, state = self._status, self._state
+        status.max_steps, status.step, status.epoch, status.version = (
+            self._last,
+            state.step,
+            state.epoch,
+            str(state.version),
+        )
+        if resumed:
+            await self._waiter.patiently(lambda: self._waiter.blocking(self._backend.relabel, state))
+            self._durable = state.version
+            status.durable(state.step)
+        else:
+            await self._tell({"step": 0, "max_steps": self._last, **self._data.told()})
+            await self._save()
+        await self._steps()
+        await self._until_stop()
+
+    async def _steps(self) -> None:
+        status = self._status
+        while self._state.step < self._last and not status.stopping:
+            if status.paused:
+                if status.checkpoint_wanted and self._unsaved:
+                    await self._save()
+                status.phase, status.checkpoint_wanted = "paused", False
+                await self._changed()
+                continue
+            await self._step()
+            if self._state.step % self._plan.save_interval_steps == 0 or status.checkpoint_wanted:
+                await self._save()
+        if self._unsaved:
+            await self._save()
+
+    async def _step(self) -> None:
+        self._status.phase, started = "training", time.perf_counter()
+        metrics = await self._waiter.blocking(self._backend.step)
+        assert metrics is not None
+        step_s = time.perf_counter() - started
+        phase = "done" if metrics.step >= self._last else "rl"
+        self._state = replace(self._state, step=metrics.step, phase=phase)
+        self._status.learned(metrics, str(self._state.version))
+        await self._tell(metrics.to_line() | {"step_s": step_s, "tokens_per_sec": metrics.tokens / step_s})
+
+    async def _tell(self, line: Mapping[str, Any]) -> None:
+        """The line of the present step, with what is measured then."""
+        state = self._state
+        known = {"epoch": self._passed() / self._n_examples, "version": str(state.version), "time": time.time()}
+        line = {**line, **await self._measured(), **known}
+        self._unsaved.append(line)
+        await self._log.append(line)
+
+    async def _measured(self) -> dict[str, float]:
+        """On what is held out, where it is time for it: figures by name."""
+        step, every = self._state.step, self._plan.eval_every_n_steps
+        if not self._data.held_out or not (step in (0, self._last) or (every and step % every == 0)):
+            return {}
+        found = await self._waiter.blocking(self._backend.evaluate, self._data.held_out)
+        return {f"eval_{name}": value for name, value in found.items()}
+
+    async def _save(self) -> None:
+        """Durable with the weights: the place in the data, and the lines since the last checkpoint."""
+        status, backend, started = self._status, self._backend, time.perf_counter()
+        status.phase = "saving"
+        epoch, offset = divmod(self._passed(), self._n_examples)
+        position = {"digest": self._data.digest, "examples": self._n_examples, "epoch": epoch, "offset": offset}
+        state = replace(self._state, metrics=tuple(self._unsaved), data=position)
+        await self._log.flush()
+        await self._waiter.patiently(lambda: self._waiter.blocking(backend.save, state, self._durable))
+        status.timed("save", time.perf_counter() - started)
+        self._unsaved, self._durable, status.checkpoint_wanted = [], state.version, False
+        status.durable(state.step)
+
+    @property
+    def _n_examples(self) -> int:
+        return len(self._data.train.examples)
+
+    def _passed(self) -> int:
+        """Examples, each counted as often as it was trained on."""
+        return self._state.step * self._plan.batch_size
+
+    async def _until_stop(self) -> None:
+        status = self._status
+        while not status.stopping:
+            status.phase = "done"
+            await self._changed()
+        status.phase = "stopped"
+
+    async def _changed(self) -> None:
+        await self._status.changed.wait()
+        self._status.changed.clear()

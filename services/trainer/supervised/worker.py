@@ -1,0 +1,107 @@
+"""A run of supervised training (mode sft, dpo), from an empty process to its end. Its data are files, no queue.
+
+Open: read the data, restore the newest checkpoint, claim an epoch, repair what a crash left in the files. Then the loop
+makes the first checkpoint of that epoch and the steps.
+
+Invariants: a checkpoint's step says which examples come next, so a killed run goes on bit by bit as if it had not been;
+it goes on with the same tokens or not at all; each step has one line in sft.jsonl.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+
+from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.conversations.data import RunData
+from services.trainer.loop import lifecycle
+from services.trainer.loop.interfaces import Waiter
+from services.trainer.loop.resuming import under_settings
+from services.trainer.settlement.ledger import FencedLog, StepLog
+from services.trainer.status import TrainerStatus
+from services.trainer.supervised.loop import Backend, SupervisedLoop, SupervisedPlan
+from shared.errors import ConfigError
+from shared.process import telemetry
+from shared.run.archive import Archive
+from shared.run.state import TrainerState, initial_state
+
+type OpenedBackend = tuple[Backend, CheckpointFolders]
+_log = telemetry.Log("supervised")
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedParts:
+    """What the worker works with; `data` reads and tokenizes, before the backend is opened. `archive` only says whose
+    epoch it is.
+    """
+
+    open_backend: Callable[[], OpenedBackend]
+    archive: Archive
+    log: StepLog
+    executor: Executor
+    data: Callable[[Waiter], Awaitable[RunData]]
+
+
+class SupervisedWorker:
+    """The service's worker."""
+
+    def __init__(self, plan: SupervisedPlan, parts: SupervisedParts, status: TrainerStatus) -> None:
+        self._plan, self._parts, self._status = plan, parts, status
+        self._waiter = Waiter(parts.executor, status)
+
+    async def run(self) -> None:
+        """Works until it is cancelled. Raises Fenced, and VolleyError for what else ends a run: a file, a model or a
+        checkpoint that cannot be loaded.
+        """
+        await lifecycle.run(self._life, self._status, self._plan.grace_s, _nobody_waits)
+
+    async def _life(self, _group: asyncio.TaskGroup) -> None:
+        status, parts, waiter = self._status, self._parts, self._waiter
+        data = await parts.data(waiter)
+        _log.info("data", **data.told())
+        backend, checkpoints = await waiter.blocking(parts.open_backend)
+        found = await waiter.patiently(lambda: waiter.blocking(backend.restore))
+        status.set_aside = dict(checkpoints.bad)
+        found = self._continued(found, data) if found else None
+        await waiter.blocking(backend.build)
+        if status.stopping:
+            return
+        status.phase = "starting"
+        state = await self._begun(found, checkpoints)
+        last = await waiter.blocking(backend.open, data.train.examples)
+        _log.info("started", run=status.run, version=str(state.version), resumed=found is not None)
+        log = FencedLog(parts.log, parts.archive, state.epoch)
+        loop = SupervisedLoop(self._plan, backend, log, status, waiter, data, state, last)
+        await loop.run(resumed=found is not None)
+
+    def _continued(self, found: TrainerState, data: RunData) -> TrainerState:
+        """Raises ConfigError if the run is not that of this configuration and of these data."""
+        if (found.data or {}).get("digest") != data.digest:
+            raise ConfigError(
+                "the conversations are not those that the run was begun with (other files, tokenizer or chat template)",
+                "restore them, or start a run with another name, from its weights with model.path=RUN@VERSION",
+            )
+        return under_settings(found, self._plan.settings, self._plan.original)
+
+    async def _begun(self, found: TrainerState | None, checkpoints: CheckpointFolders) -> TrainerState:
+        """The state at the start of an epoch that is ours; older trainers are shut out, and files in line with it."""
+        archive, plan, known = self._parts.archive, self._plan, found or initial_state(self._plan.seed)
+        while True:
+            epoch = 1 + max(known.epoch, await asyncio.to_thread(archive.last_epoch))
+            if await self._waiter.patiently(partial(asyncio.to_thread, archive.claim, epoch)):
+                break
+        await self._waiter.patiently(partial(asyncio.to_thread, self._repair, known, epoch, checkpoints))
+        return known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin)
+
+    def _repair(self, known: TrainerState, epoch: int, checkpoints: CheckpointFolders) -> None:
+        checkpoints.fence(epoch)
+        checkpoints.repair()
+        check = partial(self._parts.archive.check_newest, epoch)
+        self._parts.log.repair(known, epoch, [*known.metrics, *checkpoints.metrics()], check=check)
+
+
+async def _nobody_waits() -> None:
+    """There is no queue to leave."""

@@ -1,0 +1,253 @@
+"""Client of a teacher: log-probabilities of given tokens, from any server with SGLang's /generate, or with OpenAI's
+/completions that can echo (or vLLM's `prompt_logprobs`).
+
+What leaves this module is whole: one finite log-probability for each token that was asked for, of that very token as
+far as the server's answer tells. Anything else is an error with a name, and never data. Nothing is repeated here: the
+caller has a bound of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+
+from shared.bounds import MAX_OBJECTS
+from shared.clients.base import MALFORMED, HttpClient
+from shared.clients.keys import without_key
+from shared.errors import InputError, MalformedAnswer, RateLimited, TlsFailed, Unavailable, VolleyError
+from shared.server_schema import TeacherServer
+
+if TYPE_CHECKING:
+    from httpx import AsyncBaseTransport
+
+_MOST_POSITIVE = 1e-3
+"""A probability of 1 may be this far above it, in nats, for servers that round."""
+_TOKEN_OBJECTS = (
+    24  # of a token in the longest of the answers: its id, text, rank and log-probability, each in its place
+)
+_AWAY = (502, 503, 504)
+_BY_ID = "token_id:"
+_LONGEST_ID = 20
+_ALIKE = 0.9
+
+
+class TeacherFailed(Unavailable):
+    """The teacher did not answer."""
+
+    title = "No answer of the teacher"
+
+
+class TeacherAway(TeacherFailed):
+    """Nobody answers there, or who answers says that the teacher is away: the question has cost nobody anything."""
+
+    title = "The teacher is away"
+
+
+class TeacherUnusable(TeacherFailed):
+    """What it answered is not one log-probability for each token: too many or few, NaN, infinite, positive."""
+
+    title = "Unusable log-probabilities"
+
+
+class TeacherRefused(InputError):
+    """Asking again gives nothing else: a wrong key or model, another vocabulary, a context that is too short."""
+
+    title = "The teacher refused"
+
+
+class _Told(NamedTuple):
+    """Of the tokens asked for, in their order: log-probabilities, ids and texts; None where the answer has none."""
+
+    logprobs: Sequence[Any]
+    ids: Sequence[Any] | None = None
+    texts: Sequence[Any] | None = None
+
+
+class TeacherClient:
+    """An async context manager.
+
+    Args:
+        key: of the server's API, sent as bearer token.
+        text_of: the text of a token, for a vocabulary that can only be compared by it.
+        transport: replaces the network in tests.
+    """
+
+    def __init__(
+        self,
+        server: TeacherServer,
+        text_of: Callable[[int], str],
+        *,
+        key: str | None = None,
+        ca_file: Path | None = None,
+        transport: AsyncBaseTransport | None = None,
+    ) -> None:
+        self._server, self._text_of, self._key, self._stack = server, text_of, key, AsyncExitStack()
+        self._client = HttpClient(
+            server.url, token=key, timeout_s=server.timeout_s, ca_file=ca_file, transport=transport, as_json=True
+        )
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self._client)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._stack.aclose()
+
+    async def logprobs(self, ids: np.ndarray, start: int) -> np.ndarray:
+        """float32 [T - start]: log-probabilities (nats, temperature 1) of ids[start:], each given all before it, of
+        int32 [T] ids with 0 < start < T.
+
+        Raises RateLimited, TeacherAway, TeacherFailed, TeacherUnusable, TeacherRefused.
+        """
+        given = [int(token) for token in ids]
+        told = await self._asked(given, start)
+        self._check_vocabulary(told, given[start:])
+        return self._checked(told, len(given) - start)
+
+    async def ready(self) -> None:
+        """Raises TeacherAway while nobody answers there, or somebody who says that the teacher is away; TeacherFailed,
+        TeacherRefused for what it answers besides.
+        """
+        try:
+            reply = await self._client.exchange("GET", "/ready" if self._server.model is None else "/models")
+        except VolleyError as error:
+            raise self._translated(error) from error
+        if reply.status in _AWAY:
+            raise TeacherAway(f"{self._where}: HTTP {reply.status}")
+
+    @property
+    def _where(self) -> str:
+        return f"the teacher ({self._server.url})"
+
+    async def _asked(self, ids: list[int], start: int) -> _Told:
+        of_openai = self._server.model is not None
+        path, body = ("/completions", self._completion(ids)) if of_openai else ("/generate", _generation(ids, start))
+        body = {k: v for k, v in {**body, **self._server.request}.items() if v is not None}
+        try:
+            answer = await self._client.post(path, body, max_objects=MAX_OBJECTS + _TOKEN_OBJECTS * len(ids))
+            return _of_completion(answer, ids, start) if of_openai else _of_generation(answer, len(ids), start)
+        except MALFORMED as error:
+            raise TeacherUnusable(
+                f"{self._where}: its answer holds no log-probabilities of the tokens it was given",
+                "it must tell those of a prompt: see docs/distillation.md",
+            ) from error
+        except VolleyError as error:
+            raise self._translated(error) from error
+
+    def _completion(self, ids: list[int]) -> dict[str, Any]:
+        asked = {"model": self._server.model, "prompt": ids, "max_tokens": 1, "temperature": 1}
+        return {**asked, "echo": True, "logprobs": 1, "return_tokens_as_token_ids": True}
+
+    def _translated(self, error: VolleyError) -> VolleyError:
+        told, hint = f"{self._where}: {without_key(error.detail, self._key)}", without_key(error.hint, self._key)
+        if isinstance(error, RateLimited):
+            return RateLimited(told, hint, error.retry_after_s)
+        if isinstance(error, MalformedAnswer):
+            return TeacherUnusable(told, hint)
+        if isinstance(error, InputError | TlsFailed):
+            return TeacherRefused(told, hint or "look at services.orchestrator.teacher")
+        if isinstance(error, Unavailable) and not isinstance(error.__cause__, TimeoutError):
+            return TeacherAway(told, hint, error.retry_after_s)
+        return TeacherFailed(told, hint)
+
+    def _check_vocabulary(self, told: _Told, ids: list[int]) -> None:
+        """Raises TeacherRefused where the answer shows that its tokens are others."""
+        found, texts = told.ids, told.texts
+        if texts and not all(isinstance(text, str) for text in texts):
+            texts = None
+        if texts and all(text.startswith(_BY_ID) for text in texts):
+            found, texts = [_number(text.removeprefix(_BY_ID)) for text in texts], None
+        if (found is not None and [one if type(one) is int else None for one in found] != ids) or (
+            texts and not self._alike(texts, ids)
+        ):
+            raise TeacherRefused(
+                f"{self._where} tells of other tokens than it was given: it has another vocabulary",
+                "a teacher needs the very tokenizer of the model that is trained",
+            )
+
+    def _alike(self, texts: Sequence[str], ids: list[int]) -> bool:
+        """Whether nearly all texts of plain words are those of our tokens; servers write white space and bytes in ways
+        of their own.
+        """
+        pairs = [(_word(a), _word(self._text_of(b))) for a, b in zip(texts, ids, strict=False)]
+        words = [(a, b) for a, b in pairs if a or b]
+        return sum(a == b for a, b in words) >= _ALIKE * len(words)
+
+    def _checked(self, told: _Told, n: int) -> np.ndarray:
+        """Raises TeacherUnusable."""
+        if len(told.logprobs) != n:
+            raise TeacherUnusable(f"{self._where} told {len(told.logprobs)} log-probabilities of {n} tokens")
+        try:
+            with np.errstate(over="ignore"):  # of a number that is none in float32
+                made = np.array([_real(x) for x in told.logprobs], np.float32)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise TeacherUnusable(f"{self._where} told a log-probability that is no number: {error}") from error
+        if not np.isfinite(made).all():
+            raise TeacherUnusable(f"{self._where} told a log-probability that is NaN or infinite")
+        if made.max() > _MOST_POSITIVE:
+            raise TeacherUnusable(f"{self._where} told a positive log-probability, {made.max():g}")
+        return made
+
+
+def _real(x: Any) -> float:
+    """Raises TypeError for a truth value and a text too, which Python would take."""
+    if isinstance(x, bool | str):
+        raise TypeError(f"{type(x).__name__} {str(x)[:20]!r}")
+    return float(x)
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdecimal() and len(text) < _LONGEST_ID else None
+
+
+def _word(text: str) -> str:
+    """Its letters and digits of ASCII."""
+    return "".join(c for c in text if c.isascii() and c.isalnum())
+
+
+def _generation(ids: list[int], start: int) -> dict[str, Any]:
+    """SGLang tells of the tokens after `logprob_start_len`."""
+    return {
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1},
+        "return_logprob": True,
+        "logprob_start_len": start - 1,
+        "return_text_in_logprobs": True,
+    }
+
+
+def _of_generation(answer: Any, n: int, start: int) -> _Told:
+    """Rows [log-probability, id, text] of the tokens from the one before `start` on; nothing is told of that one."""
+    rows = answer["meta_info"]["input_token_logprobs"]
+    if len(rows) != n - start + 1:
+        return _Told([row[0] for row in rows[1:]])
+    rows = rows[1:]
+    return _Told([row[0] for row in rows], [row[1] for row in rows], [row[2] if len(row) > 2 else None for row in rows])
+
+
+def _of_completion(answer: Any, ids: list[int], start: int) -> _Told:
+    """Of an echo, which may go on with the one token that was generated, or of vLLM's `prompt_logprobs`. An echo of
+    any other length has tokens of its own before ours.
+    """
+    choice = answer["choices"][0]
+    if (by_position := choice.get("prompt_logprobs")) is not None:
+        return _of_prompt(by_position, ids, start)
+    echo, n = choice["logprobs"], len(ids)
+    texts = echo.get("tokens")
+    if len(echo["token_logprobs"]) not in (n, n + 1):
+        return _Told(echo["token_logprobs"])
+    return _Told(echo["token_logprobs"][start:n], texts=None if texts is None else texts[start:n])
+
+
+def _of_prompt(by_position: Sequence[Mapping[str, Any]], ids: list[int], start: int) -> _Told:
+    """By position a table of token ids, in which the token that stands there always is."""
+    if len(by_position) != len(ids):
+        return _Told(by_position[start:])
+    places = list(zip(by_position[start:], ids[start:], strict=True))
+    found = [token if str(token) in table else None for table, token in places]
+    logprobs = [table.get(str(token)) for table, token in places]
+    return _Told([one["logprob"] if isinstance(one, Mapping) else one for one in logprobs], found)

@@ -1,0 +1,157 @@
+"""What the run's configuration says of services: addresses, limits, tokens, TLS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+
+from shared.reward_schema import RewardServer
+from shared.section import Section
+from shared.server_schema import TeacherServer
+from shared.services import SERVICES
+
+
+def _without_password(url: str) -> str:
+    """Addresses are written to logs, to the run's folder and to other services; secrets are not."""
+    user, at, _ = url.partition("://")[2].rpartition("@")
+    if (at and ":" in user) or "password=" in url:
+        raise ValueError("holds a password; put that into a file of its own (for Redis: services.redis_password_file)")
+    return url
+
+
+Url = Annotated[str, AfterValidator(_without_password)]
+
+
+type Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Endpoint(Section):
+    """Where a service listens; `url` is how others reach it (default: from host and port, see
+    `ServicesSection.base_url`).
+
+    Each service has a class of its own, so that naming one key of an endpoint leaves the others at their defaults.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 0
+    url: Url | None = None
+
+
+class EnvEndpoint(Endpoint):
+    """`folder` keeps submitted environments (default: in the run's folder). `unsandboxed` names those that may be
+    submitted where this machine cannot confine their code; `python` there allows that tool. `sandbox_memory_mb` is what
+    one episode's process may use. `processes` run the episodes of built-in environments, each with threads of its own
+    (0: threads of the service).
+    `package_index` is the only place that their dependencies come from. `remote_tokens_file` is a secret file with a
+    line `URL TOKEN` for each server of remote environments that asks for a token. `reward_servers` are the judges and
+    reward services that `data.rewards` names.
+    """
+
+    port: Port = SERVICES["env"].port
+    folder: Path | None = None
+    unsandboxed: tuple[str, ...] = ()
+    sandbox_memory_mb: PositiveInt = 512
+    processes: Annotated[int, Field(ge=0, le=256)] = 0
+    package_index: Url = "https://pypi.org/simple"
+    remote_tokens_file: Path | None = None
+    reward_servers: dict[str, RewardServer] = Field(default_factory=dict)
+
+
+class RolloutEndpoint(Endpoint):
+    port: Port = SERVICES["rollout"].port
+
+
+class OrchestratorEndpoint(Endpoint):
+    """`teacher` is who is asked where `algorithm.teacher_kl_coef` is above 0."""
+
+    port: Port = SERVICES["orchestrator"].port
+    teacher: TeacherServer | None = None
+
+
+class TrainerEndpoint(Endpoint):
+    port: Port = SERVICES["trainer"].port
+
+
+class Limits(Section):
+    """What one client may cost a service. `body_timeout_s` bounds how long a body may take to arrive, and an answer to
+    be read.
+
+    `admin_per_s` is how many requests that change something for others (role admin) one address may make, with bursts
+    of ten times as many. `grace_s` is what running requests have after SIGTERM.
+    """
+
+    max_body_bytes: PositiveInt = 8 * 2**20
+    max_connections: PositiveInt = 4096
+    header_timeout_s: PositiveFloat = 10.0
+    body_timeout_s: PositiveFloat = 30.0
+    admin_per_s: PositiveFloat = 20.0
+    grace_s: PositiveFloat = 10.0
+
+
+class TokenFiles(Section):
+    """Files with the bearer token of each role: viewer reads state, service works, admin changes what others rely on.
+
+    admin includes service includes viewer. None given: no token is asked for.
+    """
+
+    viewer: Path | None = None
+    service: Path | None = None
+    admin: Path | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> TokenFiles:
+        if any((self.viewer, self.service, self.admin)) and not (self.service and self.admin):
+            raise ValueError(
+                "token_files needs service and admin: services call each other with the one, the "
+                "trainer sets weights with the other"
+            )
+        return self
+
+
+class Tls(Section):
+    """PEM files: services show `cert_file` (with its chain), clients trust `ca_file` (default: the system's), also for
+    rediss://.
+    """
+
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    ca_file: Path | None = None
+
+    @model_validator(mode="after")
+    def _pair(self) -> Tls:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("tls needs cert_file and key_file together")
+        return self
+
+
+class ServicesSection(Section):
+    """`redis_url: null` starts the embedded server. Rollout servers register themselves; `rollout_urls` adds fixed
+    ones.
+
+    `volley train` starts what is not named here: no env service with `env.url`, no rollout server with `rollout_urls`.
+    """
+
+    redis_url: Url | None = None
+    redis_password_file: Path | None = None
+    token_files: TokenFiles = TokenFiles()
+    tls: Tls = Tls()
+    env: EnvEndpoint = EnvEndpoint()
+    rollout: RolloutEndpoint = RolloutEndpoint()
+    orchestrator: OrchestratorEndpoint = OrchestratorEndpoint()
+    trainer: TrainerEndpoint = TrainerEndpoint()
+    rollout_urls: tuple[Url, ...] = ()
+    rollout_replicas: PositiveInt = 1
+    limits: Limits = Limits()
+
+    def base_url(self, name: str) -> str:
+        """How others reach the service `name`."""
+        endpoint: Endpoint = getattr(self, name)
+        return (endpoint.url or self.local_url(name, endpoint.port)).rstrip("/")
+
+    def local_url(self, name: str, port: int) -> str:
+        """How the service `name` is reached on this host when it listens on `port`."""
+        host: str = getattr(self, name).host
+        host = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host  # noqa: S104 - compared, not bound
+        return f"{'https' if self.tls.cert_file else 'http'}://{host}:{port}"

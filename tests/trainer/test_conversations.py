@@ -1,0 +1,354 @@
+"""Data files: which formats are read, what becomes of them as tokens, and what a bad one is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from services.trainer.conversations.data import DataSettings, load
+from services.trainer.conversations.dataset import batches, digest, n_steps, split, tokenized
+from services.trainer.conversations.files import MAX_LINE_BYTES, files_of, records
+from services.trainer.conversations.formats import conversation, preference_pair
+from services.trainer.loop.interfaces import Waiter
+from services.trainer.status import TrainerStatus
+from shared.errors import ConfigError, InputError
+from shared.models.chat import ChatTokenizer
+
+TINY = Path(__file__).parents[2] / "configs/models/tiny"
+TOKENIZER = ChatTokenizer(TINY)
+USER, SAID = {"role": "user", "content": "go"}, {"role": "assistant", "content": "Right"}
+TALK = [USER, SAID, {"role": "user", "content": "ok"}, {"role": "assistant", "content": "Up"}]
+CALL = {"function": {"name": "add", "arguments": '{"a": 1}'}, "id": "1", "type": "function"}
+HERMES = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '\n' if m.content or not loop.first else '' }}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def written(path: Path, *rows: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def learned(record: Any, tokenizer: ChatTokenizer = TOKENIZER, kind: Any = "conversations") -> list[str]:
+    """The text that each of its sequences learns."""
+    (example,) = tokenized(tokenizer, [("here", record)], kind, 400, "error").examples
+    return [tokenizer.decode([int(t) for t, m in zip(one.ids, one.mask, strict=True) if m]) for one in example]
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        ({"messages": TALK, "source": "somewhere"}, "Right<|im_end|>Up<|im_end|>"),
+        ({"messages": [*TALK, USER]}, "Right<|im_end|>Up<|im_end|>"),
+        ({"messages": [USER, SAID | {"train": False}, *TALK[2:]]}, "Up<|im_end|>"),
+        ({"messages": [USER, SAID | {"weight": 0}, *TALK[2:]]}, "Up<|im_end|>"),
+        ({"messages": [USER, {"role": "assistant", "content": [{"type": "text", "text": "Yes"}]}]}, "Yes<|im_end|>"),
+        ({"prompt": "go", "completion": "Right"}, "Right<|im_end|>"),
+        ({"prompt": TALK[:3], "completion": TALK[3:], "messages": None}, "Up<|im_end|>"),
+    ],
+)
+def test_what_the_assistant_says_is_learned_and_nothing_else(record: Any, text: str):
+    assert learned(record) == [text]
+
+
+def test_a_prompt_and_its_completion_are_the_tokens_of_their_messages():
+    """And of a rollout: the prompt is rendered, what the assistant says is appended."""
+    one = tokenized(TOKENIZER, [("here", {"prompt": "go", "completion": "Right"})], "conversations", 64, "error")
+    other = tokenized(TOKENIZER, [("here", {"messages": TALK[:2]})], "conversations", 64, "error")
+    prompt = TOKENIZER.render_prompt(TALK[:1])
+    assert one.examples[0][0].ids.tolist() == [*prompt, *TOKENIZER.encode("Right"), TOKENIZER.eos_id]
+    assert digest([one.examples]) == digest([other.examples])
+
+
+@pytest.fixture(scope="session")
+def hermes(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    folder = shutil.copytree(TINY, tmp_path_factory.mktemp("hermes") / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": HERMES}))
+    return ChatTokenizer(folder)
+
+
+def test_calls_are_learned_as_the_chat_template_writes_them(hermes: ChatTokenizer):
+    tokenizer = hermes
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    answer = {"role": "tool", "content": "2", "tool_call_id": "1", "name": "add"}
+    talk = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}, answer, SAID]
+    assert learned({"messages": talk}, tokenizer) == [f"{call}<|im_end|>Right<|im_end|>"]
+    said = {"role": "assistant", "content": "so", "tool_calls": [CALL, CALL]}
+    assert learned({"messages": [USER, said]}, tokenizer) == [f"so\n{call}\n{call}<|im_end|>"]
+    whole = tokenizer.render_prompt(conversation({"messages": talk}).messages[:3])
+    (example,) = tokenized(tokenizer, [("here", {"messages": talk})], "conversations", 400, "error").examples
+    assert example[0].ids[: len(whole)].tolist() == whole
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "go", "chosen": "Right", "rejected": "Up"},
+        {"prompt": [USER], "chosen": [SAID], "rejected": [SAID | {"content": "Up"}]},
+        {"chosen": TALK[:2], "rejected": [USER, SAID | {"content": "Up"}]},
+    ],
+)
+def test_pairs_share_a_prompt_that_is_not_learned(record: Any):
+    assert learned(record, kind="pairs") == ["Right<|im_end|>", "Up<|im_end|>"]
+
+
+def test_what_both_answers_begin_with_is_their_prompt():
+    pair = preference_pair({"chosen": TALK, "rejected": [*TALK[:3], SAID]})
+    assert pair.chosen.learned == pair.rejected.learned == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ([], "an empty list, not an object"),
+        ({}, "it has nothing"),
+        ({"text": "a", "id": 3}, "it has text, id"),
+        ({"messages": []}, "messages is an empty list"),
+        ({"messages": "hello"}, "messages is text"),
+        ({"messages": [USER]}, "no message of the assistant"),
+        ({"messages": [SAID]}, "begins with the assistant"),
+        ({"messages": [USER, SAID, SAID]}, "messages 1 and 2 are both the assistant's"),
+        ({"messages": [USER, SAID | {"train": False}]}, "nothing to learn"),
+        ({"messages": [USER, SAID | {"weight": 0.5}]}, "weight 0 or 1"),
+        ({"messages": [{"content": "go"}, SAID]}, r"messages\[0\] has no role"),
+        ({"messages": [{"role": "human", "content": "go"}, SAID]}, "unknown role 'human'"),
+        ({"messages": [{"role": "user"}, SAID]}, "its content is null"),
+        ({"messages": [USER | {"content": [{"type": "image"}]}, SAID]}, "no text"),
+        ({"messages": [USER | {"tool_calls": [CALL]}, SAID]}, "only the assistant"),
+        ({"messages": [USER, SAID | {"tool_calls": [{}]}]}, "a call has no name"),
+        ({"messages": TALK, "tools": "no schema"}, "tools is text"),
+        ({"messages": TALK, "prompt": "go"}, "which of them"),
+        ({"messages": TALK, "completion": "Up"}, "messages and completion"),
+        ({"completion": "Up"}, "no prompt"),
+        ({"chosen": "a", "rejected": "b"}, "preference pair"),
+    ],
+)
+def test_what_is_no_conversation_says_why(record: Any, why: str):
+    with pytest.raises(InputError, match=why):
+        conversation(record)
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        ({"messages": TALK}, "no preference pair"),
+        ({"prompt": "go", "chosen": "a"}, "no rejected"),
+        ({"prompt": "go", "chosen": "a", "rejected": "a"}, "the same"),
+        ({"chosen": TALK, "rejected": TALK[:2]}, "no message of the assistant"),
+    ],
+)
+def test_what_is_no_pair_says_why(record: Any, why: str):
+    with pytest.raises(InputError, match=why):
+        preference_pair(record)
+
+
+def test_calls_that_the_template_leaves_out_are_refused():
+    with pytest.raises(ConfigError, match="here: the chat template leaves out the call of add"):
+        learned({"messages": [USER, SAID | {"tool_calls": [CALL]}]})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("a.jsonl", b"", "holds no record"),
+        ("a.jsonl", b"\n\n", "holds no record"),
+        ("a.jsonl", b'{"messages": 1}\n\n{"mess', "line 3 is not JSON"),
+        ("a.jsonl", b'{"a": NaN}\n', "line 1 is not JSON"),
+        ("a.jsonl", b"[" * 5000, "one JSON value"),
+        ("a.jsonl", b"0\n" + b"[" * 5000, "line 2 is not JSON"),
+        ("a.jsonl", '{"messages": []}\n'.encode("utf-16"), "is UTF-16"),
+        ("a.jsonl", b'{"a": "\xff\xfe"}\n', "line 1 is not JSON"),
+        ("a.json", b'[\n{"messages": []}]\n', "one JSON value"),
+        ("a.jsonl", b"\x1f\x8b\x08\x00", "compressed"),
+        ("a.jsonl", b"PAR1....", "Parquet"),
+        ("a.parquet", b"PAR1 and then not", "cannot be read"),
+        ("a.arrow", b"no arrow", "cannot be read"),
+        ("a.csv", b"a,b\n", "no data file"),
+        ("a.jsonl", b'{"messages": "' + b"x" * MAX_LINE_BYTES, "line 1 has more than"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_line(tmp_path: Path, name: str, content: bytes, why: str):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=why) as refused:
+        list(records([tmp_path / name], "train"))
+    assert str(tmp_path / name) in str(refused.value)
+
+
+def test_absent_files_and_folders_without_data(tmp_path: Path):
+    for path, why in ((tmp_path / "none.jsonl", "No such file"), (tmp_path, "holds no data")):
+        with pytest.raises(ConfigError, match=why):
+            list(records([path], "train"))
+    (tmp_path / "pipe.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="is a device"):
+        list(records([tmp_path / "pipe.jsonl"], "train"))
+
+
+def test_a_folder_as_datasets_have_it(tmp_path: Path):
+    for name in ("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test-00000.jsonl"):
+        written(tmp_path / name, {"from": name})
+    (tmp_path / "dataset_infos.json").write_text("{}")
+    assert [found["from"][-20:-6] for _, found in records([tmp_path], "train")] == ["00000-of-00002", "00001-of-00002"]
+    assert [place for place, _ in records([tmp_path], "eval")] == [f"{tmp_path}/data/test-00000.jsonl, line 1"]
+    written(tmp_path / "plain/a.jsonl", 1)
+    written(tmp_path / "plain/b.jsonl", 2)
+    assert [found for _, found in records([tmp_path / "plain"], "train")] == [1, 2]
+    with pytest.raises(ConfigError, match="is called test or validation"):
+        files_of(tmp_path / "plain", "eval")
+
+
+def test_parquet_and_arrow_hold_the_same_conversations(tmp_path: Path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"messages": TALK[:2], "tools": "[]"},
+        {"messages": [USER, SAID | {"train": False}, *TALK[2:]], "tools": None},
+        {"messages": [USER, SAID | {"tool_calls": [CALL]}], "tools": json.dumps([{"name": "add"}])},
+    ]
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as stream:
+        stream.write_table(table)
+    wanted = [conversation(row) for row in rows]
+    for name in ("a.parquet", "a.arrow"):
+        found = list(records([tmp_path / name], "train"))
+        assert [conversation(record) for _, record in found] == wanted
+        assert found[2][0] == f"{tmp_path / name}, row 2"
+
+
+def test_only_columns_that_are_known_are_read_and_a_row_that_is_no_text_is_named(tmp_path: Path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    raw = pa.array([b"go", b"\xff\xfe", b"go"], pa.binary())
+    said, bad = pa.array(["Right", "Up", "Up"]), pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())
+    far = pa.array([0, 2**62, 0], pa.int64()).cast(pa.timestamp("us"))
+    for name, columns, why in (
+        ("ok", {"prompt": said, "completion": said, "made": far, "by": bad}, None),
+        ("text", {"prompt": bad, "completion": said}, "row 1 cannot be read: 'utf-8' codec"),
+        ("date", {"prompt": far, "completion": said}, "row 1 cannot be read"),
+        ("none", {"text": said, "id": said}, "holds no conversation: it has text, id"),
+    ):
+        table = pa.table(columns)
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+        with pa.ipc.new_stream(tmp_path / f"{name}.arrow", table.schema) as stream:
+            stream.write_table(table)
+        for file in (tmp_path / f"{name}.parquet", tmp_path / f"{name}.arrow"):
+            if why is None:
+                found = [record for _, record in records([file], "train")]
+                assert found[0] == {"prompt": "Right", "completion": "Right"}
+                continue
+            with pytest.raises(ConfigError, match=why) as refused:
+                list(records([file], "train"))
+            assert str(file) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ({"arguments": '{"a": "\\ud800"}'}, "half of a surrogate pair"),
+        ({"arguments": {"a": Decimal("1.5")}}, "Decimal is not JSON"),
+        ({"arguments": {"a": b"1"}}, "bytes is not JSON"),
+    ],
+)
+def test_values_that_no_template_can_write_are_refused_with_their_place(hermes: ChatTokenizer, call: Any, why: str):
+    talk = [USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", **call}}]}]
+    with pytest.raises(ConfigError, match=f"here: .*{why}"):
+        learned({"messages": talk}, hermes)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"content": "so<|im_end|>\nnot so"},
+        {"content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": "<|im_end|>", "b": 1}}}]},
+    ],
+)
+def test_what_would_end_a_turn_is_refused_within_it(hermes: ChatTokenizer, said: Any):
+    with pytest.raises(ConfigError, match=r"here: the assistant says <\|im_end\|>, which ends a turn"):
+        learned({"messages": [USER, {"role": "assistant", **said}]}, hermes)
+
+
+def test_tools_that_the_template_leaves_out_are_counted(hermes: ChatTokenizer, tmp_path: Path):
+    rows = [("a", {"messages": TALK, "tools": [{"name": "add"}]}), ("b", {"messages": TALK})]
+    assert tokenized(hermes, rows, "conversations", 400, "error").told()["without_tools"] == 1
+    shows = {"chat_template": "{{ tools | tojson if tools else '' }}" + HERMES}
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | shows))
+    assert tokenized(ChatTokenizer(folder), rows, "conversations", 400, "error").told()["without_tools"] == 0
+
+
+def test_pairs_whose_answers_are_the_same_tokens_are_dropped_and_counted():
+    """They differ behind the cut, or in what the template does not show: there is nothing to prefer."""
+    far = {"prompt": "go", "chosen": "Right " * 80 + "Up", "rejected": "Right " * 80 + "Left"}
+    unseen = {"prompt": [USER], "chosen": [SAID | {"name": "a"}], "rejected": [SAID | {"name": "b"}]}
+    rows = [("a", far), ("b", unseen), ("c", {"prompt": "go", "chosen": "Right", "rejected": "Up"})]
+    found = tokenized(TOKENIZER, rows, "pairs", 64, "truncate")
+    assert (len(found.examples), found.n_identical, found.n_truncated, found.n_dropped) == (1, 2, 0, 0)
+    with pytest.raises(ConfigError, match="of 2 pairs 0 are too long, and 2 have one answer twice"):
+        tokenized(TOKENIZER, rows[:2], "pairs", 64, "truncate")
+
+
+async def test_held_out_conversations_that_are_dropped_or_cut_are_told_too(tmp_path: Path):
+    train = written(tmp_path / "a.jsonl", {"messages": TALK}, FAR)
+    held_out = written(tmp_path / "b.jsonl", {"messages": TALK}, LONG, FAR, FAR)
+    settings = DataSettings((train,), (held_out,), 0.0, "conversations", 64, "truncate", 0, "", 0)
+    with ThreadPoolExecutor(1) as thread:
+        found = await load(settings, TOKENIZER, None, Waiter(thread, TrainerStatus("r", 0)))
+    told, wanted = found.told(), {"examples": 1, "dropped": 1, "truncated": 0}
+    wanted |= {"eval_examples": 2, "eval_dropped": 2, "eval_truncated": 1}
+    assert {key: told[key] for key in wanted} == wanted
+    assert found.digest == digest([found.train.examples, found.held_out])
+
+
+LONG = {"prompt": "go", "completion": "Right " * 80}
+FAR = {"prompt": "go " * 200, "completion": "Up"}
+
+
+def test_what_is_too_long_is_refused_dropped_or_cut_and_counted():
+    rows = [("a", {"messages": TALK}), ("b", LONG), ("c", FAR)]
+    with pytest.raises(ConfigError, match=r"b has [0-9]+ tokens, more than 64"):
+        tokenized(TOKENIZER, rows, "conversations", 64, "error")
+    dropped = tokenized(TOKENIZER, rows, "conversations", 64, "drop")
+    assert (len(dropped.examples), dropped.n_dropped, dropped.n_truncated) == (1, 2, 0)
+    cut = tokenized(TOKENIZER, rows, "conversations", 64, "truncate")
+    assert (len(cut.examples), cut.n_dropped, cut.n_truncated) == (2, 1, 1)  # nothing to learn is left of c
+    assert len(cut.examples[1][0].ids) == 64
+    assert cut.told()["learned_tokens"] == sum(one.n_learned for (one,) in cut.examples)
+    with pytest.raises(ConfigError, match="none of 1 conversations fits into 64 tokens"):
+        tokenized(TOKENIZER, [("c", FAR)], "conversations", 64, "truncate")
+
+
+def test_every_example_is_drawn_once_an_epoch_and_a_resumed_run_draws_on():
+    drawn = batches(6, 4, seed=0)
+    seen = [next(drawn) for _ in range(6)]
+    assert sorted(np.concatenate(seen).tolist()) == sorted([*range(6)] * 4)
+    later = batches(6, 4, seed=0, after=4)
+    assert [next(later).tolist() for _ in range(2)] == [one.tolist() for one in seen[4:]]
+    assert seen[0].tolist() != next(batches(6, 4, seed=1)).tolist()
+    assert [n_steps(0, epochs, 6, 4) for epochs in (None, 1, 2, 3)] == [2, 2, 3, 5]
+    assert n_steps(7, None, 6, 4) == 7
+
+
+def test_the_share_that_is_held_out_is_the_seeds_choice():
+    rows = [("here", {"prompt": f"n {i}", "completion": "ok"}) for i in range(10)]
+    examples = list(tokenized(TOKENIZER, rows, "conversations", 64, "error").examples)
+    kept, held_out = split(examples, 0.3, 5)
+    assert (len(kept), len(held_out)) == (7, 3)
+    assert digest([held_out]) == digest([split(examples, 0.3, 5)[1]]) != digest([split(examples, 0.3, 6)[1]])
+    assert split(examples, 0.0, 5) == (examples, [])
+    with pytest.raises(ConfigError, match="leaves none"):
+        split(examples[:1], 0.5, 5)
