@@ -72,8 +72,9 @@ def held(folder: Path) -> Iterator[None]:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder)) from cause
 
 
-def append(path: Path, text: bytes, *, durable: bool) -> None:
-    """Adds whole lines to a file; with `durable` they and the file's entry survive a crash.
+def append(path: Path, text: bytes, *, durable: bool, check: Callable[[], object] = lambda: None) -> None:
+    """Adds whole lines to a file; with `durable` they and the file's entry survive a crash. `check` is called once the
+    file is open, and may raise: then nothing is written. A file that is put in its place later does not get the lines.
 
     Raises StorageFull; then none of the lines is there, unless another process has written behind a part of them: that
     part stays.
@@ -81,6 +82,7 @@ def append(path: Path, text: bytes, *, durable: bool) -> None:
     with storage(path.parent):
         created = not path.exists()
         with path.open("a+b", buffering=0) as file:
+            check()
             start, written = file.tell(), 0
             if start and os.pread(file.fileno(), 1, start - 1) != b"\n":
                 text = b"\n" + text

@@ -1,3 +1,4 @@
+import asyncio
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -5,7 +6,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.trainer.settlement.ledger import LedgerFile, StepLog
+from services.trainer.settlement.ledger import FencedLog, LedgerFile, StepLog
 from shared.errors import Fenced, WeightsError
 from shared.queue.progress import TicketProgress
 from shared.run.archive import Archive
@@ -222,3 +223,25 @@ def test_what_a_mend_finds_in_order_is_durable(ledger: LedgerFile, tmp_path: Pat
     ledger.repair(state(1, 1), 2)
     log.repair(state(1, 1), 2)
     assert {path.stat().st_ino for path in (tmp_path / "r" / "ledger.jsonl", tmp_path / "metrics.jsonl")} <= synced
+
+
+def test_a_line_that_was_begun_before_the_successor_mended_the_file_is_not_in_it(tmp_path: Path):
+    """Stopped between its last look at who is the newest, and its write."""
+    metrics, kept = tmp_path / "metrics.jsonl", {"step": 1, "version": "e000001-s000001"}
+    zombie = StepLog(metrics)
+    zombie.append(kept)
+    zombie.append({"step": 2, "version": "e000001-s000002"}, lambda: StepLog(metrics).repair(state(1, 1), 2))
+    assert [orjson.loads(line) for line in metrics.read_bytes().splitlines()] == [kept]
+
+
+def test_a_line_of_a_trainer_that_was_replaced_is_not_written(tmp_path: Path):
+    archive, log = Archive(tmp_path / "archive", "r"), StepLog(tmp_path / "metrics.jsonl")
+    archive.claim(2)
+    fenced = FencedLog(log, archive, 2)
+    asyncio.run(fenced.append({"step": 1, "version": "e000002-s000001"}))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    archive.claim(3)
+    for call in (lambda: fenced.append({"step": 2, "version": "e000002-s000002"}), fenced.flush):
+        with pytest.raises(Fenced):
+            asyncio.run(call())
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before

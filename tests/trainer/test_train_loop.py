@@ -182,7 +182,7 @@ async def test_a_trainer_that_wakes_up_after_a_step_and_was_replaced_adds_nothin
     with pytest.raises(Fenced, match="another trainer of the run"):
         await asyncio.wait_for(running, 60)
     assert "step [1, 2]" in bench.events
-    assert not (bench.folder / "metrics.jsonl").exists()
+    assert (bench.folder / "metrics.jsonl").read_bytes() == b""
 
 
 async def test_the_queue_opens_only_when_no_older_trainer_has_made_a_newer_checkpoint(bench: Bench):
@@ -253,7 +253,12 @@ async def test_an_epoch_that_another_trainer_has_claimed_is_not_used(bench: Benc
 
 async def test_lines_that_were_kept_back_are_not_written_once_another_trainer_has_begun(bench: Bench):
     metrics, commit = bench.folder / "metrics.jsonl", bench.queue.commit
-    bench.backend.during_step = metrics.mkdir  # no line can be written there
+
+    def unwritable() -> None:
+        metrics.unlink()
+        metrics.mkdir()
+
+    bench.backend.during_step = unwritable
 
     async def replaced(epoch: int, version: int, finished: Any, void: int) -> None:
         await commit(epoch, version, finished, void)

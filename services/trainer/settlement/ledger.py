@@ -8,6 +8,7 @@ still write to them.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,16 +100,20 @@ class StepLog:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._unwritten = path, list[bytes]()
+        self._path, self._unwritten, self._one = path, list[bytes](), threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
 
-    def append(self, line: Mapping[str, Any]) -> None:
-        self._unwritten = [*self._unwritten, _text([line])][-_MOST_UNWRITTEN:]
-        self._write()
+    def append(self, line: Mapping[str, Any], check: Check = lambda: None) -> None:
+        """Adds a line. Raises what `check` raises when the file is open: then nothing is written. Who repairs the file
+        after that has another file in its place, which does not get the line.
+        """
+        with self._one:
+            self._unwritten = [*self._unwritten, _text([line])][-_MOST_UNWRITTEN:]
+            self._write(check)
 
-    def _write(self) -> None:
+    def _write(self, check: Check) -> None:
         try:
-            storage.append(self._path, b"".join(self._unwritten), durable=False)
+            storage.append(self._path, b"".join(self._unwritten), durable=False, check=check)
         except (StorageUnavailable, OSError) as error:
             _log.warning("line kept back", file=self._path.name, lines=len(self._unwritten), reason=str(error))
         else:
@@ -118,10 +123,11 @@ class StepLog:
         """Starts the file anew. Raises StorageFull."""
         self._keep([])
 
-    def flush(self) -> bool:
-        """Makes every line durable; False if some cannot be now."""
-        if self._unwritten:
-            self._write()
+    def flush(self, check: Check = lambda: None) -> bool:
+        """Makes every line durable; False if some cannot be now. Raises as `append`."""
+        with self._one:
+            if self._unwritten:
+                self._write(check)
         try:
             if self._path.exists():
                 storage.fsync(self._path)
@@ -152,11 +158,10 @@ class StepLog:
 
     def _keep(self, lines: Sequence[Mapping[str, Any]], check: Check = lambda: None) -> None:
         text = _text(lines)
-        if (self._path.read_bytes() if self._path.exists() else b"") == text:
-            _sync(self._path)  # a killed trainer may have written it, and the disk not have it yet
-            return
-        storage.replace(self._path, text, check)
-        _log.info("file brought in line with the checkpoint", file=self._path.name, lines=len(lines))
+        changed = (self._path.read_bytes() if self._path.exists() else b"") != text
+        storage.replace(self._path, text, check)  # also as it was: an older trainer may have it open, and write later
+        if changed:
+            _log.info("file brought in line with the checkpoint", file=self._path.name, lines=len(lines))
 
 
 class FencedLog:
@@ -168,13 +173,15 @@ class FencedLog:
         self._log, self._archive, self._epoch = log, archive, epoch
 
     async def append(self, line: Mapping[str, Any]) -> None:
-        await asyncio.to_thread(self._archive.check_newest, self._epoch)
-        self._log.append(line)
+        await asyncio.to_thread(self._log.append, line, self._check)
 
     async def flush(self) -> bool:
         """Makes every line durable; False if some cannot be now."""
-        await asyncio.to_thread(self._archive.check_newest, self._epoch)
-        return await asyncio.to_thread(self._log.flush)
+        await asyncio.to_thread(self._check)
+        return await asyncio.to_thread(self._log.flush, self._check)
+
+    def _check(self) -> None:
+        self._archive.check_newest(self._epoch)
 
 
 def _sync(path: Path) -> None:
