@@ -184,7 +184,7 @@ class TrainerSection(Section):
     `train_micro_batch_size` of them (null: all of the step); with `micro_batch_tokens` sequences are packed into rows,
     what they begin with in common once, and a micro-batch has at most so many positions. `on_nonfinite` says what
     follows when a step gives numbers that are not finite, which is never saved: the run stops, or goes on without its
-    groups. With `lora` RL trains adapters alone, of the weights that it begins with.
+    groups. With `lora` adapters alone are trained, of the weights that the run begins with (RL: after its warm start).
     """
 
     max_steps: PositiveInt = 10
@@ -289,8 +289,6 @@ class RunConfig(Section):
     def _supervised(self) -> RunConfig:
         if self.mode == "dpo" and not self.sft.train:
             raise ValueError("mode=dpo needs sft.train: files of preference pairs")
-        if self.mode in ("sft", "dpo") and self.trainer.lora:
-            raise ValueError(f"trainer.lora is of RL: mode={self.mode} trains all parameters")
         if self.mode == "sft+rl" and not self.sft.trains:
             raise ValueError("mode=sft+rl needs sft.max_steps or sft.epochs")
         if self.needs_environment and not self.data.env:

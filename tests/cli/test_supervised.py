@@ -70,7 +70,6 @@ def test_a_configuration_of_rl_gives_its_environments_demonstrations(monkeypatch
         (("dpo", "--model", "m"), "needs sft.train"),
         (("sft", "a.jsonl", "--model", "m", "sft.epochs=1", "sft.max_steps=5"), "both say how long"),
         (("sft", "a.jsonl", "--model", "m", "mode=sft+rl", "data.env=e"), "needs sft.max_steps or sft.epochs"),
-        (("sft", "a.jsonl", "--model", "m", "trainer.lora.rank=4"), "trainer.lora is of RL"),
     ],
 )
 def test_what_is_missing_is_named(words: tuple[str, ...], why: str):

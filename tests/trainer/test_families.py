@@ -14,7 +14,7 @@ from services.trainer.learner.batch import BatchLayout, Row, micro_batches, row_
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import Scorer, objective, params_of
 from services.trainer.learner.train_step import Learner
-from services.trainer.models import family
+from services.trainer.models import decoder, family
 from services.trainer.models.initial_weights import leaves_of
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
@@ -34,7 +34,7 @@ def load(folder: Path, dtype: str = "float32", mesh: tuple[int, int] = (1, 1)) -
 def logprobs(model: family.Model, ids: np.ndarray) -> np.ndarray:
     """float32 [n - 1]."""
     with model.embedder.input_embedding.get_value().sharding.mesh:
-        hidden = jax.jit(lambda state: family.hidden_states(nnx.merge(nnx.graphdef(model), state), ids[None]))(
+        hidden = jax.jit(lambda state: decoder.hidden_states(nnx.merge(nnx.graphdef(model), state), ids[None]))(
             nnx.state(model)
         )
         table = jax.nn.log_softmax((hidden[0] @ family.head(model).T).astype(np.float32), -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,8 @@ from services.trainer.learner.backend import ModelOptions
 from services.trainer.learner.batch import BatchLayout
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.scoring import objective, params_of
+from services.trainer.models.initial_weights import leaves_of
+from services.trainer.models.lora import LoraOptions
 from services.trainer.settlement.ledger import StepLog
 from services.trainer.status import TrainerStatus
 from services.trainer.supervised.backend import SupervisedBackend
@@ -33,6 +36,7 @@ from services.trainer.supervised.objectives import Imitation, Preferences, Updat
 from services.trainer.supervised.training import SupervisedOptions
 from services.trainer.supervised.worker import SupervisedParts, SupervisedWorker
 from shared.errors import ConfigError, Fenced, StorageFull
+from shared.models.adapter import is_adapter, is_b
 from shared.models.config import ModelConfig
 from shared.run.archive import Archive
 from shared.run.state import TrainerState
@@ -46,6 +50,7 @@ WEIGHTS, START = models.random_weights(SMALL, 1), models.random_weights(SMALL, 2
 LAYOUT = BatchLayout((16,), 2, 0)
 OPTIMIZER = OptimizerOptions(1e-3, "cosine", 1, 0, 0.9, 0.95, 0.0, 1.0)
 BETA = 0.5
+LORA = LoraOptions(2, 4.0, ("q_proj", "down_proj"))
 
 
 def sequence(rng: np.random.Generator) -> TokenSequence:
@@ -161,9 +166,16 @@ class Run:
     """A supervised run of seven steps in a folder; `at` is called before each."""
 
     def __init__(
-        self, folder: Path, *, model: bool = False, beta: float | None = None, n: int = 7, **plan: Any
+        self,
+        folder: Path,
+        *,
+        model: bool = False,
+        beta: float | None = None,
+        n: int = 7,
+        lora: LoraOptions | None = None,
+        **plan: Any,
     ) -> None:
-        self.folder, self.status = folder, TrainerStatus("r", 0)
+        self.folder, self.status, self.lora = folder, TrainerStatus("r", 0), lora
         self.model, self.beta, self.learning_rate = model, beta, 1e-3
         self.data = RunData(Dataset(examples(n, 2 if beta else 1)), examples(3, 2 if beta else 1, seed=9))
         self.plan = replace(SupervisedPlan(0, 2, 2, 3, 5.0, beta is not None), **plan)
@@ -176,7 +188,7 @@ class Run:
         checkpoints = self.checkpoints()
         if not self.model:
             return Counting(checkpoints, 7, self.at), checkpoints
-        model = ModelOptions(self.folder, "float32", "none", (1, 1), ("fsdp", "tp"), 0)
+        model = ModelOptions(self.folder, "float32", "none", (1, 1), ("fsdp", "tp"), 0, lora=self.lora)
         optimizer = replace(OPTIMIZER, learning_rate=self.learning_rate)
         options = SupervisedOptions(0, 2, 2, 0, LAYOUT, optimizer, self.beta)
         backend = SupervisedBackend(model, ModelConfig.parse(SMALL), options, checkpoints)
@@ -229,6 +241,8 @@ def same(a: Run, b: Run) -> bool:
         pytest.param({}, id="counted"),
         pytest.param({"model": True}, marks=pytest.mark.long, id="sft"),
         pytest.param({"model": True, "beta": BETA}, marks=pytest.mark.long, id="dpo"),
+        pytest.param({"model": True, "lora": LORA}, marks=pytest.mark.long, id="sft-lora"),
+        pytest.param({"model": True, "beta": BETA, "lora": LORA}, marks=pytest.mark.long, id="dpo-lora"),
     ],
 )
 async def test_what_a_crash_left_goes_on_bit_by_bit(tmp_path: Path, made: dict[str, Any]):
@@ -255,6 +269,30 @@ async def test_what_a_crash_left_goes_on_bit_by_bit(tmp_path: Path, made: dict[s
     assert [one["step"] for one in again.lines() if "eval_loss" in one] == [0, 3, 6, 7]
     assert again.newest().state.data == {"digest": whole.data.digest, "examples": 7, "epoch": 2, "offset": 0}
     assert whole.newest().state.data == again.newest().state.data
+
+
+@pytest.mark.parametrize("beta", [None, pytest.param(BETA, marks=pytest.mark.long)])
+async def test_adapters_alone_are_trained_and_their_base_is_kept_once(tmp_path: Path, beta: float | None):
+    """The loss falls; before the first update the policy is its own reference."""
+    run = Run(tmp_path, model=True, beta=beta, lora=LORA, save_interval_steps=3)
+    run.learning_rate, known = 3e-2, examples(7, 2 if beta else 1)
+    run.data = RunData(Dataset(known), known)
+    await run.run()
+    found = run.newest()
+    assert found.adapter is not None
+    assert found.adapter.scale == LORA.scale
+    assert all(map(is_adapter, found.params))
+    assert all(np.any(value) for name, value in found.params.items() if is_b(name))
+    bases = list((tmp_path / "checkpoints" / "base").iterdir())
+    assert [base.name for base in bases] == [found.adapter.base.digest]
+    base = run.checkpoints().base_of(found)
+    start = leaves_of(tmp_path, ModelConfig.parse(SMALL), 0)
+    assert base
+    assert all(np.array_equal(value, np.asarray(start(name, value.shape))) for name, value in base.items())
+    lines = run.lines()
+    assert lines[-1]["eval_loss"] < lines[0]["eval_loss"]
+    if beta is not None:
+        assert lines[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
 @pytest.mark.long

@@ -97,9 +97,7 @@ class TunixBackend:
         assert self._model is not None
         options = self._options
         if self._restored is None and options.lora is not None:
-            present, self._model = params_of(self._model), None
-            leaves = initial_adapter(lambda name, _: present[name], options.seed)
-            self._model = assembled(self._described, options, leaves)
+            self._model = with_adapters(self._model, self._described, options)
         reference = self._checkpoints.params_of(state.reference) if self._restored and state.reference else None
         self._policy = Policy(self._model, self._policy_options, self._described.to_hf(), reference)
         if self._restored is None:
@@ -175,6 +173,12 @@ def assembled(described: ModelConfig, options: ModelOptions, leaves: Leaves, *, 
     mesh = make_mesh(options.mesh_shape, options.mesh_axes)
     lora = options.lora if adapted else None
     return build(described, leaves, mesh, dtype=options.dtype, remat=options.remat, lora=lora)
+
+
+def with_adapters(model: Model, described: ModelConfig, options: ModelOptions) -> Model:
+    """The model with the adapters that the options ask for beside its weights; they change nothing yet."""
+    present = params_of(model)
+    return assembled(described, options, initial_adapter(lambda name, _: present[name], options.seed))
 
 
 def merged(restored: RestoredCheckpoint, base: Mapping[str, np.ndarray]) -> RestoredCheckpoint:

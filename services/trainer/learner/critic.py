@@ -20,7 +20,8 @@ from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import bound_to, divided, params_of
 from services.trainer.learner.train_step import Learner, Params, Update, snapshot
 from services.trainer.models.attention import Packing
-from services.trainer.models.family import Model, hidden_states
+from services.trainer.models.decoder import hidden_states
+from services.trainer.models.family import Model
 from shared.errors import WeightsError
 
 _HEAD, _VALUE = "lm_head.", "value_head"

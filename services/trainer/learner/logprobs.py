@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 Entropy = Literal["none", "value", "gradient"]
 """Not computed (0); computed, to be told of; computed, to be differentiated."""
-CHUNK = 128
+CHUNK = 64
 
 
 class TokenScores(NamedTuple):

@@ -15,7 +15,8 @@ from services.trainer.learner.batch import Batch
 from services.trainer.learner.logprobs import Entropy, TokenScores, token_scores
 from services.trainer.learner.train_step import ROW_AXES, Objective, Params
 from services.trainer.models.attention import Packing
-from services.trainer.models.family import Model, float32_graph, head, hidden_states, leaf_name
+from services.trainer.models.decoder import hidden_states
+from services.trainer.models.family import Model, float32_graph, head, leaf_name
 from shared.models import adapter
 
 type Loss = Callable[[TokenScores, Batch], tuple[jax.Array, Statistics]]

@@ -1,17 +1,26 @@
-"""Which tokens a token sees, in rows that hold a sequence each and in rows that several share.
+"""Which tokens a token sees, in rows that hold a sequence each and in rows that several share; and what it takes from
+them.
 
 In a packed row the sequences lie one after the other, and what several of them begin with lies there once: they are a
 trie in depth-first order, so those that hold a token are neighbours, and one number a token tells who sees it:
 
     position i sees position j where j <= i < visible_until[j]
+
+Long rows are attended to in blocks of queries, each of which looks at no key after it and keeps no weights for the
+backward pass: the memory is that of one block, not of length squared (Rabe and Staats, "Self-attention Does Not Need
+O(n^2) Memory", 2021, without the blocks of keys).
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+_BLOCK, _MOST_BLOCKS = 256, 8
+"""Queries of a block at least, and blocks at most: each is a program of its own to compile."""
 
 
 class Packing(NamedTuple):
@@ -31,13 +40,44 @@ def positions(ids: jax.Array, packing: Packing | None) -> jax.Array:
     return jnp.arange(ids.shape[1])[None] if packing is None else packing.positions
 
 
-def visible(ids: jax.Array, packing: Packing | None) -> jax.Array:
-    """bool [1, T, T], or [B, T, T] where rows are packed: whether a position (second axis) sees another one (third), of
-    ids [B, T]. Without packing every position sees all that is not after it: what fills rows up is on the right.
+def visible(first: int, n_queries: int, n_keys: int, visible_until: jax.Array | None = None) -> jax.Array:
+    """bool [1, T, S], or [B, T, S] with visible_until int32 [B, S] of packed rows: which of the first S = `n_keys`
+    positions (last axis) each of T = `n_queries` positions from `first` on sees. Without packing all that are not after
+    it: what fills rows up is on the right.
     """
-    length = ids.shape[1]
-    if packing is None:
-        return jnp.tril(jnp.ones((length, length), bool))[None]
-    column = jnp.arange(length)
-    seen_from = column[:, None] < packing.visible_until[:, None, :]
-    return seen_from & (column[None, :] <= column[:, None])
+    query, key = first + jnp.arange(n_queries)[:, None], jnp.arange(n_keys)[None, :]
+    seen = (key <= query)[None]
+    return seen if visible_until is None else seen & (query < visible_until[:, None, :])
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible_until: jax.Array | None = None) -> jax.Array:
+    """[B, T, N, H]: of every query the mean of the values that it sees, by softmax of its products with their keys.
+
+    Args:
+        q: [B, T, N, H]; every N / K neighbouring heads share a head of keys.
+        k, v: [B, T, K, H].
+        visible_until: see above, of packed rows.
+    """
+    length, n_kv = q.shape[1], k.shape[2]
+    grouped = q.reshape(*q.shape[:2], n_kv, -1, q.shape[3])
+    size = max(_BLOCK, -(-length // _MOST_BLOCKS))
+    if length <= size:
+        return _block(grouped, k, v, visible_until, first=0).reshape(q.shape)
+    blocks = [
+        jax.checkpoint(partial(_block, first=first))(
+            grouped[:, first:end],
+            k[:, :end],
+            v[:, :end],
+            None if visible_until is None else visible_until[:, :end],
+        )
+        for first, end in ((first, min(first + size, length)) for first in range(0, length, size))
+    ]
+    return jnp.concatenate(blocks, axis=1).reshape(q.shape)
+
+
+def _block(q: jax.Array, k: jax.Array, v: jax.Array, visible_until: jax.Array | None, first: int) -> jax.Array:
+    """`attend`, of queries [B, T, K, G, H] that begin at position `first`, over keys and values [B, S, K, H]."""
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    seen = visible(first, q.shape[1], k.shape[1], visible_until)
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
+    return jnp.einsum("BKGTS,BSKH->BTKGH", weights.astype(v.dtype), v)

@@ -1,11 +1,10 @@
-"""Any family's model: construction on a mesh, and the forward pass up to the last hidden state.
+"""Any family's model: construction on a mesh. Its forward pass is in `decoder`.
 
-A family is the module beside this one that has the name of its `model_type`, with `create` and `forward`; it is
-built on a model of Tunix and computes what transformers computes by the same config.json. Every model carries the
-configuration it was made from as `described`.
+A family is the module beside this one that has the name of its `model_type`, with `create`; it is built on a model of
+Tunix and computes what transformers computes by the same config.json. Every model carries the configuration it was made
+from as `described`.
 
-Invariants: logits of a whole sequence are never built here; no token sees one of another sequence, nor what fills rows
-up (see `attention`); parameters under training are float32 under Tunix's names, whatever the activations are.
+Invariant: parameters under training are float32 under Tunix's names, whatever the activations are.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from services.trainer.models.attention import Packing
 from services.trainer.models.initial_weights import Leaves
 from services.trainer.models.lora import LoraOptions, adapt
 from shared.errors import ConfigError
@@ -37,10 +35,6 @@ class FamilyModule(Protocol):
         """With parameters of no meaning; `dtype` is that of activations."""
         ...
 
-    def forward(self, model: Model, ids: jax.Array, packing: Packing | None = None) -> jax.Array:
-        """Normalized last hidden states [B, T, D] of ids int32 [B, T], right-padded or packed."""
-        ...
-
 
 def _module(model: ModelConfig) -> FamilyModule:
     """Imported when it is first needed: Tunix's models take a second each."""
@@ -57,7 +51,7 @@ def tunix_sizes(model: ModelConfig, dtype: str) -> dict[str, Any]:
         "num_heads": model.num_attention_heads,
         "head_dim": model.head_dim,
         "num_kv_heads": model.num_key_value_heads,
-        "rope_theta": model.rope_theta,  # what Tunix makes of it is not used: the families turn by their own angles
+        "rope_theta": model.rope_theta,  # what Tunix makes of it is not used: see `decoder`
         "norm_eps": model.rms_norm_eps,
         "use_tied_embedding": model.tie_word_embeddings,
         "dtype": jnp.dtype(dtype),
@@ -149,11 +143,6 @@ def _sharding(name: str, size: tuple[int, ...], variable: Any, mesh: jax.shardin
                 "change trainer.mesh.shape",
             )
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
-
-
-def hidden_states(model: Model, ids: jax.Array, packing: Packing | None = None) -> jax.Array:
-    """Normalized last hidden states [B, T, D] of ids int32 [B, T]: a sequence a row, right-padded, or packed."""
-    return _module(model.described).forward(model, ids, packing)
 
 
 def head(model: Model) -> jax.Array:

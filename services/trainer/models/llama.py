@@ -1,31 +1,14 @@
 """Llama and models of its architecture, such as SmolLM2, on Tunix's Qwen2 without the biases.
 
-google-tunix 0.1.7 has a Llama 3 of its own, but that always turns by θ = 1e6 without scaling, and knows no dtype of
-activations apart from the parameters'. Qwen2 is the same architecture with three biases more, is told sine and cosine
-by its caller, and calls the parameters by the same names.
+google-tunix 0.1.7 has a Llama 3 of its own, but that knows no dtype of activations apart from the parameters'. Qwen2
+is the same architecture with three biases more, and calls the parameters by the same names.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-
 from services.trainer.models import qwen2
 from services.trainer.models.family import Remat
 from shared.models.config import ModelConfig
-
-forward = qwen2.forward
-
-
-@dataclass(frozen=True, slots=True)
-class _NoBias:
-    """In the place of a bias: Tunix asks for its dtype and adds it."""
-
-    def astype(self, dtype: Any) -> jax.Array:
-        return jnp.zeros((), dtype)
 
 
 def create(model: ModelConfig, dtype: str, remat: Remat) -> qwen2.Qwen2:
@@ -34,5 +17,4 @@ def create(model: ModelConfig, dtype: str, remat: Remat) -> qwen2.Qwen2:
     for layer in made.layers:
         for name in ("q_bias", "k_bias", "v_bias"):
             delattr(layer.attn, name)
-            setattr(layer.attn, name, _NoBias())
     return made

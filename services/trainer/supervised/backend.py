@@ -7,11 +7,12 @@ Order of calls: `restore`, `build`, `open`, then `save` or `relabel`, then `step
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from services.trainer.checkpoints.store import CheckpointFolders, RestoredCheckpoint
 from services.trainer.conversations.dataset import Example
-from services.trainer.learner.backend import built
+from services.trainer.learner.backend import built, with_adapters
 from services.trainer.learner.published import PublishedWeights
 from services.trainer.models.family import Model
 from services.trainer.models.options import ModelOptions
@@ -21,6 +22,7 @@ from services.trainer.supervised.objectives import Imitation, Preferences, Super
 from services.trainer.supervised.training import SupervisedOptions
 from shared.models.config import ModelConfig
 from shared.run.state import TrainerState
+from shared.run.weights import Adapter
 from shared.types import WeightVersion
 
 
@@ -36,6 +38,7 @@ class SupervisedBackend:
         self._objective: SupervisedObjective | None = None
         self._published: PublishedWeights | None = None
         self._steps: Iterator[SupervisedMetrics] = iter(())
+        self._adapter: Adapter | None = None
 
     def restore(self) -> TrainerState | None:
         """Reads the newest checkpoint; None if the run is new. Raises WeightsError."""
@@ -52,11 +55,14 @@ class SupervisedBackend:
         """
         assert self._model is not None
         found, options = self._restored, self.training
+        if found is None and self._options.lora is not None:
+            self._model = with_adapters(self._model, self._described, self._options)
         self._objective = objective = self._made(self._model, options, len(examples))
         self._published = PublishedWeights(objective.scorer, self._described.to_hf(), self._options.dtype)
         if found is not None:
             objective.learner.load_optimizer_state(found.optimizer)
             self._published.probed(objective.learner, "the restored weights")
+            self._adapter = found.adapter
         self._steps = training.steps(objective, examples, options, found.state.step if found else 0)
         return options.steps(len(examples))
 
@@ -64,7 +70,7 @@ class SupervisedBackend:
         updates = options.updates(n_examples)
         if options.beta is None:
             return Imitation(model, updates)
-        start = self._restored.state.reference if self._restored else None
+        start = self._restored.state.reference if self._restored and model.lora is None else None
         reference = None if start is None else self._checkpoints.params_of(start)
         return Preferences(model, updates, options.beta, reference)
 
@@ -90,6 +96,10 @@ class SupervisedBackend:
         """
         assert self._objective is not None
         assert self._published is not None
-        learner = self._objective.learner
+        learner, lora = self._objective.learner, self._options.lora
         probe = self._published.probed(learner, str(state.version))
-        return self._checkpoints.save(state, self._published.contents(learner, probe, {}), base)
+        if self._adapter is None and lora is not None:
+            of = self._checkpoints.save_base(state.version, learner.frozen)
+            self._adapter = Adapter(lora.rank, lora.alpha, of)
+        contents = replace(self._published.contents(learner, probe, {}), adapter=self._adapter)
+        return self._checkpoints.save(state, contents, base)

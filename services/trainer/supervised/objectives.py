@@ -27,7 +27,7 @@ from services.trainer.learner.batch import (
     supervised_row,
 )
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
-from services.trainer.learner.scoring import Loss, Scorer, objective, params_of
+from services.trainer.learner.scoring import Loss, Scorer, divided, objective, params_of, without_adapters
 from services.trainer.learner.train_step import Learner, Params, placed_as, snapshot
 from services.trainer.models.family import Model
 
@@ -65,7 +65,9 @@ class _Updates:
         self.layout = replace(options.layout, rows=min(options.layout.rows, options.rows))
         self.n_rows, self._n_micro = options.rows, self.layout.n_micro(options.rows)
         self.scorer = Scorer(model, 1.0)
-        self.learner = Learner(params_of(model), make_optimizer(options.optimizer), objective(model, loss, 1.0, "none"))
+        trained, frozen = divided(params_of(model))
+        optimizer = make_optimizer(options.optimizer)
+        self.learner = Learner(trained, optimizer, objective(model, loss, 1.0, "none"), frozen)
 
     def batches(self, rows: Sequence[Row], weights: np.ndarray | None = None) -> list[Batch]:
         return micro_batches(rows, np.zeros(len(rows)) if weights is None else weights, self.layout, self._n_micro)
@@ -103,7 +105,8 @@ class Preferences:
     """DPO: see services.trainer.algorithms.dpo.
 
     Args:
-        reference: parameters by leaf name of the policy at the start; None takes the model's present ones.
+        reference: parameters by leaf name of the policy at the start; None takes the model's present ones. With
+            adapters it is their base, which stays as it is.
     """
 
     def __init__(
@@ -112,7 +115,10 @@ class Preferences:
         self._updates, self._beta = _Updates(model, weighted_likelihood, options), beta
         self.learner, self.scorer = self._updates.learner, self._updates.scorer
         present = self.learner.params
-        self._reference = snapshot(present) if reference is None else placed_as(present, reference)
+        if self.learner.frozen:
+            self._reference = without_adapters(present)
+        else:
+            self._reference = snapshot(present) if reference is None else placed_as(present, reference)
 
     def update(self, examples: Sequence[Example]) -> Measures:
         terms, batches = self.weighted(examples)

@@ -1,0 +1,76 @@
+"""The forward pass of every family, from token ids to the last hidden state: projections, norms and feed-forward layers
+are Tunix's, rotary embedding and attention ours.
+
+google-tunix 0.1.7 turns Qwen3 always by θ = 1e6, rounds sine and cosine to the activations' dtype, and builds the
+attention of all positions to all at once.
+
+Invariants: logits of a whole sequence are never built here; no token sees one of another sequence, nor what fills rows
+up (see `attention`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tunix.models.qwen3.model import shard
+
+from services.trainer.models import attention
+from services.trainer.models.attention import Packing
+
+_BIASES = {"q_proj": "q_bias", "k_proj": "k_bias", "v_proj": "v_bias"}
+
+
+class _Places(NamedTuple):
+    """Where tokens are: sine and cosine float32 [B or 1, T, 1, H/2], and who sees them (see `attention`)."""
+
+    sin: jax.Array
+    cos: jax.Array
+    visible_until: jax.Array | None
+
+
+def hidden_states(model: Any, ids: jax.Array, packing: Packing | None = None) -> jax.Array:
+    """Normalized last hidden states [B, T, D] of ids int32 [B, T], right-padded or packed."""
+    angles = attention.positions(ids, packing)[..., None].astype(jnp.float32)
+    angles = (angles * np.float32(model.described.rope_frequencies()))[:, :, None]
+    places = _Places(jnp.sin(angles), jnp.cos(angles), None if packing is None else packing.visible_until)
+    layer = nnx.remat(_layer) if _remat(model) == "decoder" else _layer
+    x = model.embedder.encode(ids)
+    for one in model.layers:
+        x = layer(one, x, places)
+    return model.final_norm(x)
+
+
+def _remat(part: Any) -> str:
+    return part.config.remat_config.name.lower()
+
+
+def _layer(layer: Any, x: jax.Array, places: _Places) -> jax.Array:
+    attend = nnx.remat(_attend) if _remat(layer) == "block" else _attend
+    x = x + attend(layer.attn, layer.input_layernorm(x), places)
+    return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def _attend(attn: Any, x: jax.Array, places: _Places) -> jax.Array:
+    q, k, v = (shard(_projected(attn, name, x), attn.shd_config.act_btnh) for name in _BIASES)
+    if hasattr(attn, "q_norm"):
+        q, k = attn.q_norm(q), attn.k_norm(k)
+    mixed = attention.attend(_turned(q, places), _turned(k, places), v, places.visible_until)
+    return shard(attn.o_proj(mixed), attn.shd_config.act_btd)
+
+
+def _projected(attn: Any, name: str, x: jax.Array) -> jax.Array:
+    """[B, T, heads, H]."""
+    made = getattr(attn, name)(x)
+    bias = getattr(attn, _BIASES[name], None)
+    return made if bias is None else made + bias.get_value().astype(made.dtype).reshape(made.shape[2:])
+
+
+def _turned(x: jax.Array, places: _Places) -> jax.Array:
+    """Rotary embedding of [B, T, heads, H]; the halves of a head are turned together, in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = first * places.cos - second * places.sin, second * places.cos + first * places.sin
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
