@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -14,8 +16,10 @@ from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import BASE_VERSION, Engine, EngineSpec
 from services.rollout.engines.sglang_jax.client import open_engine as open_sglang
 from services.rollout.settings import RolloutSettings, from_config
+from services.rollout.weights.pulling import ChunkPuller
 from services.rollout.weights.serving import NothingServes, Serving
 from services.rollout.weights.updater import WeightUpdater
+from shared.clients.weights import WeightSource
 from shared.errors import DecodeError
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
@@ -25,8 +29,10 @@ from shared.queue.client import connect
 from shared.queue.registry import RegisteredServer, Registry
 from shared.schema import RunConfig
 from shared.types import WeightVersion
-from shared.web.access import AccessTokens, read_tokens
+from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
+from shared.weights.chunks import ChunkFolder
+from shared.weights.serving import Uplink
 
 type OpenEngine = Callable[[EngineSpec], AbstractAsyncContextManager[Engine]]
 
@@ -48,7 +54,9 @@ async def open_rollout(
     """The service from plain settings, around the engine that `open_engine` starts; Redis is used only if given."""
     model = ModelConfig.read(Path(settings.engine.model_path))
     tokens = read_tokens(settings.token_files)
-    async with open_engine(settings.engine) as engine:
+    async with AsyncExitStack() as stack:
+        puller, trainer = await _sources(settings, tokens, stack)
+        engine = await stack.enter_async_context(open_engine(settings.engine))
         _log.info(
             "engine ready", boot_s=engine.info.boot_s, pid=engine.info.pid, kv_tokens=engine.info.max_total_tokens
         )
@@ -60,6 +68,8 @@ async def open_rollout(
             settings.update_mode,
             settings.engine.dtype,
             Serving(BASE_VERSION) if settings.engine.load_weights else NothingServes(),
+            puller=puller,
+            newest_offer=trainer.newest if trainer else None,
         )
         generation = GenerationRunner(engine, settings.limits.grace_s, updates)
         app = build_app(settings, engine, updates, generation, tokens)
@@ -70,6 +80,24 @@ async def open_rollout(
         async with connect(settings.redis_url, settings.redis_password_file, settings.ca_file) as redis:
             heartbeat = _heartbeat(Registry(redis, settings.run), settings, updates, generation)
             yield RunningService(app, [*workers, heartbeat])
+
+
+async def _sources(
+    settings: RolloutSettings, tokens: AccessTokens | None, stack: AsyncExitStack
+) -> tuple[ChunkPuller | None, WeightSource | None]:
+    """What pulls published versions into an empty folder, and the trainer to ask for them; none without a folder."""
+    if settings.pulled is None:
+        return None, None
+    chunks = await asyncio.to_thread(ChunkFolder, settings.pulled)
+    await asyncio.to_thread(chunks.clear)
+    stack.callback(shutil.rmtree, chunks.folder, ignore_errors=True)
+    token = tokens.of(Role.SERVICE) if tokens else None
+
+    def source(url: str) -> WeightSource:
+        return WeightSource(url, token=token, ca_file=settings.ca_file)
+
+    trainer = settings.trainer_url and await stack.enter_async_context(source(settings.trainer_url))
+    return ChunkPuller(chunks, source, settings.url), trainer or None
 
 
 def build_app(
@@ -90,7 +118,9 @@ def build_app(
         max_objects=_OBJECTS + settings.engine.context_length,  # a prompt may be a list
     )
     tokenizer = _tokenizer(Path(settings.engine.model_path))
-    app.state.rollout = routes.RolloutState(engine, generation, updates, settings.engine, tokenizer)
+    app.state.rollout = routes.RolloutState(
+        engine, generation, updates, settings.engine, tokenizer, Uplink(updates.read_chunk)
+    )
     app.include_router(routes.router)
     app.include_router(openai.router)
     return app

@@ -25,6 +25,10 @@ PAUSE_SECONDS = Histogram(
 DISTRUSTED = Counter(
     "volley_rollout_weights_distrusted", "Times that what served was not what was loaded", registry=REGISTRY
 )
+AVOIDED = Counter(
+    "volley_rollout_sources_avoided", "Sources of weights left out for a while, by why", ["why"], registry=REGISTRY
+)
+PULLED = Counter("volley_rollout_pulled_bytes", "Bytes of weights that were pulled and kept", registry=REGISTRY)
 _REQUESTS = Gauge("volley_rollout_engine_requests", "Requests in the engine", ["state"], registry=REGISTRY)
 _FREE = Gauge("volley_rollout_free_kv_tokens", "Free slots of the key/value pool", registry=REGISTRY)
 _STEPS = Totals("volley_rollout_engine_steps", "Steps of the engine since its start", "kind")

@@ -18,7 +18,9 @@ from shared.services_schema import Limits, TokenFiles
 class RolloutSettings:
     """Args:
     engine: what to start; `engine.model_path` also holds the tokenizer.
-    weights_root: folder of the run's checkpoints, watched for new ones; nothing outside it is ever loaded.
+    weights_root: folder of the run's checkpoints, watched while no trainer answers; no path leads outside it.
+    pulled: folder for the chunks of published versions, this process's alone; None takes none.
+    trainer_url: who is asked for the newest version.
     run, server_id, url: how the server registers in Redis, if `redis_url` is given.
     """
 
@@ -33,6 +35,8 @@ class RolloutSettings:
     token_files: TokenFiles
     ca_file: Path | None
     limits: Limits
+    pulled: Path | None = None
+    trainer_url: str | None = None
 
 
 def from_config(config: RunConfig) -> RolloutSettings:
@@ -63,4 +67,6 @@ def from_config(config: RunConfig) -> RolloutSettings:
         token_files=services.token_files,
         ca_file=services.tls.ca_file,
         limits=services.limits,
+        pulled=RunFolder(config.run.folder).pulled(f"{socket.gethostname()}-{services.rollout.port}").absolute(),
+        trainer_url=services.base_url("trainer"),
     )

@@ -14,6 +14,9 @@ from services.trainer.learner.opening import BackendInputs, OpenedBackend
 from services.trainer.loop.interfaces import Collaborators
 from services.trainer.loop.publisher import Publisher
 from services.trainer.loop.worker import TrainerWorker
+from services.trainer.publishing import routes as publishing
+from services.trainer.publishing.publications import Publications
+from services.trainer.publishing.routes import PublishingState
 from services.trainer.routes import ROLES, router
 from services.trainer.settings import TrainerSettings
 from services.trainer.settlement.ledger import LedgerFile, StepLog
@@ -36,6 +39,7 @@ from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from shared.web.access import Role, read_tokens
 from shared.web.http import create_app
+from shared.weights.serving import Uplink
 
 _log = telemetry.Log("trainer")
 
@@ -77,13 +81,17 @@ async def open_trainer(
         )
         thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         stack.callback(thread.shutdown, wait=False, cancel_futures=True)
-        opened = open_backend(BackendInputs(config, settings, model, ChatTokenizer(model), origin))
         folder = RunFolder(settings.run_folder)
+        publications = Publications(folder.published, settings.run)
+        stack.callback(publications.close)
         publisher = Publisher(
+            settings.url,
             _servers(redis, settings),
+            publications.announce,
             lambda url: RolloutClient(url, token=admin, ca_file=settings.ca_file),
             settings.update_mode,
         )
+        opened = open_backend(BackendInputs(config, settings, model, ChatTokenizer(model), origin, publications))
         parts = Collaborators(
             backend=opened.backend,
             checkpoints=opened.checkpoints,
@@ -97,9 +105,13 @@ async def open_trainer(
             warm_start=lambda: opened.warm_start(environments, status, thread),
             publish=publisher.publish,
         )
-        app = create_app("trainer", limits=settings.limits, tokens=callers, ready=status.not_ready, roles=ROLES)
+        app = create_app(
+            "trainer", limits=settings.limits, tokens=callers, ready=status.not_ready, roles=ROLES | publishing.ROLES
+        )
         app.state.status = status
+        app.state.publishing = PublishingState(publications, Uplink(publications.read), publisher.sources)
         app.include_router(router)
+        app.include_router(publishing.router)
         yield RunningService(app, [TrainerWorker(from_run.plan(config, opened.tokens, origin), parts, status).run])
 
 

@@ -29,10 +29,13 @@ class TokenLimits:
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """Addresses, files and switches of the service itself. `run_folder` is absolute."""
+    """Addresses, files and switches of the service itself. `run_folder` is absolute, `url` is how rollout servers reach
+    it.
+    """
 
     run: str
     run_folder: Path
+    url: str
     max_to_keep: int
     redis_url: str
     redis_password_file: Path | None
@@ -55,6 +58,7 @@ def from_config(config: RunConfig) -> TrainerSettings:
     return TrainerSettings(
         run=config.run.name,
         run_folder=config.run.folder.absolute(),
+        url=services.base_url("trainer"),
         max_to_keep=config.trainer.checkpointing_options.max_to_keep,
         redis_url=services.redis_url,
         redis_password_file=services.redis_password_file,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +33,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _NO_ADDRESS = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError)
 MAX_ANSWER_BYTES = 64 * 2**20
 _JSON = "application/json"
+_FILE = (200, 206)  # the whole of it, its rest
 _KEEPALIVE_S = 4.0  # well below that of shared.web.serving, so that no request meets a connection that is being closed
 
 
@@ -49,10 +50,18 @@ class HttpReply(NamedTuple):
     retry_after: str = ""
 
 
+type Take = Callable[[bytes], None]
+"""Is given a content block by block; what it raises ends the transfer."""
+
+
 class _Wire(Protocol):
     async def send(
         self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float
     ) -> HttpReply: ...
+
+    async def receive(self, path: str, headers: Mapping[str, str], take: Take) -> HttpReply:
+        """The answer to a GET; of a success its content is `take`n as it comes, and not in the reply."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -135,6 +144,18 @@ class HttpClient:
         """
         return await self._exchanged(method, path, self._pack(body) if body is not None else None, None, None)
 
+    async def download(self, path: str, take: Take, *, start: int = 0) -> None:
+        """The bytes of a file from `start` on, as they come: the caller bounds how many, and for how long. Raises as
+        `get`, and MalformedAnswer from who does not begin there.
+        """
+        assert self._wire is not None, "enter the client first"
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        reply = await self._translated(f"GET {self.base_url}{path}", self._wire.receive(path, headers, take))
+        if reply.status not in _FILE:
+            _read(reply, path, MAX_OBJECTS)
+        if reply.status != _FILE[bool(start)]:
+            raise MalformedAnswer(f"{self.base_url}{path} answered {reply.status} where a file was asked for")
+
     async def _send(
         self,
         method: str,
@@ -151,9 +172,13 @@ class HttpClient:
         self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float | None
     ) -> HttpReply:
         assert self._wire is not None, "enter the client first"
-        what = f"{method} {self.base_url}{path}"
+        sent = self._wire.send(method, path, body, params, timeout_s or self._timeout_s)
+        return await self._translated(f"{method} {self.base_url}{path}", sent)
+
+    async def _translated[T](self, what: str, exchange: Awaitable[T]) -> T:
+        """What the network says of `what`, in our words."""
         try:
-            return await self._wire.send(method, path, body, params, timeout_s or self._timeout_s)
+            return await exchange
         except TimeoutError as error:
             raise ServiceUnreachable(f"{what} did not answer in time") from error
         except aiohttp.ClientSSLError as error:
@@ -210,6 +235,19 @@ class _Network:
             content = await _bounded(answer, path)
             return HttpReply(answer.status, told.get("Content-Type", ""), content, told.get("Retry-After", ""))
 
+    async def receive(self, path: str, headers: Mapping[str, str], take: Take) -> HttpReply:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+        async with self._session.get(
+            self._base_url + path, headers=headers, timeout=timeout, allow_redirects=False
+        ) as answer:
+            told, content = answer.headers, b""
+            if answer.status in _FILE and answer.status == _FILE["Range" in headers]:
+                async for block in answer.content.iter_any():
+                    take(block)
+            else:
+                content = await _bounded(answer, path)
+            return HttpReply(answer.status, told.get("Content-Type", ""), content, told.get("Retry-After", ""))
+
     async def close(self) -> None:
         await self._session.close()
 
@@ -244,6 +282,14 @@ class _Direct:
         )
         told = answer.headers
         return HttpReply(answer.status_code, told.get("Content-Type", ""), answer.content, told.get("Retry-After", ""))
+
+    async def receive(self, path: str, headers: Mapping[str, str], take: Take) -> HttpReply:
+        answer = await self._direct.send("GET", path, None, None, headers, _CONNECT_TIMEOUT_S)
+        told, content = answer.headers, answer.content
+        if answer.status_code == _FILE["Range" in headers]:
+            take(content)
+            content = b""
+        return HttpReply(answer.status_code, told.get("Content-Type", ""), content, told.get("Retry-After", ""))
 
     async def close(self) -> None:
         await self._direct.close()

@@ -18,6 +18,7 @@ from shared.bounds import MAX_OBJECTS
 from shared.clients.base import MALFORMED, HttpClient
 from shared.errors import DecodeError, Unavailable
 from shared.types import VersionSpan, WeightVersion
+from shared.weights.manifest import WeightOffer
 
 _WEIGHTS_TIMEOUT_S = 600.0
 _ROW_OBJECTS = 8  # of a token in SGLang's JSON: its id, and a row of three
@@ -101,11 +102,9 @@ class RolloutClient(HttpClient):
         body = {"version": version, "mode": mode} | ({"base_version": base_version} if base_version else {})
         return await self.post("/weights/commit", body, timeout_s=_WEIGHTS_TIMEOUT_S)
 
-    async def update_weights(self, manifest: Path, mode: str) -> dict[str, Any]:
-        """`stage` and `commit` in one call."""
-        return await self.post(
-            "/update_weights", {"manifest": str(manifest), "mode": mode}, timeout_s=_WEIGHTS_TIMEOUT_S
-        )
+    async def update_weights(self, offer: WeightOffer, mode: str) -> dict[str, Any]:
+        """Stages and commits a version that is published."""
+        return await self.post("/update_weights", {**offer.to_json(), "mode": mode}, timeout_s=_WEIGHTS_TIMEOUT_S)
 
 
 def _generation(answer: Any, n_prompt: int) -> Generation:

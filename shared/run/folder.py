@@ -112,6 +112,15 @@ class RunFolder:
         return self.path / "redis"
 
     @property
+    def published(self) -> Path:
+        """The newest versions as chunks: the trainer's alone."""
+        return self.path / "published"
+
+    def pulled(self, server: str) -> Path:
+        """Chunks that a rollout server has pulled: its alone."""
+        return self.path / "pulled" / server
+
+    @property
     def handovers(self) -> Path:
         return self.path / "handovers.jsonl"
 

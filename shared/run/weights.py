@@ -55,7 +55,7 @@ class ManifestFile:
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> Self:
         """Raises KeyError or TypeError."""
-        return cls(_text(raw, "name"), _count(raw, "size"), _text(raw, "blake3"))
+        return cls(text_of(raw, "name"), count_of(raw, "size"), text_of(raw, "blake3"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +97,11 @@ class Adapter:
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> Self:
         """Raises KeyError or TypeError."""
-        rank, alpha, base = _count(raw, "rank"), float(raw["alpha"]), raw["base"]
+        rank, alpha, base = count_of(raw, "rank"), float(raw["alpha"]), raw["base"]
         files = tuple(map(ManifestFile.from_mapping, base["files"]))
         if not rank or not math.isfinite(alpha) or base["digest"] != _digest_of(files):
             raise TypeError("rank, alpha or the digest of the base is none")
-        return cls(rank, alpha, BaseWeights(base["digest"], files, tuple(map(_leaf, base["tree"]))))
+        return cls(rank, alpha, BaseWeights(base["digest"], files, tuple(map(leaf_of, base["tree"]))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,18 +153,18 @@ class Manifest:
                 raise WeightsError(f"manifest has schema {raw['schema']!r:.50}, expected {SCHEMA}")
             base, probe, state, adapter = raw["base_version"], raw["probe"], raw.get("state"), raw.get("adapter")
             return cls(
-                run=_text(raw, "run"),
-                version=str(WeightVersion.parse(_text(raw, "version"))),
-                base_version=None if base is None else str(WeightVersion.parse(_text(raw, "base_version"))),
-                step=_count(raw, "step"),
-                kind=_text(raw, "kind"),
-                path=_text(raw, "path"),
+                run=text_of(raw, "run"),
+                version=str(WeightVersion.parse(text_of(raw, "version"))),
+                base_version=None if base is None else str(WeightVersion.parse(text_of(raw, "base_version"))),
+                step=count_of(raw, "step"),
+                kind=text_of(raw, "kind"),
+                path=text_of(raw, "path"),
                 files=tuple(map(ManifestFile.from_mapping, raw["files"])),
-                tree=tuple(_leaf(leaf) for leaf in raw["tree"]),
+                tree=tuple(leaf_of(leaf) for leaf in raw["tree"]),
                 model=dict(raw["model"]),
-                probe=None if probe is None else _probe(probe),
+                probe=None if probe is None else probe_of(probe),
                 created=float(raw["created"]),
-                state=None if state is None else _text(raw, "state"),
+                state=None if state is None else text_of(raw, "state"),
                 adapter=None if adapter is None else Adapter.from_mapping(adapter),
             )
         except (DecodeError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -176,28 +176,31 @@ def _digest_of(files: Sequence[ManifestFile]) -> str:
     return blake3.blake3(orjson.dumps([asdict(file) for file in files], option=orjson.OPT_SORT_KEYS)).hexdigest()
 
 
-def _text(raw: Mapping[str, Any], key: str) -> str:
+def text_of(raw: Mapping[str, Any], key: str) -> str:
+    """Raises KeyError or TypeError, as the other three."""
     value = raw[key]
     if not isinstance(value, str) or "\0" in value:
         raise TypeError(f"{key} is not text")
     return value
 
 
-def _count(raw: Mapping[str, Any], key: str) -> int:
+def count_of(raw: Mapping[str, Any], key: str) -> int:
+    """At least 0."""
     value = raw[key]
     if type(value) is not int or value < 0:
         raise TypeError(f"{key} is not a count")
     return value
 
 
-def _leaf(raw: Mapping[str, Any]) -> ManifestLeaf:
+def leaf_of(raw: Mapping[str, Any]) -> ManifestLeaf:
+    """An array's key, shape and dtype."""
     shape = tuple(raw["shape"])
     if any(type(n) is not int or n < 0 for n in shape):
         raise TypeError("a shape does not consist of sizes")
-    return ManifestLeaf(_text(raw, "key"), shape, _text(raw, "dtype"))
+    return ManifestLeaf(text_of(raw, "key"), shape, text_of(raw, "dtype"))
 
 
-def _probe(raw: Mapping[str, Any]) -> Probe:
+def probe_of(raw: Mapping[str, Any]) -> Probe:
     """A log-probability that is no number is null in JSON: those weights compute nothing."""
     ids, logprobs = tuple(raw["input_ids"]), tuple(raw["logprobs"])
     if any(type(token) is not int or not 0 <= token < 1 << 31 for token in ids):

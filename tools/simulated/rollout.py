@@ -45,6 +45,8 @@ from shared.process.boot import RunningService, main
 from shared.run.weights import copy_files
 from shared.schema import RunConfig
 from shared.types import spans
+from shared.weights.chunks import reads
+from shared.weights.manifest import Chunk, WeightTree
 
 _TOKEN_S = 0.03
 """An episode of some tokens takes long enough to be in flight when something fails, and a run of hundreds of steps not
@@ -184,9 +186,12 @@ class SimulatedEngine:
 
 
 def load(weights: StagedWeights) -> dict[str, np.ndarray]:
-    """The arrays of a folder of `.npy` files by leaf name. Raises WeightsError if they are not those of
+    """The arrays of chunks, or of a folder of `.npy` files, by leaf name. Raises WeightsError if they are not those of
     the manifest, and Unavailable if they cannot be read now.
     """
+    if weights.kind == "chunks":
+        tree = WeightTree(weights.tree, tuple(Chunk(file.blake3, file.size) for file in weights.files))
+        return {name: read() for name, read in reads(Path(weights.folder), tree, weights.version).items()}
     copies = defaultdict[str, io.BytesIO](io.BytesIO)
     copy_files(Path(weights.folder), weights.below, weights.files, weights.version, lambda name: copies[name])
     arrays: dict[str, np.ndarray] = {}

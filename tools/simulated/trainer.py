@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from services.trainer.checkpoints.store import Arrays, CheckpointContents, Check
 from services.trainer.learner.metrics import StepMetrics, of_groups, of_statistics
 from services.trainer.learner.opening import BackendInputs, OpenedBackend
 from services.trainer.loop.group_buffer import ReadyGroup
+from services.trainer.publishing.publications import Publications, PublishedVersion
 from services.trainer.settings import TokenLimits
 from shared.errors import ConfigError, WeightsError
 from shared.models.config import ModelConfig
@@ -28,6 +30,7 @@ from shared.models.origin import Origin
 from shared.process.boot import RunningService, main
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
+from shared.run.weights import ManifestLeaf
 from shared.schema import RunConfig
 from shared.types import Group, WeightVersion
 from tools.simulated.content import content_of
@@ -56,8 +59,14 @@ class SimulatedBackend:
     """A `Backend` without a model. `params` are float32 by leaf name; the optimizer's state is its count of groups."""
 
     def __init__(
-        self, checkpoints: CheckpointFolders, model: Mapping[str, Any], seed: int, origin: Origin | None = None
+        self,
+        checkpoints: CheckpointFolders,
+        publications: Publications,
+        model: Mapping[str, Any],
+        seed: int,
+        origin: Origin | None = None,
     ) -> None:
+        self._publications = publications
         self._checkpoints, self._model, self._seed, self._origin = checkpoints, model, seed, origin
         self._restored: RestoredCheckpoint | None = None
         self.params: dict[str, np.ndarray] = {}
@@ -103,6 +112,11 @@ class SimulatedBackend:
             state, CheckpointContents(self.params, {"count": self._count}, None, self._model, None), base
         )
 
+    def publish(self, version: WeightVersion) -> PublishedVersion:
+        leaves = [ManifestLeaf(name, value.shape, str(value.dtype)) for name, value in self.params.items()]
+        arrays = {name: partial(np.asarray, value) for name, value in self.params.items()}
+        return self._publications.publish(version, leaves, arrays, self._model, None)
+
     def _learn(self, group: Group) -> float:
         """One group changes every weight; returns by how much, as a Euclidean norm."""
         self._count = self._count + 1
@@ -136,7 +150,7 @@ def _simulated(given: BackendInputs) -> OpenedBackend:
     checkpoints = CheckpointFolders(
         RunFolder(settings.run_folder).checkpoints, settings.run, settings.max_to_keep, NumpyArrays()
     )
-    backend = SimulatedBackend(checkpoints, model.to_hf(), given.config.run.seed, given.origin)
+    backend = SimulatedBackend(checkpoints, given.publications, model.to_hf(), given.config.run.seed, given.origin)
     return OpenedBackend(backend, checkpoints, TokenLimits(model.vocab_size, given.tokenizer.pad_id), _no_warm_start)
 
 

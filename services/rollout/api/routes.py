@@ -24,12 +24,15 @@ from shared.models.chat import ChatTokenizer
 from shared.web.access import Role
 from shared.web.http import read_body, respond
 from shared.web.openapi import declares
+from shared.weights.manifest import WeightOffer
+from shared.weights.serving import Uplink
 
 router = APIRouter()
 ROLES = {
     "POST /generate": Role.SERVICE,
     "POST /abort_request": Role.SERVICE,
     "GET /weights": Role.VIEWER,
+    "GET /weights/chunks/{digest}": Role.SERVICE,
     "GET /get_model_info": Role.VIEWER,
     "GET /get_server_info": Role.VIEWER,
     "POST /weights/stage": Role.ADMIN,
@@ -52,6 +55,7 @@ class RolloutState:
     updates: WeightUpdater
     spec: EngineSpec
     tokenizer: ChatTokenizer | None
+    uplink: Uplink
 
     @property
     def info(self) -> EngineInfo:
@@ -98,9 +102,10 @@ async def _scored(request: Request, body: Mapping[str, Any], state: RolloutState
 
 @router.post("/weights/stage", tags=["weights"], openapi_extra=declares(body=schemas.STAGE, answer=schemas.STAGED))
 async def stage(request: Request, state: Rollout) -> Response:
-    """Loads `manifest` (path of a checkpoint) beside the serving weights, while decoding goes on."""
-    body = await read_body(request)
-    return respond(request, _staged(await state.updates.stage(_text(body, "manifest"))))
+    """Loads a published version ({version, manifest, sources}), or `manifest` as the path of a checkpoint, beside the
+    serving weights, while decoding goes on.
+    """
+    return respond(request, _staged(await state.updates.stage(_weights(await read_body(request)))))
 
 
 @router.post("/weights/commit", tags=["weights"], openapi_extra=declares(body=schemas.COMMIT, answer=schemas.COMMITTED))
@@ -119,11 +124,17 @@ async def weights(request: Request, state: Rollout) -> Response:
     return respond(request, {"current": updates.current, "staged": staged, "digest": updates.digest})
 
 
+@router.get("/weights/chunks/{digest}", tags=["weights"], openapi_extra=declares(answer=schemas.CHUNK))
+async def chunk(request: Request, digest: str, state: Rollout) -> Response:
+    """A chunk of what serves or is being pulled, or a manifest, by its blake3; `Range: bytes=N-` gives the rest."""
+    return await state.uplink.answer(request, digest)
+
+
 @router.post("/update_weights", tags=["weights"], openapi_extra=declares(body=schemas.UPDATE, answer=schemas.COMMITTED))
 async def update_weights(request: Request, state: Rollout) -> Response:
     """Stage and commit in one."""
     body = await read_body(request)
-    return respond(request, await _update(state, _text(body, "manifest"), _mode(body)))
+    return respond(request, await _update(state, _weights(body), _mode(body)))
 
 
 @router.post(
@@ -201,8 +212,8 @@ async def get_server_info(request: Request, state: Rollout) -> Response:
     )
 
 
-async def _update(state: RolloutState, path: str, mode: CommitMode | None) -> dict[str, Any]:
-    staged, committed = await state.updates.update(path, mode)
+async def _update(state: RolloutState, wanted: str | WeightOffer, mode: CommitMode | None) -> dict[str, Any]:
+    staged, committed = await state.updates.update(wanted, mode)
     done = _committed(committed)
     return {**done, "timings": {**staged.timings, **done["timings"]}}
 
@@ -234,6 +245,10 @@ def _text(body: dict[str, Any], name: str) -> str:
     if not isinstance(value, str) or not value:
         raise InputError(f"{name} must be a non-empty string, not {reprlib.repr(value)}")
     return value
+
+
+def _weights(body: dict[str, Any]) -> str | WeightOffer:
+    return WeightOffer.from_json(body) if "sources" in body else _text(body, "manifest")
 
 
 def _mode(body: dict[str, Any]) -> CommitMode | None:

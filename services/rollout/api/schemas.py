@@ -116,13 +116,21 @@ GENERATED = _object(
     }
 )
 
-STAGE = _with_example(_object({"manifest": _TEXT}), manifest=_CHECKPOINT)
+_OFFER = {
+    "version": _TEXT,
+    "manifest": _object({"blake3": _TEXT, "size": _COUNT}),
+    "sources": {"type": "array", "items": _TEXT},
+}
+STAGE = _with_example({"anyOf": [_object({"manifest": _TEXT}), _object(_OFFER)]}, manifest=_CHECKPOINT)
+CHUNK = {"type": "string", "format": "binary"}
 STAGED = _object({"staged": {"type": "string"}, "digest": {"type": "string"}, "timings": _TIMINGS})
 COMMIT = _with_example(
     _object({"version": _TEXT}, {"base_version": _or_null(_TEXT), "mode": _MODE}), version=_VERSION_NAME
 )
 COMMITTED = _object(_COMMITTED)
-UPDATE = _with_example(_object({"manifest": _TEXT}, {"mode": _MODE}), manifest=_CHECKPOINT)
+UPDATE = _with_example(
+    {"anyOf": [_object({"manifest": _TEXT}, {"mode": _MODE}), _object(_OFFER, {"mode": _MODE})]}, manifest=_CHECKPOINT
+)
 UPDATE_FROM_DISK = _with_example(_object({"model_path": _TEXT}, {"mode": _MODE}), model_path=_CHECKPOINT)
 UPDATED_FROM_DISK = _object({"success": {"const": True}, "message": {"type": "string"}, **_COMMITTED})
 WEIGHTS = _object({"current": _VERSION, "staged": _VERSION, "digest": _VERSION})

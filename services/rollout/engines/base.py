@@ -146,8 +146,11 @@ class ScoredTokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedWeights:
-    """Weights to stage: `kind` says whether `folder` is a checkpoint, with an Orbax folder `below` it, or a Hugging
-    Face folder.
+    """Weights to stage: `kind` says whether `folder` is a checkpoint, with an Orbax folder `below` it, a folder of
+    chunks (shared.weights.chunks), or a Hugging Face folder.
+
+    Of chunks, `files` are those of the version's stream in their order, each with its digest for a name, and `tree` are
+    the arrays in the stream, in their order; a `base` is of chunks as well.
 
     A checkpoint's `files` are as its manifest names them: an engine reads each once (`shared.run.weights.copy_files`)
     and loads the very bytes whose digest it has taken. What they hold must have exactly the leaves of `tree`. With a
@@ -158,7 +161,7 @@ class StagedWeights:
     folder: str
     version: str
     digest: str = ""
-    kind: Literal["orbax", "hf"] = "orbax"
+    kind: Literal["orbax", "chunks", "hf"] = "orbax"
     below: str = ""
     files: tuple[ManifestFile, ...] = ()
     tree: tuple[ManifestLeaf, ...] = ()

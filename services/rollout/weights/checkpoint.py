@@ -13,8 +13,9 @@ from services.rollout.engines.base import StagedBase, StagedWeights
 from shared.errors import ConfigError, DecodeError, WeightsError
 from shared.models.config import ModelConfig
 from shared.run import weights
-from shared.run.weights import Manifest
+from shared.run.weights import Manifest, ManifestFile
 from shared.types import WeightVersion
+from shared.weights.manifest import PublishedManifest, WeightTree
 
 
 def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
@@ -54,6 +55,35 @@ def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
     )
 
 
+def examine_published(manifest: PublishedManifest, folder: Path, model: ModelConfig, run: str) -> StagedWeights:
+    """What to stage of a published version of this run and model, whose chunks are, or will be, in `folder`.
+
+    Raises WeightsError.
+    """
+    _same_run(manifest.version, manifest.run, run)
+    _same_model(manifest, model)
+    ids, logprobs = _probe(manifest, model.vocab_size)
+    adapter, base = manifest.adapter, None
+    if adapter is not None:
+        base = StagedBase(str(folder), adapter.base.digest, _files(adapter.base), adapter.base.leaves, adapter.scale)
+    return StagedWeights(
+        str(folder),
+        manifest.version,
+        manifest.digest,
+        kind="chunks",
+        files=_files(manifest.weights),
+        tree=manifest.weights.leaves,
+        probe_ids=ids,
+        probe_logprobs=logprobs,
+        probe_noise=manifest.probe.noise if manifest.probe else None,
+        base=base,
+    )
+
+
+def _files(tree: WeightTree) -> tuple[ManifestFile, ...]:
+    return tuple(ManifestFile(chunk.blake3, chunk.size, chunk.blake3) for chunk in tree.chunks)
+
+
 def _base(manifest: Manifest, folder: Path) -> StagedBase | None:
     if (adapter := manifest.adapter) is None:
         return None
@@ -72,11 +102,7 @@ def parse(version: str) -> WeightVersion | None:
 
 
 def _belongs(manifest: Manifest, folder: Path, run: str) -> None:
-    if manifest.run != run:
-        raise WeightsError(
-            f"{manifest.version} is of run {manifest.run!r}, this server belongs to {run!r}",
-            "is run.name the trainer's?",
-        )
+    _same_run(manifest.version, manifest.run, run)
     if manifest.version != folder.name:
         raise WeightsError(
             f"the manifest of {manifest.version} lies in {folder.name}", "a checkpoint's folder has its version's name"
@@ -87,7 +113,14 @@ def _belongs(manifest: Manifest, folder: Path, run: str) -> None:
         )
 
 
-def _same_model(manifest: Manifest, model: ModelConfig) -> None:
+def _same_run(version: str, run: str, ours: str) -> None:
+    if run != ours:
+        raise WeightsError(
+            f"{version} is of run {run!r}, this server belongs to {ours!r}", "is run.name the trainer's?"
+        )
+
+
+def _same_model(manifest: Manifest | PublishedManifest, model: ModelConfig) -> None:
     try:
         theirs = ModelConfig.parse(manifest.model, f"the manifest of {manifest.version}")
     except ConfigError as error:
@@ -100,7 +133,7 @@ def _same_model(manifest: Manifest, model: ModelConfig) -> None:
         )
 
 
-def _probe(manifest: Manifest, vocab_size: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+def _probe(manifest: Manifest | PublishedManifest, vocab_size: int) -> tuple[np.ndarray | None, np.ndarray | None]:
     if manifest.probe is None:
         return None, None
     ids, logprobs = np.array(manifest.probe.input_ids, np.int32), np.array(manifest.probe.logprobs, np.float32)

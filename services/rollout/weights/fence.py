@@ -19,27 +19,45 @@ class VersionFence:
 
     served: StagedUpdate | None = None
 
-    def check(self, found: StagedWeights, newest: Path | None, serving: StagedUpdate | None) -> None:
+    def check(
+        self,
+        found: StagedWeights,
+        newest: WeightVersion | None,
+        serving: StagedUpdate | None,
+        beginning: str | None = None,
+    ) -> None:
         """Raises Conflict for weights that the run has left behind: an older trainer may still be sending them, and
-        WeightsError for those of another base. `newest` is the run's newest on disk.
+        WeightsError for those of another base. `newest` is the run's newest that is known of, `beginning` that of the
+        run that published them.
         """
         version = parse(found.version)
         if version is None:
             return
-        if newest is not None and WeightVersion.parse(newest.name).epoch > version.epoch:
-            raise Conflict(f"{found.version} is of an earlier epoch than {newest.name}, the run's newest")
-        if self.served is not None and version < WeightVersion.parse(self.served.version):
+        if newest is not None and newest.epoch > version.epoch:
+            raise Conflict(f"{found.version} is of an earlier epoch than {newest}, the run's newest")
+        if self.served is None:
+            return
+        published = beginning is not None and self.served.beginning is not None
+        if published and beginning != self.served.beginning:
+            raise Conflict(
+                f"{found.version} is of another beginning of the run than {self.served.version}, which has served",
+                "if the run was begun anew, its trainer says so when this server asks it next",
+            )
+        if version < WeightVersion.parse(self.served.version):
             raise Conflict(
                 f"{found.version} is older than {self.served.version}, which has served",
                 "a server of a run only moves forward",
             )
         base = found.base.digest if found.base else None
-        if self.served is not None and self.served.base != base:
+        alike = published == (
+            beginning is not None or self.served.beginning is not None
+        )  # else digests are of other kinds
+        if alike and self.served.base != base:
             raise WeightsError(
                 f"{found.version} is of the base {base or 'nothing'}, this server's is {self.served.base or 'nothing'}",
                 "all versions of a run are of one base",
             )
-        if serving is not None and serving.version == found.version and serving.digest != found.digest:
+        if alike and serving is not None and serving.version == found.version and serving.digest != found.digest:
             raise Conflict(f"{found.version} serves already, with another digest", "a version is published once")
 
     def advance(self, update: StagedUpdate) -> None:
@@ -51,6 +69,10 @@ class VersionFence:
         """A run always keeps its newest version, if only set aside as damaged: where that is older than ours, and ours
         is gone, the folder was emptied. Blocks on disk.
         """
-        if self.served is None or WeightVersion.parse(newest.name) >= WeightVersion.parse(self.served.version):
+        if (
+            self.served is None
+            or self.served.path is None
+            or WeightVersion.parse(newest.name) >= WeightVersion.parse(self.served.version)
+        ):
             return False
         return not self.served.path.exists() and not (newest.parent / weights.BAD / self.served.version).exists()

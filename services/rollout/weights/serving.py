@@ -15,11 +15,14 @@ from shared.errors import WeightsError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedUpdate:
-    """Weights that were loaded from `path`: how to know them again, and `timings`, durations in seconds. `base` is the
-    digest of what they are adapters of.
+    """Weights that were loaded from `path`, or, without one, as they were published: how to know them again, and
+    `timings`, durations in seconds. `base` is the digest of what they are adapters of.
+
+    Of published ones `manifest` is the digest of theirs, `beginning` that of their run, and `chunks` are what others
+    may have from here.
     """
 
-    path: Path
+    path: Path | None
     version: str
     digest: str
     checksum: str
@@ -27,6 +30,9 @@ class StagedUpdate:
     probe_logprobs: np.ndarray | None = None
     probe_noise: float | None = None
     base: str | None = None
+    manifest: str | None = None
+    beginning: str | None = None
+    chunks: frozenset[str] = frozenset()
 
     def judge(self, live: Live, dtype: str) -> str | None:
         """What speaks against `live` being these weights."""

@@ -1,5 +1,6 @@
-"""New weights into the engine. They take one way, `update`: the trainer's push says where to look now; a server that
-has just started, or missed a push, finds the newest version on disk by itself.
+"""New weights into the engine. They take one way, `update`: the trainer's push says which version there is, and who has
+it; a server that has just started, or missed a push, asks the trainer, and looks for checkpoints in a folder while no
+trainer answers.
 
 Invariants: one update at a time; the engine loads the very bytes whose digests it has taken, and takes them once; a
 version that fails leaves the serving one as it is; a server never goes back, except with a run that was begun anew;
@@ -13,18 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from services.rollout import metrics
-from services.rollout.engines.base import CommitMode, CommitResult, Engine, Live
-from services.rollout.weights.checkpoint import examine, parse
+from services.rollout.engines.base import CommitMode, CommitResult, Engine, Live, LoadedWeights, StagedWeights
+from services.rollout.weights.checkpoint import examine, examine_published, parse
 from services.rollout.weights.fence import VersionFence
+from services.rollout.weights.pulling import ChunkPuller
 from services.rollout.weights.serving import Distrusted, NothingServes, Serving, ServingState, StagedUpdate
 from services.rollout.weights.turns import UpdateTurns
 from shared.errors import (
     Conflict,
     Forbidden,
+    NotFound,
     OutOfMemory,
     Unavailable,
     VolleyError,
@@ -35,8 +39,9 @@ from shared.models.config import ModelConfig
 from shared.process import telemetry
 from shared.run import weights
 from shared.types import WeightVersion
+from shared.weights.manifest import PublishedManifest, WeightOffer
 
-POLL_S = 1.0
+POLL_S, POLL_SERVING_S = 1.0, 3.0
 RETRY_BAD_S = 30.0
 AUDIT_S = 30.0
 _log = telemetry.Log("weights")
@@ -44,23 +49,25 @@ _log = telemetry.Log("weights")
 
 @dataclass(frozen=True, slots=True)
 class FailedVersion:
-    """The newest version on disk could not be loaded; `at` is of the monotonic clock."""
+    """The newest version could not be loaded; `at` is of the monotonic clock."""
 
-    folder: Path
+    version: str
     at: float
     reason: str
 
 
 @dataclass
 class WeightUpdater:
-    """Moves versions from disk into the engine.
+    """Moves versions into the engine.
 
     Args:
-        root: the only folder weights are read from; None refuses every update.
+        root: the only folder that paths may lead into; None refuses them.
         model: what the engine computes.
         run: the run whose weights are taken.
         dtype: the engine's.
         state: what the engine serves from the start.
+        puller: takes published versions; None refuses them.
+        newest_offer: asks the trainer for its newest version; raises VolleyError.
 
     `staged` waits beside what serves; `_failed` is what the watcher does not try again at once.
     """
@@ -73,6 +80,9 @@ class WeightUpdater:
     dtype: str = "float32"
     state: ServingState = field(default_factory=NothingServes)
     staged: StagedUpdate | None = None
+    puller: ChunkPuller | None = None
+    newest_offer: Callable[[], Awaitable[WeightOffer]] | None = None
+    _announced: WeightVersion | None = None
     _failed: FailedVersion | None = None
     _fence: VersionFence = field(default_factory=VersionFence)
     _turns: UpdateTurns = field(default_factory=UpdateTurns)
@@ -97,17 +107,17 @@ class WeightUpdater:
             case Distrusted(reason):
                 return Unavailable(reason)
             case NothingServes() if self._failed is not None:
-                return Unavailable(f"weights {self._failed.folder.name} cannot be loaded: {self._failed.reason}")
+                return Unavailable(f"weights {self._failed.version} cannot be loaded: {self._failed.reason}")
             case NothingServes():
-                return WeightsUnpublished(f"no weights are published under {self.root} yet")
+                return WeightsUnpublished("no weights are published yet")
 
-    async def stage(self, path: str) -> StagedUpdate:
-        """Loads the checkpoint `path` (its manifest, its folder, or a Hugging Face folder).
+    async def stage(self, wanted: str | WeightOffer) -> StagedUpdate:
+        """Loads a published version, or a path: of a checkpoint's manifest or folder, or of a Hugging Face folder.
 
         Raises Forbidden, WeightsError, Conflict, Unavailable or OutOfMemory; then nothing is staged.
         """
         async with self._turns.turn():
-            return await self._stage(path)
+            return await self._stage(wanted)
 
     async def commit(self, version: str, base_version: str | None, mode: CommitMode | None) -> CommitResult:
         """Raises Conflict if `version` is not staged, or `base_version` is not what serves; WeightsError if it then
@@ -116,20 +126,26 @@ class WeightUpdater:
         async with self._turns.turn():
             return await self._commit(version, base_version, mode)
 
-    async def update(self, path: str, mode: CommitMode | None) -> tuple[StagedUpdate, CommitResult]:
+    async def update(self, wanted: str | WeightOffer, mode: CommitMode | None) -> tuple[StagedUpdate, CommitResult]:
         """`stage` and `commit`."""
         async with self._turns.turn():
-            staged = await self._stage(path)
+            staged = await self._stage(wanted)
             return staged, await self._commit(staged.version, None, mode)
 
+    def read_chunk(self, digest: str) -> bytes:
+        """For other servers. Raises NotFound; it blocks."""
+        if self.puller is None:
+            raise NotFound("this server passes no weights on")
+        return self.puller.chunks.read(digest)
+
     async def watch(self) -> None:
-        """Worker: loads the newest version of the root whenever it is newer than the serving one."""
-        while self.root is not None:
+        """Worker: loads the run's newest version whenever it is newer than the serving one."""
+        while self.root is not None or self.newest_offer is not None:
             try:
                 await self.catch_up()
             except VolleyError as error:
                 _log.warning("update failed", detail=str(error), current=self.current)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_S if self.current is None else POLL_SERVING_S)
 
     async def guard(self) -> None:
         """Worker: audits what serves."""
@@ -152,52 +168,132 @@ class WeightUpdater:
 
     async def catch_up(self) -> None:
         """Loads the newest version if it is newer; one that failed is tried again after 30 s. Raises as `update`."""
-        assert self.root is not None
-        async with self._turns.between():
-            newest = await asyncio.to_thread(weights.newest, self.root)
-            if newest is not None and await asyncio.to_thread(self._fence.begun_anew, newest):
-                _log.warning("the run was begun anew", newest=newest.name, current=self.current)
-                self.state, self.staged = NothingServes(self.state.beginnings + 1), None
-                self._fence, self._failed = VersionFence(), None
-        if newest is None or not _newer(newest.name, self.state):
-            return
+        offer = await self._offered()
+        if offer is not None:
+            await self._begin_anew(offer)
+            await self._load_newer(offer.version, offer)
+        elif self.root is not None:
+            newest = await self._newest_folder(self.root)
+            if newest is not None:
+                await self._load_newer(newest.name, str(newest))
+
+    async def _load_newer(self, version: str, wanted: str | WeightOffer) -> None:
         failed = self._failed
-        if failed is not None and failed.folder == newest and failed.at > time.monotonic() - RETRY_BAD_S:
+        if not _newer(version, self.state) or (
+            failed is not None and failed.version == version and failed.at > time.monotonic() - RETRY_BAD_S
+        ):
             return
         try:
-            await self.update(str(newest), None)
+            await self.update(wanted, None)
         except (WeightsError, OutOfMemory, Conflict, Forbidden) as error:
-            self._failed = FailedVersion(newest, time.monotonic(), str(error))
+            self._failed = FailedVersion(version, time.monotonic(), str(error))
             raise
         self._failed = None
 
-    async def _stage(self, path: str) -> StagedUpdate:
+    async def _offered(self) -> WeightOffer | None:
+        """What the trainer says that its newest version is; None while it does not answer."""
+        if self.newest_offer is None:
+            return None
+        try:
+            offer = await self.newest_offer()
+        except VolleyError as error:
+            _log.debug("the trainer offers nothing", reason=str(error))
+            return None
+        self._announced = WeightVersion.parse(offer.version)
+        return offer
+
+    async def _begin_anew(self, offer: WeightOffer) -> None:
+        """The trainer at the address that the run's configuration names decides which beginning of the run is valid;
+        what served of another one is forgotten.
+        """
+        served = self._fence.served
+        if served is None or served.beginning is None or served.manifest == offer.manifest.blake3:
+            return
+        async with self._turns.turn():
+            if (await self._manifest(offer)).beginning != served.beginning:
+                self._forget(offer.version)
+
+    async def _newest_folder(self, root: Path) -> Path | None:
+        async with self._turns.between():
+            newest = await asyncio.to_thread(weights.newest, root)
+            if newest is not None and await asyncio.to_thread(self._fence.begun_anew, newest):
+                self._forget(newest.name)
+        return newest
+
+    def _forget(self, newest: str) -> None:
+        _log.warning("the run was begun anew", newest=newest, current=self.current)
+        self.state, self.staged = NothingServes(self.state.beginnings + 1), None
+        self._fence, self._failed = VersionFence(), None
+
+    async def _stage(self, wanted: str | WeightOffer) -> StagedUpdate:
+        start = time.perf_counter()
+        staged = await (self._stage_path(wanted) if isinstance(wanted, str) else self._stage_offer(wanted))
+        if staged is not self._serving and staged is not self.staged:
+            self.staged = staged
+            metrics.STAGE_SECONDS.observe(time.perf_counter() - start)
+            _log.info("weights staged", version=staged.version, **staged.timings)
+        return staged
+
+    async def _stage_path(self, path: str) -> StagedUpdate:
         if self.root is None:
             raise Forbidden("this server takes no weights", "start it with a run's configuration")
-        start, where = time.perf_counter(), weights.confined(self.root, path)
+        where = weights.confined(self.root, path)
         found = await asyncio.to_thread(examine, where, self.model, self.run)
-        self._fence.check(found, await asyncio.to_thread(weights.newest, self.root), self._serving)
-        for known in (self._serving, self.staged):
-            if known is not None and (known.version, known.digest) == (found.version, found.digest):
-                return known
+        newest = await asyncio.to_thread(weights.newest, self.root)
+        self._fence.check(found, WeightVersion.parse(newest.name) if newest else None, self._serving)
+        if (known := self._known(found)) is not None:
+            return known
         self.staged = None
         loaded = await self.engine.stage(found)
         again = await asyncio.to_thread(examine, where, self.model, self.run)
         if (again.version, again.digest) != (found.version, found.digest):
             raise WeightsError(f"{found.version} changed while it was loaded")
-        self.staged = StagedUpdate(
-            where,
-            found.version,
-            found.digest,
-            loaded.checksum,
-            loaded.timings,
-            found.probe_logprobs,
-            found.probe_noise,
-            found.base.digest if found.base else None,
+        return _staged(found, where, loaded)
+
+    async def _stage_offer(self, offer: WeightOffer) -> StagedUpdate:
+        """What was pulled is there for the next try, and for other servers, whatever becomes of it here."""
+        if self.puller is None:
+            raise Forbidden("this server takes no weights", "start it with a run's configuration")
+        start = time.perf_counter()
+        manifest = await self._manifest(offer)
+        found = examine_published(manifest, self.puller.chunks.folder, self.model, self.run)
+        self._fence.check(found, self._announced, self._serving, manifest.beginning)
+        if (known := self._known(found)) is not None:
+            return known
+        self.staged = None
+        chunks = manifest.chunks()
+        await self._retain(offer.manifest.blake3, *chunks)
+        metrics.PULLED.inc(n_bytes := await self.puller.pull(chunks.values(), offer.sources))
+        pulled = {"pull_s": time.perf_counter() - start, "pulled_bytes": n_bytes}
+        staged = _staged(found, None, await self.engine.stage(found))
+        return replace(
+            staged,
+            timings={**pulled, **staged.timings},
+            manifest=offer.manifest.blake3,
+            beginning=manifest.beginning,
+            chunks=frozenset([offer.manifest.blake3, *chunks]),
         )
-        metrics.STAGE_SECONDS.observe(time.perf_counter() - start)
-        _log.info("weights staged", version=found.version, **loaded.timings)
-        return self.staged
+
+    async def _manifest(self, offer: WeightOffer) -> PublishedManifest:
+        """Raises WeightsError, Unavailable."""
+        assert self.puller is not None
+        await self.puller.pull([offer.manifest], offer.sources)
+        data = await asyncio.to_thread(self.puller.chunks.read, offer.manifest.blake3)
+        manifest = await asyncio.to_thread(PublishedManifest.from_json, data)
+        if manifest.version != offer.version:
+            raise WeightsError(f"the manifest of {manifest.version} was offered as that of {offer.version}")
+        return manifest
+
+    async def _retain(self, *chunks: str) -> None:
+        """These, and those of what serves, which others may be pulling from here."""
+        if self.puller is not None:
+            of_serving = self._serving.chunks if self._serving else frozenset[str]()
+            await asyncio.to_thread(self.puller.chunks.retain, of_serving.union(chunks))
+
+    def _known(self, found: StagedWeights) -> StagedUpdate | None:
+        """Of weights that are staged or serve already."""
+        known = (update for update in (self._serving, self.staged) if update is not None)
+        return next((one for one in known if (one.version, one.digest) == (found.version, found.digest)), None)
 
     async def _commit(self, version: str, base_version: str | None, mode: CommitMode | None) -> CommitResult:
         staged = self.staged
@@ -228,6 +324,7 @@ class WeightUpdater:
             )
         self.state, self.staged = Serving(version, staged, passed, self.state.beginnings), None
         self._fence.advance(staged)
+        await self._retain()
         metrics.PAUSE_SECONDS.observe(result.pause_s)
         _log.info(
             "weights committed",
@@ -243,13 +340,29 @@ class WeightUpdater:
         now.
         """
         newest = None if self.root is None else weights.newest(self.root)
-        return newest.name if newest else None
+        known = [
+            version for version in (self._announced, WeightVersion.parse(newest.name) if newest else None) if version
+        ]
+        return str(max(known)) if known else None
 
     def _distrust(self, version: str, reason: str) -> None:
         self.state = Distrusted(f"{version} does not serve as it was loaded: {reason}", self.state.beginnings + 1)
         self.staged = None
         metrics.DISTRUSTED.inc()
         _log.error("weights distrusted", version=version, reason=reason)
+
+
+def _staged(found: StagedWeights, path: Path | None, loaded: LoadedWeights) -> StagedUpdate:
+    return StagedUpdate(
+        path,
+        found.version,
+        found.digest,
+        loaded.checksum,
+        loaded.timings,
+        found.probe_logprobs,
+        found.probe_noise,
+        found.base.digest if found.base else None,
+    )
 
 
 def _newer(candidate: str, state: ServingState) -> bool:

@@ -18,12 +18,14 @@ from services.trainer.learner import memory
 from services.trainer.learner.batch import BatchLayout
 from services.trainer.learner.metrics import StepMetrics
 from services.trainer.learner.policy import Policy, PolicyOptions
+from services.trainer.learner.published import on_host
 from services.trainer.learner.scoring import params_of
 from services.trainer.loop.group_buffer import ReadyGroup
 from services.trainer.models.family import Model, build, make_mesh
 from services.trainer.models.initial_weights import Leaves, leaves_of
 from services.trainer.models.lora import initial_adapter
 from services.trainer.models.options import ModelOptions
+from services.trainer.publishing.publications import Publications, PublishedVersion
 from services.trainer.supervised import training
 from services.trainer.supervised.training import SupervisedMetrics, SupervisedOptions
 from shared.errors import ConfigError, WeightsError
@@ -34,6 +36,7 @@ from shared.process import telemetry
 from shared.run.state import TrainerState
 from shared.run.weights import Adapter
 from shared.types import WeightVersion
+from shared.weights.manifest import PublishedAdapter
 
 _log = telemetry.Log("backend")
 
@@ -43,6 +46,7 @@ class TunixBackend:
 
     Args:
         warm_start: the layout of a new run's warm start, if it has one.
+        publications: where versions are published; without it none are.
 
     `memory` is what `build` reckons that training takes, in MiB.
     """
@@ -54,7 +58,9 @@ class TunixBackend:
         policy: PolicyOptions,
         checkpoints: CheckpointFolders,
         warm_start: BatchLayout | None = None,
+        publications: Publications | None = None,
     ) -> None:
+        self._publications = publications
         self._options, self._described, self._policy_options, self._checkpoints = model, described, policy, checkpoints
         self._warm_start_layout = warm_start
         self.memory: Mapping[str, float] = {}
@@ -139,6 +145,18 @@ class TunixBackend:
         """
         assert self._policy is not None
         return self._checkpoints.save(state, replace(self._policy.contents(), adapter=self._adapter), base)
+
+    def publish(self, version: WeightVersion) -> PublishedVersion:
+        """Makes chunks of the present weights, as `version`; they are announced by somebody else. Raises NonFinite,
+        StorageFull.
+        """
+        assert self._policy is not None
+        assert self._publications is not None
+        adapter = None
+        if self._adapter is not None:
+            base = self._publications.base(version.epoch, *on_host(self._policy.base()))
+            adapter = PublishedAdapter(self._adapter.rank, self._adapter.alpha, base)
+        return self._publications.publish(version, *self._policy.published(), adapter)
 
 
 def built(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.loop.interfaces import Backend
+from services.trainer.publishing.publications import Publications
 from services.trainer.settings import TokenLimits, TrainerSettings
 from services.trainer.status import TrainerStatus
 from shared.clients.env import EnvClient
@@ -20,7 +21,7 @@ from shared.schema import RunConfig
 @dataclass(frozen=True, slots=True)
 class BackendInputs:
     """What a backend is made from; `folder` holds the model's config.json and tokenizer, `origin` the first weights if
-    it is set.
+    it is set; versions go to `publications`.
     """
 
     config: RunConfig
@@ -28,6 +29,7 @@ class BackendInputs:
     folder: Path
     tokenizer: ChatTokenizer
     origin: Origin | None
+    publications: Publications
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,8 @@ from services.trainer.learner.scoring import Scorer, divided, objective, params_
 from services.trainer.learner.train_step import Learner, Params, Update, placed_as, snapshot
 from services.trainer.loop.group_buffer import ReadyGroup
 from services.trainer.models.family import Model
-from shared.run.weights import Probe
+from services.trainer.publishing.publications import Arrays
+from shared.run.weights import ManifestLeaf, Probe
 from shared.types import Trajectory, WeightVersion
 
 _COMPARED = "logprob_abs_diff"
@@ -151,6 +152,13 @@ class Policy:
         """
         probe = self._probed or self._require_finite("the present weights")
         return self._published.contents(self._learner, probe, self._critic.state() if self._critic else {})
+
+    def published(self) -> tuple[list[ManifestLeaf], Arrays, Mapping[str, Any], Probe]:
+        """Of the present weights what servers get, with adapters only these: names and shapes, what takes each array to
+        the host, config.json, probe. Raises NonFinite: there is no version of such weights.
+        """
+        probe = self._probed or self._require_finite("the present weights")
+        return *self._published.published(self._learner), self._published.config, probe
 
     def base(self) -> Params:
         """The parameters that the adapters are of, in the dtype they are published in; none without adapters."""

@@ -7,16 +7,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from services.trainer.checkpoints.store import CheckpointContents
 from services.trainer.learner.scoring import Scorer
 from services.trainer.learner.train_step import Learner, Params
+from services.trainer.publishing.publications import Arrays
 from shared.errors import NonFinite
-from shared.run.weights import Probe
+from shared.run.weights import ManifestLeaf, Probe
 
 _PROBE_LENGTH = 64
 _COMPUTED = "the log-probabilities of the probe"
@@ -53,6 +56,10 @@ class PublishedWeights:
             master, params = params, {k: v.astype(jnp.dtype(self.dtype)) for k, v in params.items()}
         return CheckpointContents(params, learner.optimizer_state() | dict(more), master, self.config, probe)
 
+    def published(self, learner: Learner) -> tuple[list[ManifestLeaf], Arrays]:
+        """The parameters under training as servers get them, and what takes each to the host: until the next step."""
+        return on_host(learner.trained, None if learner.frozen else self.dtype)
+
     def _probe(self, params: Params) -> Probe:
         """A fixed prompt, spread over the vocabulary, and its log-probabilities at temperature 1 under these
         weights.
@@ -60,6 +67,16 @@ class PublishedWeights:
         ids = (np.arange(_PROBE_LENGTH, dtype=np.int64) * 7919 + 11) % self.config["vocab_size"]
         logprobs, noise = self.scorer.probe(params, ids.astype(np.int32))
         return Probe(tuple(ids.tolist()), tuple(float(x) for x in logprobs), noise)
+
+
+def on_host(params: Params, dtype: str | None = None) -> tuple[list[ManifestLeaf], Arrays]:
+    """The arrays' names and shapes, and what takes each to the host, in a `dtype` if one is given."""
+    leaves = [ManifestLeaf(name, tuple(value.shape), dtype or str(value.dtype)) for name, value in params.items()]
+    return leaves, {leaf.key: partial(_taken, params[leaf.key], leaf.dtype) for leaf in leaves}
+
+
+def _taken(value: jax.Array, dtype: str) -> np.ndarray:
+    return np.asarray(value.astype(dtype))
 
 
 def named(what: Sequence[str]) -> str:

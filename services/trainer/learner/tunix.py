@@ -36,6 +36,7 @@ def open_backend(given: BackendInputs) -> OpenedBackend:
         from_run.policy_options(config, tokens),
         checkpoints,
         warm_start=options.layout if options else None,
+        publications=given.publications,
     )
 
     async def warm_start(environments: EnvClient, status: TrainerStatus, executor: Executor) -> None:

@@ -14,6 +14,7 @@ from services.trainer.learner.metrics import StepMetrics
 from services.trainer.loop.filters import starved
 from services.trainer.loop.group_buffer import AdmissionRules, ReadyGroup
 from services.trainer.loop.publisher import Delivery
+from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.settlement.ledger import LedgerFile, StepLog
 from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
@@ -74,6 +75,10 @@ class Backend(Protocol):
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path: ...
 
+    def publish(self, version: WeightVersion) -> PublishedVersion:
+        """Chunks of the present weights; servers learn of them by `Collaborators.publish`."""
+        ...
+
 
 class CheckpointStore(Protocol):
     """The part of `Checkpoints` that the loop needs to take over a run; every method blocks."""
@@ -130,8 +135,8 @@ class TrainPlan:
 
 @dataclass(frozen=True, slots=True)
 class Collaborators:
-    """What the loop works with. `warm_start` ends early when a stop is asked for; `publish` sends a checkpoint folder
-    to the servers.
+    """What the loop works with. `warm_start` ends early when a stop is asked for; `publish` tells the servers of a
+    version.
     """
 
     backend: Backend
@@ -144,7 +149,7 @@ class Collaborators:
     refusals: Refusals
     executor: Executor
     warm_start: Callable[[], Awaitable[None]]
-    publish: Callable[[Path], Awaitable[Sequence[Delivery]]]
+    publish: Callable[[PublishedVersion], Awaitable[Sequence[Delivery]]]
 
 
 class Waiter:

@@ -1,29 +1,33 @@
 """Tells every rollout server of new weights, all at once and beside training, and records how long that took. Best
-effort: servers also watch the checkpoint folder themselves.
+effort: servers also ask for the newest version themselves.
 
-Invariants: only durable checkpoints are published; a failure is logged and counted, and never stops training; a newer
+A server is told of other servers too, some of them drawn by chance: they pass on what they have.
+
+Invariants: only committed steps are announced; a failure is logged and counted, and never stops training; a newer
 version that waits makes an older one superfluous; a server that does not answer delays no other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
+from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.settlement.ledger import FencedLog
 from services.trainer.status import TrainerStatus
 from shared.errors import VolleyError
 from shared.process import telemetry
-from shared.run.weights import MANIFEST
 from shared.types import WeightVersion
+from shared.weights.manifest import WeightOffer
 
 _log = telemetry.Log("publish")
+_N_PEERS = 8
 _UPDATES = telemetry.Counter(
     "volley_trainer_weight_updates", "Weight updates sent to rollout servers", ["outcome"], registry=telemetry.REGISTRY
 )
@@ -32,7 +36,7 @@ _UPDATES = telemetry.Counter(
 class RolloutServer(Protocol):
     """The part of the rollout server's client that is used here."""
 
-    async def update_weights(self, manifest: Path, mode: str) -> dict[str, Any]: ...
+    async def update_weights(self, offer: WeightOffer, mode: str) -> dict[str, Any]: ...
 
 
 type Connect = Callable[[str], AbstractAsyncContextManager[RolloutServer]]
@@ -51,35 +55,63 @@ class Delivery:
 
 
 class Publisher:
-    """Args: servers: their present addresses; connect: opens a client; mode: what happens to running requests."""
+    """Args:
+    own: the trainer's address, for the servers.
+    servers: their present addresses.
+    announce: makes a version the newest that can be asked for.
+    connect: opens a client.
+    mode: what happens to running requests.
+    """
 
-    def __init__(self, servers: Callable[[], Awaitable[Sequence[str]]], connect: Connect, mode: str) -> None:
-        self._servers, self._connect, self._mode = servers, connect, mode
+    def __init__(
+        self,
+        own: str,
+        servers: Callable[[], Awaitable[Sequence[str]]],
+        announce: Callable[[PublishedVersion], None],
+        connect: Connect,
+        mode: str,
+    ) -> None:
+        self._own, self._servers, self._announce = own, servers, announce
+        self._connect, self._mode = connect, mode
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._newest = WeightVersion(0, 0)
 
-    async def publish(self, folder: Path) -> Sequence[Delivery]:
-        """Sends the checkpoint in `folder` to all servers, but to those for which a newer one came before its turn."""
-        version = WeightVersion.parse(folder.name)
-        self._newest = max(self._newest, version)
+    async def publish(self, published: PublishedVersion) -> Sequence[Delivery]:
+        """Announces the version, and tells all servers of it, but those for which a newer one came before its turn."""
+        self._announce(published)
+        self._newest = max(self._newest, published.version)
         try:
             urls = await self._servers()
         except VolleyError as error:
-            _log.warning("no list of rollout servers", version=folder.name, reason=str(error))
+            _log.warning("no list of rollout servers", version=str(published.version), reason=str(error))
             return []
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._in_turn(url, folder, version)) for url in urls]
+            tasks = [group.create_task(self._in_turn(url, published, urls)) for url in urls]
         return [delivery for task in tasks if (delivery := task.result()) is not None]
 
-    async def _in_turn(self, url: str, folder: Path, version: WeightVersion) -> Delivery | None:
-        async with self._turns[url]:
-            return None if version < self._newest else await self._deliver(url, folder)
+    async def sources(self) -> Sequence[str]:
+        """Who may have chunks of the newest version, for a server that asks; only the trainer while nobody else is
+        known.
+        """
+        try:
+            return self._sources(await self._servers(), "")
+        except VolleyError:
+            return (self._own,)
 
-    async def _deliver(self, url: str, folder: Path) -> Delivery:
+    def _sources(self, urls: Sequence[str], but: str) -> tuple[str, ...]:
+        others = [url for url in urls if url != but]
+        return self._own, *random.sample(others, min(_N_PEERS, len(others)))
+
+    async def _in_turn(self, url: str, published: PublishedVersion, urls: Sequence[str]) -> Delivery | None:
+        async with self._turns[url]:
+            return None if published.version < self._newest else await self._deliver(url, published, urls)
+
+    async def _deliver(self, url: str, published: PublishedVersion, urls: Sequence[str]) -> Delivery:
         started, answer, reason = time.perf_counter(), {}, None
         try:
             async with self._connect(url) as server:
-                answer = await server.update_weights(folder / MANIFEST, self._mode)
+                offer = WeightOffer(str(published.version), published.manifest, self._sources(urls, url))
+                answer = await server.update_weights(offer, self._mode)
         except VolleyError as error:
             reason = str(error)
         seconds = time.perf_counter() - started
@@ -87,7 +119,7 @@ class Publisher:
         log = _log.warning if reason else _log.info
         log(
             "weights published" if reason is None else "weights not published",
-            version=folder.name,
+            version=str(published.version),
             url=url,
             seconds=round(seconds, 4),
             reason=reason,
@@ -96,32 +128,33 @@ class Publisher:
 
 
 class HandoverPublisher:
-    """Publishes the checkpoints of one incarnation and puts each hand-over on record.
+    """Publishes the versions of one incarnation and puts each hand-over on record.
 
     Args: publish: see `Publisher.publish`; log: handovers.jsonl; group: where publishing goes on beside training.
     """
 
     def __init__(
         self,
-        publish: Callable[[Path], Awaitable[Sequence[Delivery]]],
+        publish: Callable[[PublishedVersion], Awaitable[Sequence[Delivery]]],
         log: FencedLog,
         status: TrainerStatus,
         group: asyncio.TaskGroup,
     ) -> None:
         self._publish, self._log, self._status, self._group = publish, log, status, group
 
-    def start(self, folder: Path, timings: Mapping[str, float]) -> None:
-        """Begins to send the durable checkpoint in `folder`; `timings` are the seconds of the hand-over until now. The
-        group fails with Fenced if another trainer has begun.
+    def start(self, published: PublishedVersion, timings: Mapping[str, float]) -> None:
+        """Begins to publish the version of a step that is committed; `timings` are the seconds of the hand-over until
+        now, but for those of the version itself. The group fails with Fenced if another trainer has begun.
         """
-        self._group.create_task(self._hand_over(folder, timings))
+        self._group.create_task(self._hand_over(published, {**timings, **published.timings}))
 
-    async def _hand_over(self, folder: Path, timings: Mapping[str, float]) -> None:
+    async def _hand_over(self, published: PublishedVersion, timings: Mapping[str, float]) -> None:
         started = time.perf_counter()
-        deliveries = await self._publish(folder)
+        deliveries = await self._publish(published)
         seconds = time.perf_counter() - started
         self._status.timed("publish", seconds)
-        version = {"step": WeightVersion.parse(folder.name).step, "version": folder.name}
+        version = {"step": published.version.step, "version": str(published.version)}
+        version |= {"digest": published.digest, "n_bytes": published.n_bytes}
         servers = [asdict(delivery) for delivery in deliveries]
         handover = {**version, **timings, "publish_s": seconds, "servers": servers}
         self._status.last_handover = handover

@@ -151,12 +151,13 @@ class TrainLoop:
         status, settlement, backend, started = self._status, self._settlement, self._parts.backend, time.perf_counter()
         status.phase = "saving"
         state, base = await settlement.snapshot(self._plan.max_steps), settlement.pending.durable
-        folder = await self._waiter.patiently(lambda: self._waiter.blocking(backend.save, state, base))
+        await self._waiter.patiently(lambda: self._waiter.blocking(backend.save, state, base))
         saved = time.perf_counter()
         await settlement.settle(state)
         timings = {"save_s": saved - started, "commit_s": time.perf_counter() - saved}
         status.timed("save", timings["save_s"])
-        self._publisher.start(folder, timings)
+        published = await self._waiter.patiently(lambda: self._waiter.blocking(backend.publish, state.version))
+        self._publisher.start(published, timings)
 
     async def _last_checkpoint(self) -> None:
         """Of a stop. Once it is durable, a queue that is away learns of it at the next start."""

@@ -63,14 +63,15 @@ class TrainerWorker:
             return
         found, state = await self._take_over(found)
         await self._waiter.patiently(lambda: asyncio.to_thread(self._repair, found, state.epoch))
-        folder = await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.start, state))
+        await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.start, state))
         status.step, status.epoch, status.version = state.step, state.epoch, str(state.version)
         status.durable(state.step)
         _log.info("started", run=status.run, version=status.version, resumed=found is not None)
         publisher = HandoverPublisher(
             parts.publish, FencedLog(parts.handovers, parts.archive, state.epoch), status, group
         )
-        publisher.start(folder, {})
+        published = await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.publish, state.version))
+        publisher.start(published, {})
         await TrainLoop(self._plan, parts, status, self._waiter, state, publisher).run()
         await self._leave()
         status.phase = "stopped"

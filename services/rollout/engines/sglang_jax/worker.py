@@ -39,6 +39,7 @@ class _Staged:
     version: str
     digest: str
     leaves: list[Any]
+    checksum: str
     probe_ids: Any
 
 
@@ -54,6 +55,7 @@ class EngineWorker:
         self._loading = -1
         self._digest = ""
         self._probe_ids: Any = None
+        self._known: tuple[list[Any], str] = ([], "")  # the arrays that were committed, and their checksum
         self._bases: Any = None
         self._loaded: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
@@ -90,22 +92,27 @@ class EngineWorker:
 
     def _load(self, call: int, weights: StagedWeights) -> None:
         """In a thread of its own: reads and verifies the weights, then has the loop's thread check and keep them."""
+        from services.rollout.engines.sglang_jax.weights.checksum import checksum
         from services.rollout.engines.sglang_jax.weights.staging import BaseCache, load_leaves
 
         self._bases = self._bases or BaseCache()
         try:
             still = partial(self._still, call, weights)
             leaves, timings = load_leaves(self._scheduler.runner, weights, still, self._bases)
+            start = time.perf_counter()
+            found = checksum(leaves)
+            timings["checksum_s"] = time.perf_counter() - start
         except Exception as error:  # noqa: BLE001 - whatever fails here concerns these weights, not the engine
             # Without its traceback, whose frames hold the arrays that were loaded until the next garbage collection.
             failure = _as_weights_error(error, weights.version).with_traceback(None)
             self._loaded.put(lambda: self._reply(call, lambda: _throw(failure)))
         else:
-            self._loaded.put(lambda: self._reply(call, lambda: self._keep(call, weights, leaves, timings)))
+            self._loaded.put(lambda: self._reply(call, lambda: self._keep(call, weights, leaves, found, timings)))
         self._link.wake()
 
-    def _keep(self, call: int, weights: StagedWeights, leaves: list[Any], timings: dict[str, float]) -> Message:
-        from services.rollout.engines.sglang_jax.weights.checksum import checksum
+    def _keep(
+        self, call: int, weights: StagedWeights, leaves: list[Any], checksum: str, timings: dict[str, float]
+    ) -> Message:
         from services.rollout.engines.sglang_jax.weights.scoring import score
 
         self._still(call, weights)
@@ -113,10 +120,9 @@ class EngineWorker:
         logprobs = None if ids is None else score(self._scheduler, ids, leaves)
         if logprobs is not None and expected is not None:
             check_probe(logprobs, expected, weights.probe_noise, self._dtype)
-        loaded = {"checksum": checksum(leaves), "timings": timings}
         timings["probe_s"] = time.perf_counter() - start
-        self._staged = _Staged(weights.version, weights.digest, leaves, ids)
-        return loaded
+        self._staged = _Staged(weights.version, weights.digest, leaves, checksum, ids)
+        return {"checksum": checksum, "timings": timings}
 
     def _still(self, call: int, weights: StagedWeights) -> None:
         if call != self._loading:
@@ -136,7 +142,8 @@ class EngineWorker:
         start = time.perf_counter()
         counts = self._scheduler.swap(staged.leaves, staged.version, message["mode"])
         self._staged, self._digest, self._probe_ids = None, staged.digest, staged.probe_ids
-        live = self._on_audit(message)
+        self._known = staged.leaves, staged.checksum
+        live = {"version": self._scheduler.version, "checksum": self._live_checksum(), "logprobs": None}
         return {
             "version": staged.version,
             "previous": current,
@@ -145,8 +152,18 @@ class EngineWorker:
             "pause_s": time.perf_counter() - start,
         }
 
+    def _live_checksum(self) -> str:
+        """Of what the next step takes. Arrays do not change: where it takes the very arrays that were staged, theirs is
+        known, and was taken while the others served.
+        """
+        from services.rollout.engines.sglang_jax.weights.checksum import checksum
+
+        live, (leaves, known) = self._scheduler.runner.model_state_leaves, self._known
+        is_known = len(live) == len(leaves) and all(a is b for a, b in zip(live, leaves, strict=True))
+        return known if is_known else checksum(live)
+
     def _on_audit(self, _: Message) -> Message:
-        """From what the next step takes, not from what was staged."""
+        """From what the next step takes, not from what was staged, and computed anew."""
         from services.rollout.engines.sglang_jax.weights.checksum import checksum
         from services.rollout.engines.sglang_jax.weights.scoring import score
 

@@ -19,6 +19,8 @@ from services.rollout.engines.sglang_jax.weights.restore import CheckpointLeaf, 
 from shared.errors import WeightsError
 from shared.models import adapter
 from shared.run.weights import PARAMS, ManifestFile, ManifestLeaf
+from shared.weights.chunks import reads
+from shared.weights.manifest import Chunk, WeightTree
 
 _MOST_BYTES, _BESIDE_BYTES = 5, 2**26
 """A number of a checkpoint has four bytes at most, and folders and padding take some."""
@@ -50,7 +52,7 @@ def load_leaves(
         _bound_leaves(found, max(leaf.size for leaf in current.values()))
         shapes = {name: leaf.shape for name, leaf in current.items()}
         arrays = to_engine({k: v.read for k, v in found.items()}, shapes, runner.model_config.head_dim)
-        exact = weights.kind == "orbax"
+        exact = weights.kind != "hf"
         leaves: list[jax.Array] = []
         for name, value in arrays:
             check()
@@ -64,14 +66,13 @@ class BaseCache:
     def __init__(self) -> None:
         self._held: tuple[str, Mapping[str, np.ndarray]] = ("", {})
 
-    def arrays(self, base: StagedBase | None, check: Callable[[], None]) -> Mapping[str, np.ndarray]:
-        """By the checkpoint's names; nothing is held any more where there is no base. Raises as `load_leaves`."""
+    def arrays(self, base: StagedBase | None, kind: str, check: Callable[[], None]) -> Mapping[str, np.ndarray]:
+        """By the trainer's names; nothing is held any more where there is no base. Raises as `load_leaves`."""
         held = self._held
         if base is None or held[0] != base.digest:
             held = self._held = ("", {})
         if base is not None and held[0] != base.digest:
-            with open_checkpoint(Path(base.folder), PARAMS, base.files, f"base {base.digest}", check) as found:
-                check_tree(found, base.tree)
+            with _files(kind, Path(base.folder), PARAMS, base, f"base {base.digest}", check) as found:
                 held = self._held = base.digest, {name: np.array(leaf.read()) for name, leaf in found.items()}
         return held[1]
 
@@ -84,10 +85,30 @@ def _open(
     if weights.kind == "hf":
         yield open_hugging_face(folder)
         return
-    base = bases.arrays(weights.base, check)
-    with open_checkpoint(folder, weights.below, weights.files, weights.version, check) as found:
-        check_tree(found, weights.tree)
+    base = bases.arrays(weights.base, weights.kind, check)
+    with _files(weights.kind, folder, weights.below, weights, weights.version, check) as found:
         yield _merged(base, found, weights.base.scale) if weights.base else found
+
+
+@contextmanager
+def _files(
+    kind: str, folder: Path, below: str, of: StagedWeights | StagedBase, what: str, check: Callable[[], None]
+) -> Iterator[Mapping[str, CheckpointLeaf]]:
+    """The arrays that files of a manifest hold, as its tree says."""
+    if kind == "chunks":
+        yield _chunked(folder, of, what, check)
+        return
+    with open_checkpoint(folder, below, of.files, what, check) as found:
+        check_tree(found, of.tree)
+        yield found
+
+
+def _chunked(
+    folder: Path, of: StagedWeights | StagedBase, what: str, check: Callable[[], None]
+) -> dict[str, CheckpointLeaf]:
+    tree = WeightTree(of.tree, tuple(Chunk(file.blake3, file.size) for file in of.files))
+    arrays = reads(folder, tree, what, check)
+    return {leaf.key: CheckpointLeaf(leaf.shape, np.dtype(leaf.dtype), arrays[leaf.key]) for leaf in tree.leaves}
 
 
 def _merged(

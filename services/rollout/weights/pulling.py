@@ -1,0 +1,188 @@
+"""Chunks of published weights, from whoever has them, into a folder of this server's own.
+
+A chunk is asked for at the source that does least for us, several at once, in an order drawn by chance, so that servers
+that pull the same version soon have different chunks and get the others from each other. What a source has sent when
+its connection breaks is kept, and the rest is asked for at any other.
+
+Invariants: a chunk gets into the folder only with the digest that its name says, whoever sent it; a source that sent
+something else, too much, or too slowly is named, counted, and left out for a while; what was pulled is not pulled
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+from services.rollout import metrics
+from shared.clients.weights import WeightSource
+from shared.errors import NotFound, Unavailable, VolleyError, first_error
+from shared.process import telemetry
+from shared.weights.chunks import ChunkFolder
+from shared.weights.manifest import Chunk
+
+N_AT_ONCE = 4
+PATIENCE_S = 10.0
+SLOWEST_BYTES_PER_S = 2**18
+_SLOW_S = 5.0
+_LACKS_S, _LACKS_MOST_S = 0.05, 0.5
+_AVOID_S: Mapping[str, float] = {"wrong": 60.0, "long": 60.0, "short": 5.0, "slow": 30.0, "broken": 0.2, "refused": 5.0}
+"""For how long a source is left out, by what it did."""
+_log = telemetry.Log("pull")
+
+
+class TooMuch(Exception):
+    """A source sends more than the chunk has."""
+
+
+@dataclass(eq=False)
+class Source:
+    """Where chunks may be had; `avoided` is until when it is left out, by the monotonic clock, and `reason` why."""
+
+    url: str
+    client: WeightSource
+    is_trainer: bool
+    n_transfers: int = 0
+    n_failures: int = 0
+    avoided: float = 0.0
+    reason: str = ""
+
+
+@dataclass
+class _Download:
+    """A chunk on its way: the bytes that are here, who sent some of them, and who has not got it just now."""
+
+    chunk: Chunk
+    data: bytearray = field(default_factory=bytearray)
+    givers: set[Source] = field(default_factory=set)
+    lacking: dict[Source, tuple[int, float]] = field(default_factory=dict)
+    is_mixed: bool = True  # whether several sources may send parts of it
+
+
+class ChunkPuller:
+    """Args: chunks: where they go; connect: a client for a source's address; own: this server's address."""
+
+    def __init__(self, chunks: ChunkFolder, connect: Callable[[str], WeightSource], own: str) -> None:
+        self.chunks, self._connect, self._own = chunks, connect, own
+        self._avoided: dict[str, tuple[float, str]] = {}
+
+    async def pull(self, wanted: Iterable[Chunk], sources: Sequence[str]) -> int:
+        """All of them are in the folder then. Returns how many bytes were not there before.
+
+        Raises Unavailable if no source has sent anything for `PATIENCE_S`, or none is left, naming what they did; and
+        StorageFull. What was pulled until then stays.
+        """
+        missing = await asyncio.to_thread(lambda: [chunk for chunk in wanted if chunk.blake3 not in self.chunks])
+        random.shuffle(missing)
+        async with AsyncExitStack() as stack:
+            pull = _Pull(self.chunks, [await self._opened(stack, i, url) for i, url in self._others(sources)])
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(N_AT_ONCE, len(missing))):
+                        group.create_task(pull.work(missing))
+            except ExceptionGroup as errors:
+                raise first_error(errors) from None
+            finally:
+                self._avoided |= {one.url: (one.avoided, one.reason) for one in pull.sources}
+        return pull.n_bytes
+
+    def _others(self, sources: Sequence[str]) -> list[tuple[int, str]]:
+        return [(i, url.rstrip("/")) for i, url in enumerate(sources) if url.rstrip("/") != self._own]
+
+    async def _opened(self, stack: AsyncExitStack, i: int, url: str) -> Source:
+        client = await stack.enter_async_context(self._connect(url))
+        avoided, reason = self._avoided.get(url, (0.0, ""))
+        return Source(url, client, i == 0, avoided=avoided, reason=reason)
+
+
+class _Pull:
+    """One update's chunks."""
+
+    def __init__(self, chunks: ChunkFolder, sources: Sequence[Source]) -> None:
+        self.sources, self.n_bytes = sources, 0
+        self._chunks, self._last_byte = chunks, time.monotonic()
+
+    async def work(self, missing: list[Chunk]) -> None:
+        """One of several that share the chunks still to come."""
+        while missing:
+            download = _Download(missing.pop())
+            while not await self._is_kept(download):
+                await self._more(download, await self._choose(download))
+            self.n_bytes += download.chunk.size
+
+    async def _is_kept(self, download: _Download) -> bool:
+        """Whether a chunk was whole and right; of a wrong one nothing is left."""
+        chunk, data = download.chunk, download.data
+        if len(data) < chunk.size:
+            return False
+        if await asyncio.to_thread(self._chunks.add, chunk, data):
+            return True
+        if len(download.givers) == 1:
+            self._avoid(download.givers.pop(), "wrong", f"chunk {chunk.blake3} has another digest")
+        download.data, download.givers, download.is_mixed = bytearray(), set(), False
+        return False
+
+    async def _choose(self, download: _Download) -> Source:
+        """Raises Unavailable."""
+        while True:
+            now = time.monotonic()
+            deadline = self._last_byte + PATIENCE_S
+            free = [s for s in self.sources if s.avoided <= now and download.lacking.get(s, (0, 0.0))[1] <= now]
+            if free:
+                return min(free, key=lambda s: (s.n_transfers, s.is_trainer, random.random()))
+            if now > deadline or all(s.avoided > deadline for s in self.sources):
+                told = "; ".join(f"{s.url}: {s.reason or 'has not got it'}" for s in self.sources) or "there is none"
+                raise Unavailable(f"no source has chunk {download.chunk.blake3}: {told}")
+            await asyncio.sleep(_LACKS_S)
+
+    async def _more(self, download: _Download, source: Source) -> None:
+        """As much of the chunk as the source sends."""
+        chunk = download.chunk
+        if not download.is_mixed:
+            download.data = bytearray()
+        start, data = len(download.data), download.data
+
+        def take(block: bytes) -> None:
+            if len(data) + len(block) > chunk.size:
+                raise TooMuch
+            data.extend(block)
+            self._last_byte = time.monotonic()
+
+        source.n_transfers += 1
+        try:
+            async with asyncio.timeout(_SLOW_S + (chunk.size - start) / SLOWEST_BYTES_PER_S):
+                await source.client.chunk(chunk.blake3, take, start)
+            if len(data) < chunk.size:
+                self._avoid(source, "short", f"chunk {chunk.blake3} ends after {len(data)} of {chunk.size} bytes")
+            source.n_failures = 0
+        except TooMuch:
+            download.data, download.givers = bytearray(), set()
+            self._avoid(source, "long", f"chunk {chunk.blake3} is longer than {chunk.size} bytes")
+        except TimeoutError:
+            self._avoid(source, "slow", f"chunk {chunk.blake3}: {len(data) - start} bytes in time")
+        except VolleyError as error:
+            self._failed(download, source, error)
+        finally:
+            source.n_transfers -= 1
+            if len(download.data) > start:
+                download.givers.add(source)
+
+    def _failed(self, download: _Download, source: Source, error: VolleyError) -> None:
+        """Who has not got a chunk, or enough to do, is asked again soon; less and less often."""
+        if isinstance(error, NotFound) or (isinstance(error, Unavailable) and error.retry_after_s < 1):
+            n, _ = download.lacking.get(source, (0, 0.0))
+            wait_s = min(_LACKS_MOST_S, _LACKS_S * 2**n)
+            download.lacking[source] = n + 1, time.monotonic() + wait_s * random.uniform(0.5, 1.0)
+        else:
+            self._avoid(source, "broken" if isinstance(error, Unavailable) else "refused", str(error))
+
+    def _avoid(self, source: Source, kind: str, reason: str) -> None:
+        source.n_failures += 1
+        seconds = _AVOID_S[kind] * (2 ** min(source.n_failures - 1, 5) if kind == "broken" else 1)
+        source.avoided, source.reason = time.monotonic() + seconds, reason
+        metrics.AVOIDED.labels(kind).inc()
+        _log.warning("source avoided", url=source.url, kind=kind, reason=reason, seconds=seconds)

@@ -1,0 +1,164 @@
+"""What a trainer publishes: the chunks and manifests of its newest versions, in a folder of its own.
+
+Invariants: a version is visible to servers only once it was announced, after the step it is of was committed; the
+newest announced one is kept whole, with the one before it, which servers may still be pulling; an incarnation has a
+folder of its own below `root`, so a trainer that was replaced removes nothing of its successor's.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shared.errors import NotFound
+from shared.files import storage
+from shared.run.weights import ManifestLeaf, Probe
+from shared.types import WeightVersion
+from shared.weights.chunks import ChunkFolder, cut, in_order
+from shared.weights.manifest import Chunk, PublishedAdapter, PublishedManifest, WeightTree
+
+_BEGINNING = "beginning"
+_MIN_KEPT, _MAX_KEPT = 2, 4
+_ASKED_S = 10.0
+
+type Arrays = Mapping[str, Callable[[], np.ndarray]]
+"""What takes each array to the host, by name, in the dtype it is published in."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedVersion:
+    """`manifest` says digest and size of the version's manifest, `digest` is that of its weights, in hex. `timings` are
+    durations in seconds, `n_bytes` the size of the weights.
+    """
+
+    version: WeightVersion
+    manifest: Chunk
+    digest: str
+    n_bytes: int
+    timings: Mapping[str, float]
+
+
+@dataclass
+class _Kept:
+    """A version's chunks, and when one of them was last asked for, by the monotonic clock."""
+
+    chunks: frozenset[str]
+    asked: float = 0.0
+
+
+class Publications:
+    """Every method may block. One thread publishes; any may read.
+
+    Args:
+        root: where they lie. Nobody else needs it, and nothing is lost with it but the time to make it again.
+        run: its name.
+    """
+
+    def __init__(self, root: Path, run: str) -> None:
+        self._root, self._run = root, run
+        self._chunks: ChunkFolder | None = None
+        self._kept = list[_Kept]()
+        self._base: WeightTree | None = None
+        self.newest: PublishedVersion | None = None
+
+    def publish(
+        self,
+        version: WeightVersion,
+        leaves: Sequence[ManifestLeaf],
+        arrays: Arrays,
+        model: Mapping[str, Any],
+        probe: Probe | None,
+        adapter: PublishedAdapter | None = None,
+    ) -> PublishedVersion:
+        """Makes chunks of the arrays, and a manifest of them; nobody is told of it before `announce`. With an `adapter`
+        they are those of adapters.
+
+        Raises StorageFull, StorageDenied.
+        """
+        started = time.perf_counter()
+        store = self._open(version.epoch)
+        weights, take_s = self._written(store, leaves, arrays)
+        manifest = PublishedManifest(
+            self._run, self._beginning(), str(version), weights, model, probe, time.time(), adapter
+        )
+        data = manifest.to_json()
+        digest = store.put(data)
+        self._retain(store, frozenset([digest, *manifest.chunks()]))
+        timings = {"take_s": take_s, "chunk_s": time.perf_counter() - started - take_s}
+        return PublishedVersion(version, Chunk(digest, len(data)), manifest.digest, weights.n_bytes, timings)
+
+    def base(self, epoch: int, leaves: Sequence[ManifestLeaf], arrays: Arrays) -> WeightTree:
+        """What adapters are of, as chunks; it stays. Raises as `publish`."""
+        store = self._open(epoch)
+        if self._base is None:
+            self._base = self._written(store, leaves, arrays)[0]
+        return self._base
+
+    def announce(self, published: PublishedVersion) -> None:
+        """It is the newest version that servers may load."""
+        self.newest = published
+
+    def read(self, digest: str) -> bytes:
+        """A chunk or a manifest of a version that is kept. Raises NotFound, and WeightsError or Unavailable if it
+        cannot be read.
+        """
+        kept = [one for one in self._kept if digest in one.chunks]
+        if self._chunks is None or not kept:
+            raise NotFound(f"chunk {digest} is of no version that is kept")
+        for one in kept:
+            one.asked = time.monotonic()
+        return self._chunks.read(digest)
+
+    def close(self) -> None:
+        if self._chunks is not None:
+            shutil.rmtree(self._chunks.folder, ignore_errors=True)
+
+    def _written(self, store: ChunkFolder, leaves: Sequence[ManifestLeaf], arrays: Arrays) -> tuple[WeightTree, float]:
+        """And the seconds that taking the arrays to the host has cost."""
+        taken = 0.0
+
+        def timed(take: Callable[[], np.ndarray]) -> np.ndarray:
+            nonlocal taken
+            started = time.perf_counter()
+            value = take()
+            taken += time.perf_counter() - started
+            return value
+
+        leaves = in_order(leaves)
+        found = cut(leaves, {name: partial(timed, take) for name, take in arrays.items()})
+        return WeightTree(tuple(leaves), tuple(Chunk(store.put(data), len(data)) for data in found)), taken
+
+    def _open(self, epoch: int) -> ChunkFolder:
+        """A new folder at the first call, and those of earlier trainers are gone."""
+        if self._chunks is None:
+            ours = f"e{epoch:06d}-{secrets.token_hex(4)}"
+            self._chunks = ChunkFolder(self._root / ours)
+            for path in self._root.glob("e*-*"):
+                if path.name[:7] <= ours[:7] and path.name != ours:
+                    shutil.rmtree(path, ignore_errors=True)
+        return self._chunks
+
+    def _beginning(self) -> str:
+        """Of the run: drawn once in its folder."""
+        path = self._root / _BEGINNING
+        with storage.storage(self._root):
+            if not path.exists():
+                storage.replace(path, secrets.token_hex(8).encode())
+            return path.read_text()
+
+    def _retain(self, store: ChunkFolder, chunks: frozenset[str]) -> None:
+        """The newest versions, and those that somebody is pulling."""
+        since = time.monotonic() - _ASKED_S
+        older = self._kept[-_MAX_KEPT + 1 :]
+        n_old = max(0, len(older) - _MIN_KEPT + 1)
+        self._kept = [*(one for one in older[:n_old] if one.asked > since), *older[n_old:], _Kept(chunks)]
+        of_base = {chunk.blake3 for chunk in self._base.chunks} if self._base else set[str]()
+        store.retain(of_base.union(*(one.chunks for one in self._kept)))

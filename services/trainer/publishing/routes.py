@@ -1,0 +1,63 @@
+"""HTTP to what the trainer publishes: which version is the newest, and its chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from services.trainer.publishing.publications import Publications
+from shared.errors import WeightsUnpublished
+from shared.web.access import Role
+from shared.web.http import respond
+from shared.web.openapi import declares
+from shared.weights.manifest import WeightOffer
+from shared.weights.serving import Uplink
+
+router = APIRouter(tags=["weights"])
+ROLES = {"GET /weights/newest": Role.SERVICE, "GET /weights/chunks/{digest}": Role.SERVICE}
+_NEWEST = {
+    "type": "object",
+    "properties": {
+        "version": {"type": "string"},
+        "manifest": {"type": "object"},
+        "digest": {"type": "string"},
+        "sources": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["version", "manifest", "digest", "sources"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PublishingState:
+    """What the routes work on; lives in `app.state.publishing`. `sources` are the addresses that may have chunks."""
+
+    publications: Publications
+    uplink: Uplink
+    sources: Callable[[], Awaitable[Sequence[str]]]
+
+
+async def _state(request: Request) -> PublishingState:
+    return request.app.state.publishing
+
+
+Here = Annotated[PublishingState, Depends(_state)]
+
+
+@router.get("/weights/newest", openapi_extra=declares(answer=_NEWEST))
+async def newest(request: Request, state: Here) -> Response:
+    """The newest version: its manifest's blake3 and size, and who may have it and its chunks."""
+    found = state.publications.newest
+    if found is None:
+        raise WeightsUnpublished("this trainer has published no weights yet")
+    offer = WeightOffer(str(found.version), found.manifest, tuple(await state.sources()))
+    return respond(request, {**offer.to_json(), "digest": found.digest})
+
+
+@router.get("/weights/chunks/{digest}", openapi_extra=declares(answer={"type": "string", "format": "binary"}))
+async def chunk(request: Request, digest: str, state: Here) -> Response:
+    """A chunk or a manifest of one of the newest versions, by its blake3; `Range: bytes=N-` gives the rest."""
+    return await state.uplink.answer(request, digest)

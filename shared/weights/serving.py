@@ -1,0 +1,93 @@
+"""Chunks over HTTP, from whoever has them: a trainer, or a server that passes on what it has pulled.
+
+Invariants: only what the folder holds is ever sent; a source sends to so many at once and refuses the others, who try
+elsewhere: no uplink carries a copy for every server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from shared.errors import InputError, Unavailable
+from shared.process import telemetry
+from shared.weights.manifest import is_digest
+
+MAX_TRANSFERS = 8
+BUSY_S = 0.1
+_BLOCK_BYTES = 2**19
+_RANGE = re.compile(r"bytes=(\d{1,12})-")
+_SENT = telemetry.Counter("volley_weights_sent_bytes", "Bytes of weights sent to others", registry=telemetry.REGISTRY)
+_REFUSED = telemetry.Counter(
+    "volley_weights_refused_transfers",
+    "Requests for weights refused because enough were under way",
+    registry=telemetry.REGISTRY,
+)
+
+
+class Uplink:
+    """What a service sends of its chunks. Args: read: a chunk by its digest; it blocks, and raises NotFound."""
+
+    def __init__(self, read: Callable[[str], bytes], max_transfers: int = MAX_TRANSFERS) -> None:
+        self._read, self._max_transfers = read, max_transfers
+        self._n_transfers = 0
+
+    async def answer(self, request: Request, digest: str) -> Response:
+        """A chunk, or its rest by `Range: bytes=N-`. Raises InputError, NotFound, and Unavailable while too many are
+        served.
+        """
+        if not is_digest(digest):
+            raise InputError("a chunk is named by its blake3 digest, 64 hexadecimal characters")
+        if self._n_transfers >= self._max_transfers:
+            _REFUSED.inc()
+            raise Unavailable(f"{self._n_transfers} transfers are under way", "ask another source", BUSY_S)
+        self._n_transfers += 1
+        try:
+            data = await asyncio.to_thread(self._read, digest)
+        except BaseException:
+            self._n_transfers -= 1
+            raise
+        return _Transfer(data, _start(request.headers.get("range"), len(data)), self._ended)
+
+    def _ended(self) -> None:
+        self._n_transfers -= 1
+
+
+class _Transfer(Response):
+    """Sends block by block: the next one waits until the client has read."""
+
+    media_type = "application/octet-stream"
+
+    def __init__(self, data: bytes, start: int, ended: Callable[[], None]) -> None:
+        headers = {"Content-Length": str(len(data) - start)}
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        super().__init__(None, 206 if start else 200, headers)
+        self._data, self._start, self._ended = memoryview(data), start, ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for at in range(self._start, len(self._data), _BLOCK_BYTES):
+                block = self._data[at : at + _BLOCK_BYTES]
+                await send({"type": "http.response.body", "body": block, "more_body": True})
+                _SENT.inc(len(block))
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            self._ended()
+
+
+def _start(header: str | None, size: int) -> int:
+    """Of a Range that goes to the end; another kind of Range may be ignored (RFC 9110, 14.2). Raises InputError for one
+    that begins behind the end.
+    """
+    match = _RANGE.fullmatch(header or "")
+    start = int(match[1]) if match else 0
+    if start and start >= size:
+        raise InputError(f"the range begins at {start} of {size} bytes")
+    return start
