@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from typing import Annotated
 
-from fastapi import Request
+import blake3
+from fastapi import Path, Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -28,6 +30,8 @@ _REFUSED = telemetry.Counter(
     "Requests for weights refused because enough were under way",
     registry=telemetry.REGISTRY,
 )
+
+type ChunkDigest = Annotated[str, Path(openapi_examples={"chunk": {"value": blake3.blake3(b"").hexdigest()}})]
 
 
 class Uplink:

@@ -76,7 +76,16 @@ KNOWN: dict[str, dict[str, list[Any]]] = {
             "\0",
             "a" * 5000,
             "x/" * 3000,
+            {"blake3": "0" * 64, "size": 9},
+            {"blake3": "0" * 64, "size": 2**40},
         ],
+        "sources": [
+            ["http://127.0.0.1:9"],
+            ["http://127.0.0.1:9", "http://x/" + "y" * 100],
+            [],
+            ["file:///etc/passwd"],
+        ],
+        "digest": ["0" * 64, "..", "0" * 63 + "g"],
         "model_path": [*[FIRST] * 3, "..", "nothing", "\0", "a" * 300],
         "version": [FIRST, "e000001-s000001", "x"],
         "base_version": [FIRST, None],
@@ -87,7 +96,7 @@ KNOWN: dict[str, dict[str, list[Any]]] = {
         "stream": [False],
     },
     "orchestrator": {"name": [RUN]},
-    "trainer": {},
+    "trainer": {"digest": ["0" * 64, "..", "0" * 63 + "g"]},
 }
 
 

@@ -12,6 +12,7 @@ from services.orchestrator import routes as orchestrator
 from services.rollout.api import openai
 from services.rollout.api import routes as rollout
 from services.trainer import routes as trainer
+from services.trainer.publishing import routes as publishing
 from shared import config
 from shared.errors import ConfigError
 from shared.services_schema import Limits, TokenFiles
@@ -26,7 +27,7 @@ SERVICES = {
     ),
     "orchestrator": ([orchestrator.router], orchestrator.ROLES),
     "rollout": ([rollout.router, openai.router], {**rollout.ROLES, **openai.ROLES}),
-    "trainer": ([trainer.router], trainer.ROLES),
+    "trainer": ([trainer.router, publishing.router], {**trainer.ROLES, **publishing.ROLES}),
 }
 
 EXPECTED = """
@@ -71,6 +72,7 @@ rollout       service POST /v1/completions
 rollout       service POST /v1/chat/completions
 rollout       viewer  GET /v1/models
 rollout       viewer  GET /weights
+rollout       service GET /weights/chunks/{digest}
 rollout       viewer  GET /get_model_info
 rollout       viewer  GET /get_server_info
 rollout       admin   POST /weights/stage
@@ -81,6 +83,8 @@ rollout       admin   POST /pause_generation
 rollout       admin   POST /continue_generation
 rollout       admin   POST /flush_cache
 trainer       viewer  GET /status
+trainer       service GET /weights/newest
+trainer       service GET /weights/chunks/{digest}
 trainer       admin   POST /checkpoint
 trainer       admin   POST /pause
 trainer       admin   POST /resume

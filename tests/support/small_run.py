@@ -24,6 +24,7 @@ from services.trainer.learner.metrics import StepMetrics, of_groups
 from services.trainer.loop.group_buffer import AdmissionRules, ReadyGroup
 from services.trainer.loop.interfaces import Collaborators, OnNonFinite, TrainPlan, TrainQueue
 from services.trainer.loop.worker import TrainerWorker
+from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.settings import filter_options
 from services.trainer.settlement.ledger import LedgerFile, StepLog
 from services.trainer.settlement.refusals import Refusals
@@ -36,6 +37,7 @@ from shared.run.archive import Archive
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from shared.types import Group, Trajectory, VersionSpan, WeightVersion
+from shared.weights.manifest import Chunk
 from tools.simulated.trainer import NumpyArrays
 
 RUN, BATCH, SIZE, ETA, STEPS = "r", 2, 2, 1, 5
@@ -103,6 +105,9 @@ class Weightless:
     def start(self, state: TrainerState) -> Path:
         assert self.may_start.wait(10)
         return self._checkpoints.relabel(self._restored, state) if self._restored else self.save(state, None)
+
+    def publish(self, version: WeightVersion) -> PublishedVersion:
+        return PublishedVersion(version, Chunk("0" * 64, 1), "0" * 64, 1, {})
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         """A reward above `HUGE` makes the weight infinite."""

@@ -18,6 +18,7 @@ from services.trainer.loop.filters import NO_FILTERS, FilterOptions
 from services.trainer.loop.group_buffer import AdmissionRules, Order
 from services.trainer.loop.interfaces import Collaborators, OnNonFinite, TrainPlan
 from services.trainer.loop.worker import TrainerWorker
+from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.settlement.ledger import LedgerFile, StepLog
 from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
@@ -26,6 +27,7 @@ from shared.queue.records import StreamEntry
 from shared.run.archive import Archive
 from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
+from shared.weights.manifest import Chunk
 from tests.support.small_run import step_metrics
 from tests.trainer.support import group
 
@@ -94,6 +96,9 @@ class FakeBackend:
     def rewind(self, version: WeightVersion) -> None:
         self.events.append(f"rewind {version}")
         self.weights = list(self.kept[version])
+
+    def publish(self, version: WeightVersion) -> PublishedVersion:
+        return PublishedVersion(version, Chunk("0" * 64, 1), "0" * 64, 1, {})
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
         time.sleep(self.save_s)
@@ -219,8 +224,8 @@ class Bench:
             if not self.warm:
                 self.status.stop()
 
-        async def publish(folder: Path) -> list:
-            self.events.append(f"publish {folder.name}")
+        async def publish(published: PublishedVersion) -> list:
+            self.events.append(f"publish {published.version}")
             return []
 
         parts = Collaborators(

@@ -1,12 +1,15 @@
 import asyncio
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from services.trainer.loop.publisher import Publisher
+from services.trainer.publishing.publications import PublishedVersion
 from shared.errors import QueueUnavailable, ServiceUnreachable
+from shared.types import WeightVersion
+from shared.weights.manifest import Chunk, WeightOffer
 
-V1, V2, V3 = (Path(f"/runs/r/checkpoints/e000001-s00000{n}") for n in (1, 2, 3))
+V1, V2, V3 = (PublishedVersion(WeightVersion(1, n), Chunk(f"{n:064x}", 9), f"{n + 9:064x}", 9, {}) for n in (1, 2, 3))
+TRAINER = "http://trainer"
 
 
 class Servers:
@@ -16,10 +19,14 @@ class Servers:
 
     def __init__(self, *urls: str, down: tuple[str, ...] = (), hung: tuple[str, ...] = ()) -> None:
         self.urls, self.down, self.hung, self.told, self.gate = urls, down, hung or urls, [], asyncio.Event()
+        self.announced, self.sources = list[PublishedVersion](), dict[str, set[str]]()
         self.gate.set()
 
     async def addresses(self) -> tuple[str, ...]:
         return self.urls
+
+    def publisher(self) -> Publisher:
+        return Publisher(TRAINER, self.addresses, self.announced.append, self.connect, "retract")
 
     @asynccontextmanager
     async def connect(self, url: str):
@@ -30,8 +37,9 @@ class RecordingServer:
     def __init__(self, all_: Servers, url: str) -> None:
         self._all, self._url = all_, url
 
-    async def update_weights(self, manifest: Path, mode: str) -> dict[str, Any]:
-        self._all.told.append((self._url, manifest.parent.name, mode))
+    async def update_weights(self, offer: WeightOffer, mode: str) -> dict[str, Any]:
+        self._all.told.append((self._url, offer.version, mode))
+        self._all.sources[self._url] = set(offer.sources)
         if self._url in self._all.hung:
             await self._all.gate.wait()
         if self._url in self._all.down:
@@ -41,17 +49,19 @@ class RecordingServer:
 
 async def test_every_server_is_told_and_a_dead_one_harms_nobody():
     servers = Servers("a", "b", "c", down=("b",))
-    deliveries = await Publisher(servers.addresses, servers.connect, "retract").publish(V1)
+    deliveries = await servers.publisher().publish(V1)
     assert {(d.url, d.error is None) for d in deliveries} == {("a", True), ("b", False), ("c", True)}
     assert deliveries[0].timings == {"stage_s": 0.5}
-    assert sorted(servers.told) == [(u, V1.name, "retract") for u in "abc"]
+    assert servers.announced == [V1]
+    assert servers.sources == {"a": {TRAINER, "b", "c"}, "b": {TRAINER, "a", "c"}, "c": {TRAINER, "a", "b"}}
+    assert sorted(servers.told) == [(u, str(V1.version), "retract") for u in "abc"]
 
 
 async def test_servers_are_told_at_the_same_time():
     servers = Servers("a", "b")
     servers.gate.clear()
     async with asyncio.TaskGroup() as group:
-        group.create_task(Publisher(servers.addresses, servers.connect, "retract").publish(V1))
+        group.create_task(servers.publisher().publish(V1))
         while len(servers.told) < 2:
             await asyncio.sleep(0)
         servers.gate.set()
@@ -60,32 +70,37 @@ async def test_servers_are_told_at_the_same_time():
 async def test_a_newer_version_makes_a_waiting_one_superfluous():
     servers = Servers("a")
     servers.gate.clear()
-    publisher = Publisher(servers.addresses, servers.connect, "retract")
+    publisher = servers.publisher()
     async with asyncio.TaskGroup() as group:
-        for folder in (V1, V2, V3):
-            group.create_task(publisher.publish(folder))
+        for version in (V1, V2, V3):
+            group.create_task(publisher.publish(version))
             while not servers.told:
                 await asyncio.sleep(0)
         servers.gate.set()
-    assert [version for _, version, _ in servers.told] == [V1.name, V3.name]
+    assert [version for _, version, _ in servers.told] == [str(V1.version), str(V3.version)]
 
 
 async def test_a_server_that_hangs_delays_no_other():
     servers = Servers("a", "b", hung=("b",))
     servers.gate.clear()
-    publisher = Publisher(servers.addresses, servers.connect, "retract")
+    publisher = servers.publisher()
     async with asyncio.TaskGroup() as group:
-        for folder in (V1, V2):
-            group.create_task(publisher.publish(folder))
+        for version in (V1, V2):
+            group.create_task(publisher.publish(version))
             async with asyncio.timeout(60):
-                while ("a", folder.name, "retract") not in servers.told:
+                while ("a", str(version.version), "retract") not in servers.told:
                     await asyncio.sleep(0)
         servers.gate.set()
-    assert [version for url, version, _ in servers.told if url == "b"] == [V1.name, V2.name]
+    assert [version for url, version, _ in servers.told if url == "b"] == [str(V1.version), str(V2.version)]
 
 
 async def test_no_registry_is_no_catastrophe():
     async def addresses():
         raise QueueUnavailable("Redis did not answer")
 
-    assert await Publisher(addresses, Servers().connect, "retract").publish(V1) == []
+    servers = Servers()
+    servers.addresses = addresses
+    publisher = servers.publisher()
+    assert await publisher.publish(V1) == []
+    assert servers.announced == [V1]  # who asks still learns of it
+    assert await publisher.sources() == (TRAINER,)

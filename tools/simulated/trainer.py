@@ -61,10 +61,10 @@ class SimulatedBackend:
     def __init__(
         self,
         checkpoints: CheckpointFolders,
-        publications: Publications,
         model: Mapping[str, Any],
         seed: int,
         origin: Origin | None = None,
+        publications: Publications | None = None,
     ) -> None:
         self._publications = publications
         self._checkpoints, self._model, self._seed, self._origin = checkpoints, model, seed, origin
@@ -113,6 +113,7 @@ class SimulatedBackend:
         )
 
     def publish(self, version: WeightVersion) -> PublishedVersion:
+        assert self._publications is not None
         leaves = [ManifestLeaf(name, value.shape, str(value.dtype)) for name, value in self.params.items()]
         arrays = {name: partial(np.asarray, value) for name, value in self.params.items()}
         return self._publications.publish(version, leaves, arrays, self._model, None)
@@ -150,7 +151,7 @@ def _simulated(given: BackendInputs) -> OpenedBackend:
     checkpoints = CheckpointFolders(
         RunFolder(settings.run_folder).checkpoints, settings.run, settings.max_to_keep, NumpyArrays()
     )
-    backend = SimulatedBackend(checkpoints, given.publications, model.to_hf(), given.config.run.seed, given.origin)
+    backend = SimulatedBackend(checkpoints, model.to_hf(), given.config.run.seed, given.origin, given.publications)
     return OpenedBackend(backend, checkpoints, TokenLimits(model.vocab_size, given.tokenizer.pad_id), _no_warm_start)
 
 

@@ -25,7 +25,7 @@ from shared.web.access import Role
 from shared.web.http import read_body, respond
 from shared.web.openapi import declares
 from shared.weights.manifest import WeightOffer
-from shared.weights.serving import Uplink
+from shared.weights.serving import ChunkDigest, Uplink
 
 router = APIRouter()
 ROLES = {
@@ -125,7 +125,7 @@ async def weights(request: Request, state: Rollout) -> Response:
 
 
 @router.get("/weights/chunks/{digest}", tags=["weights"], openapi_extra=declares(answer=schemas.CHUNK))
-async def chunk(request: Request, digest: str, state: Rollout) -> Response:
+async def chunk(request: Request, digest: ChunkDigest, state: Rollout) -> Response:
     """A chunk of what serves or is being pulled, or a manifest, by its blake3; `Range: bytes=N-` gives the rest."""
     return await state.uplink.answer(request, digest)
 

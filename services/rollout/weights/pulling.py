@@ -26,7 +26,7 @@ from shared.weights.chunks import ChunkFolder
 from shared.weights.manifest import Chunk
 
 N_AT_ONCE = 4
-PATIENCE_S = 10.0
+PATIENCE_S, PATIENCE_FIRST_S = 10.0, 3.0
 SLOWEST_BYTES_PER_S = 2**18
 _SLOW_S = 5.0
 _LACKS_S, _LACKS_MOST_S = 0.05, 0.5
@@ -73,8 +73,8 @@ class ChunkPuller:
     async def pull(self, wanted: Iterable[Chunk], sources: Sequence[str]) -> int:
         """All of them are in the folder then. Returns how many bytes were not there before.
 
-        Raises Unavailable if no source has sent anything for `PATIENCE_S`, or none is left, naming what they did; and
-        StorageFull. What was pulled until then stays.
+        Raises Unavailable if no source sends anything for `PATIENCE_S` (`PATIENCE_FIRST_S` at first), or none is left,
+        naming what they did; and StorageFull. What was pulled until then stays.
         """
         missing = await asyncio.to_thread(lambda: [chunk for chunk in wanted if chunk.blake3 not in self.chunks])
         random.shuffle(missing)
@@ -104,7 +104,7 @@ class _Pull:
 
     def __init__(self, chunks: ChunkFolder, sources: Sequence[Source]) -> None:
         self.sources, self.n_bytes = sources, 0
-        self._chunks, self._last_byte = chunks, time.monotonic()
+        self._chunks, self._last_byte, self._n_blocks = chunks, time.monotonic(), 0
 
     async def work(self, missing: list[Chunk]) -> None:
         """One of several that share the chunks still to come."""
@@ -130,7 +130,7 @@ class _Pull:
         """Raises Unavailable."""
         while True:
             now = time.monotonic()
-            deadline = self._last_byte + PATIENCE_S
+            deadline = self._last_byte + (PATIENCE_S if self._n_blocks else PATIENCE_FIRST_S)
             free = [s for s in self.sources if s.avoided <= now and download.lacking.get(s, (0, 0.0))[1] <= now]
             if free:
                 return min(free, key=lambda s: (s.n_transfers, s.is_trainer, random.random()))
@@ -150,7 +150,7 @@ class _Pull:
             if len(data) + len(block) > chunk.size:
                 raise TooMuch
             data.extend(block)
-            self._last_byte = time.monotonic()
+            self._last_byte, self._n_blocks = time.monotonic(), self._n_blocks + 1
 
         source.n_transfers += 1
         try:

@@ -15,7 +15,7 @@ from shared.web.access import Role
 from shared.web.http import respond
 from shared.web.openapi import declares
 from shared.weights.manifest import WeightOffer
-from shared.weights.serving import Uplink
+from shared.weights.serving import ChunkDigest, Uplink
 
 router = APIRouter(tags=["weights"])
 ROLES = {"GET /weights/newest": Role.SERVICE, "GET /weights/chunks/{digest}": Role.SERVICE}
@@ -58,6 +58,6 @@ async def newest(request: Request, state: Here) -> Response:
 
 
 @router.get("/weights/chunks/{digest}", openapi_extra=declares(answer={"type": "string", "format": "binary"}))
-async def chunk(request: Request, digest: str, state: Here) -> Response:
+async def chunk(request: Request, digest: ChunkDigest, state: Here) -> Response:
     """A chunk or a manifest of one of the newest versions, by its blake3; `Range: bytes=N-` gives the rest."""
     return await state.uplink.answer(request, digest)
