@@ -27,12 +27,11 @@ def push(server: RolloutProcess, version: str, mode: str = "retract") -> dict:
 
 
 async def test_after_an_update_the_server_equals_a_fresh_one(
-    server: RolloutProcess, prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: RolloutProcess, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     """The fresh engine loads Hugging Face's format by its own loader and splits the model over two devices; then it is
     killed.
     """
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     version = server.new_version()
     server.generate(prompts[0], 8)
     server.publish(version, 1)

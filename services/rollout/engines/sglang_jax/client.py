@@ -61,6 +61,8 @@ _CPU = {
     "MALLOC_ARENA_MAX": "1",
 }
 _ONE_THREAD_HIDDEN_SIZE = 256
+_DEVICES = "--xla_force_host_platform_device_count"
+"""How many devices a CPU is taken for: as many as the model is split over. The last of equal flags counts."""
 
 
 class SglangEngine(asyncio.Protocol):
@@ -293,9 +295,11 @@ async def open_engine(spec: EngineSpec, module: str = WORKER) -> AsyncIterator[S
 
 
 def _spawn(spec: EngineSpec, sock: socket.socket, module: str) -> subprocess.Popen[bytes]:
-    env = {**(_CPU if spec.device == "cpu" else {}), **os.environ, "JAX_PLATFORMS": spec.device}
-    if spec.device == "cpu" and _is_small(spec.model_path):
-        env.setdefault("NPROC", "1")
+    env = {**os.environ, "JAX_PLATFORMS": spec.device}
+    if spec.device == "cpu":
+        env = {**_CPU, **env, "XLA_FLAGS": f"{env.get('XLA_FLAGS', '')} {_DEVICES}={spec.tp_size}".strip()}
+        if spec.tp_size == 1 and _is_small(spec.model_path):
+            env.setdefault("NPROC", "1")
     command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", module, str(sock.fileno())]
     return subprocess.Popen(command, env=env, pass_fds=[sock.fileno()], stdin=subprocess.DEVNULL)
 

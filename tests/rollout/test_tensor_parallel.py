@@ -1,0 +1,147 @@
+"""The engine with its model split over four devices: the same tokens as on one, through every way weights change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.rollout.engines.base import Engine, EngineSpec, GenerateRequest, GenerateResult, LoadedWeights
+from services.rollout.engines.base import SamplingParams as Sampling
+from services.rollout.engines.sglang_jax.client import open_engine
+from services.rollout.weights.checkpoint import examine
+from services.rollout.weights.probe import check_probe
+from shared.errors import WeightsError
+from shared.models.config import ModelConfig
+from shared.run.weights import Adapter, Probe
+from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING, POOL, RolloutProcess, running_server
+from tests.rollout.test_adapters import effective
+from tests.support import decoder_reference, models
+
+TP = 4
+CONFIG = models.tiny_config()  # 4 heads, 2 of keys and values: each of these is held twice
+MODEL = ModelConfig.parse(CONFIG)
+SIZES = {
+    "context_length": CONTEXT,
+    "max_running_requests": MAX_RUNNING,
+    "max_prefill_tokens": MAX_PREFILL,
+    "max_total_tokens": POOL,
+    "token_paddings": (16, 64),
+    "bs_paddings": (8, 16),
+}
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
+    folder = models.write_hf(tmp_path / "model", CONFIG)
+    async with open_engine(EngineSpec(str(folder), load_weights=False, tp_size=TP, **SIZES)) as engine:
+        yield engine
+
+
+async def generated(engine: Engine, prompts: Sequence[list[int]], n: int = 16) -> list[GenerateResult]:
+    sampling = Sampling(max_new_tokens=n, temperature=0.0, ignore_eos=True)
+    asked = [GenerateRequest(f"r{i}", np.array(prompt, np.int32), sampling) for i, prompt in enumerate(prompts)]
+    return await asyncio.gather(*map(engine.generate, asked))
+
+
+async def serve(engine: Engine, folder: Path, mode: str = "retract") -> LoadedWeights:
+    """Stages and commits; what is staged, what serves then and what an audit finds later are the same arrays."""
+    found = examine(folder, MODEL, "test")
+    loaded = await engine.stage(found)
+    committed = await engine.commit(found.version, mode)
+    for live in (committed.live, await engine.audit()):
+        assert (live.version, live.checksum) == (found.version, loaded.checksum)
+        check_probe(live.logprobs, found.probe_logprobs, found.probe_noise, "float32")
+    return loaded
+
+
+def probe_of(weights: models.Weights, prompt: list[int]) -> Probe:
+    expected = decoder_reference.score(weights, CONFIG, prompt[:1], prompt[1:])
+    return Probe(tuple(prompt), tuple(expected.tolist()))
+
+
+async def test_a_model_split_over_four_devices_is_that_of_one(
+    engine: Engine, server: RolloutProcess, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Two versions, one of them committed under running requests, one with an array of another version, which is
+    refused while the second serves on, and adapters. `server` has the same weights on one device.
+    """
+    ours = {}
+    for seed in (21, 22):
+        version = server.new_version()
+        server.publish(version, seed)
+        weights, probe = server.weights[version], probe_of(server.weights[version], prompts[0])
+        ours[version] = models.write_checkpoint(tmp_path, version, CONFIG, weights, probe=probe)
+    first, second = ours
+    await serve(engine, ours[first])
+    running = asyncio.create_task(generated(engine, prompts, 60))
+    while (await engine.status()).output_tokens < 10 * len(prompts):
+        await asyncio.sleep(0.01)
+    await serve(engine, ours[second])
+    for prompt, answer in zip(prompts, await running, strict=True):
+        assert [span.version for span in answer.versions] == [first, second]
+        assert same_as_reference(prompt, answer, server.weights) <= 1e-4
+    server.post("/update_weights", {"manifest": str(server.root / "pushed" / second / "manifest.json")})
+    await equal(engine, server, prompts)
+    wrong = {**server.weights[second], "model.layers.1.self_attn.v_proj.weight": wrong_values(server, first)}
+    third = server.new_version()
+    probe = probe_of(server.weights[second], prompts[0])
+    with pytest.raises(WeightsError, match="fingerprint"):
+        await serve(engine, models.write_checkpoint(tmp_path, third, CONFIG, wrong, probe=probe))
+    assert (await engine.audit()).version == second
+    await serve_adapters(engine, prompts, tmp_path)
+
+
+def wrong_values(server: RolloutProcess, version: str) -> np.ndarray:
+    return server.weights[version]["model.layers.1.self_attn.v_proj.weight"]
+
+
+def same_as_reference(prompt: list[int], answer: GenerateResult, weights: dict[str, models.Weights]) -> float:
+    """The largest |log p - reference|, each token under the version that claims it."""
+    ids, worst = answer.output_ids.tolist(), 0.0
+    for span in answer.versions:
+        before, sampled = [*prompt, *ids[: span.start]], ids[span.start : span.end]
+        expected = decoder_reference.score(weights[span.version], CONFIG, before, sampled)
+        worst = max(worst, float(np.abs(expected - answer.logprobs[span.start : span.end]).max()))
+    return worst
+
+
+async def serve_adapters(engine: Engine, prompts: list[list[int]], root: Path) -> None:
+    """Two, of one base: the engine merges each into the base, split as the model is."""
+    base = models.random_weights(CONFIG, 23)
+    adapter = Adapter(2, 4.0, models.write_base(root, CONFIG, base))
+    for step in (1, 2):
+        tree, version = models.random_adapter(CONFIG, step), f"e000009-s{step:06d}"
+        merged = effective(CONFIG, base, tree, adapter.scale)
+        probe = probe_of(merged, prompts[0])
+        await serve(engine, models.write_adapter(root, version, CONFIG, tree, adapter, probe))
+        (answer,) = await generated(engine, prompts[1:2])
+        assert same_as_reference(prompts[1], answer, {version: merged}) <= 1e-4
+
+
+@pytest.mark.long
+def test_a_server_over_four_devices_takes_every_version(prompts: list[list[int]], tmp_path: Path) -> None:
+    """By catching up and by a push while it answers; biases of keys and values are repeated with their heads."""
+    config = models.tiny_config(model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+    with running_server(tmp_path, config, f"rollout.engine.tp_size={TP}") as split:
+        assert split.error(prompts[0], split.generate(prompts[0], 16)) <= 1e-4
+        running = split.start(prompts[1], 100)
+        version = split.new_version()
+        split.publish(version, 1)
+        split.post("/update_weights", {"manifest": str(split.root / "pushed" / version)})
+        assert split.error(prompts[1], running.result()) <= 1e-4
+        answer = split.generate(prompts[2], 16, temperature=0.7, sampling_seed=5)
+        assert split.get("/weights")["current"] == version
+        again = split.generate(prompts[2], 16, temperature=0.7, sampling_seed=5)
+        assert answer["output_ids"].tolist() == again["output_ids"].tolist()
+
+
+async def equal(engine: Engine, server: RolloutProcess, prompts: Sequence[list[int]]) -> None:
+    """Greedy ids are equal, log-probabilities within 1e-5."""
+    for prompt, split in zip(prompts, await generated(engine, prompts), strict=True):
+        whole = server.generate(prompt, 16)
+        assert split.output_ids.tolist() == whole["output_ids"].tolist()
+        np.testing.assert_allclose(split.logprobs, whole["meta_info"]["output_token_logprobs"], atol=1e-5)
