@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from services.cli.layout import python_of, variables_of
-from services.cli.local import external, ports
+from services.cli.local import accelerators, external, ports
 from services.cli.local.processes import ProcessSpec, Reaper
 from services.cli.local.supervisor import (
     RestartPolicy,
@@ -143,6 +143,7 @@ class _Builder:
         if alone := loaded.config.is_supervised:
             needs_env = loaded.config.needs_environment and not folder.demonstrations.exists()
             counts |= {"env": counts["env"] if needs_env else 0, "rollout": 0, "orchestrator": 0}
+        self._accelerators = accelerators.shares(loaded.config, counts["rollout"])
         given: Mapping[str, Any] = loaded.tree.get("services") or {}
         self._ports = ports.choose(services, given, counts, addresses.ports_before(folder), say)
         self._has_queue = not alone
@@ -192,14 +193,12 @@ class _Builder:
         command += [f"services.{kind}.port={self._ports[kind][i]}"]
         reached = self._seams.reach(name, url)
         command += [f"services.{kind}.url={reached}"] if reached != url else []
-        spec = ProcessSpec(name, tuple(command), self._variables(kind), self._folder.logs / f"{name}.log", self._stop_s)
+        variables = variables_of(self._environment_of(kind), cpu=self._cpu) | self._accelerators.get(name, {})
+        spec = ProcessSpec(name, tuple(command), variables, self._folder.logs / f"{name}.log", self._stop_s)
         return SupervisedProcess(spec, lambda: _is_healthy(url, self.ca_file), SERVICES[kind].start_s)
 
     def _environment_of(self, kind: str) -> str:
         return "base" if kind in self._seams.modules else SERVICES[kind].environment
-
-    def _variables(self, kind: str) -> dict[str, str]:
-        return variables_of(self._environment_of(kind), cpu=self._cpu)
 
     def _resolved(self, services: ServicesSection) -> ServicesSection:
         update: dict[str, Any] = {

@@ -1,0 +1,112 @@
+"""Which accelerators of this machine each process of a run sees.
+
+The trainer has as many as its mesh, every rollout server as many as its model is split over (`tp_size`), and no two
+processes share one: a TPU chip can be opened once only, and JAX takes most of a GPU's memory when it starts. On CPUs
+nothing is to be shared out: an engine takes the processor for as many devices as it wants.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shared.errors import ConfigError
+from shared.schema import RunConfig
+
+type Kind = Literal["tpu", "gpu"]
+
+_VISIBLE: Mapping[Kind, str] = {"tpu": "TPU_VISIBLE_CHIPS", "gpu": "CUDA_VISIBLE_DEVICES"}
+_GOOGLE = "0x1ae0"
+_TPU_CHIPS = frozenset({"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076", "0x0083", "0x007c"})
+"""PCI ids, as in `jax._src.hardware_utils`."""
+_BOUNDS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}
+"""How the chips of a process lie, by their number: parts of a host that libtpu knows."""
+_FIRST_PORT = 8476  # libtpu's own default
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerators:
+    """Those that this process may give away, by the names that `variable` takes: numbers, for GPUs also UUIDs."""
+
+    kind: Kind
+    names: tuple[str, ...]
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that names those that a process sees."""
+        return _VISIBLE[self.kind]
+
+
+def found(kind: Kind, environ: Mapping[str, str], root: Path = Path("/")) -> Accelerators:
+    """Those that `environ` says are ours, else all of the machine whose files are below `root`."""
+    if given := environ.get(_VISIBLE[kind], "").strip():
+        return Accelerators(kind, tuple(name.strip() for name in given.split(",")))
+    n = _chips(root) if kind == "tpu" else _gpus(root)
+    return Accelerators(kind, tuple(map(str, range(n))))
+
+
+def _chips(root: Path) -> int:
+    ids = [
+        (part.parent / "device").read_text().strip()
+        for part in root.glob("sys/bus/pci/devices/*.0/vendor")
+        if part.read_text().strip() == _GOOGLE
+    ]
+    return sum(chip in _TPU_CHIPS for chip in ids)
+
+
+def _gpus(root: Path) -> int:
+    return sum(re.fullmatch(r"nvidia\d+", device.name) is not None for device in root.glob("dev/nvidia*"))
+
+
+def shares(config: RunConfig, n_rollout: int, root: Path = Path("/")) -> dict[str, dict[str, str]]:
+    """The environment variables with which each process of a local run sees its own accelerators, by its name.
+
+    Raises ConfigError if there are too few, or if libtpu has no such part of a host.
+    """
+    device, tp_size = config.rollout.engine.device, config.rollout.engine.tp_size
+    if device == "cpu":
+        return {}
+    here = found(device, os.environ, root)
+    needed = {"trainer": math.prod(config.trainer.mesh.shape)} | {f"rollout-{i}": tp_size for i in range(n_rollout)}
+    if sum(needed.values()) > len(here.names):
+        raise ConfigError(
+            f"this machine has {len(here.names)} {device.upper()}s for the run, and it needs {sum(needed.values())}:"
+            f" {needed['trainer']} for trainer.mesh, {n_rollout} times {tp_size} for services.rollout_replicas with"
+            " rollout.engine.tp_size",
+            "lower one of them, or name rollout servers of other hosts in services.rollout_urls; where this machine"
+            f" does not show what it has, {here.variable}=0,1,… names it",
+        )
+    made: dict[str, dict[str, str]] = {}
+    start = 0
+    for name, n in sorted(needed.items(), key=lambda one: -one[1]):  # the largest first: powers of two are then aligned
+        made[name] = _variables(here, start, n)
+        start += n
+    return made
+
+
+def _variables(here: Accelerators, start: int, n: int) -> dict[str, str]:
+    """Of a process that sees `n` of them from `start` on; of all chips of a host nothing need be said."""
+    seen = {here.variable: ",".join(here.names[start : start + n])}
+    if here.kind == "gpu":
+        return seen
+    if n == len(here.names):
+        return {}
+    if n not in _BOUNDS:
+        raise ConfigError(
+            f"a process cannot have {n} of a host's {len(here.names)} TPU chips",
+            f"trainer.mesh and rollout.engine.tp_size may take {', '.join(map(str, _BOUNDS))} or all of them",
+        )
+    port = str(_FIRST_PORT + start)
+    return seen | {
+        "TPU_PROCESS_BOUNDS": "1,1,1",
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": _BOUNDS[n],
+        "TPU_PROCESS_ADDRESSES": f"localhost:{port}",
+        "TPU_PROCESS_PORT": port,
+        "CLOUD_TPU_TASK_ID": "0",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }

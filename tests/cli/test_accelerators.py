@@ -1,0 +1,118 @@
+"""Who sees which accelerators of a machine: by the files of made-up machines, and in the environment of processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.cli.local import accelerators, stack
+from services.cli.local.processes import Reaper
+from services.cli.local.stack import StackSeams
+from services.cli.local.supervisor import RestartPolicy
+from services.cli.runs.record import claimed
+from shared.config import LoadedConfig, load
+from shared.errors import ConfigError
+from tools.chaos.arena import SIMULATED
+
+CONFIG = Path("configs/chaos.yaml")
+
+
+def configured(*overrides: str) -> LoadedConfig:
+    return load([CONFIG], list(overrides))
+
+
+def shares(root: Path, device: str, n: int, *overrides: str) -> dict[str, dict[str, str]]:
+    return accelerators.shares(configured(f"rollout.engine.device={device}", *overrides).config, n, root)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One with eight chips of TPU v5e, other devices of the same maker, and four GPUs."""
+    for name in ("TPU_VISIBLE_CHIPS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    chips = [(f"0000:00:{i:02x}.0", "0x1ae0", "0x0063") for i in range(8)]
+    others = [("0000:01:00.0", "0x1ae0", "0x0042"), ("0000:02:00.0", "0x10de", "0x2330")]
+    for slot, vendor, device in chips + others:
+        folder = tmp_path / "sys/bus/pci/devices" / slot
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "device").write_text(f"{device}\n")
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    return tmp_path
+
+
+def test_on_cpus_nothing_is_shared_out(machine: Path) -> None:
+    assert shares(machine, "cpu", 99, "rollout.engine.tp_size=4") == {}
+
+
+def test_every_process_has_gpus_of_its_own(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = shares(machine, "gpu", 3)
+    assert {name: variables["CUDA_VISIBLE_DEVICES"] for name, variables in given.items()} == {
+        "trainer": "0",
+        "rollout-0": "1",
+        "rollout-1": "2",
+        "rollout-2": "3",
+    }
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8a, 5,7")
+    split = shares(machine, "gpu", 1, "rollout.engine.tp_size=2")
+    assert split == {
+        "rollout-0": {"CUDA_VISIBLE_DEVICES": "GPU-8a,5"},
+        "trainer": {"CUDA_VISIBLE_DEVICES": "7"},
+    }
+
+
+def test_every_process_has_chips_of_its_own_that_lie_together(machine: Path) -> None:
+    given = shares(machine, "tpu", 2, "rollout.engine.tp_size=2", "trainer.mesh.shape=[4,1]")
+    assert {name: one["TPU_VISIBLE_CHIPS"] for name, one in given.items()} == {
+        "trainer": "0,1,2,3",
+        "rollout-0": "4,5",
+        "rollout-1": "6,7",
+    }
+    assert [one["TPU_CHIPS_PER_PROCESS_BOUNDS"] for one in given.values()] == ["2,2,1", "1,2,1", "1,2,1"]
+    assert {one["TPU_PROCESS_BOUNDS"] for one in given.values()} == {"1,1,1"}
+    assert len({one["TPU_PROCESS_PORT"] for one in given.values()}) == len(given)
+    assert all(one["TPU_PROCESS_ADDRESSES"] == f"localhost:{one['TPU_PROCESS_PORT']}" for one in given.values())
+
+
+def test_a_process_with_all_chips_of_its_host_is_told_nothing(machine: Path) -> None:
+    """A host may be part of a larger slice, of which the runtime knows by itself."""
+    assert shares(machine, "tpu", 0, "trainer.mesh.shape=[8,1]") == {"trainer": {}}
+
+
+@pytest.mark.parametrize(
+    ("device", "n", "overrides", "named"),
+    [
+        ("gpu", 4, (), r"has 4 GPUs for the run, and it needs 5: 1 for trainer\.mesh, 4 times 1 for services\.roll"),
+        ("tpu", 2, ("rollout.engine.tp_size=4",), "8 TPUs for the run, and it needs 9"),
+        ("tpu", 1, ("rollout.engine.tp_size=3",), "a process cannot have 3 of a host's 8 TPU chips"),
+    ],
+)
+def test_more_than_there_are_is_refused(
+    machine: Path, device: str, n: int, overrides: tuple[str, ...], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        shares(machine, device, n, *overrides)
+
+
+async def test_the_processes_of_a_run_are_started_with_their_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    loaded = configured(f"run.dir={tmp_path}", "run.name=shares", "rollout.engine.device=gpu")
+    seen: dict[str, str | None] = {}
+    with claimed(loaded) as claim, Reaper.running() as reaper:
+        seams = StackSeams(SIMULATED)
+        async with stack.running(loaded, claim.folder, reaper, print, RestartPolicy(), seams) as running:
+            for kept in running.kept:
+                assert kept.child is not None
+                seen[kept.name] = variables_of(kept.child.pid).get("CUDA_VISIBLE_DEVICES")
+    assert (seen["trainer"], seen["rollout-0"], seen["rollout-1"]) == ("4", "5", "6")
+
+
+def variables_of(pid: int) -> dict[str, str]:
+    """The environment that a process was started with."""
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
