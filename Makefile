@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-long check audit format fuzz bench chaos soak clean
+.PHONY: help install quickstart test test-long check audit format fuzz bench lower simulate chaos soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -49,6 +49,12 @@ soak: install  ## run the whole stack for half an hour and see that nothing grow
 
 bench: install  ## measure; writes bench.json
 	@$(BIN)/volley bench --json bench.json $(ARGS)
+
+lower: install  ## compile a configuration's steps for TPUs that are not here; ARGS="FILE.yaml --tpu v5e"
+	@$(BIN)/python -m tools.lower $(ARGS)
+
+simulate: install  ## hand-over and recovery with 8 to 512 servers and 4B to 235B parameters, from constants it prints
+	@$(BIN)/python -m tools.simulate $(ARGS)
 
 clean:  ## remove environments, caches and tools, not runs/
 	rm -rf .venvs .cache .tools .ruff_cache .pytest_cache .hypothesis bench.json

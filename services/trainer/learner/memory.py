@@ -241,10 +241,10 @@ def of_micro_batch(described: ModelConfig, model: ModelOptions, policy: PolicyOp
         with mesh:
             return of_batch(*given)
 
-    return on_mesh, (*divided(params_of(shapes)), _batch(policy, policy.layout.rows // shards))
+    return on_mesh, (*divided(params_of(shapes)), micro_batch(policy, policy.layout.rows // shards))
 
 
-def _batch(policy: PolicyOptions, n_rows: int) -> Any:
+def micro_batch(policy: PolicyOptions, n_rows: int) -> Any:
     """A micro-batch of `n_rows` of the longest bucket, of shapes only."""
     needs, length = policy.algorithm.needs, policy.layout.buckets[-1]
     row, some = supervised_row([0] * length, [1] * length), np.zeros(length, np.float32)

@@ -71,7 +71,7 @@ class Learner:
         self._gradient = jax.jit(gradient(objective), out_shardings=(None, like))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         kept = like, jax.tree.map(lambda x: x.sharding, self._state)
-        self._apply = jax.jit(_applied(optimizer), donate_argnums=(0, 1), out_shardings=kept)
+        self._apply = jax.jit(applied(optimizer), donate_argnums=(0, 1), out_shardings=kept)
         self._are_finite = jax.jit(_are_finite, static_argnames="published")
 
     @property
@@ -174,7 +174,9 @@ def placed_as(like: Mapping[str, jax.Array], values: Mapping[str, Any]) -> Param
     }
 
 
-def _applied(optimizer: optax.GradientTransformation) -> Callable[[Params, Any, Params], tuple[Params, Any]]:
+def applied(optimizer: optax.GradientTransformation) -> Callable[[Params, Any, Params], tuple[Params, Any]]:
+    """Parameters and the optimizer's state after a step, of those before it and the gradient."""
+
     def apply(params: Params, state: Any, gradient: Params) -> tuple[Params, Any]:
         updates, state = optimizer.update(gradient, state, params)
         applied: Any = optax.apply_updates(params, updates)

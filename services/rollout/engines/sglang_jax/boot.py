@@ -22,6 +22,8 @@ from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutSche
 from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows, float32_logits
 from shared.models.config import ModelConfig
 
+PAGE_SIZE = 16
+"""Tokens that the paged attention of TPUs reads at once."""
 _WATCHDOG_S = 900.0
 _POOL_SHARE = 1 / 16  # of the host's memory
 _POOL_ALIGNMENT = 128  # the engine rounds head_dim up to a multiple of it in its pool
@@ -35,13 +37,18 @@ class _ThisProcess:
         os._exit(1)
 
 
-def build_scheduler(spec: EngineSpec, link: EngineLink, version: str | None) -> RolloutScheduler:
-    """Loads the model (or its shapes only) and allocates the pool. Raises whatever the engine raises on a bad model."""
+def build_scheduler(
+    spec: EngineSpec, link: EngineLink, version: str | None, runs_on: str | None = None
+) -> RolloutScheduler:
+    """Loads the model (or its shapes only) and allocates the pool. Raises whatever the engine raises on a bad model.
+
+    `runs_on` is the platform of this process, where it is not the one that `spec` is for (see `lowering`).
+    """
     LogitsProcessor._get_logits = float32_logits
     embeddings.Llama3RotaryEmbedding._compute_cos_sin = _scaled_cos_sin
-    if spec.device == "cpu":
+    if spec.device != "tpu":
         native_backend.NativeAttention = BlockAttention
-    scheduler = RolloutScheduler(_server_args(spec), link, version)
+    scheduler = RolloutScheduler(_server_args(spec, runs_on or spec.device), link, version)
     scheduler.parent_process = scheduler.tp_worker.parent_process = _ThisProcess()
     return scheduler
 
@@ -84,7 +91,8 @@ def _run_dummy(scheduler: RolloutScheduler, mode: ForwardMode, size: int, tokens
     scheduler.step(batch, SamplingRows(size))
 
 
-def _server_args(spec: EngineSpec) -> ServerArgs:
+def _server_args(spec: EngineSpec, runs_on: str) -> ServerArgs:
+    """The engine's paged attention is written for TPUs; elsewhere ours takes its place, with pages of one token."""
     pool = spec.max_total_tokens
     if pool is None and spec.device == "cpu":
         pool = _default_pool(spec)
@@ -94,7 +102,7 @@ def _server_args(spec: EngineSpec) -> ServerArgs:
         model_path=os.path.abspath(spec.model_path),
         skip_tokenizer_init=True,
         load_format="auto" if spec.load_weights else "dummy",
-        device=spec.device,
+        device=runs_on,
         tp_size=spec.tp_size,
         dtype=spec.dtype,
         context_length=spec.context_length,
@@ -104,8 +112,8 @@ def _server_args(spec: EngineSpec) -> ServerArgs:
         chunked_prefill_size=spec.max_prefill_tokens,
         precompile_token_paddings=list(tokens),
         precompile_bs_paddings=list(bs),
-        page_size=1 if spec.device == "cpu" else 16,
-        attention_backend="native" if spec.device == "cpu" else "fa",
+        page_size=PAGE_SIZE if spec.device == "tpu" else 1,
+        attention_backend="fa" if spec.device == "tpu" else "native",
         disable_precompile=True,
         disable_overlap_schedule=True,
         random_seed=0,

@@ -44,7 +44,7 @@ class FusedStep:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._model_def, _ = nnx.split(runner.model)
-        self._compiled = _compile(runner.mesh)
+        self._compiled = compiled_step(runner.mesh)
 
     @property
     def compilations(self) -> int:
@@ -59,26 +59,34 @@ class FusedStep:
         `leaves` are weights to use instead of the serving ones.
         """
         runner = self._runner
-        forward_batch = ForwardBatch.init_new(batch, runner)
-        runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
-        metadata = LogitsMetadata.from_model_worker_batch(batch, runner.mesh)
         with jax.set_mesh(runner.mesh):
-            tokens, logprobs, pool = self._compiled(
-                self._model_def,
-                runner._model_state_def,
-                runner.model_state_leaves if leaves is None else leaves,
-                runner.memory_pools,
-                forward_batch,
-                metadata,
-                rows.arrays(),
-            )
+            tokens, logprobs, pool = self._compiled(*self.arguments(batch, rows, leaves))
         if runner.tp_size == 1 and isinstance(pool, list):
             pool = [jax.device_put(layer, runner.token_to_kv_pool.kv_sharding) for layer in pool]
         runner.memory_pools.replace_all(pool)
         return jax.device_get((tokens, logprobs))
 
+    def arguments(
+        self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None
+    ) -> tuple[Any, ...]:
+        """What the compiled function is called with."""
+        runner = self._runner
+        forward_batch = ForwardBatch.init_new(batch, runner)
+        runner.attn_backend.forward_metadata = runner.attn_backend.get_forward_metadata(batch)
+        return (
+            self._model_def,
+            runner._model_state_def,
+            runner.model_state_leaves if leaves is None else leaves,
+            runner.memory_pools,
+            forward_batch,
+            LogitsMetadata.from_model_worker_batch(batch, runner.mesh),
+            rows.arrays(),
+        )
 
-def _compile(mesh: jax.sharding.Mesh) -> Any:
+
+def compiled_step(mesh: jax.sharding.Mesh) -> Any:
+    """The step as a function to compile, of `FusedStep.arguments`."""
+
     @partial(jax.jit, donate_argnames=["memory_pools"], static_argnames=["state_def"])
     def step(
         model_def: Any,

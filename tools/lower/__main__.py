@@ -1,0 +1,145 @@
+"""`make lower`: compiles a configuration's steps for TPUs that are not here, and says what memory each takes.
+
+    make lower ARGS="configs/gsm8k_qwen3_4b_tpu.yaml --tpu v5e trainer.mesh.shape=[4,2]"
+
+libtpu compiles without a TPU. Where a virtual environment has none, the one that its JAX asks for is put into .cache.
+Exit code 0: all of it compiles, and training fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.cli.layout import CACHE, PROJECT, python_of, variables_of
+from shared import config
+from shared.errors import ConfigError, Unavailable, VolleyError
+from shared.process.uv import find_uv
+
+_TIMEOUT_S = 3600
+_GIB = 2**30
+_ASK_JAX = "from importlib.metadata import requires; print(*(r for r in requires('jax') if r.startswith('libtpu')))"
+_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Of TPUs: memory of a chip in bytes, as the data sheet has it, and slices, as libtpu names them."""
+
+    memory: int
+    slices: tuple[str, ...]
+
+    def slice_of(self, n_chips: int) -> str:
+        """The smallest with so many chips. Raises ConfigError."""
+        for one in self.slices:
+            if math.prod(map(int, one.split("x"))) >= n_chips:
+                return one
+        raise ConfigError(f"{n_chips} chips are more than the largest slice known here, {self.slices[-1]}")
+
+
+GENERATIONS = {
+    "v5e": Generation(16 * _GIB, _FLAT),
+    "v6e": Generation(32 * _GIB, _FLAT),
+    "v5p": Generation(95 * _GIB, _CUBES),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make lower", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("config", type=Path, metavar="FILE.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the file")
+    parser.add_argument("--tpu", choices=GENERATIONS, default="v5e", help="generation (default: v5e)")
+    parser.add_argument("--only", choices=("trainer", "rollout"), help="one of the two")
+    parser.add_argument("--layers", type=int, default=2, help="of the engine's model (default: 2)")
+    given = parser.parse_intermixed_args(argv)
+    try:
+        fits = True
+        if given.only != "rollout":
+            fits = told(trainer(given.config, given.tpu, given.overrides), GENERATIONS[given.tpu].memory)
+        if given.only != "trainer":
+            told(rollout(given.config, given.tpu, given.overrides, given.layers))
+    except VolleyError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0 if fits else 1
+
+
+def trainer(file: Path, tpu: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """The programs of a step, with the bytes of each. Raises ConfigError, Unavailable, VolleyError."""
+    loaded = config.load([file], list(overrides)).config
+    topology = f"{tpu}:{GENERATIONS[tpu].slice_of(math.prod(loaded.trainer.mesh.shape))}"
+    print(f"trainer, mesh {list(loaded.trainer.mesh.shape)} on {topology}", flush=True)
+    return _run("trainer", "tools.lower.trainer", [str(file), topology, *overrides], {})
+
+
+def rollout(file: Path, tpu: str, overrides: Sequence[str], n_layers: int) -> list[dict[str, Any]]:
+    """Of the engine's step, with a model of `n_layers` layers. Raises as `trainer`."""
+    tp_size = config.load([file], list(overrides)).config.rollout.engine.tp_size
+    topology = f"{tpu}:{GENERATIONS[tpu].slice_of(tp_size)}"
+    print(f"engine, {n_layers} layers over {tp_size} of {topology}", flush=True)
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={tp_size}"}
+    module = "services.rollout.engines.sglang_jax.lowering"
+    return _run("rollout", module, [str(file), topology, str(n_layers), *overrides], flags)
+
+
+def told(programs: Sequence[Mapping[str, Any]], memory: int | None = None) -> bool:
+    """Prints a line a program; whether the largest fits into `memory` bytes."""
+    for program in programs:
+        parts = {name: n for name, n in program["bytes"].items() if n}
+        said = ", ".join(f"{name} {n / 2**20:,.1f}" for name, n in parts.items())
+        print(f"  {program['program']}: {sum(parts.values()) / 2**20:,.1f} MiB a chip ({said})", end="")
+        print(f", {program['flops'] / 1e12:.3g} TFLOP, compiled in {program['compile_s']:g} s")
+    if memory is None:
+        return True
+    most = max(sum(program["bytes"].values()) for program in programs)
+    print(f"  {'fits' if most <= memory else 'DOES NOT FIT'}: {most / _GIB:.2f} of {memory / _GIB:.0f} GiB")
+    return most <= memory
+
+
+def _run(environment: str, module: str, arguments: Sequence[str], flags: Mapping[str, str]) -> list[dict[str, Any]]:
+    variables = {
+        **variables_of(environment, cpu=True),
+        "PYTHONPATH": os.pathsep.join([str(PROJECT), *_libtpu(environment)]),
+        # Without them libtpu asks the cloud what machine this is, and lets one process in at a time.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        **flags,
+    }
+    command = [str(python_of(environment)), "-m", module, *arguments]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise VolleyError(f"{module} ended with code {done.returncode}: {done.stderr[-2000:]}")
+    return orjson.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _libtpu(environment: str) -> list[str]:
+    """Folders to import it from; none where the environment has it. Raises Unavailable."""
+    python = str(python_of(environment))
+    if subprocess.run([python, "-c", "import libtpu"], capture_output=True, check=False).returncode == 0:
+        return []
+    asked = subprocess.run([python, "-c", _ASK_JAX], capture_output=True, text=True, check=True).stdout
+    wanted = asked.split(";")[0].strip()
+    folder = CACHE / wanted.replace("==", "-").replace(".*", "")
+    if not (folder / "libtpu").is_dir():
+        print(f"installing {wanted} into {folder}", flush=True)
+        command = [str(find_uv()), "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        done = subprocess.run([*command, wanted, "--python", python], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Unavailable(f"{wanted} could not be installed: {done.stderr[-300:]}", "it needs a package index")
+    return [str(folder)]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
