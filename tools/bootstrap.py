@@ -25,7 +25,7 @@ import urllib.parse
 import urllib.request
 import zipfile
 from pathlib import Path
-from typing import IO, Iterator  # noqa: UP035 - runs on Python 3.8
+from typing import IO, Iterator, Mapping  # noqa: UP035 - runs on Python 3.8
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = {
@@ -33,6 +33,8 @@ ENVIRONMENTS = {
     "rollout": ["--extra", "rollout"],
     "trainer": ["--extra", "trainer"],
 }
+ACCELERATED = ("rollout", "trainer")
+ACCELERATORS = {"cpu": "", "gpu": "-gpu", "tpu": "-tpu"}  # and how the extras for them end
 OLDEST_PYTHON, FIRST_UNSUPPORTED = (3, 12), (3, 14)
 OLDEST_UV = (0, 9)
 NETWORK_SIGNS = (
@@ -99,10 +101,28 @@ def stamp(root: Path, name: str) -> str:
     parts = [(root / file).read_bytes() for file in ("uv.lock", "pyproject.toml")]
     parts += [
         (root / ".venvs" / name / "pyvenv.cfg").read_bytes(),
-        " ".join(ENVIRONMENTS[name]).encode(),
+        " ".join(extras(name)).encode(),
         str(root).encode(),
     ]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def extras(name: str) -> list[str]:
+    """What an environment is made of on this machine. Raises InstallError."""
+    if name not in ACCELERATED:
+        return ENVIRONMENTS[name]
+    *before, extra = ENVIRONMENTS[name]
+    return [*before, extra + ACCELERATORS[accelerator(os.environ, Path("/dev"))]]
+
+
+def accelerator(environ: Mapping[str, str], devices: Path) -> str:
+    """What JAX is installed for: VOLLEY_ACCELERATOR, else gpu where there is one of NVIDIA's, else cpu. Raises
+    InstallError.
+    """
+    given = environ.get("VOLLEY_ACCELERATOR") or ("gpu" if (devices / "nvidia0").exists() else "cpu")
+    if given not in ACCELERATORS:
+        raise InstallError(f"VOLLEY_ACCELERATOR is {given}, none of {', '.join(ACCELERATORS)}")
+    return given
 
 
 # --- Python ---------------------------------------------------------------------------------------------------------
@@ -311,7 +331,7 @@ def sync(root: Path, uv: Path, python: Path, name: str, which: str) -> None:
         str(python),
         "--project",
         str(root),
-        *ENVIRONMENTS[name],
+        *extras(name),
     ]
     code, output = run_loudly(command, environment)
     if code != 0 and UNTRUSTED in output:

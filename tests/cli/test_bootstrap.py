@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,37 @@ def test_it_makes_three_environments_and_then_nothing(checkout: Path, tmp_path: 
     assert all("--locked" in line and "--no-python-downloads" in line for line in made)
     assert run(checkout, path, UV_CALLS=str(calls)).stderr == ""
     assert len(calls.read_text().splitlines()) == 3
+
+
+def test_what_accelerates_is_named_or_found(checkout: Path, tmp_path: Path) -> None:
+    """Another choice makes the two environments with JAX anew, and base not."""
+    executable(tmp_path / "bin" / "uv", FAKE_UV)
+    calls, path = tmp_path / "calls", f"{tmp_path / 'bin'}:/usr/bin:/bin"
+    assert run(checkout, path, UV_CALLS=str(calls), VOLLEY_ACCELERATOR="cpu").returncode == 0
+    assert run(checkout, path, UV_CALLS=str(calls), VOLLEY_ACCELERATOR="gpu").returncode == 0
+    made = [line.split() for line in calls.read_text().splitlines()[3:]]
+    assert [line[0] for line in made] == [str(checkout / ".venvs" / name) for name in ("rollout", "trainer")]
+    assert [line[line.index("--extra") + 1] for line in made] == ["rollout-gpu", "trainer-gpu"]
+    refused = run(checkout, path, UV_CALLS=str(calls), VOLLEY_ACCELERATOR="npu")
+    assert refused.returncode == 1
+    assert "VOLLEY_ACCELERATOR is npu, none of cpu, gpu, tpu" in refused.stderr
+    (tmp_path / "nvidia0").touch()
+    assert bootstrap.accelerator({}, tmp_path) == "gpu"
+    assert bootstrap.accelerator({}, tmp_path / "bin") == "cpu"
+
+
+def test_the_extras_of_every_accelerator_are_locked_with_their_libraries() -> None:
+    """Of the one JAX that each environment has."""
+    lock = tomllib.loads((PROJECT / "uv.lock").read_text())
+    known = {(one["name"], one["version"]) for one in lock["package"]}
+    extras = next(one for one in lock["package"] if one["name"] == "volley")["optional-dependencies"]
+    for environment in bootstrap.ACCELERATED:
+        plain = next(one for one in extras[environment] if one["name"] == "jax")
+        for accelerator, library in (("gpu", "jax-cuda12-plugin"), ("tpu", "libtpu")):
+            jax = next(one for one in extras[f"{environment}-{accelerator}"] if one["name"] == "jax" and "extra" in one)
+            assert jax["version"] == plain["version"]
+            assert any(name == library for name, _ in known)
+        assert ("jax-cuda12-plugin", plain["version"]) in known
 
 
 TALKING_UV = """

@@ -98,7 +98,7 @@ def told(programs: Sequence[Mapping[str, Any]], memory: int | None = None) -> bo
         parts = {name: n for name, n in program["bytes"].items() if n}
         said = ", ".join(f"{name} {n / 2**20:,.1f}" for name, n in parts.items())
         print(f"  {program['program']}: {sum(parts.values()) / 2**20:,.1f} MiB a chip ({said})", end="")
-        print(f", {program['flops'] / 1e12:.3g} TFLOP, compiled in {program['compile_s']:g} s")
+        print(f", {(program['flops'] or 0) / 1e12:.3g} TFLOP, compiled in {program['compile_s']:g} s")
     if memory is None:
         return True
     most = max(sum(program["bytes"].values()) for program in programs)

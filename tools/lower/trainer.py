@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,24 @@ def main(configuration: Path, topology: str, overrides: Sequence[str]) -> list[d
     policy = options.policy_options(loaded, TokenLimits(described.vocab_size, 0))
     model = options.model_options(loaded, folder)
     mesh = _mesh(model, topology)
-    return list(compiled(described, model, policy, mesh))
+    return [_compiled(program, mesh) for program in programs(described, model, policy, mesh)]
 
 
-def compiled(
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A function of the step, and shapes to call it with. `waiting` are bytes on each device that lie there meanwhile
+    and are no argument, by what they are.
+    """
+
+    name: str
+    function: Any
+    arguments: tuple[Any, ...]
+    waiting: Mapping[str, int]
+
+
+def programs(
     described: ModelConfig, model: ModelOptions, policy: PolicyOptions, mesh: jax.sharding.Mesh
-) -> Iterator[dict[str, Any]]:
+) -> list[Program]:
     """The gradient of the largest micro-batch, and the optimizer's update."""
     shapes = sharded(described, model, mesh)
     trained, frozen = divided(params_of(shapes))
@@ -53,16 +66,16 @@ def compiled(
     entropy = "gradient" if policy.algorithm.needs.entropy else "value"
     of_batch = gradient(objective(shapes, policy.algorithm.loss, policy.temperature, entropy))
     batch = _as_shapes(memory.micro_batch(policy, policy.layout.rows), mesh, ROW_AXES)
-    like = jax.tree.map(lambda x: x.sharding, trained)
     state = _optimizer_state(optimizer, trained, mesh)
-    kept = {"parameters": _bytes(trained), "frozen": _bytes(frozen), "optimizer": _bytes(state)}
-    several = policy.layout.n_micro(policy.rows_per_step) > 1
-    waiting = {"optimizer": kept["optimizer"]} | ({"gradients so far": _bytes(trained)} if several else {})
-    of_batch_compiled = jax.jit(of_batch, out_shardings=(None, like))
-    yield _told("gradient", of_batch_compiled, (trained, frozen, batch), mesh, waiting)
-    out = like, jax.tree.map(lambda x: x.sharding, state)
-    update = jax.jit(applied(optimizer), donate_argnums=(0, 1), out_shardings=out)
-    yield _told("optimizer", update, (trained, state, trained), mesh, {"frozen": kept["frozen"]})
+    like, of_state = (jax.tree.map(lambda x: x.sharding, tree) for tree in (trained, state))
+    waiting = {"optimizer": _bytes(state)}
+    if policy.layout.n_micro(policy.rows_per_step) > 1:
+        waiting["gradients so far"] = _bytes(trained)
+    update = jax.jit(applied(optimizer), donate_argnums=(0, 1), out_shardings=(like, of_state))
+    return [
+        Program("gradient", jax.jit(of_batch, out_shardings=(None, like)), (trained, frozen, batch), waiting),
+        Program("optimizer", update, (trained, state, trained), {"frozen": _bytes(frozen)}),
+    ]
 
 
 def sharded(described: ModelConfig, model: ModelOptions, mesh: jax.sharding.Mesh) -> Model:
@@ -107,22 +120,19 @@ def _bytes(tree: Any) -> int:
     return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _told(
-    name: str, function: Any, arguments: tuple[Any, ...], mesh: jax.sharding.Mesh, waiting: dict[str, int]
-) -> dict[str, Any]:
-    """`waiting` is what lies there meanwhile and is no argument."""
+def _compiled(program: Program, mesh: jax.sharding.Mesh) -> dict[str, Any]:
     start = time.perf_counter()
     with mesh:
-        made = function.lower(*arguments).compile()
+        made = program.function.lower(*program.arguments).compile()
     found = made.memory_analysis()
     parts = {
         "arguments": found.argument_size_in_bytes,
         "results": found.output_size_in_bytes - found.alias_size_in_bytes,
         "temporary": found.temp_size_in_bytes,
-        **waiting,
+        **program.waiting,
     }
     flops = (made.cost_analysis() or {}).get("flops")
-    return {"program": name, "bytes": parts, "flops": flops, "compile_s": round(time.perf_counter() - start, 1)}
+    return {"program": program.name, "bytes": parts, "flops": flops, "compile_s": round(time.perf_counter() - start, 1)}
 
 
 if __name__ == "__main__":
