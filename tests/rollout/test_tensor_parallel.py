@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -52,9 +54,12 @@ async def serve(engine: Engine, folder: Path, mode: str = "retract") -> LoadedWe
     found = examine(folder, MODEL, "test")
     loaded = await engine.stage(found)
     committed = await engine.commit(found.version, mode)
-    for live in (committed.live, await engine.audit()):
+    audited = await engine.audit()
+    for live in (committed.live, audited):
         assert (live.version, live.checksum) == (found.version, loaded.checksum)
-        check_probe(live.logprobs, found.probe_logprobs, found.probe_noise, "float32")
+    assert audited.logprobs is not None
+    assert found.probe_logprobs is not None
+    check_probe(audited.logprobs, found.probe_logprobs, found.probe_noise, "float32")
     return loaded
 
 
@@ -120,6 +125,41 @@ async def serve_adapters(engine: Engine, prompts: list[list[int]], root: Path) -
         await serve(engine, models.write_adapter(root, version, CONFIG, tree, adapter, probe))
         (answer,) = await generated(engine, prompts[1:2])
         assert same_as_reference(prompts[1], answer, {version: merged}) <= 1e-4
+
+
+_CHECKSUMS = """
+import sys
+import jax, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from services.rollout.engines.sglang_jax.weights.checksum import checksum
+
+mesh = jax.make_mesh((1, 4), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+rng = np.random.default_rng(0)
+for shape, dtype, spec in (
+    ((8, 12), "float32", P(None, "tensor")), ((8, 3), "bfloat16", P("tensor")), ((16,), "float32", P("tensor")),
+    ((5,), "bfloat16", P()), ((4, 3, 8), "int8", P("tensor", None, None)),
+):
+    values = np.asarray(jax.numpy.asarray(rng.integers(-99, 99, shape), dtype))
+    whole = jax.device_put(values)
+    split = jax.device_put(values, NamedSharding(mesh, spec))
+    words = values.view(f"uint{8 * values.itemsize}").astype(np.uint32)
+    mixed = words + np.arange(values.size, dtype=np.uint32).reshape(shape) * np.uint32(0x9E3779B1)
+    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
+    expected = np.sum(mixed ^ (mixed >> 16), dtype=np.uint32)
+    import hashlib
+    assert checksum([split]) == checksum([whole]) == hashlib.sha256(expected.tobytes()).hexdigest()[:32], shape
+    other = values.copy()
+    other.flat[-1] += 1
+    assert checksum([jax.device_put(other, NamedSharding(mesh, spec))]) != checksum([whole])
+"""
+
+
+def test_a_checksum_is_that_of_the_whole_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever devices hold which part; the expected one is numpy's."""
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={TP}")
+    done = subprocess.run([sys.executable, "-c", _CHECKSUMS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long

@@ -8,7 +8,10 @@ any other change leaves it as it was with a probability of about 2**-32.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +21,33 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def checksum(leaves: Sequence[jax.Array]) -> str:
-    """Of arrays with elements of up to four bytes, on whatever devices, in their order."""
-    sums = jax.device_get([_sum(leaf) for leaf in leaves])
+    """Of arrays with elements of up to four bytes, in their order, however they are split over devices of this process.
+
+    Every device sums what it holds by itself, so it may run beside the engine's steps: programs that wait for each
+    other's devices, started by two threads, might wait for ever.
+    """
+    parts = jax.device_get([[_sum_of(leaf, shard) for shard in leaf.addressable_shards] for leaf in leaves])
+    sums = [sum(int(part) for part in found if part is not None) % 2**32 for found in parts]
     return hashlib.sha256(np.array(sums, np.uint32).tobytes()).hexdigest()[:32]
 
 
-@jax.jit
-def _sum(leaf: jax.Array) -> jax.Array:
-    words = jax.lax.bitcast_convert_type(leaf, _WORDS[leaf.dtype.itemsize]).astype(jnp.uint32)
-    position, stride = jnp.zeros_like(words), 1
-    for axis in reversed(range(leaf.ndim)):
-        index = jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis, out_sharding=jax.typeof(leaf).sharding)
-        position += index * np.uint32(stride % 2**32)
-        stride *= leaf.shape[axis]
+def _sum_of(leaf: jax.Array, shard: Any) -> jax.Array | None:
+    """Of one part of the array; none of a part that another device holds as well."""
+    if shard.replica_id:
+        return None
+    starts = [part.start or 0 for part in shard.index]
+    strides = tuple(math.prod(leaf.shape[axis + 1 :]) % 2**32 for axis in range(leaf.ndim))
+    start = sum(at * stride for at, stride in zip(starts, strides, strict=True)) % 2**32
+    return _sum(shard.data, np.uint32(start), strides)
+
+
+@partial(jax.jit, static_argnames="strides")
+def _sum(values: jax.Array, start: np.uint32, strides: tuple[int, ...]) -> jax.Array:
+    """`start` is the position of the first element in the whole array, `strides` are those of its axes."""
+    words = jax.lax.bitcast_convert_type(values, _WORDS[values.dtype.itemsize]).astype(jnp.uint32)
+    position = jnp.full_like(words, start)
+    for axis, stride in enumerate(strides):
+        position += jax.lax.broadcasted_iota(jnp.uint32, values.shape, axis) * np.uint32(stride)
     mixed = words + position * np.uint32(0x9E3779B1)
     mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 13)) * np.uint32(0xC2B2AE35)
