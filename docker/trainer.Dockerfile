@@ -1,4 +1,4 @@
-# The trainer: Tunix on a JAX mesh. EXTRA=trainer-tpu makes the image for TPU hosts.
+# The trainer: Tunix on a JAX mesh. EXTRA=trainer-tpu makes the image for TPU hosts, EXTRA=trainer-gpu that for NVIDIA's GPUs.
 # The dependencies are a layer of their own, made from the lock alone: a change of code rebuilds none of them.
 
 FROM python:3.13-slim AS dependencies

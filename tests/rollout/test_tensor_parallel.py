@@ -16,7 +16,7 @@ from services.rollout.engines.base import SamplingParams as Sampling
 from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.weights.checkpoint import examine
 from services.rollout.weights.probe import check_probe
-from shared.errors import WeightsError
+from shared.errors import ConfigError, WeightsError
 from shared.models.config import ModelConfig
 from shared.run.weights import Adapter, Probe
 from tests.rollout.server import CONTEXT, MAX_PREFILL, MAX_RUNNING, POOL, RolloutProcess, running_server
@@ -125,6 +125,23 @@ async def serve_adapters(engine: Engine, prompts: list[list[int]], root: Path) -
         await serve(engine, models.write_adapter(root, version, CONFIG, tree, adapter, probe))
         (answer,) = await generated(engine, prompts[1:2])
         assert same_as_reference(prompts[1], answer, {version: merged}) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "change", "named"),
+    [
+        (3, {}, "tp_size=3 does not divide num_attention_heads=4"),
+        (4, {"intermediate_size": 130}, "tp_size=4 does not divide intermediate_size=130"),
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 6}, "tp_size=4 and num_key_value_heads=6 none divides"),
+    ],
+)
+async def test_a_model_that_does_not_divide_is_refused(
+    tmp_path: Path, tp_size: int, change: dict[str, int], named: str
+) -> None:
+    folder = models.write_hf(tmp_path / "model", CONFIG | change)
+    with pytest.raises(ConfigError, match=named):
+        async with open_engine(EngineSpec(str(folder), load_weights=False, tp_size=tp_size)):
+            pass
 
 
 _CHECKSUMS = """

@@ -40,7 +40,7 @@ from services.rollout.engines.base import (
     StagedWeights,
 )
 from services.rollout.engines.sglang_jax.link import BEAT_S, Message, frame, split
-from services.rollout.engines.sglang_jax.model_files import normalised
+from services.rollout.engines.sglang_jax.model_files import check_split, normalised
 from shared.errors import Conflict, EngineDied, Unavailable, from_problem
 from shared.models.config import ModelConfig
 from shared.types import VersionSpan
@@ -278,9 +278,10 @@ class SglangEngine(asyncio.Protocol):
 async def open_engine(spec: EngineSpec, module: str = WORKER) -> AsyncIterator[SglangEngine]:
     """A running engine; its process, which runs `module`, has ended when the block is left.
 
-    Raises ConfigError for a model that is not computed here, EngineDied if it cannot start, with the engine's own
-    reason.
+    Raises ConfigError for a model that is not computed here, or not over so many devices, EngineDied if it cannot
+    start, with the engine's own reason.
     """
+    check_split(ModelConfig.read(Path(spec.model_path)), spec.tp_size)
     with normalised(Path(spec.model_path)) as folder:
         spec = dataclasses.replace(spec, model_path=str(folder))
         ours, theirs = socket.socketpair()
