@@ -37,6 +37,7 @@ from shared.weights.serving import Uplink
 type OpenEngine = Callable[[EngineSpec], AbstractAsyncContextManager[Engine]]
 
 _BODY_BYTES, _TOKEN_BYTES, _OBJECTS = 2**18, 16, 2**15
+_ANSWER_S = 5.0  # of a trainer that is asked what is new
 _log = Log("rollout")
 
 
@@ -94,7 +95,7 @@ async def _sources(
     token = tokens.of(Role.SERVICE) if tokens else None
 
     def source(url: str) -> WeightSource:
-        return WeightSource(url, token=token, ca_file=settings.ca_file)
+        return WeightSource(url, token=token, ca_file=settings.ca_file, timeout_s=_ANSWER_S)
 
     trainer = settings.trainer_url and await stack.enter_async_context(source(settings.trainer_url))
     return ChunkPuller(chunks, source, settings.url), trainer or None

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from services.rollout import metrics
 from shared.clients.weights import WeightSource
-from shared.errors import NotFound, Unavailable, VolleyError, first_error
+from shared.errors import NotFound, Unavailable, VolleyError
 from shared.process import telemetry
 from shared.weights.chunks import ChunkFolder
 from shared.weights.manifest import Chunk
@@ -84,10 +84,10 @@ class ChunkPuller:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(min(N_AT_ONCE, len(missing))):
                         group.create_task(pull.work(missing))
-            except ExceptionGroup as errors:
-                raise first_error(errors) from None
             finally:
                 self._avoided |= {one.url: (one.avoided, one.reason) for one in pull.sources}
+        if pull.failure is not None:
+            raise pull.failure
         return pull.n_bytes
 
     def _others(self, sources: Sequence[str]) -> list[tuple[int, str]]:
@@ -104,15 +104,22 @@ class _Pull:
 
     def __init__(self, chunks: ChunkFolder, sources: Sequence[Source]) -> None:
         self.sources, self.n_bytes = sources, 0
+        self.failure: VolleyError | None = None
         self._chunks, self._last_byte, self._n_blocks = chunks, time.monotonic(), 0
 
     async def work(self, missing: list[Chunk]) -> None:
-        """One of several that share the chunks still to come."""
-        while missing:
-            download = _Download(missing.pop())
-            while not await self._is_kept(download):
-                await self._more(download, await self._choose(download))
-            self.n_bytes += download.chunk.size
+        """One of several that share the chunks still to come. What ends it is the `failure`, and not raised: Python
+        3.12.1 would count the cancellation of who waits for all of them as one that is still under way.
+        """
+        try:
+            while missing:
+                download = _Download(missing.pop())
+                while not await self._is_kept(download):
+                    await self._more(download, await self._choose(download))
+                self.n_bytes += download.chunk.size
+        except VolleyError as error:
+            self.failure = self.failure or error
+            missing.clear()
 
     async def _is_kept(self, download: _Download) -> bool:
         """Whether a chunk was whole and right; of a wrong one nothing is left."""
