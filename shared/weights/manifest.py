@@ -7,14 +7,17 @@ tree is in a checkpoint, adapters have no other names, and no array is turned ov
 
 `digest` names the weights: it follows from names, shapes, dtypes and bytes, not from the version's name. blake3 of the
 manifest's JSON names the publication; whoever holds that can take manifest and chunks from anybody.
+
+`deltas` are another way to have a chunk: from one of an earlier version, which may itself be had that way. Every chunk
+can also be had whole: a server that missed too many versions, or has just begun, waits for no anchor.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
 
@@ -30,6 +33,7 @@ SCHEMA = 1
 CHUNK_BYTES = 8 * 2**20
 MAX_MANIFEST_BYTES = 2**25
 MAX_SOURCES = 64
+MAX_WAY = 64
 _MAX_VALUES = 2**21
 _MAX_DETAIL = 300
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -51,6 +55,22 @@ class Chunk:
         if not is_digest(digest) or type(size) is not int or not 0 < size <= CHUNK_BYTES:
             raise TypeError("a chunk is no digest with a size")
         return cls(digest, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What makes a chunk of the one named `base`: see `shared.weights.delta`. It travels as a chunk of its own."""
+
+    base: str
+    chunk: Chunk
+
+    @classmethod
+    def from_list(cls, raw: Any) -> Self:
+        """Raises TypeError or ValueError."""
+        base, *chunk = raw
+        if not is_digest(base):
+            raise TypeError("the base of a delta is no digest")
+        return cls(base, Chunk.from_list(chunk))
 
 
 @dataclass(frozen=True)
@@ -110,7 +130,7 @@ class PublishedManifest:
     """A version of a run's weights.
 
     `beginning` names the beginning of the run: one that was emptied and begun anew has another. `model` is the Hugging
-    Face config.json of the architecture; `created` is in seconds since 1970.
+    Face config.json of the architecture; `created` is in seconds since 1970; `deltas` are by the chunk that each makes.
     """
 
     run: str
@@ -121,6 +141,7 @@ class PublishedManifest:
     probe: Probe | None
     created: float
     adapter: PublishedAdapter | None = None
+    deltas: Mapping[str, Delta] = field(default_factory=dict[str, Delta])
 
     @property
     def digest(self) -> str:
@@ -138,6 +159,18 @@ class PublishedManifest:
         """All that it takes to have these weights, by digest."""
         return {chunk.blake3: chunk for tree in self.trees for chunk in tree.chunks}
 
+    def way(self, chunk: Chunk, have: Callable[[str], bool]) -> list[Delta]:
+        """The deltas that make a chunk of one that is there, in order; none if the chunk itself is the shorter way."""
+        deltas, n_bytes, wanted = list[Delta](), 0, chunk.blake3
+        while (delta := self.deltas.get(wanted)) is not None and n_bytes + delta.chunk.size < chunk.size:
+            if len(deltas) == MAX_WAY:
+                break
+            deltas.insert(0, delta)
+            if have(delta.base):
+                return deltas
+            n_bytes, wanted = n_bytes + delta.chunk.size, delta.base
+        return []
+
     def to_json(self) -> bytes:
         probe, adapter = self.probe, self.adapter
         told = {
@@ -150,6 +183,7 @@ class PublishedManifest:
             "model": self.model,
             "probe": probe and {"input_ids": probe.input_ids, "logprobs": probe.logprobs, "noise": probe.noise},
             "created": self.created,
+            "deltas": {name: [one.base, one.chunk.blake3, one.chunk.size] for name, one in self.deltas.items()},
             "adapter": adapter and {"rank": adapter.rank, "alpha": adapter.alpha, "base": adapter.base.to_json()},
         }
         return orjson.dumps(told)
@@ -171,10 +205,11 @@ class PublishedManifest:
                 probe=None if probe is None else probe_of(probe),
                 created=float(raw["created"]),
                 adapter=None if adapter is None else PublishedAdapter.from_json(adapter),
+                deltas={name: Delta.from_list(delta) for name, delta in raw["deltas"].items()},
             )
             if raw["digest"] != found.digest:
                 raise ValueError("its digest is not that of its weights")
-        except (DecodeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        except (DecodeError, KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise WeightsError(f"manifest is malformed: {error!r}"[:_MAX_DETAIL]) from error
         return found
 

@@ -107,7 +107,7 @@ class Weightless:
         return self._checkpoints.relabel(self._restored, state) if self._restored else self.save(state, None)
 
     def publish(self, version: WeightVersion) -> PublishedVersion:
-        return PublishedVersion(version, Chunk("0" * 64, 1), "0" * 64, 1, {})
+        return PublishedVersion(version, Chunk("0" * 64, 1), "0" * 64, 1, 0, {})
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         """A reward above `HUGE` makes the weight infinite."""

@@ -98,7 +98,7 @@ class FakeBackend:
         self.weights = list(self.kept[version])
 
     def publish(self, version: WeightVersion) -> PublishedVersion:
-        return PublishedVersion(version, Chunk("0" * 64, 1), "0" * 64, 1, {})
+        return PublishedVersion(version, Chunk("0" * 64, 1), "0" * 64, 1, 0, {})
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
         time.sleep(self.save_s)

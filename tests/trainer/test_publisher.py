@@ -8,7 +8,9 @@ from shared.errors import QueueUnavailable, ServiceUnreachable
 from shared.types import WeightVersion
 from shared.weights.manifest import Chunk, WeightOffer
 
-V1, V2, V3 = (PublishedVersion(WeightVersion(1, n), Chunk(f"{n:064x}", 9), f"{n + 9:064x}", 9, {}) for n in (1, 2, 3))
+V1, V2, V3 = (
+    PublishedVersion(WeightVersion(1, n), Chunk(f"{n:064x}", 9), f"{n + 9:064x}", 9, 0, {}) for n in (1, 2, 3)
+)
 TRAINER = "http://trainer"
 
 

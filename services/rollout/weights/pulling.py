@@ -23,7 +23,8 @@ from shared.clients.weights import WeightSource
 from shared.errors import NotFound, Unavailable, VolleyError
 from shared.process import telemetry
 from shared.weights.chunks import ChunkFolder
-from shared.weights.manifest import Chunk
+from shared.weights.delta import apply
+from shared.weights.manifest import Chunk, Delta
 
 N_AT_ONCE = 4
 PATIENCE_S, PATIENCE_FIRST_S = 10.0, 3.0
@@ -33,6 +34,14 @@ _LACKS_S, _LACKS_MOST_S = 0.05, 0.5
 _AVOID_S: Mapping[str, float] = {"wrong": 60.0, "long": 60.0, "short": 5.0, "slow": 30.0, "broken": 0.2, "refused": 5.0}
 """For how long a source is left out, by what it did."""
 _log = telemetry.Log("pull")
+
+
+type Way = Callable[[Chunk], Sequence[Delta]]
+"""The deltas that make a chunk of one that is in the folder, in order; none where it is to be pulled whole."""
+
+
+def _whole(_: Chunk) -> Sequence[Delta]:
+    return ()
 
 
 class TooMuch(Exception):
@@ -70,8 +79,9 @@ class ChunkPuller:
         self.chunks, self._connect, self._own = chunks, connect, own
         self._avoided: dict[str, tuple[float, str]] = {}
 
-    async def pull(self, wanted: Iterable[Chunk], sources: Sequence[str]) -> int:
-        """All of them are in the folder then. Returns how many bytes were not there before.
+    async def pull(self, wanted: Iterable[Chunk], sources: Sequence[str], way: Way = _whole) -> int:
+        """All of them are in the folder then, some of them made of others by the deltas on their `way`. Returns how
+        many bytes were pulled for that.
 
         Raises Unavailable if no source sends anything for `PATIENCE_S` (`PATIENCE_FIRST_S` at first), or none is left,
         naming what they did; and StorageFull. What was pulled until then stays.
@@ -79,7 +89,7 @@ class ChunkPuller:
         missing = await asyncio.to_thread(lambda: [chunk for chunk in wanted if chunk.blake3 not in self.chunks])
         random.shuffle(missing)
         async with AsyncExitStack() as stack:
-            pull = _Pull(self.chunks, [await self._opened(stack, i, url) for i, url in self._others(sources)])
+            pull = _Pull(self.chunks, way, [await self._opened(stack, i, url) for i, url in self._others(sources)])
             try:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(min(N_AT_ONCE, len(missing))):
@@ -102,8 +112,8 @@ class ChunkPuller:
 class _Pull:
     """One update's chunks."""
 
-    def __init__(self, chunks: ChunkFolder, sources: Sequence[Source]) -> None:
-        self.sources, self.n_bytes = sources, 0
+    def __init__(self, chunks: ChunkFolder, way: Way, sources: Sequence[Source]) -> None:
+        self._way, self.sources, self.n_bytes = way, sources, 0
         self.failure: VolleyError | None = None
         self._chunks, self._last_byte, self._n_blocks = chunks, time.monotonic(), 0
 
@@ -113,13 +123,45 @@ class _Pull:
         """
         try:
             while missing:
-                download = _Download(missing.pop())
-                while not await self._is_kept(download):
-                    await self._more(download, await self._choose(download))
-                self.n_bytes += download.chunk.size
+                chunk = missing.pop()
+                if not await self._is_made(chunk):
+                    await self._fetch(chunk)
         except VolleyError as error:
             self.failure = self.failure or error
             missing.clear()
+
+    async def _is_made(self, chunk: Chunk) -> bool:
+        """Whether deltas have made it of a chunk that was here."""
+        if not (deltas := await asyncio.to_thread(self._way, chunk)):
+            return False
+        try:
+            for delta in deltas:
+                if delta.chunk.blake3 not in self._chunks:
+                    await self._fetch(delta.chunk)
+        except Unavailable as error:
+            _log.info("a delta cannot be had", chunk=chunk.blake3, reason=str(error))
+            return False
+        if not await asyncio.to_thread(self._made, chunk, deltas):
+            _log.warning("a delta does not make its chunk", chunk=chunk.blake3, base=deltas[0].base)
+            return False
+        return True
+
+    def _made(self, chunk: Chunk, deltas: Sequence[Delta]) -> bool:
+        """It blocks. Nothing is kept that is not the chunk: of a wrong base, or a wrong delta, it is pulled whole."""
+        try:
+            data: bytes | bytearray = self._chunks.read(deltas[0].base)
+            for delta in deltas:
+                data = apply(data, self._chunks.read(delta.chunk.blake3))
+        except (ValueError, NotFound):
+            return False
+        return self._chunks.add(chunk, data)
+
+    async def _fetch(self, chunk: Chunk) -> None:
+        """Raises Unavailable, StorageFull."""
+        download = _Download(chunk)
+        while not await self._is_kept(download):
+            await self._more(download, await self._choose(download))
+        self.n_bytes += chunk.size
 
     async def _is_kept(self, download: _Download) -> bool:
         """Whether a chunk was whole and right; of a wrong one nothing is left."""

@@ -262,8 +262,12 @@ class WeightUpdater:
             return known
         self.staged = None
         chunks = manifest.chunks()
-        await self._retain(offer.manifest.blake3, *chunks)
-        metrics.PULLED.inc(n_bytes := await self.puller.pull(chunks.values(), offer.sources))
+        have = self.puller.chunks.__contains__
+        deltas = await asyncio.to_thread(lambda: [one for c in chunks.values() for one in manifest.way(c, have)])
+        passed_on = [offer.manifest.blake3, *chunks, *(delta.chunk.blake3 for delta in deltas)]
+        await self._retain(*passed_on)
+        n_bytes = await self.puller.pull(chunks.values(), offer.sources, lambda chunk: manifest.way(chunk, have))
+        metrics.PULLED.inc(n_bytes)
         pulled = {"pull_s": time.perf_counter() - start, "pulled_bytes": n_bytes}
         staged = _staged(found, None, await self.engine.stage(found))
         return replace(
@@ -271,7 +275,7 @@ class WeightUpdater:
             timings={**pulled, **staged.timings},
             manifest=offer.manifest.blake3,
             beginning=manifest.beginning,
-            chunks=frozenset([offer.manifest.blake3, *chunks]),
+            chunks=frozenset(passed_on),
         )
 
     async def _manifest(self, offer: WeightOffer) -> PublishedManifest:

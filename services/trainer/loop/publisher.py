@@ -154,7 +154,7 @@ class HandoverPublisher:
         seconds = time.perf_counter() - started
         self._status.timed("publish", seconds)
         version = {"step": published.version.step, "version": str(published.version)}
-        version |= {"digest": published.digest, "n_bytes": published.n_bytes}
+        version |= {"digest": published.digest, "n_bytes": published.n_bytes, "delta_bytes": published.delta_bytes}
         servers = [asdict(delivery) for delivery in deliveries]
         handover = {**version, **timings, "publish_s": seconds, "servers": servers}
         self._status.last_handover = handover

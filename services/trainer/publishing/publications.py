@@ -1,15 +1,18 @@
 """What a trainer publishes: the chunks and manifests of its newest versions, in a folder of its own.
 
 Invariants: a version is visible to servers only once it was announced, after the step it is of was committed; the
-newest announced one is kept whole, with the one before it, which servers may still be pulling; an incarnation has a
-folder of its own below `root`, so a trainer that was replaced removes nothing of its successor's.
+newest announced one is kept whole, with the one before it, which servers may still be pulling, and what makes it of
+the last ones; an incarnation has a folder of its own below `root`, so a trainer that was replaced removes nothing of
+its successor's.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +26,14 @@ from shared.files import storage
 from shared.run.weights import ManifestLeaf, Probe
 from shared.types import WeightVersion
 from shared.weights.chunks import ChunkFolder, cut, in_order
-from shared.weights.manifest import Chunk, PublishedAdapter, PublishedManifest, WeightTree
+from shared.weights.delta import encode
+from shared.weights.manifest import Chunk, Delta, PublishedAdapter, PublishedManifest, WeightTree, leaf_bytes
 
 _BEGINNING = "beginning"
 _MIN_KEPT, _MAX_KEPT = 2, 4
 _ASKED_S = 10.0
+_N_DELTAS = 8
+"""A server that missed so many versions takes whole chunks."""
 
 type Arrays = Mapping[str, Callable[[], np.ndarray]]
 """What takes each array to the host, by name, in the dtype it is published in."""
@@ -36,13 +42,15 @@ type Arrays = Mapping[str, Callable[[], np.ndarray]]
 @dataclass(frozen=True, slots=True)
 class PublishedVersion:
     """`manifest` says digest and size of the version's manifest, `digest` is that of its weights, in hex. `timings` are
-    durations in seconds, `n_bytes` the size of the weights.
+    durations in seconds, `n_bytes` the size of the weights, `delta_bytes` that of what makes some of their chunks of
+    those of the version before.
     """
 
     version: WeightVersion
     manifest: Chunk
     digest: str
     n_bytes: int
+    delta_bytes: int
     timings: Mapping[str, float]
 
 
@@ -67,6 +75,8 @@ class Publications:
         self._chunks: ChunkFolder | None = None
         self._kept = list[_Kept]()
         self._base: WeightTree | None = None
+        self._last: WeightTree | None = None
+        self._deltas = deque[dict[str, Delta]](maxlen=_N_DELTAS)  # of the last versions, by the chunk that each makes
         self.newest: PublishedVersion | None = None
 
     def publish(
@@ -85,21 +95,27 @@ class Publications:
         """
         started = time.perf_counter()
         store = self._open(version.epoch)
-        weights, take_s = self._written(store, leaves, arrays)
+        weights, take_s = self._written(store, leaves, arrays, self._last)
+        deltas = {name: delta for of_version in self._deltas for name, delta in of_version.items()}
         manifest = PublishedManifest(
-            self._run, self._beginning(), str(version), weights, model, probe, time.time(), adapter
+            self._run, self._beginning(), str(version), weights, model, probe, time.time(), adapter, deltas
         )
         data = manifest.to_json()
-        digest = store.put(data)
-        self._retain(store, frozenset([digest, *manifest.chunks()]))
+        digest, self._last = store.put(data), weights
+        made_of = [delta.chunk.blake3 for delta in deltas.values()]
+        self._retain(store, frozenset([digest, *manifest.chunks(), *made_of]))
+        delta_bytes = sum(delta.chunk.size for delta in self._deltas[-1].values())
         timings = {"take_s": take_s, "chunk_s": time.perf_counter() - started - take_s}
-        return PublishedVersion(version, Chunk(digest, len(data)), manifest.digest, weights.n_bytes, timings)
+        return PublishedVersion(
+            version, Chunk(digest, len(data)), manifest.digest, weights.n_bytes, delta_bytes, timings
+        )
 
     def base(self, epoch: int, leaves: Sequence[ManifestLeaf], arrays: Arrays) -> WeightTree:
         """What adapters are of, as chunks; it stays. Raises as `publish`."""
         store = self._open(epoch)
         if self._base is None:
-            self._base = self._written(store, leaves, arrays)[0]
+            self._base = self._written(store, leaves, arrays, None)[0]
+            self._deltas.clear()
         return self._base
 
     def announce(self, published: PublishedVersion) -> None:
@@ -121,8 +137,12 @@ class Publications:
         if self._chunks is not None:
             shutil.rmtree(self._chunks.folder, ignore_errors=True)
 
-    def _written(self, store: ChunkFolder, leaves: Sequence[ManifestLeaf], arrays: Arrays) -> tuple[WeightTree, float]:
-        """And the seconds that taking the arrays to the host has cost."""
+    def _written(
+        self, store: ChunkFolder, leaves: Sequence[ManifestLeaf], arrays: Arrays, before: WeightTree | None
+    ) -> tuple[WeightTree, float]:
+        """And the seconds that taking the arrays to the host has cost. What makes chunks of those of the tree `before`
+        is the last of `_deltas` then.
+        """
         taken = 0.0
 
         def timed(take: Callable[[], np.ndarray]) -> np.ndarray:
@@ -133,8 +153,17 @@ class Publications:
             return value
 
         leaves = in_order(leaves)
-        found = cut(leaves, {name: partial(timed, take) for name, take in arrays.items()})
-        return WeightTree(tuple(leaves), tuple(Chunk(store.put(data), len(data)) for data in found)), taken
+        width = min((leaf_bytes(leaf) // math.prod(leaf.shape) for leaf in leaves if math.prod(leaf.shape)), default=4)
+        old = before.chunks if before is not None and before.leaves == tuple(leaves) else ()
+        chunks, deltas = list[Chunk](), dict[str, Delta]()
+        for i, data in enumerate(cut(leaves, {name: partial(timed, take) for name, take in arrays.items()})):
+            chunks.append(chunk := Chunk(store.put(data), len(data)))
+            if old and old[i] != chunk:
+                delta = encode(store.read(old[i].blake3), data, width)
+                if delta is not None:
+                    deltas[chunk.blake3] = Delta(old[i].blake3, Chunk(store.put(delta), len(delta)))
+        self._deltas.append(deltas)
+        return WeightTree(tuple(leaves), tuple(chunks)), taken
 
     def _open(self, epoch: int) -> ChunkFolder:
         """A new folder at the first call, and those of earlier trainers are gone."""
