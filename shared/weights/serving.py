@@ -53,10 +53,11 @@ class Uplink:
         self._n_transfers += 1
         try:
             data = await asyncio.to_thread(self._read, digest)
+            start = _start(request.headers.get("range"), len(data))
         except BaseException:
             self._n_transfers -= 1
             raise
-        return _Transfer(data, _start(request.headers.get("range"), len(data)), self._ended)
+        return _Transfer(data, start, self._ended)
 
     def _ended(self) -> None:
         self._n_transfers -= 1

@@ -1,0 +1,256 @@
+"""Published versions into a server, over real connections to a trainer's publications: which it takes, and which never."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+
+from services.rollout.weights import pulling
+from services.rollout.weights.pulling import ChunkPuller
+from services.rollout.weights.updater import WeightUpdater
+from shared.clients.weights import WeightSource
+from shared.errors import Conflict, Forbidden, NotFound, Unavailable, VolleyError, WeightsError, WeightsUnpublished
+from shared.models.config import ModelConfig
+from shared.run.weights import ManifestLeaf, Probe
+from shared.services_schema import Limits
+from shared.web.http import create_app, problem_response
+from shared.weights.chunks import ChunkFolder, cut, in_order, reads
+from shared.weights.manifest import Chunk, PublishedManifest, WeightOffer, WeightTree
+from shared.weights.serving import Uplink
+from tests.support import models
+from tests.support.asgi import served
+from tests.support.engine import FakeEngine
+
+CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
+MODEL = ModelConfig.parse(CONFIG)
+PROBE = Probe((1, 2, 3), (-0.5, -1.5), 1e-3)
+V = [f"e000001-s00000{step}" for step in range(6)]
+
+
+@dataclass
+class Trainer:
+    """Publishes what a test wants."""
+
+    chunks: ChunkFolder
+    url: str = ""
+    newest: WeightOffer | None = None
+    answers: bool = True
+
+    def offer(self, name: str, seed: int = 0, **changes: object) -> WeightOffer:
+        arrays = models.random_weights(CONFIG, seed)
+        leaves = in_order(ManifestLeaf(name, value.shape, str(value.dtype)) for name, value in arrays.items())
+        parts = cut(leaves, {key: partial(np.asarray, value) for key, value in arrays.items()})
+        tree = WeightTree(tuple(leaves), tuple(Chunk(self.chunks.put(part), len(part)) for part in parts))
+        manifest = PublishedManifest("test", "first", name, tree, CONFIG, PROBE, 1.0)
+        data = replace(manifest, **changes).to_json()
+        return WeightOffer(name, Chunk(self.chunks.put(data), len(data)), (self.url,))
+
+    async def ask(self) -> WeightOffer:
+        if not self.answers:
+            raise Unavailable("nothing listens there")
+        if self.newest is None:
+            raise WeightsUnpublished("this trainer has published no weights yet")
+        return self.newest
+
+
+@pytest.fixture
+async def trainer(tmp_path: Path) -> AsyncIterator[Trainer]:
+    made = Trainer(ChunkFolder(tmp_path / "published"))
+    async with served(_uplink(Uplink(made.chunks.read))) as made.url:
+        yield made
+
+
+def _uplink(uplink: Uplink) -> FastAPI:
+    app = create_app("source", limits=Limits(), tokens=None, ready=lambda: None)
+
+    async def chunk(request: Request) -> Response:
+        try:
+            return await uplink.answer(request, request.path_params["digest"])
+        except VolleyError as error:
+            return problem_response(error)
+
+    app.add_route("/weights/chunks/{digest}", chunk)
+    return app
+
+
+@dataclass
+class ReadingEngine(FakeEngine):
+    """Reads chunks as the real one does."""
+
+    arrays_of: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+
+    async def stage(self, weights):
+        if weights.kind == "chunks":
+            tree = WeightTree(weights.tree, tuple(Chunk(file.blake3, file.size) for file in weights.files))
+            found = reads(Path(weights.folder), tree, weights.version)
+            self.arrays_of[weights.version] = {name: read() for name, read in found.items()}
+        return await super().stage(weights)
+
+
+@pytest.fixture
+def engine() -> ReadingEngine:
+    return ReadingEngine()
+
+
+@pytest.fixture
+def updates(engine: ReadingEngine, trainer: Trainer, tmp_path: Path, monkeypatch) -> WeightUpdater:
+    monkeypatch.setattr(pulling, "PATIENCE_FIRST_S", 0.5)
+    puller = ChunkPuller(ChunkFolder(tmp_path / "pulled"), lambda url: WeightSource(url), "http://own")
+    root = tmp_path / "checkpoints"
+    root.mkdir()
+    return WeightUpdater(engine, root, MODEL, "test", puller=puller, newest_offer=trainer.ask)
+
+
+def is_right(engine: ReadingEngine, version: str, seed: int) -> bool:
+    wanted, found = models.random_weights(CONFIG, seed), engine.arrays_of[version]
+    return wanted.keys() == found.keys() and all(np.array_equal(wanted[name], found[name]) for name in wanted)
+
+
+async def test_an_offered_version_is_pulled_and_serves(updates, engine, trainer):
+    staged, result = await updates.update(trainer.offer(V[1], 1), None)
+    assert (updates.current, result.version, updates.why_not_ready()) == (V[1], V[1], None)
+    assert is_right(engine, V[1], 1)
+    assert staged.timings["pulled_bytes"] > 0
+    assert updates.digest == staged.digest
+
+
+async def test_what_serves_or_is_staged_is_not_loaded_again(updates, engine, trainer):
+    offer = trainer.offer(V[1])
+    await updates.stage(offer)
+    await updates.stage(offer)
+    await updates.update(offer, None)
+    await updates.update(offer, None)
+    assert engine.loaded == [V[1]]
+
+
+async def test_what_serves_is_passed_on_and_older_chunks_are_not(updates, trainer):
+    first, second = trainer.offer(V[1], 1), trainer.offer(V[2], 2)
+    with pytest.raises(NotFound):
+        updates.read_chunk(first.manifest.blake3)
+    await updates.update(first, None)
+    assert updates.read_chunk(first.manifest.blake3) == trainer.chunks.read(first.manifest.blake3)
+    await updates.stage(second)
+    for offer in (first, second):
+        updates.read_chunk(offer.manifest.blake3)
+    await updates.commit(V[2], None, None)
+    with pytest.raises(NotFound):
+        updates.read_chunk(first.manifest.blake3)
+
+
+async def test_a_server_that_missed_a_push_asks_the_trainer(updates, engine, trainer):
+    await updates.catch_up()
+    assert updates.current is None
+    trainer.newest = trainer.offer(V[2], 2)
+    await updates.catch_up()
+    await updates.catch_up()
+    assert (updates.current, engine.loaded) == (V[2], [V[2]])
+
+
+async def test_while_no_trainer_answers_the_folder_is_looked_at(updates, engine, trainer):
+    models.write_checkpoint(updates.root, V[1], CONFIG, models.random_weights(CONFIG, 1), probe=PROBE)
+    trainer.answers = False
+    await updates.catch_up()
+    assert updates.current == V[1]
+    trainer.answers, trainer.newest = True, trainer.offer(V[2], 2)
+    await updates.catch_up()
+    assert updates.current == V[2]
+    assert is_right(engine, V[2], 2)
+
+
+async def test_one_version_may_come_by_both_ways(updates, trainer):
+    """Digests of files are no digests of weights: they do not contradict each other."""
+    folder = models.write_checkpoint(updates.root, V[1], CONFIG, models.random_weights(CONFIG, 1), probe=PROBE)
+    await updates.update(str(folder), None)
+    await updates.update(trainer.offer(V[1], 1), None)
+    await updates.update(str(folder), None)
+    assert updates.current == V[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"run": "other"}, "of run 'other'"),
+        ({"model": CONFIG | {"rope_theta": 7.0}}, "of another model"),
+        ({"version": V[3]}, f"the manifest of {V[3]} was offered as that of {V[2]}"),
+        ({"probe": Probe((1, 9), (-0.5,), None)}, "the probe holds token 9"),
+    ],
+)
+async def test_what_is_not_of_this_run_and_model_is_not_pulled(updates, engine, trainer, changes, message):
+    await updates.update(trainer.offer(V[1], 1), None)
+    with pytest.raises(WeightsError, match=message):
+        await updates.update(trainer.offer(V[2], 2, **changes), None)
+    assert (updates.current, engine.loaded, updates.why_not_ready()) == (V[1], [V[1]], None)
+
+
+async def test_a_manifest_that_is_none_is_refused(updates, trainer):
+    for data in (b"{}", b"no json", b"[" * 100_000):
+        offer = WeightOffer(V[1], Chunk(trainer.chunks.put(data), len(data)), (trainer.url,))
+        with pytest.raises(WeightsError, match="malformed"):
+            await updates.update(offer, None)
+
+
+async def test_an_older_push_is_fenced(updates, trainer):
+    await updates.update(trainer.offer(V[2], 2), None)
+    with pytest.raises(Conflict, match="only moves forward"):
+        await updates.update(trainer.offer(V[1], 1), None)
+    with pytest.raises(Conflict, match="another digest"):
+        await updates.update(trainer.offer(V[2], 3), None)
+    trainer.newest = trainer.offer("e000003-s000001", 4)
+    await updates.catch_up()
+    with pytest.raises(Conflict):
+        await updates.update(trainer.offer("e000002-s000009", 5), None)
+    assert updates.current == "e000003-s000001"
+
+
+async def test_a_run_that_was_begun_anew_is_followed_where_its_trainer_says_so(updates, engine, trainer):
+    """And not because somebody pushes."""
+    await updates.update(trainer.offer(V[4], 4), None)
+    anew = trainer.offer(V[1], 1, beginning="second")
+    for offer in (anew, trainer.offer(V[5], 5, beginning="second")):
+        with pytest.raises(Conflict, match="another beginning"):
+            await updates.update(offer, None)
+    trainer.newest = trainer.offer(V[2], 2)  # an older trainer that still runs
+    await updates.catch_up()
+    assert updates.current == V[4]
+    trainer.newest = anew
+    await updates.catch_up()
+    assert updates.current == V[1]
+    assert is_right(engine, V[1], 1)
+    assert updates.state.beginnings == 1
+
+
+async def test_without_sources_that_have_it_the_old_weights_serve(updates, trainer):
+    await updates.update(trainer.offer(V[1], 1), None)
+    offer = trainer.offer(V[2], 2)
+    trainer.chunks.clear()
+    with pytest.raises(Unavailable, match="no source has chunk"):
+        await updates.update(offer, None)
+    assert (updates.current, updates.why_not_ready()) == (V[1], None)
+
+
+async def test_a_server_of_no_run_takes_none(engine, trainer):
+    with pytest.raises(Forbidden):
+        await WeightUpdater(engine, None, MODEL, "test").update(trainer.offer(V[1]), None)
+
+
+async def test_a_pull_that_is_given_up_leaves_nothing_behind_that_is_not_whole(updates, engine, trainer):
+    """Cancelled at whatever moment, and tried again: right weights, or the old ones."""
+    await updates.update(trainer.offer(V[1], 1), None)
+    offer = trainer.offer(V[2], 2)
+    for n_ticks in range(0, 60, 3):
+        task = asyncio.ensure_future(updates.stage(offer))
+        for _ in range(n_ticks):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert updates.current == V[1]
+    await updates.update(offer, None)
+    assert is_right(engine, V[2], 2)

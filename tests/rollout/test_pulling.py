@@ -1,0 +1,312 @@
+"""Chunks over real connections, from sources that lie, break off, drip, are busy, or die: what arrives is right, and
+who sent something else is named and left out.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import blake3
+import httpx
+import pytest
+from fastapi import Request
+from fastapi.responses import Response
+
+from services.rollout import metrics
+from services.rollout.weights import pulling
+from services.rollout.weights.pulling import ChunkPuller
+from shared.clients.weights import WeightSource
+from shared.errors import StorageFull, Unavailable, VolleyError
+from shared.services_schema import Limits
+from shared.web.http import create_app, problem_response
+from shared.weights.chunks import ChunkFolder
+from shared.weights.delta import encode
+from shared.weights.manifest import Chunk, Delta
+from shared.weights.serving import Uplink
+from tests.support.asgi import served
+from tests.support.disk import file_size_limit
+
+DATA = [random.Random(i).randbytes(200_000 + i) for i in range(6)]
+CHUNKS = [Chunk(blake3.blake3(data).hexdigest(), len(data)) for data in DATA]
+BY_DIGEST = {chunk.blake3: data for chunk, data in zip(CHUNKS, DATA, strict=True)}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(pulling, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(pulling, "PATIENCE_FIRST_S", 2.0)
+    monkeypatch.setattr(pulling, "_SLOW_S", 0.3)
+    monkeypatch.setattr(pulling, "SLOWEST_BYTES_PER_S", 2**20)
+
+
+@dataclass
+class Scripted:
+    """A source on a socket. Args: send: writes the answer for a chunk from a start on."""
+
+    send: Callable[[asyncio.StreamWriter, bytes, int], Awaitable[None]]
+    asked: Counter[str] = field(default_factory=Counter)
+    n_sent: int = 0
+    url: str = ""
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                digest = head.split()[1].rpartition("/")[2]
+                start = int(head.partition("range: bytes=")[2].partition("-")[0] or 0)
+                self.asked[digest] += 1
+                await self.send(writer, BY_DIGEST[digest], start)
+                await writer.drain()
+                if writer.is_closing():
+                    return
+
+
+def head(n: int, start: int = 0) -> bytes:
+    status = b"206 Partial Content" if start else b"200 OK"
+    return b"HTTP/1.1 %s\r\nContent-Type: application/octet-stream\r\nContent-Length: %d\r\n\r\n" % (status, n)
+
+
+async def honest(writer, data, start):
+    writer.write(head(len(data) - start, start) + data[start:])
+
+
+async def wrong(writer, data, start):
+    writer.write(head(len(data) - start, start) + bytes(len(data) - start))
+
+
+async def of_another_version(writer, data, start):
+    other = DATA[(DATA.index(data) + 1) % len(DATA)][: len(data)].ljust(len(data), b"x")
+    writer.write(head(len(data) - start, start) + other[start:])
+
+
+async def endless(writer, data, start):
+    writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    while True:
+        writer.write(b"10000\r\n" + bytes(2**16) + b"\r\n")
+        await writer.drain()
+
+
+async def short(writer, data, start):
+    writer.write(head(1000) + data[:1000])
+
+
+async def drip(writer, data, start):
+    writer.write(head(len(data) - start, start))
+    for i in range(start, len(data)):
+        writer.write(data[i : i + 1])
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+
+async def silent(writer, data, start):
+    await asyncio.sleep(60)
+
+
+async def refusing(writer, data, start):
+    writer.write(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+
+
+async def no_http(writer, data, start):
+    writer.write(b"hello\r\n\r\n")
+    writer.close()
+
+
+def cut_after(n: int):
+    """Breaks the connection after so many bytes of each answer."""
+
+    async def cut(writer, data, start):
+        writer.write(head(len(data) - start, start) + data[start : start + n])
+        await writer.drain()
+        if len(data) - start > n:
+            writer.transport.abort()
+
+    return cut
+
+
+LIARS = {
+    "wrong": wrong,
+    "wrong, of another version": of_another_version,
+    "long": endless,
+    "short": short,
+    "slow": drip,
+    "slow, silent": silent,
+    "refused": refusing,
+    "broken": no_http,
+}
+
+
+@contextlib.asynccontextmanager
+async def sources(*sends) -> AsyncIterator[list[Scripted]]:
+    async with contextlib.AsyncExitStack() as stack:
+        found = [Scripted(send) for send in sends]
+        for one in found:
+            server = await asyncio.start_server(one.answer, "127.0.0.1", 0)
+            stack.callback(server.close)
+            one.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> ChunkFolder:
+    return ChunkFolder(tmp_path / "pulled")
+
+
+@pytest.fixture
+def puller(folder: ChunkFolder) -> ChunkPuller:
+    return ChunkPuller(folder, lambda url: WeightSource(url), "http://own")
+
+
+def avoided(kind: str) -> float:
+    return metrics.AVOIDED.labels(kind)._value.get()
+
+
+def whole(folder: ChunkFolder) -> bool:
+    return all(folder.read(chunk.blake3) == data for chunk, data in zip(CHUNKS, DATA, strict=True))
+
+
+@pytest.mark.parametrize("lie", LIARS)
+async def test_a_source_that_sends_something_else_is_left_out_and_counted(puller, folder, lie):
+    kind = lie.partition(",")[0]
+    before = avoided(kind)
+    async with sources(LIARS[lie], honest) as (liar, other):
+        assert await puller.pull(CHUNKS, [liar.url, other.url]) == sum(map(len, DATA))
+    assert whole(folder)
+    assert avoided(kind) > before
+    assert sum(liar.asked.values()) <= pulling.N_AT_ONCE * (3 if kind == "broken" else 1)
+
+
+@pytest.mark.parametrize("lie", LIARS)
+async def test_where_all_lie_nothing_is_kept_and_they_are_named(puller, folder, lie):
+    async with sources(LIARS[lie]) as (liar,):
+        with pytest.raises(Unavailable, match=liar.url):
+            await puller.pull(CHUNKS[:2], [liar.url])
+    assert list(folder.folder.iterdir()) == []
+
+
+async def test_what_has_arrived_is_not_asked_for_again(puller, folder):
+    async with sources(cut_after(70_000)) as (source,):
+        await puller.pull(CHUNKS[:1], [source.url])
+        assert folder.read(CHUNKS[0].blake3) == DATA[0]
+        assert source.asked[CHUNKS[0].blake3] == 3  # of 200,000 bytes
+        assert await puller.pull(CHUNKS[:1], [source.url]) == 0
+        assert source.asked.total() == 3
+
+
+async def test_a_chunk_of_several_sources_that_is_wrong_is_asked_for_whole_of_one(puller, folder):
+    """The first breaks off after wrong bytes, the others go on honestly: nobody is to blame for sure."""
+
+    async def wrong_then_gone(writer, data, start):
+        writer.write(head(len(data) - start, start) + bytes(1000))
+        await writer.drain()
+        writer.transport.abort()
+
+    before = avoided("wrong")
+    async with sources(wrong_then_gone, honest) as (liar, other):
+        for _ in range(5):
+            folder.clear()
+            await puller.pull(CHUNKS, [liar.url, other.url])
+            assert whole(folder)
+    assert avoided("wrong") == before
+
+
+async def test_own_address_is_no_source(puller):
+    with pytest.raises(Unavailable, match="there is none"):
+        await puller.pull(CHUNKS, ["http://own/"])
+
+
+async def test_a_full_disk_is_named_and_what_was_kept_stays(puller, folder):
+    async with sources(honest) as (source,):
+        with file_size_limit(100_000), pytest.raises(StorageFull):
+            await puller.pull(CHUNKS[:1], [source.url])
+        assert list(folder.folder.iterdir()) == []
+        await puller.pull(CHUNKS, [source.url])
+    assert whole(folder)
+
+
+@contextlib.asynccontextmanager
+async def passing_on(folder: ChunkFolder, max_transfers: int = 8) -> AsyncIterator[tuple[str, list[str]]]:
+    """A service with an uplink, and the chunks that it has sent."""
+    app, sent = create_app("source", limits=Limits(), tokens=None, ready=lambda: None), list[str]()
+
+    def read(digest: str) -> bytes:
+        data = folder.read(digest)
+        sent.append(digest)
+        return data
+
+    uplink = Uplink(read, max_transfers)
+
+    async def chunk(request: Request) -> Response:
+        try:
+            return await uplink.answer(request, request.path_params["digest"])
+        except VolleyError as error:
+            return problem_response(error)
+
+    app.add_route("/weights/chunks/{digest}", chunk)
+    async with served(app) as url:
+        yield url, sent
+
+
+async def test_servers_that_pull_together_get_most_of_it_from_each_other(tmp_path):
+    """The trainer sends to two at once; each of four servers gets all of it, and the trainer sends no four copies."""
+    async with contextlib.AsyncExitStack() as stack:
+        folders = [ChunkFolder(tmp_path / str(i)) for i in range(5)]
+        for data in DATA:
+            folders[0].put(data)
+        urls, sent = zip(*[await stack.enter_async_context(passing_on(one, 2)) for one in folders], strict=True)
+        pullers = [ChunkPuller(folders[i], lambda url: WeightSource(url), urls[i]) for i in range(1, 5)]
+        await asyncio.gather(*(one.pull(CHUNKS, urls) for one in pullers))
+        assert all(map(whole, folders))
+        assert len(DATA) <= len(sent[0]) < 4 * len(DATA)
+        assert sum(map(len, sent)) == 4 * len(DATA)
+
+
+async def test_an_uplink_sends_what_it_has_to_so_many_at_once(tmp_path):
+    folder = ChunkFolder(tmp_path / "chunks")
+    digest = folder.put(DATA[0])
+    async with passing_on(folder, 1) as (url, _), httpx.AsyncClient(trust_env=False, base_url=url) as client:
+        path = f"/weights/chunks/{digest}"
+        assert (await client.get(path)).content == DATA[0]
+        rest = await client.get(path, headers={"Range": "bytes=1000-"})
+        assert (rest.status_code, rest.content) == (206, DATA[0][1000:])
+        assert rest.headers["content-range"] == f"bytes 1000-{len(DATA[0]) - 1}/{len(DATA[0])}"
+        assert (await client.get(path, headers={"Range": "bytes=999999-"})).status_code == 422
+        assert (await client.get(f"/weights/chunks/{'0' * 64}")).status_code == 404
+        assert (await client.get("/weights/chunks/..%2Fsecret")).status_code == 404
+        assert (await client.get("/weights/chunks/secret")).status_code == 422
+        assert (await client.get(path)).status_code == 200  # what failed holds no place
+
+
+async def test_deltas_make_chunks_of_what_is_there(puller, folder):
+    base = DATA[0][:200_000]
+    new = bytes([base[0] ^ 1]) + base[1:]
+    made = encode(base, new, 2)
+    assert made is not None
+    wanted, step = (Chunk(blake3.blake3(data).hexdigest(), len(data)) for data in (new, made))
+    BY_DIGEST.update({wanted.blake3: new, step.blake3: made})
+    delta = Delta(folder.put(base), step)
+    async with sources(honest) as (source,):
+        assert await puller.pull([wanted], [source.url], lambda _: [delta]) == len(made)
+        assert folder.read(wanted.blake3) == new
+        assert source.asked == {step.blake3: 1}
+
+
+@pytest.mark.parametrize("damage", ["base", "delta", "of another chunk"])
+async def test_a_delta_that_does_not_make_its_chunk_is_not_kept(puller, folder, damage):
+    """A base whose file was changed, a delta that is none, one that makes something else: the chunk is pulled whole."""
+    base = DATA[1][:200_000]
+    new, other = (bytes([base[0] ^ bit]) + base[1:] for bit in (1, 2))
+    made = {"delta": b"none", "of another chunk": encode(base, other, 2)}.get(damage) or encode(base, new, 2)
+    assert made is not None
+    wanted, step = (Chunk(blake3.blake3(data).hexdigest(), len(data)) for data in (new, made))
+    BY_DIGEST.update({wanted.blake3: new, step.blake3: made})
+    delta = Delta(folder.put(base), step)
+    if damage == "base":
+        folder.path(delta.base).write_bytes(bytes(len(base)))
+    async with sources(honest) as (source,):
+        assert await puller.pull([wanted], [source.url], lambda _: [delta]) == len(made) + len(new)
+    assert folder.read(wanted.blake3) == new
+    assert blake3.blake3(other).hexdigest() not in folder

@@ -1,0 +1,207 @@
+"""Published weights as bytes: trees cut into chunks, chunks made of others, manifests."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+
+from shared.errors import InputError, NotFound, WeightsError
+from shared.run.weights import ManifestLeaf, Probe
+from shared.weights import chunks, delta, manifest
+from shared.weights.chunks import ChunkFolder
+from shared.weights.manifest import Chunk, Delta, PublishedAdapter, PublishedManifest, WeightOffer, WeightTree
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    for module in (chunks, manifest):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 64)
+
+
+def tree_of(folder: ChunkFolder, arrays: dict[str, np.ndarray]) -> WeightTree:
+    leaves = chunks.in_order(ManifestLeaf(name, value.shape, str(value.dtype)) for name, value in arrays.items())
+    parts = chunks.cut(leaves, {name: partial(np.asarray, value) for name, value in arrays.items()})
+    return WeightTree(tuple(leaves), tuple(Chunk(folder.put(part), len(part)) for part in parts))
+
+
+def random_arrays(rng) -> dict[str, np.ndarray]:
+    shapes = [tuple(rng.integers(1, 12, rng.integers(0, 3))) for _ in range(rng.integers(1, 12))]
+    return {f"l{i}": rng.normal(size=shape).astype(rng.choice(["f4", "f2"])) for i, shape in enumerate(shapes)}
+
+
+def a_manifest(tmp_path: Path, **changes) -> PublishedManifest:
+    tree = tree_of(ChunkFolder(tmp_path / "chunks"), {"w": np.arange(100, dtype=np.float32)})
+    probe = Probe((1, 2), (-0.5,), 1e-3)
+    return replace(PublishedManifest("r", "b", "e000001-s000002", tree, {"hidden_size": 8}, probe, 1.0), **changes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_arrays_come_out_of_chunks_bit_by_bit(tmp_path, seed):
+    arrays = random_arrays(np.random.default_rng(seed))
+    folder = ChunkFolder(tmp_path / "chunks")
+    tree = tree_of(folder, arrays)
+    assert tree.n_bytes == sum(value.nbytes for value in arrays.values())
+    assert all(chunk.size <= 64 for chunk in tree.chunks)
+    for name, read in chunks.reads(folder.folder, tree, "v").items():
+        assert (read().dtype, read().shape, read().tobytes()) == (
+            arrays[name].dtype,
+            arrays[name].shape,
+            arrays[name].tobytes(),
+        )
+
+
+def test_an_array_of_many_chunks_shares_none(tmp_path):
+    arrays = {"a": np.zeros(3, np.float32), "b": np.arange(100, dtype=np.float32), "c": np.ones(3, np.float32)}
+    folder = ChunkFolder(tmp_path / "chunks")
+    tree = tree_of(folder, arrays)
+    assert [leaf.key for leaf in tree.leaves] == ["a", "c", "b"]
+    changed = tree_of(folder, arrays | {"b": arrays["b"] + 1})
+    assert tree.chunks[0] == changed.chunks[0]
+    assert not set(tree.chunks[1:]) & set(changed.chunks[1:])
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "longer", "gone"])
+def test_a_chunk_that_is_not_what_its_name_says_makes_no_array(tmp_path, damage):
+    folder = ChunkFolder(tmp_path / "chunks")
+    tree = tree_of(folder, {"w": np.arange(100, dtype=np.float32)})
+    path = folder.path(tree.chunks[1].blake3)
+    data = bytearray(path.read_bytes())
+    data[5] ^= 1
+    change = {"flip": bytes(data), "cut": bytes(data[:-1]), "longer": path.read_bytes() + b"x", "gone": None}[damage]
+    path.unlink()
+    if change is not None:
+        path.write_bytes(change)
+    read = chunks.reads(folder.folder, tree, "v")["w"]
+    if damage == "longer":  # what is behind its end is not read
+        assert read().tobytes() == np.arange(100, dtype=np.float32).tobytes()
+        return
+    with pytest.raises(WeightsError, match=tree.chunks[1].blake3):
+        read()
+
+
+def test_only_data_with_its_digest_become_a_chunk(tmp_path):
+    folder = ChunkFolder(tmp_path / "chunks")
+    digest = folder.put(b"abc")
+    assert not folder.add(Chunk(digest, 3), b"abd")
+    assert folder.read(digest) == b"abc"
+    folder.retain([])
+    with pytest.raises(NotFound):
+        folder.read(digest)
+    assert list(folder.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_chunk_is_made_of_another_bit_by_bit(width):
+    rng = np.random.default_rng(0)
+    for n, share in ((2048, 0.01), (2048, 0.0), (1, 0.0), (40_000, 0.1)):
+        base = rng.integers(0, 2 ** (8 * width), n, dtype=f"u{width}")  # NaNs among them
+        new = np.where(rng.random(n) < share, rng.integers(0, 2 ** (8 * width), n, dtype=f"u{width}"), base)
+        made = delta.encode(base.tobytes(), new.tobytes(), width)
+        assert made is not None
+        assert delta.apply(base.tobytes(), made) == new.tobytes()
+
+
+def test_where_most_elements_differ_there_is_no_delta():
+    rng = np.random.default_rng(0)
+    assert delta.encode(rng.bytes(800), rng.bytes(800), 2) is None
+
+
+def test_whatever_a_delta_holds_it_is_refused_or_makes_as_many_bytes():
+    rng = np.random.default_rng(0)
+    base = rng.bytes(4096)
+    new = bytearray(base)
+    new[7] ^= 3
+    good = delta.encode(base, bytes(new), 2)
+    assert good is not None
+    n_refused = 0
+    for _ in range(500):
+        bad = bytearray(good)
+        for _ in range(rng.integers(1, 4)):
+            bad[rng.integers(len(bad))] = rng.integers(256)
+        try:
+            assert len(delta.apply(base, bytes(bad))) == len(base)
+        except ValueError:
+            n_refused += 1
+    assert n_refused
+    with pytest.raises(ValueError, match="as long as its head says"):
+        delta.apply(base, delta.zstandard.compress(b"\0" * 2**26))  # 64 MiB are never made
+
+
+def test_a_manifest_says_what_it_was_told(tmp_path):
+    plain = a_manifest(tmp_path)
+    adapter = PublishedAdapter(4, 8.0, plain.weights)
+    first = plain.weights.chunks[0]
+    for one in (plain, replace(plain, adapter=adapter), replace(plain, deltas={first.blake3: Delta("0" * 64, first)})):
+        assert PublishedManifest.from_json(one.to_json()) == one
+
+
+def test_the_digest_is_that_of_the_weights(tmp_path):
+    one = a_manifest(tmp_path)
+    assert replace(one, version="e000002-s000002", created=2.0, run="other").digest == one.digest
+    nudged = tree_of(ChunkFolder(tmp_path / "chunks"), {"w": np.nextafter(np.arange(100, dtype=np.float32), 9)})
+    renamed = WeightTree((ManifestLeaf("v", (100,), "float32"),), one.weights.chunks)
+    adapter = PublishedAdapter(4, 8.0, one.weights)
+    others = [replace(one, weights=nudged), replace(one, weights=renamed), replace(one, adapter=adapter)]
+    others.append(replace(one, adapter=replace(adapter, alpha=9.0)))
+    assert len({one.digest, *(other.digest for other in others)}) == 5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda raw: raw.pop("weights"),
+        lambda raw: raw.update(schema=2),
+        lambda raw: raw.update(digest="0" * 64),
+        lambda raw: raw.update(version="newest"),
+        lambda raw: raw.update(deltas=[1]),
+        lambda raw: raw["weights"]["chunks"].pop(),
+        lambda raw: raw["weights"]["chunks"].__setitem__(0, ["../etc", 64]),
+        lambda raw: raw["weights"]["chunks"].__setitem__(0, ["0" * 64, 2**40]),
+        lambda raw: raw["weights"]["leaves"][0].update(dtype="object"),
+        lambda raw: raw["weights"]["leaves"][0].update(shape=[-1]),
+        lambda raw: raw["weights"].update(leaves=[]),
+        lambda raw: raw["weights"].update(leaves=raw["weights"]["leaves"] * 2, chunks=raw["weights"]["chunks"] * 2),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(tmp_path, change):
+    raw = orjson.loads(a_manifest(tmp_path).to_json())
+    change(raw)
+    with pytest.raises(WeightsError):
+        PublishedManifest.from_json(orjson.dumps(raw))
+
+
+def test_the_shorter_way_is_taken(tmp_path):
+    """Three deltas of 20 bytes make a chunk of 64 of the one three versions before; four are no shorter than it."""
+    names = [f"{i:064x}" for i in range(6)]
+    steps = {names[i + 1]: Delta(names[i], Chunk(f"{i + 9:064x}", 20)) for i in range(5)}
+    found = a_manifest(tmp_path, deltas=steps)
+    wanted = Chunk(names[5], 64)
+    assert found.way(wanted, {names[4], names[0]}.__contains__) == [steps[names[5]]]
+    assert found.way(wanted, {names[2]}.__contains__) == [steps[names[n]] for n in (3, 4, 5)]
+    assert found.way(wanted, {names[1]}.__contains__) == []
+    circle = a_manifest(tmp_path, deltas={names[0]: Delta(names[0], Chunk("1" * 64, 1))})
+    assert circle.way(Chunk(names[0], 2**23), lambda _: False) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"version": "newest"},
+        {"manifest": None},
+        {"manifest": {"blake3": "x", "size": 1}},
+        {"manifest": {"blake3": "0" * 64, "size": 2**40}},
+        {"sources": []},
+        {"sources": "http://a"},
+        {"sources": ["file:///etc/passwd"]},
+        {"sources": ["http://user:pw@a"]},
+        {"sources": ["http://a"] * 100},
+    ],
+)
+def test_an_offer_names_a_version_its_manifest_and_addresses(wrong):
+    good = {"version": "e000001-s000001", "manifest": {"blake3": "0" * 64, "size": 9}, "sources": ["http://a:1"]}
+    assert WeightOffer.from_json(good).to_json() == good
+    with pytest.raises(InputError):
+        WeightOffer.from_json(good | wrong)

@@ -1,0 +1,143 @@
+"""What a trainer publishes: which versions can be had, and of what they can be made."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.trainer.publishing import publications
+from services.trainer.publishing.publications import Publications, PublishedVersion
+from shared.errors import NotFound
+from shared.run.weights import ManifestLeaf
+from shared.types import WeightVersion
+from shared.weights.chunks import ChunkFolder, reads
+from shared.weights.manifest import PublishedManifest
+
+N = 5000
+
+
+def published(made: Publications, step: int, weights: np.ndarray, epoch: int = 1) -> PublishedVersion:
+    leaves = [ManifestLeaf("w", weights.shape, str(weights.dtype))]
+    return made.publish(WeightVersion(epoch, step), leaves, {"w": partial(np.asarray, weights)}, {}, None)
+
+
+def manifest_of(made: Publications, version: PublishedVersion) -> PublishedManifest:
+    return PublishedManifest.from_json(made.read(version.manifest.blake3))
+
+
+def steps(n: int) -> list[np.ndarray]:
+    """float16, of which each step moves some."""
+    rng = np.random.default_rng(0)
+    found = [rng.normal(size=N).astype(np.float16)]
+    while len(found) < n:
+        found.append(np.where(rng.random(N) < 0.02, np.nextafter(found[-1], np.float16(9)), found[-1]))
+    return found
+
+
+def had(made: Publications, version: PublishedVersion, folder: Path) -> np.ndarray:
+    chunks = ChunkFolder(folder)
+    manifest = manifest_of(made, version)
+    for digest in manifest.chunks():
+        chunks.put(made.read(digest))
+    return reads(folder, manifest.weights, "v")["w"]()
+
+
+def test_a_version_can_be_had_before_it_is_announced_but_nobody_is_told(tmp_path):
+    made, (weights,) = Publications(tmp_path, "r"), steps(1)
+    version = published(made, 3, weights)
+    assert made.newest is None
+    made.announce(version)
+    assert made.newest == version
+    assert had(made, version, tmp_path / "had").tobytes() == weights.tobytes()
+    manifest = manifest_of(made, version)
+    assert (manifest.run, manifest.version, manifest.digest) == ("r", "e000001-s000003", version.digest)
+
+
+def test_equal_weights_have_one_digest_and_are_kept_once(tmp_path):
+    made, (weights,) = Publications(tmp_path, "r"), steps(1)
+    one, two = published(made, 1, weights), published(made, 2, weights)
+    assert (one.digest, one.version) != (two.digest, two.version)
+    assert one.digest == two.digest
+    assert manifest_of(made, one).weights.chunks == manifest_of(made, two).weights.chunks
+
+
+def test_the_last_two_are_kept_and_those_that_are_asked_for(tmp_path, monkeypatch):
+    made = Publications(tmp_path, "r")
+    versions = []
+    for step, weights in enumerate(steps(5)):
+        versions.append(published(made, step, weights + 9 * step))
+        if step < 4:
+            made.read(versions[1 if step > 1 else 0].manifest.blake3)  # somebody is pulling the second one
+    readable: Callable[[int], object] = lambda i: made.read(versions[i].manifest.blake3)  # noqa: E731
+    for i in (1, 3, 4):
+        readable(i)
+    for i in (0, 2):
+        with pytest.raises(NotFound):
+            readable(i)
+    monkeypatch.setattr(publications, "_ASKED_S", -1.0)
+    published(made, 5, steps(1)[0])
+    with pytest.raises(NotFound):
+        readable(1)
+    made.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"beginning"}
+
+
+def test_a_chunk_of_no_version_is_not_served(tmp_path):
+    made = Publications(tmp_path, "r")
+    for digest in ("0" * 64, "../beginning"):
+        with pytest.raises(NotFound):
+            made.read(digest)
+    version = published(made, 1, steps(1)[0])
+    (folder,) = tmp_path.glob("e*")
+    stray = ChunkFolder(folder).put(b"stray")
+    with pytest.raises(NotFound):
+        made.read(stray)
+    made.read(version.manifest.blake3)
+
+
+def test_deltas_lead_from_the_last_versions_to_the_newest(tmp_path):
+    made, weights = Publications(tmp_path, "r"), steps(12)
+    versions = [(one := published(made, step, value), manifest_of(made, one)) for step, value in enumerate(weights)]
+    version, newest = versions[-1]
+    assert 0 < version.delta_bytes < 0.08 * version.n_bytes
+    (wanted,) = newest.weights.chunks
+    for back in range(1, 9):
+        (had_before,) = versions[-1 - back][1].weights.chunks
+        deltas = newest.way(wanted, lambda digest, known=had_before.blake3: digest == known)
+        assert len(deltas) == back
+        for delta in deltas:
+            made.read(delta.chunk.blake3)
+    (too_old,) = versions[-10][1].weights.chunks
+    assert newest.way(wanted, lambda digest: digest == too_old.blake3) == []
+
+
+def test_float32_that_moves_everywhere_has_no_deltas(tmp_path):
+    made, weights = Publications(tmp_path, "r"), np.random.default_rng(0).normal(size=N).astype(np.float32)
+    published(made, 0, weights)
+    version = published(made, 1, weights * np.float32(1.001))
+    assert version.delta_bytes == 0
+    assert manifest_of(made, version).deltas == {}
+
+
+def test_a_successor_removes_what_it_replaces_and_never_the_reverse(tmp_path):
+    old, new, (weights,) = Publications(tmp_path, "r"), Publications(tmp_path, "r"), steps(1)
+    published(old, 1, weights, epoch=1)
+    version = published(new, 1, weights, epoch=2)
+    late = Publications(tmp_path, "r")  # a trainer that was stopped before its first version, and wakes up
+    published(late, 1, weights, epoch=1)
+    assert had(new, version, tmp_path / "had").tobytes() == weights.tobytes()
+    assert len(list(tmp_path.glob("e000002-*"))) == 1
+
+
+def test_a_beginning_outlives_trainers_and_not_the_folder(tmp_path):
+    beginnings = []
+    for epoch in (1, 2):
+        made = Publications(tmp_path, "r")
+        beginnings.append(manifest_of(made, published(made, 1, steps(1)[0], epoch)).beginning)
+        made.close()
+    (tmp_path / "beginning").unlink()
+    made = Publications(tmp_path, "r")
+    beginnings.append(manifest_of(made, published(made, 1, steps(1)[0])).beginning)
+    assert beginnings[0] == beginnings[1] != beginnings[2]
