@@ -1,4 +1,4 @@
-"""Published versions into a server, over real connections to a trainer's publications: which it takes, and which never."""
+"""Published versions into a server, over real connections to a trainer: which it takes, and which never."""
 
 import asyncio
 import contextlib

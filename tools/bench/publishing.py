@@ -1,0 +1,248 @@
+"""Published weights of a model's size into real servers, full and by deltas: from the optimizer step to the last server
+serving them, beside a plain write and read of the same bytes on the same disk.
+
+    python -m tools.bench.publishing --layers 28 --hidden 1024 --servers 1 2    # Qwen3-0.6B's shape, in bfloat16
+
+The trainer's half (chunks, uplink, offers) runs here on random weights, the servers are processes with the real engine.
+A full version is one in which every weight is another; before one by deltas a hundredth of the weights moves to the
+next bfloat16. `take` is not measured: the arrays are in host memory. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import yaml
+
+from services.cli.layout import PROJECT, python_of, variables_of
+from services.trainer.publishing import routes
+from services.trainer.publishing.publications import Publications, PublishedVersion
+from services.trainer.publishing.routes import PublishingState
+from shared.clients.rollout import RolloutClient
+from shared.errors import VolleyError
+from shared.run.weights import ManifestLeaf
+from shared.services_schema import Limits, ServicesSection
+from shared.types import WeightVersion
+from shared.web.http import create_app
+from shared.web.serving import make_server
+from shared.weights.manifest import WeightOffer
+from shared.weights.serving import Uplink
+from tools.bench.result import BenchResult, emit
+
+_READY_S = 600.0
+_MOVED = 0.01
+_RUN = "publishing"
+
+
+def config_of(layers: int, hidden: int) -> dict[str, Any]:
+    """A Qwen3 with the proportions of the 0.6B one."""
+    heads = max(1, hidden // 64)
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 151_936 * hidden // 1024,
+        "hidden_size": hidden,
+        "intermediate_size": 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 2),
+        "head_dim": 128,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "eos_token_id": 2,
+    }
+
+
+def random_weights(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The bits of bfloat16 (uint16), by the trainer's names."""
+    d, ffn, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    block = {"attn.q_proj.w": (d, heads, size), "attn.k_proj.w": (d, groups, size), "attn.v_proj.w": (d, groups, size)}
+    block |= {"attn.o_proj.w": (heads, size, d), "attn.q_norm.w": (size,), "attn.k_norm.w": (size,)}
+    block |= {"mlp.gate_proj.kernel": (d, ffn), "mlp.up_proj.kernel": (d, ffn), "mlp.down_proj.kernel": (ffn, d)}
+    block |= {"input_layernorm.w": (d,), "post_attention_layernorm.w": (d,)}
+    shapes = {f"layers.{i}.{k}": shape for i in range(config["num_hidden_layers"]) for k, shape in block.items()}
+    shapes |= {"embedder.input_embedding": (config["vocab_size"], d), "final_norm.w": (d,)}
+    rng = np.random.default_rng(0)
+    return {
+        name: (0.02 * rng.standard_normal(shape, np.float32)).view(np.uint32).__rshift__(16).astype(np.uint16)
+        for name, shape in shapes.items()
+    }
+
+
+class Bench:
+    """A trainer's publications, and servers that pull from them."""
+
+    def __init__(self, folder: Path, weights: dict[str, np.ndarray], url: str) -> None:
+        self.publications, self._weights, self.url = Publications(folder / "published", _RUN), weights, url
+        self._leaves = [ManifestLeaf(name, value.shape, "bfloat16") for name, value in weights.items()]
+        self._step = 0
+
+    def publish(self, config: Mapping[str, Any]) -> PublishedVersion:
+        self._step += 1
+        arrays = {name: partial(np.asarray, value) for name, value in self._weights.items()}
+        return self.publications.publish(WeightVersion(1, self._step), self._leaves, arrays, config, None)
+
+    def move(self, *, all_of_them: bool) -> None:
+        """The next step's weights."""
+        rng = np.random.default_rng(self._step)
+        for name, value in self._weights.items():
+            if all_of_them:
+                value ^= 1
+            else:
+                at = rng.integers(0, value.size, max(1, int(_MOVED * value.size)))
+                self._weights[name].reshape(-1)[at] ^= 1
+
+    async def hand_over(self, config: Mapping[str, Any], servers: Sequence[str]) -> dict[str, float]:
+        """Seconds of each part, of the slowest server, and bytes pulled by all."""
+        started = time.perf_counter()
+        version = await asyncio.to_thread(self.publish, config)
+        chunk_s = time.perf_counter() - started
+        self.publications.announce(version)
+
+        async def tell(url: str) -> Mapping[str, float]:
+            offer = WeightOffer(str(version.version), version.manifest, (self.url, *(s for s in servers if s != url)))
+            async with RolloutClient(url) as client:
+                return (await client.update_weights(offer, "retract"))["timings"]
+
+        told = await asyncio.gather(*map(tell, servers))
+        parts = {key: max(one.get(key, 0.0) for one in told) for one in told for key in one if key.endswith("_s")}
+        pulled = sum(one["pulled_bytes"] for one in told)
+        return {"chunk_s": chunk_s, **parts, "total_s": time.perf_counter() - started, "pulled_bytes": pulled}
+
+
+async def measured(folder: Path, config: Mapping[str, Any], counts: Sequence[int]) -> dict[str, BenchResult]:
+    weights = random_weights(config)
+    n_bytes = sum(value.nbytes for value in weights.values())
+    raw_s = _raw_s(folder / "raw", weights)
+    results = {"published_bytes": BenchResult(n_bytes, "B"), "raw_write_and_read": BenchResult(raw_s, "s")}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        bench = Bench(folder, weights, f"http://127.0.0.1:{listener.getsockname()[1]}")
+        async with _serving(bench, listener), _servers(folder, config, bench.url, max(counts)) as (urls, processes):
+            await bench.hand_over(config, urls)  # what is compiled, is compiled now
+            for n in counts:
+                for kind in ("delta", "full"):
+                    bench.move(all_of_them=kind == "full")
+                    parts = await bench.hand_over(config, urls[:n])
+                    for name, value in parts.items():
+                        unit = "B" if name == "pulled_bytes" else "s"
+                        reference = n * n_bytes if unit == "B" else raw_s if name == "total_s" else None
+                        results[f"{kind}_{n}_{name.removesuffix('_s')}"] = BenchResult(value, unit, reference)
+            peaks = [_peak_bytes(process.pid) for process in processes]
+            results["server_peak"] = BenchResult(max(peaks), "B", n_bytes)
+    return results
+
+
+@contextlib.asynccontextmanager
+async def _serving(bench: Bench, listener: socket.socket) -> AsyncIterator[None]:
+    """The trainer's routes; the first version is announced."""
+    app = create_app("trainer", limits=Limits(), tokens=None, ready=lambda: None, roles=routes.ROLES)
+
+    async def sources() -> Sequence[str]:
+        return (bench.url,)
+
+    app.state.publishing = PublishingState(bench.publications, Uplink(bench.publications.read), sources)
+    app.include_router(routes.router)
+    server = make_server(app, ServicesSection())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.serve(sockets=[listener]))
+        try:
+            yield
+        finally:
+            server.should_exit = True
+
+
+@contextlib.asynccontextmanager
+async def _servers(
+    folder: Path, config: Mapping[str, Any], trainer: str, n: int
+) -> AsyncIterator[tuple[list[str], list[subprocess.Popen[bytes]]]]:
+    """Servers that serve nothing yet, one started after the other: memory and cores are few."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_bytes(orjson.dumps(config))
+    urls, processes = list[str](), list[subprocess.Popen[bytes]]()
+    with contextlib.ExitStack() as stack:
+        for i in range(n):
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            engine = {"context_length": 64, "max_running_requests": 4, "max_prefill_tokens": 64}
+            engine |= {"precompile_token_paddings": [64], "precompile_bs_paddings": [4], "max_total_tokens": 512}
+            run = {"run": {"name": _RUN, "dir": str(folder / f"host-{i}")}, "data": {"env": "none"}}
+            run |= {"model": {"path": str(folder / "model"), "dtype": "bfloat16"}, "rollout": {"engine": engine}}
+            run |= {"services": {"rollout": {"port": port}, "trainer": {"url": trainer}}}
+            path = folder / f"{i}.yaml"
+            path.write_text(yaml.safe_dump(run))
+            command = [str(python_of("rollout")), "-m", "services.rollout", "--config", str(path)]
+            process = await asyncio.to_thread(_started, command)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            urls.append(f"http://127.0.0.1:{port}")
+            processes.append(process)
+            await _up(urls[-1])
+        yield urls, processes
+
+
+def _started(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, cwd=PROJECT, env=variables_of("rollout", cpu=True), stderr=subprocess.DEVNULL)
+
+
+async def _up(url: str) -> None:
+    deadline = time.monotonic() + _READY_S
+    while True:
+        with contextlib.suppress(VolleyError):
+            async with RolloutClient(url) as client:
+                await client.weights()
+                return
+        if time.monotonic() > deadline:
+            raise VolleyError(f"{url} did not come up within {_READY_S:g} s")
+        await asyncio.sleep(0.5)
+
+
+def _peak_bytes(pid: int) -> int:
+    """Most memory that the service and its engine have had, together."""
+    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+    status = [Path(f"/proc/{one}/status").read_text() for one in pids]
+    return sum(1024 * int(text.partition("VmHWM:")[2].split()[0]) for text in status)
+
+
+def _raw_s(path: Path, weights: Mapping[str, np.ndarray]) -> float:
+    """To write the same bytes into a file, and read them: the better of two."""
+    found = list[float]()
+    for _ in range(2):
+        started = time.perf_counter()
+        with path.open("wb", buffering=0) as file:
+            for value in weights.values():
+                file.write(memoryview(value).cast("B"))
+        path.read_bytes()
+        found.append(time.perf_counter() - started)
+    path.unlink()
+    return min(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="published weights into real servers")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
+    given = parser.parse_args(sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder:
+        emit(asyncio.run(measured(Path(folder), config_of(given.layers, given.hidden), given.servers)))
+
+
+if __name__ == "__main__":
+    main()
