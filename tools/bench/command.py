@@ -67,6 +67,11 @@ BENCHMARKS = {
     "handover": Benchmark(
         "tools.bench.handover", "base", "weights from the optimizer step to the last server serving them"
     ),
+    "publishing": Benchmark(
+        "tools.bench.publishing",
+        "base",
+        "weights of a model's size into one and two servers, full and by deltas, beside a write and read (aim ≤ 2)",
+    ),
 }
 
 
