@@ -227,6 +227,13 @@ def _add_proving(commands: _Commands) -> None:
     chaos.add_argument(
         "--dir", type=Path, default=Path("runs"), metavar="DIR", help="where the run's folder is made (default: runs)"
     )
+    chaos.add_argument(
+        "--save-interval-steps",
+        type=int,
+        default=1,
+        metavar="N",
+        help="steps from checkpoint to checkpoint (default: 1)",
+    )
     chaos.add_argument("--json", action="store_true", help="for programs")
     chaos.set_defaults(command=_chaos)
 
@@ -358,7 +365,7 @@ def _chaos(arguments: argparse.Namespace) -> int:
     from tools.chaos.plan import Amounts
 
     amounts = Amounts(arguments.kills, arguments.wipes, arguments.zombies)
-    wanted = CampaignSpec(arguments.seed, amounts, arguments.minutes, arguments.dir)
+    wanted = CampaignSpec(arguments.seed, amounts, arguments.minutes, arguments.dir, arguments.save_interval_steps)
     return command.main(wanted, real=arguments.real, as_json=arguments.json)
 
 

@@ -169,7 +169,6 @@ class Orchestrator:
             settings.seed,
             settings.eval_every,
             settings.max_steps,
-            settings.save_interval,
         )
 
         def others() -> list[HeldOutTasks]:

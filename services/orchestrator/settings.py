@@ -44,7 +44,6 @@ class OrchestratorSettings:
     max_steps: int
     n_eval_tasks: int
     eval_every: int | None
-    save_interval: int
     teacher: TeacherServer | None = None
 
     @property
@@ -90,7 +89,6 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         max_steps=trainer.max_steps,
         n_eval_tasks=config.data.n_eval_tasks,
         eval_every=orchestrator.eval_every_n_steps,
-        save_interval=trainer.checkpointing_options.save_interval_steps,
         teacher=services.orchestrator.teacher if config.algorithm.teacher_kl_coef else None,
     )
 

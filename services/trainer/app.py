@@ -35,6 +35,7 @@ from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
 from shared.queue.registry import Registry
 from shared.run.archive import Archive
+from shared.run.commits import CommitLog
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from shared.web.access import Role, read_tokens
@@ -98,6 +99,7 @@ async def open_trainer(
             queue=TicketQueue(redis, settings.run),
             ledger=LedgerFile(folder.ledger),
             archive=Archive(folder.archive, settings.run),
+            commits=CommitLog(folder.archive, settings.run),
             metrics=StepLog(folder.metrics),
             handovers=StepLog(folder.handovers),
             refusals=Refusals(folder.path),

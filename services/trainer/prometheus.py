@@ -45,7 +45,8 @@ _STEP = Gauge(
     "Step of the newest weights; a restart takes it back to that of the newest checkpoint",
     registry=REGISTRY,
 )
-DURABLE = Gauge("volley_trainer_durable_step", "Step of the newest checkpoint", registry=REGISTRY)
+DURABLE = Gauge("volley_trainer_durable_step", "Newest step that is durable in the log", registry=REGISTRY)
+CHECKPOINT = Gauge("volley_trainer_checkpoint_step", "Step of the newest checkpoint", registry=REGISTRY)
 _STEPS = Counter("volley_trainer_steps", "Optimizer steps of RL made by this process", registry=REGISTRY)
 _TOKENS = Counter("volley_trainer_tokens", "Tokens trained on", registry=REGISTRY)
 _SEQUENCE_TOKENS = Counter(

@@ -16,8 +16,8 @@ router = APIRouter(tags=["trainer"])
 _STATUS = {
     "type": "object",
     "properties": {"run": {"type": "string"}, "phase": {"enum": list(get_args(Phase))}, "tickets": {"type": "object"}}
-    | {name: {"type": "integer"} for name in ("step", "durable_step", "max_steps", "epoch")},
-    "required": ["run", "phase", "step", "durable_step", "max_steps", "epoch", "tickets"],
+    | {name: {"type": "integer"} for name in ("step", "durable_step", "checkpoint_step", "max_steps", "epoch")},
+    "required": ["run", "phase", "step", "durable_step", "checkpoint_step", "max_steps", "epoch", "tickets"],
 }
 _ASKED = {"type": "object", "properties": {"step": {"type": "integer"}}, "required": ["step"]}
 ROLES = {
@@ -43,9 +43,9 @@ async def status(request: Request, trainer: Here) -> Response:
 
 @router.post("/checkpoint", status_code=202, openapi_extra=declares(answer=_ASKED, statuses=(202,)))
 async def checkpoint(request: Request, trainer: Here) -> Response:
-    """Asks for a checkpoint after the running step; `durable_step` in /status tells when it is there."""
+    """Asks for a checkpoint after the running step; `checkpoint_step` in /status tells when it is there."""
     trainer.ask(checkpoint=True)
-    return respond(request, {"step": trainer.step, "durable_step": trainer.durable_step}, 202)
+    return respond(request, {"step": trainer.step, "checkpoint_step": trainer.checkpoint_step}, 202)
 
 
 @router.post("/pause", openapi_extra=declares(answer=_ASKED))

@@ -94,6 +94,7 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
         origin=None if origin is None else asdict(origin),
         on_nonfinite=trainer.on_nonfinite,
         env=config.data.env,
+        eval_every_n_steps=config.orchestrator.eval_every_n_steps,
     )
 
 

@@ -16,10 +16,20 @@ from shared.outcomes import FilterRule
 from shared.process.wedge import Wait
 
 Phase = Literal[
-    "loading", "warm start", "starting", "waiting", "training", "saving", "paused", "done", "refused", "stopped"
+    "loading",
+    "warm start",
+    "replaying",
+    "starting",
+    "waiting",
+    "training",
+    "saving",
+    "paused",
+    "done",
+    "refused",
+    "stopped",
 ]
 _LAST_S = 1.0
-_STARTING: frozenset[Phase] = frozenset({"loading", "warm start", "starting"})
+_STARTING: frozenset[Phase] = frozenset({"loading", "warm start", "replaying", "starting"})
 
 
 @dataclass
@@ -31,6 +41,8 @@ class TrainerStatus:
     phase: Phase = "loading"
     step: int = 0
     durable_step: int = 0
+    checkpoint_step: int = 0
+    branched: str | None = None
     version: str | None = None
     epoch: int = 0
     waiting_groups: int = 0
@@ -126,6 +138,11 @@ class TrainerStatus:
     def durable(self, step: int) -> None:
         self.durable_step = step
         prometheus.DURABLE.set(step)
+
+    def saved(self, step: int) -> None:
+        """A checkpoint is durable."""
+        self.checkpoint_step = step
+        prometheus.CHECKPOINT.set(step)
 
     def ended(self, disposition: str, rule: FilterRule | None = None) -> None:
         """Args: rule: which filter it was, of a ticket that was filtered."""

@@ -31,7 +31,7 @@ _OLDER = 1  # without `chain` and `metrics`
 _MOST = 2**53
 _MAX_DETAIL = 300
 MAX_STATE_BYTES = 64 * 2**20
-_MOST_VALUES = MAX_STATE_BYTES // 12
+MOST_VALUES = MAX_STATE_BYTES // 12
 """Fewer bytes than 12 a value no trainer writes: a ticket of seven digits has 13 on its line, a ledger line 17 for each
 of its values.
 """
@@ -260,15 +260,14 @@ def check_readable(folder: Path) -> None:
     except WeightsError as error:
         raise WeightsError(
             f"the new checkpoint could not be read again, so the older ones stay: {error.detail}",
-            "it carries a line of each group since the last one: lower"
-            " trainer.checkpointing_options.save_interval_steps",
+            "it carries a line of each group of its step: lower trainer.groups_per_step",
         ) from error
 
 
 def _read(folder: Path) -> tuple[TrainerState, tuple[ManifestFile, ...], str | None]:
     """Also the seal of the manifest; older checkpoints have none."""
     try:
-        raw = codec.from_json(read_file(folder / STATE, MAX_STATE_BYTES), STATE, _MOST_VALUES)
+        raw = codec.from_json(read_file(folder / STATE, MAX_STATE_BYTES), STATE, MOST_VALUES)
         state = TrainerState.from_mapping(raw)
         sealed = None if raw.get("seal") is None else _text(raw["seal"])
         return state, tuple(map(ManifestFile.from_mapping, _list(raw, "optimizer_files"))), sealed
@@ -317,9 +316,16 @@ def newest_state(root: Path) -> TrainerState | None:
 def surviving(found: Collection[WeightVersion]) -> list[WeightVersion]:
     """Those that no later trainer undid by going on from an earlier step, in their order.
 
-    Of an ancestor no later epoch has a checkpoint with a lower step.
+    Of an ancestor no later epoch has one with a lower step.
     """
-    return [one for one in found if not any(other.epoch > one.epoch and other.step < one.step for other in found)]
+    first: dict[int, int] = {}
+    for one in found:
+        first[one.epoch] = min(one.step, first.get(one.epoch, one.step))
+    last, least = dict[int, int](), _MOST
+    for epoch in sorted(first, reverse=True):
+        last[epoch] = least
+        least = min(least, first[epoch])
+    return [one for one in found if one.step <= last[one.epoch]]
 
 
 def epoch_of(step: int, lineage: Sequence[tuple[int, int]]) -> int | None:

@@ -32,7 +32,9 @@ def proven(result: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(900)
 def test_some_thirty_faults_leave_the_weights_as_they_would_be(tmp_path: Path):
-    result = chaos(tmp_path, "--seed", "1", "--kills", "15", "--wipes", "2", "--zombies", "4")
+    """With a checkpoint every three steps: what lies between is made again from the log."""
+    interval = ("--save-interval-steps", "3")
+    result = chaos(tmp_path, "--seed", "1", "--kills", "15", "--wipes", "2", "--zombies", "4", *interval)
     proven(result)
     assert sum(result["kills"].values()) >= 15
     assert sum(result["faults"].values()) >= 25
@@ -40,9 +42,18 @@ def test_some_thirty_faults_leave_the_weights_as_they_would_be(tmp_path: Path):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("interval", [1, 50])
+def test_the_interval_of_checkpoints_changes_nothing(tmp_path: Path, interval: int):
+    amounts = ("--kills", "15", "--wipes", "2", "--zombies", "4")
+    proven(chaos(tmp_path, "--seed", "2", *amounts, "--save-interval-steps", str(interval)))
+
+
+@pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_three_hundred_kills_leave_the_weights_as_they_would_be(tmp_path: Path):
-    result = chaos(tmp_path, "--seed", "1", "--kills", "300", "--wipes", "10", "--zombies", "20")
+    interval = ("--save-interval-steps", "50")
+    result = chaos(tmp_path, "--seed", "1", "--kills", "300", "--wipes", "10", "--zombies", "20", *interval)
     proven(result)
     assert sum(result["kills"].values()) >= 300
     assert result["retried_episodes"] >= 20
@@ -54,7 +65,7 @@ def test_three_hundred_kills_leave_the_weights_as_they_would_be(tmp_path: Path):
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_real_stack_for_three_minutes(tmp_path: Path):
-    result = chaos(tmp_path, "--seed", "1", "--real", "--minutes", "3")
+    result = chaos(tmp_path, "--seed", "1", "--real", "--minutes", "3", "--save-interval-steps", "5")
     proven(result)
     assert result["elapsed_sec"] >= 180
     assert result["steps"] > 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from shared.errors import ConfigError
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
 from shared.queue.server import embedded_server
-from shared.run import archive, ledger, weights
+from shared.run import archive, commits, ledger, weights
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
 from shared.run.mixture import MixtureChange
@@ -265,7 +266,25 @@ def remove_the_last_checkpoint(run: RunFolder) -> None:
     shutil.rmtree(run.path / HEAD)
 
 
+def remove_a_record(run: RunFolder) -> None:
+    commits.path_of(run.archive, E2[4]).unlink()
+
+
+def flip_a_record(run: RunFolder) -> None:
+    flip(commits.path_of(run.archive, E2[5]))
+
+
+def tell_another_state(run: RunFolder) -> None:
+    """In a record that is as it was written."""
+    record = commits.read(run.archive, E2[4])
+    other = dataclasses.replace(record, state=dataclasses.replace(record.state, issued=99))
+    commits.path_of(run.archive, E2[4]).write_bytes(other.to_json())
+
+
 PLANTED = [
+    (remove_a_record, ViolationKind.COMMIT, {"step": 4}),
+    (flip_a_record, ViolationKind.COMMIT, {"file": "archive/e000002/s000005.json"}),
+    (tell_another_state, ViolationKind.COMMIT, {"step": 4}),
     (change_a_reward_everywhere, ViolationKind.LEDGER, {"ticket": 8, "step": 3}),
     (change_a_reward_everywhere, ViolationKind.CHAIN, {"step": 3}),
     (change_a_loss, ViolationKind.CHAIN, {"step": 3}),
@@ -352,6 +371,7 @@ def test_a_torn_last_line_was_promised_to_nobody(run: RunFolder):
 
 def test_steps_beyond_the_newest_checkpoint_are_named_as_undone(run: RunFolder):
     shutil.rmtree(run.path / HEAD)
+    commits.path_of(run.archive, E2[5]).unlink()
     edit_json(run.record, finished=False, final=None)
     result = verify(run)
     assert result["ok"]

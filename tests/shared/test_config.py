@@ -99,8 +99,10 @@ def test_the_written_config_is_the_same_config(tmp_path):
         (["services.orchestrator.teacher.url=10.0.0.7"], r"teacher\.url.*must be an http or https address"),
         (["algorithm.epsilon=null"], "nothing bounds the ratio to the policy that sampled"),
         (["trainer.max_steps"], "not of the form key.path=value"),
-        (["trainer.checkpointing_options.save_interval_steps=4"], "needs grpo_config.off_policy_steps >= 3"),
-        (["trainer.groups_per_step=100001"], "100001, more than 100000: a checkpoint carries a line of each group"),
+        (
+            ["trainer.groups_per_step=100001"],
+            "groups_per_step=100001 is more than 100000: a commit record carries a line of each group",
+        ),
         (["run.name=../x"], "run.name"),
         (["trainer.mesh.shape=[1]"], "trainer.mesh"),
         (["data.mixture.sokoban.wieght=3"], r"unknown key data\.mixture\.sokoban\.wieght"),

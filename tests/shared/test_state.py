@@ -47,7 +47,7 @@ def test_a_state_that_no_reader_takes_is_named_with_what_to_do(tmp_path: Path) -
     written(tmp_path, state, padding="x" * states.MAX_STATE_BYTES)
     with pytest.raises(WeightsError, match="the older ones stay") as raised:
         states.check_readable(tmp_path)
-    assert "save_interval_steps" in raised.value.hint
+    assert "groups_per_step" in raised.value.hint
 
 
 @pytest.mark.parametrize(

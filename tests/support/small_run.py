@@ -34,6 +34,7 @@ from shared.errors import NonFinite
 from shared.queue.records import StreamEntry
 from shared.run import pinned
 from shared.run.archive import Archive
+from shared.run.commits import CommitLog
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
 from shared.types import Group, Trajectory, VersionSpan, WeightVersion
@@ -117,6 +118,9 @@ class Weightless:
         self.weight += 1
         return step_metrics(held, before)
 
+    def checksum(self) -> str:
+        return str(self.weight)
+
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         return [None for _ in held]
 
@@ -124,12 +128,20 @@ class Weightless:
         self.weight = float(self._checkpoints.restored(version).params["w"])
 
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
-        assert self.may_save.wait(10)
-        return self._checkpoints.save(
-            state,
-            CheckpointContents({"w": np.float32(self.weight)}, {"count": np.float32(self.weight)}, None, {}, None),
-            base,
+        contents = CheckpointContents(
+            {"w": np.float32(self.weight)}, {"count": np.float32(self.weight)}, None, {}, None
         )
+        return self._written(state, contents, base)
+
+    def take(self, state: TrainerState, base: WeightVersion) -> Callable[[], Path]:
+        contents = CheckpointContents(
+            {"w": np.float32(self.weight)}, {"count": np.float32(self.weight)}, None, {}, None
+        )
+        return lambda: self._written(state, contents, base)
+
+    def _written(self, state: TrainerState, contents: CheckpointContents, base: WeightVersion | None) -> Path:
+        assert self.may_save.wait(10)
+        return self._checkpoints.save(state, contents, base)
 
 
 @dataclass
@@ -154,6 +166,9 @@ class SmallRun:
 
     async def leave(self, epoch: int, refused: str = "") -> None: ...
 
+    async def publish(self, ticket: int, payload: bytes) -> None:
+        self.entries.append(Group.decode(payload))
+
 
 class Incarnation:
     """One trainer on the folder."""
@@ -176,7 +191,16 @@ class Incarnation:
         ledger, archive = LedgerFile(folder / "ledger.jsonl"), Archive(folder / "archive", RUN)
         self.backend = Weightless(checkpoints)
         parts = Collaborators(
-            self.backend, checkpoints, queue or self.queue, ledger, archive, *logs, executor, _nothing, _published
+            self.backend,
+            checkpoints,
+            queue or self.queue,
+            ledger,
+            archive,
+            CommitLog(folder / "archive", RUN),
+            *logs,
+            executor,
+            _nothing,
+            _published,
         )
         rules = AdmissionRules("arrival", ETA, 32, 96, SIZE, filter_options(run.trainer.filters))
         settings, original = pinned.relevant(run), pinned.original(folder / "run.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from services.trainer.status import TrainerStatus
 from shared.errors import Fenced, NonFinite, QueueUnavailable, StorageFull, WeightsError
 from shared.queue.records import StreamEntry
 from shared.run.archive import Archive
+from shared.run.commits import CommitLog
 from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
 from shared.weights.manifest import Chunk
@@ -43,6 +45,7 @@ class FakeBackend:
     checkpoint: TrainerState | None = None
     broken: bool = False
     save_s: float = 0.0
+    may_write: threading.Event | None = None
     step_s: float = 0.0
     during_step: Callable[[], object] = lambda: None
     bad: dict[str, str] = field(default_factory=dict)
@@ -52,6 +55,7 @@ class FakeBackend:
     diffs: dict[int, float] = field(default_factory=dict)
     weights: list[int] = field(default_factory=list)
     kept: dict[WeightVersion, list[int]] = field(default_factory=dict)
+    states: dict[WeightVersion, TrainerState] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
 
     def head(self) -> WeightVersion | None:
@@ -66,6 +70,9 @@ class FakeBackend:
 
     def metrics(self) -> list[Mapping[str, Any]]:
         return []
+
+    def oldest_step(self) -> int:
+        return 0
 
     def restore(self) -> TrainerState | None:
         if self.broken:
@@ -89,6 +96,9 @@ class FakeBackend:
             raise NonFinite("not finite", what=["loss", *what])
         return step_metrics(held, before)
 
+    def checksum(self) -> str:
+        return str(self.weights)
+
     def logprob_diffs(self, held: Any, present: WeightVersion) -> list[float | None]:
         self.events.append(f"compare {[h.group.ticket for h in held]}")
         return [self.diffs.get(h.group.ticket, 0.0) if h.newest == present else None for h in held]
@@ -100,14 +110,23 @@ class FakeBackend:
     def publish(self, version: WeightVersion) -> PublishedVersion:
         return PublishedVersion(version, Chunk("0" * 64, 1), "0" * 64, 1, 0, {})
 
+    def take(self, state: TrainerState, base: WeightVersion) -> Callable[[], Path]:
+        weights = list(self.weights)
+        return lambda: self._written(state, weights)
+
     def save(self, state: TrainerState, base: WeightVersion | None) -> Path:
+        return self._written(state, list(self.weights))
+
+    def _written(self, state: TrainerState, weights: list[int]) -> Path:
         time.sleep(self.save_s)
+        if self.may_write is not None:
+            assert self.may_write.wait(60)
         if self.full:
             self.full -= 1
             raise StorageFull("waiting for disk space under /r: 0 MB free")
         self.events.append(f"save {state.version}")
-        self.checkpoint = state
-        self.kept[state.version] = list(self.weights)
+        self.checkpoint = self.states[state.version] = state
+        self.kept[state.version] = weights
         return self.folder / str(state.version)
 
 
@@ -124,8 +143,9 @@ class FakeQueue:
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
     fenced_after: int = 10**6
     attended: int = 0
+    began: int = 0
 
-    def publish(self, made: Group) -> None:
+    def put(self, made: Group) -> None:
         self.entries.append(StreamEntry(f"{made.ticket}-0", made.ticket, made.encode(), 1))
 
     async def _answer(self) -> None:
@@ -138,8 +158,14 @@ class FakeQueue:
 
     async def begin(self, low: int, version: int, issued: int, void: int, done: Any, epoch: int, above: int) -> int:
         await self._answer()
+        self.began += 1
         self.events.append(f"begin low={low} version={version} issued={issued} void={void} done={list(done)}")
         return max(epoch, above) + 1
+
+    async def publish(self, ticket: int, payload: bytes) -> None:
+        await self._answer()
+        self.events.append(f"put back {ticket}")
+        self.entries.append(StreamEntry(f"{ticket}-1", ticket, payload, 1))
 
     async def open(self, epoch: int) -> None:
         await self._answer()
@@ -234,6 +260,7 @@ class Bench:
             self.queue,
             self.ledger,
             self.archive,
+            CommitLog(self.folder / "archive", "r"),
             StepLog(self.folder / "metrics.jsonl"),
             StepLog(self.folder / "handovers.jsonl"),
             Refusals(self.folder),
@@ -263,7 +290,7 @@ class Bench:
 
     def feed(self, *tickets: int, version: str = "e000001-s000000") -> None:
         for ticket in tickets:
-            self.queue.publish(group(ticket, version))
+            self.queue.put(group(ticket, version))
 
     async def until(self, what: Any) -> None:
         async with asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""The newest checkpoint is damaged: it is noticed, set aside, told, and the run goes on from the one before."""
+"""The newest checkpoint is damaged: it is noticed, set aside, told; the run goes on from the one before and the log."""
 
 from __future__ import annotations
 
@@ -72,14 +72,13 @@ def test_the_run_goes_on_from_the_checkpoint_before(
 ):
     damage(stopped_at_3 / "checkpoints" / "e000001-s000003" / file)
     trainer = Incarnation(stopped_at_3, executor)
-    asyncio.run(trainer.run(lambda one: steps(one, range(2, STEPS), epoch=2)))
+    asyncio.run(trainer.run(lambda one: steps(one, range(3, STEPS), epoch=2)))
     assert trainer.backend.weight == STEPS
     assert list(trainer.status.to_json()["set_aside"]) == ["e000001-s000003"]
     result = command.verify(RunFolder(stopped_at_3))
     assert result["ok"], result["violations"]
     assert list(result["set_aside"]) == ["e000001-s000003"]
-    assert {line["ticket"] for line in result["undone"]} == {5, 6}
-    assert result["superseded_archives"] == ["e000001-s000003"]
+    assert (result["undone"], result["superseded_archives"]) == ([], [])
     metrics = [orjson.loads(line) for line in (stopped_at_3 / "metrics.jsonl").read_bytes().splitlines()]
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
 

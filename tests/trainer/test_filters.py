@@ -152,7 +152,7 @@ def test_a_filtered_line_names_its_rule_and_is_read_by_who_does_not_know_it():
 async def test_filtered_groups_are_on_record_void_and_replaced(bench: Bench):
     bench.filters = ZERO_VARIANCE
     for made in (flat(1), mixed(2), spoilt(3, reward=math.nan), mixed(4), mixed(5), flat(6), mixed(7)):
-        bench.queue.publish(made)
+        bench.queue.put(made)
     await bench.run_to_the_end()
     assert [e for e in bench.events if e.startswith(("step", "dead"))] == ["dead 3", "step [2, 4]", "step [5, 7]"]
     ends = {t: ledger.end_named(line) for t, line in LedgerFile(bench.folder / "ledger.jsonl").settled().items()}
@@ -169,7 +169,7 @@ async def test_filtered_groups_are_on_record_void_and_replaced(bench: Bench):
 
 async def test_a_step_tells_what_of_it_had_no_variance(bench: Bench):
     for made in (flat(1), mixed(2), mixed(3), mixed(4)):
-        bench.queue.publish(made)
+        bench.queue.put(made)
     await bench.run_to_the_end()
     lines = [orjson.loads(line) for line in (bench.folder / "metrics.jsonl").read_bytes().splitlines()]
     assert [line["zero_variance_groups"] for line in lines] == [0.5, 0.0]
@@ -180,10 +180,10 @@ async def test_a_run_that_filters_everything_stops_and_says_why(bench: Bench):
     bench.filters = replace(ZERO_VARIANCE, max_num_gen_batches=2)
     running = asyncio.ensure_future(bench.worker().run())
     for ticket in range(1, 4):
-        bench.queue.publish(flat(ticket))
+        bench.queue.put(flat(ticket))
     await bench.until(lambda: bench.status.filtered.get("zero_variance") == 3)
     assert bench.status.refused is None
-    bench.queue.publish(flat(4))
+    bench.queue.put(flat(4))
     await bench.until(lambda: bench.status.phase == "refused")
     await stopped(running)
     assert bench.status.refused is not None
@@ -196,7 +196,7 @@ async def test_a_run_that_filters_everything_stops_and_says_why(bench: Bench):
 async def test_every_step_begins_the_count_anew(bench: Bench):
     bench.filters = replace(ZERO_VARIANCE, max_num_gen_batches=2)
     for made in (flat(1), flat(2), flat(3), mixed(4), mixed(5), flat(6), flat(7), flat(8), mixed(9), mixed(10)):
-        bench.queue.publish(made)
+        bench.queue.put(made)
     await bench.run_to_the_end()
     assert bench.status.refused is None
     assert bench.status.tickets == {"trained": 4, "filtered": 6}
@@ -241,11 +241,11 @@ async def test_groups_that_engine_and_trainer_disagree_on_are_filtered_before_th
     bench.filters, bench.order = DISAGREEING, "ticket"
     bench.backend.diffs = {2: 0.51, 3: 0.5, 4: math.nan, 6: 9.0}
     for ticket in range(1, 7):
-        bench.queue.publish(mixed(ticket))
+        bench.queue.put(mixed(ticket))
     running = asyncio.ensure_future(bench.worker().run())
     await bench.until(lambda: bench.status.durable_step == 1)
     for ticket in (7, 8):
-        bench.queue.publish(mixed(ticket))
+        bench.queue.put(mixed(ticket))
     await bench.until(lambda: bench.status.phase == "done")
     await stopped(running)
     told = [e for e in bench.events if e.startswith(("compare", "step", "dead"))]

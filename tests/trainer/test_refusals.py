@@ -69,8 +69,8 @@ async def test_a_step_that_is_not_finite_stops_the_run_and_is_no_version(bench: 
     await stopped(running)
     assert [event for event in bench.events if event.startswith(("save", "commit", "rewind", "leave"))] == [
         "save e000001-s000000",
-        "save e000001-s000001",
         "commit version=1 tickets=[1, 2] void=0 ledger=2",
+        "save e000001-s000001",
         "rewind e000001-s000001",
         "leave refused",
         "leave refused",
@@ -89,13 +89,12 @@ async def test_the_good_steps_before_a_refused_one_are_made_again_and_saved(benc
     running = asyncio.ensure_future(bench.worker().run())
     await bench.until(lambda: bench.status.phase == "refused")
     await stopped(running)
-    assert [event for event in bench.events[5:] if not event.startswith("publish")] == [
+    assert [event for event in bench.events[5:] if not event.startswith(("publish", "commit"))] == [
         *(f"step {tickets}" for tickets in ([1, 2], [3, 4], [5, 6])),
         "rewind e000001-s000000",
         *(f"step {tickets}" for tickets in ([1, 2], [3, 4])),
         "leave refused",
         "save e000001-s000002",
-        "commit version=2 tickets=[1, 2, 3, 4] void=0 ledger=4",
         "leave refused",
     ]
     assert bench.backend.checkpoint is not None
@@ -152,7 +151,10 @@ async def test_a_refusal_that_cannot_be_written_waits_and_counts_nowhere(bench: 
     bench.feed(1, 2, 3, 4)
     with pytest.raises(FileExistsError):
         await bench.run_to_the_end()
-    assert [event for event in bench.events if event.startswith(("save", "commit"))] == ["save e000001-s000000"]
+    assert [event for event in bench.events if event.startswith(("save", "commit"))] == [
+        "save e000001-s000000",
+        "commit version=1 tickets=[1, 2] void=0 ledger=2",
+    ]
 
 
 async def test_a_warm_start_that_is_not_finite_stops_visibly(bench: Bench):

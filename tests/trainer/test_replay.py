@@ -28,7 +28,7 @@ STEPS = 5
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder: a checkpoint every second step, groups up to two steps old; killed, extended and retuned in
+    """A run's folder: a checkpoint every second step, groups up to two steps old; stopped, extended and retuned in
     between.
     """
     folder = tmp_path_factory.mktemp("recorded")
@@ -43,7 +43,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         producing(spec.url, STEPS * BATCH, max_staleness=2),
     ):
         process.wait(lambda status: status["step"] >= 3)
-        process.kill()
+        assert process.terminate() == 0
         process.tree["trainer"] |= {
             "max_steps": STEPS,
             "optimizer_config": {"learning_rate": 1e-4, "schedule_type": "cosine"},
@@ -182,7 +182,7 @@ def test_an_epoch_under_another_algorithm_is_replayed_under_that_one(other: dict
     for epoch, flat in enumerate(flats, start=1):
         settings = pinned.amended(settings, epoch, flat)
     head = states.initial_state(0).under(3, keep_reference=False)
-    recorded = RecordedStep(Path(), "r", replace(head, settings=settings), {}, {})
+    recorded = RecordedStep(Path(), "r", replace(head, settings=settings), {}, {}, {})
     for epoch in (1, 2, 3):
         found = [pinned.relevant(recorded.config_of(epoch, one)) for one in stored]
         assert found == [flats[epoch - 1]] * 3

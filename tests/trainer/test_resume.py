@@ -116,14 +116,14 @@ def test_pause_checkpoint_and_sigterm_between_checkpoints(tmp_path: Path, redis:
     interval = {"trainer__checkpointing_options": {"save_interval_steps": 3}, "grpo_config__off_policy_steps": 2}
     with trainer(tmp_path, redis, SIMULATED, **interval) as process, producing(redis, BATCH, max_staleness=2):
         status = process.wait(lambda s: s["step"] == 1 and s["phase"] == "waiting")
-        assert status["durable_step"] == 0
+        assert status["checkpoint_step"] == 0
         process.ask("checkpoint")
-        process.wait(lambda s: s["durable_step"] == 1)
+        process.wait(lambda s: s["checkpoint_step"] == 1)
         process.ask("pause")
         process.wait(lambda s: s["phase"] == "paused")
     with trainer(tmp_path, redis, SIMULATED, **interval) as process, producing(redis, 2 * BATCH, max_staleness=2):
         process.wait(lambda s: s["step"] == 2)
-        assert process.status()["durable_step"] == 1
+        assert process.status()["checkpoint_step"] == 1
         assert process.terminate() == 0
     restored = CheckpointFolders(tmp_path / "r" / "checkpoints", "r", 3, NumpyArrays()).newest()
     assert restored is not None

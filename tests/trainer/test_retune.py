@@ -11,7 +11,7 @@ import pytest
 
 from shared.config import load
 from shared.errors import ConfigError
-from shared.run import pinned
+from shared.run import commits, pinned
 from shared.run import state as states
 from shared.run.weights import newest
 from shared.schema import RunConfig
@@ -85,6 +85,8 @@ def older(folder: Path) -> None:
     assert found is not None
     raw = orjson.loads((found / states.STATE).read_bytes())
     del raw["settings"]
+    for version in commits.versions(folder / "archive"):
+        commits.path_of(folder / "archive", version).unlink()
     (found / states.STATE).write_bytes(orjson.dumps(raw))
     write_manifest(found, replace(read_manifest(found / MANIFEST), state=digest(found / states.STATE)))
 

@@ -85,8 +85,3 @@ def test_every_algorithm_is_made_of_its_name(name: str):
     assert made.algorithm.needs.values == (made.critic is not None) == (name == "ppo")
     actor = actor_of(f"algorithm.name={name}")
     assert (actor.ratio == "sequence", actor.surrogate == "weighted") == (name == "gspo-token", name == "cispo")
-
-
-def test_an_interval_that_would_wait_for_itself_is_refused():
-    with pytest.raises(ConfigError, match="off_policy_steps >= 3"):
-        load("trainer.checkpointing_options.save_interval_steps=4")

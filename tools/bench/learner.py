@@ -103,7 +103,7 @@ def _compared(workload: Workload) -> tuple[float, float]:
     steps, ours = workload.steps() * N_PASSES, list[float]()
     options = policy_options(workload.config(), TokenLimits(workload.model.vocab_size, 0))
     policy = Policy(make_model(workload.model), options, workload.model.to_hf(), None)
-    held = [_held(step, workload.group_size) for step in steps]
+    held = [held_groups(step, workload.group_size) for step in steps]
 
     def step_of_ours(n: int) -> None:
         began = time.perf_counter()
@@ -125,7 +125,7 @@ def _fastest(seconds: Sequence[float]) -> float:
     return sum(min(seconds[i::N_STEPS][1:]) for i in range(N_STEPS))
 
 
-def _held(step: Sequence[Recorded], group_size: int) -> list[ReadyGroup]:
+def held_groups(step: Sequence[Recorded], group_size: int) -> list[ReadyGroup]:
     parts = [step[i : i + group_size] for i in range(0, len(step), group_size)]
     groups = [
         Group(n, "bench", f"bench/{n}", tuple(_trajectory(n, i, one) for i, one in enumerate(part)))

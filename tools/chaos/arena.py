@@ -19,7 +19,7 @@ from shared.clients.base import HttpClient
 from shared.config import LoadedConfig
 from shared.errors import QueueUnavailable, VolleyError
 from shared.queue.client import command, connect
-from shared.run import weights
+from shared.run import commits
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tools.chaos.plan import LINKS
@@ -57,7 +57,7 @@ class Zombie:
 
 
 class Arena:
-    """A running stack. `durable` are the newest checkpoints, in the order in which they appeared, `zombies` the
+    """A running stack. `durable` are the newest durable versions, in the order in which they appeared, `zombies` the
     trainers that were replaced alive; `deadline_s` bounds every recovery.
     """
 
@@ -138,7 +138,7 @@ class Arena:
     async def watch(self) -> None:
         """Keeps `durable` true, until cancelled."""
         while True:
-            found = await asyncio.to_thread(weights.versions, self.folder.checkpoints)
+            found = await asyncio.to_thread(commits.committed, self.folder)
             if found and found[-1] != self.newest:
                 self.durable.append(Sighting(time.monotonic(), found[-1]))
             await asyncio.sleep(_POLL_S)

@@ -24,7 +24,7 @@ from services.cli.verify.command import verify
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError, DecodeError, VolleyError, WeightsError, first_error
-from shared.run import weights
+from shared.run import commits
 from shared.run.folder import RunFolder
 from tools.chaos import lineage, logs
 from tools.chaos import plan as plans
@@ -43,12 +43,15 @@ type Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class CampaignSpec:
-    """What the command line asks for. `minutes` is how long the real stack is besieged; runs are made in `folder`."""
+    """What the command line asks for. `minutes` is how long the real stack is besieged; runs are made in `folder`, with
+    a checkpoint every `save_interval_steps`.
+    """
 
     seed: int
     amounts: Amounts
     minutes: float
     folder: Path
+    save_interval_steps: int = 1
 
 
 @dataclass
@@ -192,7 +195,8 @@ def _replayed(folder: RunFolder) -> str | None:
 
 def _load(path: Path, wanted: CampaignSpec, name: str, *more: str) -> LoadedConfig:
     """The project's configuration, whatever the present directory is; `--dir` alone counts from there."""
-    loaded = config.load([path], [f"run.name={name}", f"run.seed={wanted.seed}", *more])
+    interval = f"trainer.checkpointing_options.save_interval_steps={wanted.save_interval_steps}"
+    loaded = config.load([path], [f"run.name={name}", f"run.seed={wanted.seed}", interval, *more])
     return config.rooted(config.changed(loaded, {"run.dir": str(wanted.folder.absolute())}), PROJECT)
 
 
@@ -211,7 +215,7 @@ def _result(wanted: CampaignSpec, run: CampaignResult, unlike: str | None, plann
     return {
         "ok": not broken,
         "seed": wanted.seed,
-        "steps": max((version.step for version in weights.versions(run.folder.checkpoints)), default=0),
+        "steps": max((version.step for version in commits.committed(run.folder)), default=0),
         "elapsed_sec": round(elapsed_s, 1),
         "faults": dict(sorted(plans.counts(log.faults).items())),
         "kills": dict(sorted(plans.kills(log.faults).items())),

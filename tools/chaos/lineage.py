@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shared.errors import DecodeError, WeightsError
 from shared.files.storage import whole_lines
-from shared.run import archive, ledger, weights
+from shared.run import archive, commits, ledger, weights
 from shared.run import state as states
 from shared.run.folder import RunFolder
 from shared.run.ledger import TRAINED
@@ -18,11 +18,11 @@ _MOST_TOLD = 10
 
 
 def head(folder: RunFolder) -> TrainerState:
-    """Raises WeightsError if the newest checkpoint is not whole, or there is none."""
-    newest = weights.newest(folder.checkpoints)
+    """The newest durable state. Raises WeightsError without one."""
+    newest = commits.newest(folder)
     if newest is None:
-        raise WeightsError(f"{folder.checkpoints} holds no checkpoint")
-    return states.verify(newest)[1]
+        raise WeightsError(f"{folder.path} holds neither checkpoint nor commit record")
+    return newest
 
 
 def difference(ours: RunFolder, theirs: RunFolder) -> str | None:

@@ -8,7 +8,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -99,6 +99,12 @@ class SimulatedBackend:
         told = {"tokens": float(sum(t.n_sampled for h in held for t in h.group.trajectories))}
         return StepMetrics(after.step, str(after), loss, norm, **of_groups(held, before.step), **of_statistics(told))
 
+    def checksum(self) -> str:
+        told = blake3.blake3()
+        for name in sorted(self.params):
+            told.update(self.params[name].tobytes())
+        return told.hexdigest()
+
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         """It computes no log-probabilities: nothing to compare."""
         return [None for _ in held]
@@ -111,6 +117,10 @@ class SimulatedBackend:
         return self._checkpoints.save(
             state, CheckpointContents(self.params, {"count": self._count}, None, self._model, None), base
         )
+
+    def take(self, state: TrainerState, base: WeightVersion) -> Callable[[], Path]:
+        contents = CheckpointContents(self.params, {"count": self._count}, None, self._model, None)
+        return partial(self._checkpoints.save, state, contents, base)
 
     def publish(self, version: WeightVersion) -> PublishedVersion:
         assert self._publications is not None

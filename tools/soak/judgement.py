@@ -113,8 +113,7 @@ def _peaks(rows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def _redis(samples: Sequence[SoakSample], config: RunConfig) -> dict[str, Any]:
     """All in bytes but the counts."""
     queues = [sample.queue for sample in samples]
-    batch, interval = config.trainer.groups_per_step, config.trainer.checkpointing_options.save_interval_steps
-    n_entries = (config.grpo_config.off_policy_steps + 1 + interval) * batch
+    n_entries = (config.grpo_config.off_policy_steps + 2) * config.trainer.groups_per_step
     entry = max((q.stream / q.n_entries for q in queues if q.n_entries), default=0.0)
     base = queues[0].used - queues[0].clients - queues[0].stream + _BESIDE_GROUPS
     bound, largest = base + n_entries * entry, max(q.used - q.clients for q in queues)

@@ -60,7 +60,7 @@ def told(result: dict[str, Any]) -> str:
         )
     compared = (
         f"{result['steps']} steps, {result['compared_checkpoints']} compared with checkpoints,"
-        f" {result['compared_metrics']} with metrics"
+        f" {result['compared_checksums']} with commit records, {result['compared_metrics']} with metrics"
     )
     first = result["first_divergence"]
     if first is None:

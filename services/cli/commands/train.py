@@ -32,8 +32,8 @@ from shared.files.reading import open_file
 from shared.findings import findings
 from shared.models.hub import model_folder
 from shared.process import wedge
+from shared.run import commits
 from shared.run.folder import RunFolder
-from shared.run.state import newest_state
 
 _POLL_S = 0.3
 _GOING = ("running", "evaluating")
@@ -97,7 +97,7 @@ def run(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False) -
                 printed_text(_interrupted(f"stopped by {stopped}", folder, max_steps, started))
             return stopped.exit_code
         except VolleyError:
-            if newest_state(folder.checkpoints) is not None:  # else there is nothing to go on from
+            if commits.newest(folder) is not None:  # else there is nothing to go on from
                 with suppress(OSError):
                     printed_text(_interrupted("ended early", folder, max_steps, started))
             raise
@@ -106,7 +106,7 @@ def run(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False) -
 
 def _interrupted(how: str, folder: RunFolder, max_steps: int, started: Mapping[str, ServiceState]) -> str:
     """What has ended, at which step, and how to go on."""
-    head = newest_state(folder.checkpoints)
+    head = commits.newest(folder)
     names = [name for name, state in started.items() if state != "pending"]
     ended = f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} ended" if names else "nothing had been started"
     last = f" of {max_steps}" if max_steps else ""

@@ -20,11 +20,11 @@ from services.cli.reporting.intervals import SuccessRate, success_rates
 from services.cli.reporting.progress import printed_text
 from services.cli.runs.record import RunRecord, read_record, write_json
 from shared.errors import ConfigError
-from shared.run import ledger
+from shared.run import commits, ledger
 from shared.run.best import best_version
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS, Change
-from shared.run.state import in_lineage, newest_lineage
+from shared.run.state import in_lineage
 from shared.types import WeightVersion
 
 _MAIN, _UNNAMED = "data.env", "main environment"
@@ -65,7 +65,8 @@ def told(summary: Mapping[str, Any], folder: RunFolder) -> str:
 
 def make(folder: RunFolder) -> dict[str, Any]:
     """Writes summary.json and the plot; returns the summary."""
-    lineage = newest_lineage(folder.checkpoints)
+    head = commits.newest(folder)
+    lineage = head.lineage if head else ()
     steps = by_step(row for row in jsonl.read(folder.metrics) if _counts(row, lineage))
     evals = environments.by_environment(row for row in jsonl.read(folder.evals) if _counts(row, lineage))
     lines = jsonl.read(folder.ledger)

@@ -25,9 +25,9 @@ from shared.clients.env import EnvClient
 from shared.errors import ConfigError
 from shared.models.chat import ChatTokenizer
 from shared.models.hub import model_folder
-from shared.run import archive
+from shared.run import archive, commits
 from shared.run.folder import RunFolder
-from shared.run.state import in_lineage, newest_lineage
+from shared.run.state import in_lineage
 from shared.types import Group, WeightVersion
 
 _AT_ONCE = 32
@@ -125,7 +125,8 @@ async def _judged(
 
 def _groups(folder: RunFolder) -> Iterator[tuple[WeightVersion, Group]]:
     """Of all steps that still count, in their order; one at a time in memory."""
-    lineage = newest_lineage(folder.checkpoints)
+    head = commits.newest(folder)
+    lineage = head.lineage if head else ()
     for version in archive.versions(folder.archive):
         if in_lineage(version, lineage):
             for payload in archive.read(folder.archive, folder.name, version):

@@ -30,8 +30,7 @@ from shared.files.reading import open_file, read_file
 from shared.files.storage import replace
 from shared.models.hub import keep
 from shared.models.origin import LATEST
-from shared.run import pinned
-from shared.run import state as states
+from shared.run import commits, pinned
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.run.weights import MANIFEST
@@ -171,7 +170,7 @@ def finished(folder: RunFolder, record: RunRecord) -> RunRecord:
     """Writes and returns the record of a run whose last step is trained: its last version, and what the checkpoints say
     was in force.
     """
-    head = states.newest_state(folder.checkpoints)
+    head = commits.newest(folder)
     record = dataclasses.replace(record, finished=True)
     if head is not None:
         in_force = pinned.in_force(head.settings, head.epoch) or record.config
@@ -196,7 +195,7 @@ def _agree(folder: RunFolder, in_force: Mapping[str, Any]) -> None:
 def _continued(folder: RunFolder, loaded: LoadedConfig, say: Callable[[str], None]) -> RunRecord | None:
     record = read_record(folder)
     if record is None:
-        head = states.newest_state(folder.checkpoints)
+        head = commits.newest(folder)
         if folder.record.exists() or (folder.metrics.exists() and not (head and head.settings)):
             raise ConfigError(f"{folder.path} holds files but no readable run.json", "choose another run.name=…")
         # services that were started by hand have begun it
@@ -219,7 +218,7 @@ def _has_begun(folder: RunFolder) -> bool:
 
 def _amended(folder: RunFolder, record: RunRecord, loaded: LoadedConfig, say: Callable[[str], None]) -> RunRecord:
     """The record of a run that goes on, perhaps with other settings from its newest step on. Raises ConfigError."""
-    head, now = states.newest_state(folder.checkpoints), pinned.relevant(loaded.config)
+    head, now = commits.newest(folder), pinned.relevant(loaded.config)
     step = head.step if head else 0
     try:
         found = pinned.permitted(_in_force(record, head), now, step=step)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import DecodeError, VolleyError, WeightsError
+from shared.run import commits, weights
 from shared.run import state as states
-from shared.run import weights
+from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.run.weights import BAD, MANIFEST, PARAMS, Manifest
 from shared.types import WeightVersion
@@ -95,37 +96,36 @@ def _checked(folder: Path, version: WeightVersion, run: str) -> RetainedCheckpoi
     return RetainedCheckpoint(manifest, state)
 
 
-def check(found: Sequence[RetainedCheckpoint], root: Path, groups_per_step: int) -> list[Violation]:
-    """What the newest checkpoint says, against itself and against the older ones of its lineage."""
-    head = found[-1].state
+def check(found: Sequence[RetainedCheckpoint], head: TrainerState, root: Path) -> list[Violation]:
+    """What the newest state says, and the manifests along its lineage."""
     details = _lineage(head)
     if head.issued < max(head.low, *head.done, 0) if head.done else head.issued < head.low:
         details.append(f"{head.issued} tickets were issued, but later ones are finished")
     if head.reference is not None and not (root / head.reference / MANIFEST).exists():
         details.append(f"the reference {head.reference} is missing")
-    violations = [Violation(ViolationKind.STATE, detail, step=head.step, file=_file(root, head)) for detail in details]
-    known = False
-    for one in found:
-        if states.in_lineage(one.version, head.lineage):
-            if known and not one.state.settings:
-                detail = "it has no settings, an older checkpoint has"
-                violations.append(
-                    Violation(ViolationKind.STATE, detail, step=one.state.step, file=_file(root, one.state))
-                )
-            known = known or bool(one.state.settings)
-            violations += [
-                Violation(ViolationKind.STATE, d, step=one.state.step, file=_file(root, one.state))
-                for d in _ancestor(one, head)
-            ]
-            if one.manifest.adapter != found[-1].manifest.adapter:
-                detail = f"its weights are adapters of another base than those of {head.version}"
-                violations.append(
-                    Violation(ViolationKind.STATE, detail, step=one.state.step, file=_file(root, one.state))
-                )
-            violations += [
-                Violation(ViolationKind.STATE, d, step=one.state.step, file=_file(root, one.state))
-                for d in _count(one.state, groups_per_step)
-            ]
+    violations = [_of(root, head, detail) for detail in details]
+    mine = [one for one in found if states.in_lineage(one.version, head.lineage)]
+    for one in mine:
+        if one.manifest.adapter != mine[-1].manifest.adapter:
+            detail = f"its weights are adapters of another base than those of {mine[-1].version}"
+            violations.append(_of(root, one.state, detail))
+        base = _parsed(one.manifest.base_version)
+        if base is not None and not states.in_lineage(base, head.lineage):
+            violations.append(_of(root, one.state, f"its base {base} is not in the lineage"))
+    return violations
+
+
+def check_states(ancestors: Sequence[TrainerState], root: Path, groups_per_step: int) -> list[Violation]:
+    """The states of checkpoints and commit records along the lineage of the newest, oldest first."""
+    head = ancestors[-1]
+    violations, known = list[Violation](), False
+    for state in ancestors:
+        if known and not state.settings:
+            violations.append(_of(root, state, "it has no settings, an older one has"))
+        known = known or bool(state.settings)
+        violations += [
+            _of(root, state, detail) for detail in (*_ancestor(state, head), *_count(state, groups_per_step))
+        ]
     return violations
 
 
@@ -141,30 +141,22 @@ def _count(head: TrainerState, groups_per_step: int) -> list[str]:
     return [] if trained == expected else [f"{trained} tickets are trained, {head.step} steps need {expected}"]
 
 
-def _ancestor(one: RetainedCheckpoint, head: TrainerState) -> list[str]:
+def _ancestor(one: TrainerState, head: TrainerState) -> list[str]:
     details = []
-    if one.state.lineage != head.lineage[: len(one.state.lineage)]:
+    if one.lineage != head.lineage[: len(one.lineage)]:
         details.append(f"its lineage is no beginning of that of {head.version}")
-    now, then = head.progress(), one.state.progress()
+    now, then = head.progress(), one.progress()
     forgotten = next(
         (t for t in chain(range(now.low + 1, then.low + 1), sorted(then.done)) if not now.is_finished(t)), None
     )
     if forgotten is not None:
         details.append(f"ticket {forgotten} is finished here, but not in {head.version}")
-    if (
-        one.state.issued > head.issued
-        or one.state.void > head.void
-        or one.state.seed != head.seed
-        or one.state.reference != head.reference
-    ):
+    if one.issued > head.issued or one.void > head.void or one.seed != head.seed or one.reference != head.reference:
         details.append(f"its issued and void tickets, seed or reference are not what those of {head.version} come from")
-    if one.state.settings != head.settings[: len(one.state.settings)]:
+    if one.settings != head.settings[: len(one.settings)]:
         details.append(f"its settings are no beginning of those of {head.version}")
-    if one.state.origin != head.origin:
+    if one.origin != head.origin:
         details.append(f"the weights before its first step are not those that {head.version} names")
-    base = _parsed(one.manifest.base_version)
-    if base is not None and not states.in_lineage(base, head.lineage):
-        details.append(f"its base {base} is not in the lineage")
     return details
 
 
@@ -175,5 +167,7 @@ def _parsed(version: str | None) -> WeightVersion | None:
         return WeightVersion(0, 0)
 
 
-def _file(root: Path, state: TrainerState) -> str:
-    return f"{root.name}/{state.version}/{states.STATE}"
+def _of(root: Path, state: TrainerState, detail: str) -> Violation:
+    folder = root / str(state.version)
+    path = folder / states.STATE if folder.exists() else commits.path_of(RunFolder(root.parent).archive, state.version)
+    return Violation(ViolationKind.STATE, detail, step=state.step, file=path.relative_to(root.parent).as_posix())

@@ -12,6 +12,7 @@ import orjson
 
 from services.cli.verify import (
     checkpoints,
+    commits,
     configuration,
     groups,
     mixture,
@@ -26,6 +27,7 @@ from services.cli.verify.violation import Findings, Violation, ViolationKind
 from shared import config
 from shared.errors import ConfigError
 from shared.run.folder import RunFolder
+from shared.run.state import in_lineage
 
 _MOST_TOLD = 1000
 _BEYOND = 10_000
@@ -63,20 +65,27 @@ def verify(folder: RunFolder) -> Result:
     if run.is_supervised:
         about = {"set_aside": aside, **supervised.verify(folder, run, found, findings)}
         return _result(findings, None, about)
-    head = found[-1].state
+    logged, violations = commits.retained(folder, name)
+    findings.add(violations)
+    known = {one.version: one.state for one in (*logged, *found)}
+    head = known[max(known)]
+    ancestors = [known[version] for version in sorted(known) if in_lineage(version, head.lineage)]
     lines, unreadable = tickets.read(folder.ledger)
     findings.add(unreadable)
     lines = tickets.with_pending(lines, head)
     fates = tickets.fates(lines, head)
-    findings.add(configuration.check(folder, run, head))
-    findings.add(checkpoints.check(found, folder.checkpoints, batch))
+    saved = max(one.version for one in found if in_lineage(one.version, head.lineage))
+    findings.add(configuration.check(folder, run, head, saved))
+    findings.add(checkpoints.check(found, head, folder.checkpoints))
+    findings.add(checkpoints.check_states(ancestors, folder.checkpoints, batch))
+    findings.add(commits.check(logged, found, folder, head))
     findings.add(tickets.check(lines, fates, head, batch))
     max_staleness = run.grpo_config.off_policy_steps
     findings.add(tickets.beyond(lines, fates, head, tickets.LedgerReach.of(folder.archive, head, max_staleness, batch)))
     del lines
     metrics, unfit = records.read(folder.metrics, head)
     findings.add(unfit)
-    findings.add(records.check(fates, metrics, found))
+    findings.add(records.check(fates, metrics, ancestors))
     last = len(fates.n_trained) + len(fates.voids) + max_staleness * batch + _BEYOND
     assignment, damaged = mixture.assigned(folder.mixture, run.data, last)
     findings.add(damaged)
@@ -93,6 +102,7 @@ def verify(folder: RunFolder) -> Result:
         if head.chain
         else "absent",
         "checkpoints": len(found),
+        "logged": head.step - saved.step,
         "undone": [{key: line[key] for key in ("ticket", "step", "epoch")} for line in fates.undone[:_MOST_TOLD]],
         "set_aside": aside,
         "superseded_archives": [str(version) for version in groups.superseded(folder.archive, head)][:_MOST_TOLD],

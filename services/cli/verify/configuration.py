@@ -19,9 +19,9 @@ type Amended = tuple[int, dict[str, list[object]]]
 """The step from which on, and by key what was and what is."""
 
 
-def check(folder: RunFolder, config: RunConfig, head: TrainerState) -> Iterator[Violation]:
-    """What differs. A run that is about to go on under amended settings says so in run.json; its next checkpoint
-    records them.
+def check(folder: RunFolder, config: RunConfig, head: TrainerState, saved: WeightVersion) -> Iterator[Violation]:
+    """What differs; `saved` is the newest whole checkpoint of the lineage. A run that is about to go on under amended
+    settings says so in run.json; its next checkpoint records them.
     """
     record = read_record(folder)
     if record is None and (folder.record.is_symlink() or folder.record.exists() or head.settings):
@@ -42,7 +42,7 @@ def check(folder: RunFolder, config: RunConfig, head: TrainerState) -> Iterator[
         if in_force:
             changed = [c for c in pinned.changes(in_force, record.config) if not _announced(c, record, head)]
             yield from _differing(folder.record.name, changed, f"in force at {head.version}")
-        yield from _record(folder, record, head)
+        yield from _record(folder, record, head, saved)
 
 
 def _announced(change: pinned.Change, record: RunRecord, head: TrainerState) -> bool:
@@ -57,7 +57,7 @@ def _announced(change: pinned.Change, record: RunRecord, head: TrainerState) -> 
     )
 
 
-def _record(folder: RunFolder, record: RunRecord, head: TrainerState) -> Iterator[Violation]:
+def _record(folder: RunFolder, record: RunRecord, head: TrainerState, saved: WeightVersion) -> Iterator[Violation]:
     if record.seed != head.seed:
         yield _of(folder, f"seed is {record.seed}, {head.version} was made with {head.seed}")
     if record.origin != head.origin:
@@ -66,10 +66,10 @@ def _record(folder: RunFolder, record: RunRecord, head: TrainerState) -> Iterato
         yield _of(folder, f"amendments are not those of {head.version}: {problem}")
     if not record.finished:
         return
-    if record.final is not None and not _ended_as(record.final, head):
+    if record.final is not None and not (_ended_as(record.final, head) and saved.step == head.step):
         yield _of(
             folder,
-            f"the run is finished with {record.final}, the newest whole checkpoint is {head.version}",
+            f"the run is finished with {record.final}, the newest whole checkpoint is {saved}",
             ViolationKind.CHECKPOINT,
         )
     if head.phase != "done":

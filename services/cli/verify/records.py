@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from services.cli.verify.checkpoints import RetainedCheckpoint
 from services.cli.verify.tickets import TicketFates
 from services.cli.verify.violation import Violation, ViolationKind
 from shared import codec
@@ -17,7 +16,7 @@ from shared.errors import DecodeError
 from shared.files.reading import whole_lines
 from shared.run.chain import Chain
 from shared.run.ledger import Line
-from shared.run.state import TrainerState, epoch_of, in_lineage
+from shared.run.state import TrainerState, epoch_of
 from shared.types import WeightVersion
 
 type Metrics = dict[int, Mapping[str, Any]]
@@ -54,15 +53,16 @@ def read(path: Path, head: TrainerState) -> tuple[Metrics, list[Violation]]:
     return found, violations
 
 
-def check(fates: TicketFates, metrics: Metrics, found: Sequence[RetainedCheckpoint]) -> Iterator[Violation]:
-    """The chain of every retained checkpoint of the lineage, and the lines that each of them carries."""
-    head = found[-1].state
-    ancestors = [one.state for one in found if in_lineage(one.version, head.lineage)]
+def check(fates: TicketFates, metrics: Metrics, ancestors: Sequence[TrainerState]) -> Iterator[Violation]:
+    """The chain of every retained checkpoint and record of the lineage, the newest last, and the lines that each of
+    them carries.
+    """
+    head = ancestors[-1]
     for state in ancestors:
         yield from _carried(state, fates, metrics)
         if state.chain is None and head.chain is None:
             continue
-        if (state.chain is None and _follows(state, found)) or (
+        if (state.chain is None and _follows(state, ancestors)) or (
             state.chain and head.chain and state.chain.since != head.chain.since
         ):
             yield Violation(
@@ -74,9 +74,9 @@ def check(fates: TicketFates, metrics: Metrics, found: Sequence[RetainedCheckpoi
         yield from _steps(head.chain, fates, metrics, [state for state in ancestors if state.chain is not None])
 
 
-def _follows(state: TrainerState, found: Sequence[RetainedCheckpoint]) -> bool:
-    """Whether an older checkpoint has a chain, so that this one must have one."""
-    return any(one.state.chain is not None and one.version < state.version for one in found)
+def _follows(state: TrainerState, ancestors: Sequence[TrainerState]) -> bool:
+    """Whether an older one has a chain, so that this one must have one."""
+    return any(one.chain is not None and one.version < state.version for one in ancestors)
 
 
 def _steps(chain: Chain, fates: TicketFates, metrics: Metrics, states: Sequence[TrainerState]) -> Iterator[Violation]:
@@ -123,8 +123,8 @@ def _last(fates: TicketFates, metrics: Metrics) -> int:
 
 
 def _carried(state: TrainerState, fates: TicketFates, metrics: Metrics) -> Iterator[Violation]:
-    """Every retained checkpoint holds the ledger lines and the metrics of its own steps: who changed the files did not
-    change these.
+    """Every retained state holds the ledger lines and the metrics of its own step: who changed the files did not change
+    these.
     """
     theirs: dict[int, list[Line]] = {}
     for line in state.recent:

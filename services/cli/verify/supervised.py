@@ -22,7 +22,7 @@ def verify(
 ) -> Mapping[str, Any]:
     """Adds to the findings; tells what was proven. There is a checkpoint at least."""
     head = found[-1].state
-    findings.add(configuration.check(folder, run, head))
+    findings.add(configuration.check(folder, run, head, head.version))
     lines, unfit = records.read(folder.sft, head)
     findings.add(unfit)
     findings.add(_lines(lines, found, folder.sft.name))

@@ -15,6 +15,7 @@ class ViolationKind(StrEnum):
     """The classes of violation."""
 
     CHECKPOINT = "checkpoint"  # a retained checkpoint is damaged, or not what its name says
+    COMMIT = "commit"  # a step's commit record is missing, damaged, or not what its name says
     STATE = "state"  # a checkpoint's bookkeeping contradicts itself, the ledger, or a later checkpoint
     CONFIG = "config"  # config.yaml or run.json are not what the newest checkpoint was made under
     CHAIN = "chain"  # ledger and metrics are not those that the checkpoints were made after

@@ -62,7 +62,7 @@ class HeldOutTasks(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
     """When and on what: step 0, every `every` steps if set, and `last_step`; tasks 0 … n_tasks - 1 of the main
-    environment `env`. Every `save_interval` steps weights become durable, and only these can be measured.
+    environment `env`.
     """
 
     env: str
@@ -70,7 +70,6 @@ class EvalPlan:
     seed: int
     every: int | None
     last_step: int
-    save_interval: int = 1
 
     def due(self, step: int, done: frozenset[int]) -> bool:
         """Whether the weights of this step, the newest, have to be measured now.
@@ -93,7 +92,7 @@ class EvalPlan:
             return self.last_step
         last = max((s for s in done if s <= step), default=0)
         ahead = max(0, (last // self.every + 1) * self.every - step)
-        return min(self.last_step, step + -(-ahead // self.save_interval) * self.save_interval)
+        return min(self.last_step, step + ahead)
 
 
 class Evaluator:

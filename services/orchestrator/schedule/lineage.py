@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shared.run import state
+from shared.run import commits
+from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 
 type Lineage = tuple[tuple[int, int], ...]
@@ -17,9 +18,10 @@ def lineage_at(checkpoints: Path, version: WeightVersion) -> Lineage:
     The queue's step rises only after a checkpoint of its epoch is durable; so while there are only older ones, the
     epoch began right there. Where no checkpoint can be read, only weights of this epoch count.
     """
-    found = state.newest_lineage(checkpoints)
-    if not found:
+    newest = commits.newest(RunFolder(checkpoints.parent))
+    if newest is None:
         return ((version.epoch, 0),)
+    found = newest.lineage
     if any(epoch == version.epoch for epoch, _ in found):
         return found
     before = ((epoch, began) for epoch, began in found if epoch < version.epoch and began <= version.step)

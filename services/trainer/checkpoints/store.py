@@ -31,8 +31,8 @@ from shared.errors import ConfigError, Forbidden, Unavailable, WeightsError
 from shared.files import storage
 from shared.models.origin import Origin
 from shared.process import telemetry
+from shared.run import commits, weights
 from shared.run import state as states
-from shared.run import weights
 from shared.run.best import best_version
 from shared.run.folder import RunFolder
 from shared.run.state import OPTIMIZER, TrainerState
@@ -131,6 +131,11 @@ class CheckpointFolders:
     def head(self) -> WeightVersion | None:
         """The version of the newest checkpoint there is now, those left out that `newest` passed over."""
         return next(reversed(self._candidates()), None)
+
+    def oldest_step(self) -> int:
+        """Of the newest checkpoints that are retained: what the log says of earlier steps, nobody needs to go on."""
+        retained = _retained(weights.versions(self.root), self._max_to_keep)
+        return min((version.step for version in retained), default=0)
 
     def metrics(self) -> list[Mapping[str, Any]]:
         """The lines of metrics that any retained checkpoint carries, the newest checkpoint's first."""
@@ -243,8 +248,9 @@ class CheckpointFolders:
 
     def _candidates(self) -> list[WeightVersion]:
         """Oldest first."""
-        found = weights.versions(self.root)
-        return [v for v in states.surviving(found) if str(v) not in self.bad]
+        found = set(weights.versions(self.root))
+        logged = commits.versions(RunFolder(self.root.parent).archive)
+        return [v for v in states.surviving(sorted({*found, *logged})) if v in found and str(v) not in self.bad]
 
     def _restore(self, version: WeightVersion) -> RestoredCheckpoint:
         folder = self.root / str(version)

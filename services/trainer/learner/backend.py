@@ -1,18 +1,22 @@
 """All that blocks: model, optimizer and checkpoint folders behind plain calls, for one thread.
 
-Order of calls: `restore`, `build`, `warm_start` (a new run only), `start`, then `step` and `save` in turn.
+Order of calls: `restore`, `build`, then of a new run `warm_start` and `start`; of one that goes on `start`, or `step`
+for each logged step and `save`; then `step` and `save` in turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from services.trainer.checkpoints.store import CheckpointFolders, RestoredCheckpoint
+from services.trainer.checkpoints.store import Arrays, CheckpointContents, CheckpointFolders, RestoredCheckpoint
 from services.trainer.conversations.dataset import Example
 from services.trainer.learner import memory
 from services.trainer.learner.batch import BatchLayout
@@ -80,8 +84,20 @@ class TunixBackend:
         """
         if not self.memory:
             self.memory = self._reckoned()
-        self._model = None
+        self._model = self._policy = None
         self._model = built(self._options, self._described, self._checkpoints, self._restored)
+        if self._restored is not None:
+            self._policy = self._resumed(self._model, self._restored)
+            self._restored = replace(self._restored, params={}, optimizer={})  # the policy has them
+
+    def _resumed(self, model: Model, restored: RestoredCheckpoint) -> Policy:
+        """Raises NonFinite."""
+        reference = self._checkpoints.params_of(restored.state.reference) if restored.state.reference else None
+        policy = Policy(model, self._policy_options, self._described.to_hf(), reference)
+        policy.load_optimizer(restored.optimizer)
+        policy.check()
+        self._adapter = restored.adapter
+        return policy
 
     def _reckoned(self) -> dict[str, float]:
         """Raises ConfigError if the memory there is does not suffice."""
@@ -99,25 +115,23 @@ class TunixBackend:
         return training.warm_start(self._model, examples, options)
 
     def start(self, state: TrainerState) -> Path:
-        """Readies RL and makes the first checkpoint of this incarnation; returns its folder. Raises NonFinite."""
+        """The first checkpoint of this incarnation, of the weights that `build` has made; returns its folder. Raises
+        NonFinite.
+        """
+        if self._restored is not None:
+            folder = self._checkpoints.relabel(self._restored, state)
+            self._restored = None
+            return folder
         assert self._model is not None
         options = self._options
-        if self._restored is None and options.lora is not None:
+        if options.lora is not None:
             self._model = with_adapters(self._model, self._described, options)
-        reference = self._checkpoints.params_of(state.reference) if self._restored and state.reference else None
-        self._policy = Policy(self._model, self._policy_options, self._described.to_hf(), reference)
-        if self._restored is None:
-            if options.lora is not None:
-                self._policy.check("the weights that RL begins with")
-                base = self._checkpoints.save_base(state.version, self._policy.base())
-                self._adapter = Adapter(options.lora.rank, options.lora.alpha, base)
-            return self.save(state, None)
-        self._adapter = self._restored.adapter
-        self._policy.load_optimizer(self._restored.optimizer)
-        self._policy.check()
-        folder = self._checkpoints.relabel(self._restored, state)
-        self._restored = None
-        return folder
+        self._policy = Policy(self._model, self._policy_options, self._described.to_hf(), None)
+        if options.lora is not None:
+            self._policy.check("the weights that RL begins with")
+            base = self._checkpoints.save_base(state.version, self._policy.base())
+            self._adapter = Adapter(options.lora.rank, options.lora.alpha, base)
+        return self.save(state, None)
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         """One step of RL on the groups; `before` is the version of the present weights. Raises NonFinite: then
@@ -125,6 +139,11 @@ class TunixBackend:
         """
         assert self._policy is not None
         return self._policy.step(held, before)
+
+    def checksum(self) -> str:
+        """Of the bits of all parameters under training."""
+        assert self._policy is not None
+        return self._policy.checksum()
 
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         """See `Policy.logprob_diffs`; `present` is the version of the present weights."""
@@ -143,8 +162,18 @@ class TunixBackend:
         """A durable checkpoint of the present weights; returns its folder. Raises NonFinite; then nothing of it is
         there.
         """
+        return self._checkpoints.save(state, self._contents(), base)
+
+    def take(self, state: TrainerState, base: WeightVersion) -> Callable[[], Path]:
+        """`save` for later, in any thread: the present arrays are copied, to the host if all of them are this
+        process's. Raises NonFinite.
+        """
+        self._restored = None
+        return partial(self._checkpoints.save, state, copied(self._contents()), base)
+
+    def _contents(self) -> CheckpointContents:
         assert self._policy is not None
-        return self._checkpoints.save(state, replace(self._policy.contents(), adapter=self._adapter), base)
+        return replace(self._policy.contents(), adapter=self._adapter)
 
     def publish(self, version: WeightVersion) -> PublishedVersion:
         """Makes chunks of the present weights, as `version`; they are announced by somebody else. Raises NonFinite,
@@ -157,6 +186,19 @@ class TunixBackend:
             base = self._publications.base(version.epoch, *on_host(self._policy.base()))
             adapter = PublishedAdapter(self._adapter.rank, self._adapter.alpha, base)
         return self._publications.publish(version, *self._policy.published(), adapter)
+
+
+def copied(contents: CheckpointContents) -> CheckpointContents:
+    """The same arrays, which no later step changes."""
+    master = None if contents.master is None else _copies(contents.master)
+    return replace(contents, params=_copies(contents.params), optimizer=_copies(contents.optimizer), master=master)
+
+
+def _copies(arrays: Arrays) -> dict[str, Any]:
+    return {
+        name: jnp.copy(x) if isinstance(x, jax.Array) and not x.is_fully_addressable else np.array(x)
+        for name, x in arrays.items()
+    }
 
 
 def built(

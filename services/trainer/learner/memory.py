@@ -45,7 +45,8 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """In bytes, on each device: `kept` is there all the time, by what it is; a `phase` needs so much beside it (the
-    warm start instead of it). `host_copies` are in host memory while a checkpoint is written.
+    warm start instead of it). `host_copies` are in host memory while a checkpoint is written, beside the steps: where
+    the devices are the host, they are part of what a step needs.
     """
 
     kept: Mapping[str, int]
@@ -53,12 +54,14 @@ class MemoryEstimate:
     warm_start: Mapping[str, int]
     published: int
     host_copies: int
+    on_host: bool = False
 
     @property
     def phases(self) -> dict[str, int]:
         """The most that each phase holds."""
         kept = sum(self.kept.values())
-        found = {"step": kept + sum(self.step.values()), "checkpoint": kept + self.published}
+        beside = self.host_copies if self.on_host else 0
+        found = {"step": kept + sum(self.step.values()) + beside, "checkpoint": kept + self.published}
         return found | ({"warm start": sum(self.warm_start.values())} if self.warm_start else {})
 
     @property
@@ -96,9 +99,9 @@ def estimate(
     )
     step = {"gradients": 4 * n_trained * min(2, n_micro), "activations": activations}
     copies = sum(n for n in (4 * n_trained, kept["optimizer"], kept["critic"], rounded * n_trained))
-    return MemoryEstimate(
-        kept, step, _warm_start(described, model, policy, activations, warm_start), rounded * n_trained, copies
-    )
+    warming = _warm_start(described, model, policy, activations, warm_start)
+    on_host = jax.devices()[0].platform == "cpu"
+    return MemoryEstimate(kept, step, warming, rounded * n_trained, copies, on_host)
 
 
 def _warm_start(

@@ -29,6 +29,7 @@ from services.trainer.learner.batch import (
     policy_row,
     row_weights,
 )
+from services.trainer.learner.checksum import checksum
 from services.trainer.learner.critic import Critic, CriticSetup
 from services.trainer.learner.metrics import StepMetrics
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
@@ -159,6 +160,11 @@ class Policy:
         """
         probe = self._probed or self._require_finite("the present weights")
         return *self._published.published(self._learner), self._published.config, probe
+
+    def checksum(self) -> str:
+        """Of the bits of the parameters under training, those of a critic included."""
+        critic = self._critic.state() if self._critic else {}
+        return checksum(dict(self._learner.trained) | {f"critic {k}": v for k, v in critic.items()})
 
     def base(self) -> Params:
         """The parameters that the adapters are of, in the dtype they are published in; none without adapters."""

@@ -23,6 +23,7 @@ from shared.outcomes import FilterRule
 from shared.process import telemetry
 from shared.queue.records import Finished, StreamEntry
 from shared.run.archive import Archive
+from shared.run.commits import CommitLog
 from shared.run.pinned import Flat
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
@@ -49,10 +50,12 @@ class TrainQueue(Protocol):
 
     async def leave(self, epoch: int, refused: str = "") -> None: ...
 
+    async def publish(self, ticket: int, payload: bytes) -> object: ...
+
 
 class Backend(Protocol):
     """The part of `Backend` that the loop drives; every method blocks. `memory` is what training takes, in MiB, known
-    once the model is built.
+    once the model is built. A model that was restored takes steps from then on, a new one when it has started.
     """
 
     memory: Mapping[str, float]
@@ -65,6 +68,10 @@ class Backend(Protocol):
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics: ...
 
+    def checksum(self) -> str:
+        """Of the bits of all parameters under training."""
+        ...
+
     def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
         """Of each group the mean |log p(trainer) - log p(rollout)| in nats, over the tokens that the present weights
         sampled; None without any.
@@ -73,7 +80,9 @@ class Backend(Protocol):
 
     def rewind(self, version: WeightVersion) -> None: ...
 
-    def save(self, state: TrainerState, base: WeightVersion | None) -> Path: ...
+    def take(self, state: TrainerState, base: WeightVersion) -> Callable[[], Path]:
+        """What makes a durable checkpoint of the present weights, in any thread and whatever they become meanwhile."""
+        ...
 
     def publish(self, version: WeightVersion) -> PublishedVersion:
         """Chunks of the present weights; servers learn of them by `Collaborators.publish`."""
@@ -93,11 +102,13 @@ class CheckpointStore(Protocol):
 
     def metrics(self) -> Sequence[Mapping[str, Any]]: ...
 
+    def oldest_step(self) -> int: ...
+
 
 @dataclass(frozen=True, slots=True)
 class TrainPlan:
-    """`groups_per_step` tickets a step, a checkpoint every `save_interval_steps`; `grace_s` to end in; `keep_reference`
-    for a KL term.
+    """`groups_per_step` tickets a step, a checkpoint every `save_interval_steps` and of versions that are evaluated,
+    every `eval_every_n_steps`; `grace_s` to end in; `keep_reference` for a KL term.
 
     `settings` is what of the configuration a checkpoint records (see shared.run.pinned); `original` is what the run was
     started with, for a checkpoint that is older than its settings; `origin` is the version of another run that it
@@ -116,6 +127,10 @@ class TrainPlan:
     origin: Mapping[str, Any] | None = None
     on_nonfinite: OnNonFinite = "stop"
     env: str = ""
+    eval_every_n_steps: int | None = None
+
+    def is_evaluated(self, step: int) -> bool:
+        return self.eval_every_n_steps is not None and step % self.eval_every_n_steps == 0
 
     @property
     def enough(self) -> int:
@@ -144,6 +159,7 @@ class Collaborators:
     queue: TrainQueue
     ledger: LedgerFile
     archive: Archive
+    commits: CommitLog
     metrics: StepLog
     handovers: StepLog
     refusals: Refusals

@@ -28,6 +28,7 @@ from shared.weights.manifest import WeightOffer
 
 _log = telemetry.Log("publish")
 _N_PEERS = 8
+_AGAIN_S = 1.0
 _UPDATES = telemetry.Counter(
     "volley_trainer_weight_updates", "Weight updates sent to rollout servers", ["outcome"], registry=telemetry.REGISTRY
 )
@@ -141,11 +142,13 @@ class HandoverPublisher:
         group: asyncio.TaskGroup,
     ) -> None:
         self._publish, self._log, self._status, self._group = publish, log, status, group
+        self._newest: PublishedVersion | None = None
 
     def start(self, published: PublishedVersion, timings: Mapping[str, float]) -> None:
         """Begins to publish the version of a step that is committed; `timings` are the seconds of the hand-over until
         now, but for those of the version itself. The group fails with Fenced if another trainer has begun.
         """
+        self._newest = published
         self._group.create_task(self._hand_over(published, {**timings, **published.timings}))
 
     async def _hand_over(self, published: PublishedVersion, timings: Mapping[str, float]) -> None:
@@ -159,3 +162,8 @@ class HandoverPublisher:
         handover = {**version, **timings, "publish_s": seconds, "servers": servers}
         self._status.last_handover = handover
         await self._log.append(handover)
+        while any(one.error for one in deliveries) and self._newest is published and not self._status.stopping:
+            await asyncio.sleep(
+                _AGAIN_S
+            )  # a server that was away may not find us by itself: we may have come elsewhere
+            deliveries = await self._publish(published)

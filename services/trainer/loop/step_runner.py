@@ -14,15 +14,16 @@ from typing import Any
 
 from services.trainer.learner.metrics import StepMetrics, of_components, of_environments, of_teacher
 from services.trainer.loop.filters import shares_without_variance
-from services.trainer.loop.group_buffer import GroupBuffer, ReadyGroup, ready_group
+from services.trainer.loop.group_buffer import GroupBuffer, ReadyGroup
 from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
+from services.trainer.loop.recovery import LoggedSteps
 from services.trainer.settlement.refusals import RefusedStep
 from services.trainer.settlement.settlement import Settlement
 from services.trainer.status import TrainerStatus
-from shared.errors import NonFinite
+from shared.errors import NonFinite, WeightsError
 from shared.process import telemetry
 from shared.run.chain import as_read
-from shared.types import Group, WeightVersion
+from shared.types import WeightVersion
 
 _MOST_SKIPPED = 3
 """So many refused steps in a row stop the run: it is not their groups that are wrong."""
@@ -50,9 +51,10 @@ class StepRunner:
         self._settlement, self._status, self._waiter = settlement, status, waiter
         self._n_refused = 0  # steps in a row, without a good one between
 
-    async def run(self, groups: Sequence[ReadyGroup], wait_s: float) -> None:
-        """Trains the next step on `groups`, which were waited for so many seconds. If the step is refused and the run
-        has to stop, `status.refused` says why. Raises Fenced, and Unavailable after a stop.
+    async def run(self, groups: Sequence[ReadyGroup], wait_s: float) -> dict[str, float] | None:
+        """Trains the next step on `groups`, which were waited for so many seconds, and commits it; the seconds that its
+        commit took. None if the step is refused; where the run has to stop then, `status.refused` says why. Raises
+        Fenced, and Unavailable after a stop.
         """
         started, before = time.perf_counter(), self._settlement.pending.version
         after = WeightVersion(before.epoch, before.step + 1)
@@ -65,11 +67,17 @@ class StepRunner:
             digests, archive_s = archived.result()
             if isinstance(metrics, NonFinite):
                 await self._refuse(metrics, before, groups, digests)
-                return
-        self._n_refused = 0
-        self._status.trained(metrics)
-        line = self._line_of(metrics, groups, {"step": step_s, "wait": wait_s, "archive": archive_s})
-        await self._settlement.trained(groups, digests, after, line)  # nothing is awaited between record and this
+                return None
+            self._n_refused = 0
+            self._status.trained(metrics)
+            line = self._line_of(metrics, groups, {"step": step_s, "wait": wait_s, "archive": archive_s})
+            trained = time.perf_counter()
+            checksum = await self._waiter.blocking(self._parts.backend.checksum)
+            await self._settlement.record(groups, digests, after, line, checksum)
+        recorded = time.perf_counter()
+        await self._settlement.settle(line)
+        timings = {"record_s": recorded - trained, "commit_s": time.perf_counter() - recorded}
+        self._status.timed("record", timings["record_s"])
         _log.info(
             "step",
             run=self._status.run,
@@ -78,6 +86,7 @@ class StepRunner:
             loss=metrics.loss,
             reward=metrics.reward_mean,
         )
+        return timings
 
     async def _train(self, groups: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics | NonFinite:
         """What came of the step; after an error of this kind the model is of no use any more."""
@@ -143,12 +152,8 @@ class StepRunner:
         trained again, as archived.
         """
         parts, pending = self._parts, self._settlement.pending
-        await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.rewind, pending.durable))
-        for step in pending.unsaved:
-            payloads = await asyncio.to_thread(lambda step=step: list(parts.archive.read(step.version)))
-            again = [
-                ready_group(Group.decode(payload), payload, one.entry_id or "")
-                for payload, one in zip(payloads, step.finished, strict=True)
-            ]
-            before = WeightVersion(step.version.epoch, step.version.step - 1)
-            await self._waiter.blocking(parts.backend.step, again, before)
+        await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.rewind, pending.saved))
+        log = LoggedSteps(parts.archive, parts.commits, pending.state)
+        for step in range(pending.saved.step + 1, pending.version.step + 1):
+            if (broken := await self._waiter.blocking(log.train, parts.backend, step)) is not None:
+                raise WeightsError(f"{broken.version} cannot be made again: {broken.why}")

@@ -1,16 +1,18 @@
 """The steps of one incarnation of the trainer: take groups, train, decide when to make a checkpoint, stop in order.
 
-Order of one hand-over, which crash safety rests on: groups archived, then checkpoint durable, then ledger durable, then
-queue commit (fenced), then publish. A crash between any two is repaired at the next start from the checkpoint and the
-ledger.
+Order of a step, which crash safety rests on: groups archived, then its commit record durable, then ledger durable, then
+queue commit (fenced), then publish. A crash between any two is repaired at the next start from record and ledger.
+Checkpoints are shortcuts through this log.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 
+from services.trainer.loop.checkpointer import Checkpointer
 from services.trainer.loop.group_buffer import GroupBuffer, ReadyGroup
 from services.trainer.loop.group_reader import GroupReader
 from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
@@ -31,7 +33,8 @@ class TrainLoop:
     """From a queue of our own to the last step.
 
     Args:
-        state: at the start of this incarnation; its checkpoint is durable.
+        state: at the start of this incarnation; it is durable.
+        saved: the newest durable checkpoint, which has the weights of `state` or those of an ancestor.
     """
 
     def __init__(
@@ -41,11 +44,12 @@ class TrainLoop:
         status: TrainerStatus,
         waiter: Waiter,
         state: TrainerState,
+        saved: WeightVersion,
         publisher: HandoverPublisher,
     ) -> None:
         self._plan, self._parts, self._status, self._waiter, self._publisher = plan, parts, status, waiter, publisher
         self._buffer = GroupBuffer(state.progress(), state.lineage, plan.rules)
-        self._settlement = Settlement(parts, self._buffer, status, waiter, state)
+        self._settlement = Settlement(parts, self._buffer, status, waiter, state, saved, plan.max_steps)
         self._reader = GroupReader(plan, parts.queue, state.epoch, self._buffer, self._settlement, status, waiter)
         self._compared = state.version, set[int]()  # tickets that these weights agree with
         self._runner = StepRunner(plan, parts, self._buffer, self._settlement, status, waiter)
@@ -57,20 +61,23 @@ class TrainLoop:
         must learn of the last step again.
         """
         async with asyncio.TaskGroup() as group:
+            self._checkpointer = Checkpointer(
+                self._plan, self._parts, self._settlement, self._status, self._waiter, group
+            )
             reading = group.create_task(self._reader.run())
             await self._train()
             await self._until_stop()
             reading.cancel()
 
     async def _train(self) -> None:
-        """Steps, then the checkpoint of a stop, also when the stop came while queue or disk were away."""
+        """Steps, then the last checkpoint, also when a stop came while queue or disk were away."""
         try:
             await self._steps()
         except* Unavailable as errors:
             if not self._status.stopping:
                 raise
             _log.warning("stopped while waiting", step=self._status.step, reason=str(errors.exceptions[0]))
-        if self._settlement.pending.unsaved:
+        if self._settlement.pending.n_unsaved:
             await self._last_checkpoint()
 
     async def _steps(self) -> None:
@@ -78,10 +85,10 @@ class TrainLoop:
         waited = time.perf_counter()
         while settlement.pending.version.step < plan.max_steps and not status.stopping and not status.refused:
             groups = None if status.paused else await self._take()
-            if groups is not None:
-                await self._runner.run(groups, time.perf_counter() - waited)
-            if self._is_checkpoint_due():
-                await self._checkpoint()
+            if groups is not None and (timings := await self._runner.run(groups, time.perf_counter() - waited)):
+                await self._publish(timings)
+            if self._checkpointer.is_due:
+                await self._checkpointer.begin()
             status.checkpoint_wanted = False
             if groups is None and not await self._has_starved():
                 await self._wait()
@@ -138,37 +145,24 @@ class TrainLoop:
             await status.changed.wait()
         status.changed.clear()
 
-    def _is_checkpoint_due(self) -> bool:
-        pending, plan = self._settlement.pending, self._plan
-        return bool(pending.unsaved) and (
-            len(pending.unsaved) >= plan.save_interval_steps
-            or self._status.checkpoint_wanted
-            or pending.version.step == plan.max_steps
-        )
-
-    async def _checkpoint(self) -> None:
-        """Durable, then the ledger, then the queue; publishing goes on beside the next step."""
-        status, settlement, backend, started = self._status, self._settlement, self._parts.backend, time.perf_counter()
-        status.phase = "saving"
-        state, base = await settlement.snapshot(self._plan.max_steps), settlement.pending.durable
-        await self._waiter.patiently(lambda: self._waiter.blocking(backend.save, state, base))
-        saved = time.perf_counter()
-        await settlement.settle(state)
-        timings = {"save_s": saved - started, "commit_s": time.perf_counter() - saved}
-        status.timed("save", timings["save_s"])
-        published = await self._waiter.patiently(lambda: self._waiter.blocking(backend.publish, state.version))
+    async def _publish(self, timings: Mapping[str, float]) -> None:
+        """The step that was just committed; servers load it beside the next one."""
+        backend, version = self._parts.backend, self._settlement.pending.version
+        published = await self._waiter.patiently(lambda: self._waiter.blocking(backend.publish, version))
         self._publisher.start(published, timings)
 
     async def _last_checkpoint(self) -> None:
-        """Of a stop. Once it is durable, a queue that is away learns of it at the next start."""
+        """Of a stop, or of the end."""
         try:
-            await self._checkpoint()
+            await self._checkpointer.complete()
         except Unavailable as error:
+            if not self._status.stopping:
+                raise
             status = self._status
             _log.warning(
                 "the rest is left to the next start",
                 step=status.step,
-                durable_step=status.durable_step,
+                checkpoint_step=status.checkpoint_step,
                 reason=str(error),
             )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 from shared import codec, config
 from shared.bounds import MAX_LINE_VALUES
 from shared.config import LoadedConfig
-from shared.errors import ConfigError, DecodeError, Forbidden, WeightsError
+from shared.errors import ConfigError, DecodeError, Forbidden, Unavailable, WeightsError
 from shared.files import storage
-from shared.run import archive, pinned, weights
+from shared.run import archive, commits, pinned, weights
 from shared.run import state as states
+from shared.run.commits import CommitRecord
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
@@ -25,8 +27,8 @@ _MAX_DETAIL = 300
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """What a run's folder says: the newest whole checkpoint's state, checkpoints of its lineage by step, metrics by
-    version.
+    """What a run's folder says: the newest durable state, checkpoints of its lineage by step, metrics and checksums of
+    the parameters by version.
     """
 
     folder: Path
@@ -34,14 +36,23 @@ class RecordedStep:
     head: TrainerState
     checkpoints: Mapping[int, Path]
     metrics: Mapping[str, Mapping[str, Any]]
+    checksums: Mapping[str, str]
 
     @classmethod
     def read(cls, folder: Path, run: str) -> RecordedStep:
         """Raises WeightsError if no checkpoint is whole."""
         root = RunFolder(folder).checkpoints
-        head = _head(root)
+        records = {record.version: record for record in _records(RunFolder(folder).archive)}
+        head = max((_head(root), *(record.state for record in records.values())), key=lambda state: state.version)
         mine = [v for v in weights.versions(root) if states.in_lineage(v, head.lineage)]
-        return cls(folder, run, head, {v.step: root / str(v) for v in mine}, _metrics(RunFolder(folder).metrics))
+        return cls(
+            folder,
+            run,
+            head,
+            {v.step: root / str(v) for v in mine},
+            _metrics(RunFolder(folder).metrics),
+            {str(version): record.checksum for version, record in records.items()},
+        )
 
     def version(self, step: int) -> WeightVersion:
         epoch = states.epoch_of(step, self.head.lineage)
@@ -74,9 +85,16 @@ class RecordedStep:
         if not first < end <= self.head.step:
             raise ConfigError(
                 f"there is nothing to replay from step {first} to {end}",
-                f"the newest checkpoint is of step {self.head.step}",
+                f"the newest durable step is {self.head.step}",
             )
         return range(first + 1, end + 1)
+
+
+def _records(root: Path) -> Iterator[CommitRecord]:
+    """Those that are whole."""
+    for version in commits.versions(root):
+        with suppress(WeightsError, Unavailable):
+            yield commits.read(root, version)
 
 
 def _head(root: Path) -> TrainerState:

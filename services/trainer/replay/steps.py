@@ -29,7 +29,7 @@ _MAX_DETAIL = 300
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """`what` is "metric", or the part of the checkpoint; `max_abs_diff` is None where it is no number."""
+    """`what` is "metric", "checksum", or the part of the checkpoint; `max_abs_diff` is None where it is no number."""
 
     step: int
     what: str
@@ -73,7 +73,8 @@ def _replayed(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
-    """{ok, steps, first_divergence, compared_checkpoints, compared_metrics}; ends with the first divergence.
+    """{ok, steps, first_divergence, compared_checkpoints, compared_metrics, compared_checksums}; ends with the first
+    divergence.
 
     Raises ConfigError, WeightsError, DecodeError.
     """
@@ -86,7 +87,7 @@ def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
     rebuilt = RebuiltPolicy(
         recorded.config_at(steps[0], stored), recorded.checkpoints[first], recorded.checkpoints[first].parent
     )
-    counts, n, divergence = {"checkpoint": 0, "metric": 0}, 0, None
+    counts, n, divergence = {"checkpoint": 0, "metric": 0, "checksum": 0}, 0, None
     for step in steps:
         held = [ready_group(group, payload, "") for group, payload in recorded.groups(step)]
         policy = rebuilt.under(recorded.config_at(step, stored))
@@ -95,6 +96,11 @@ def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
         if step in recorded.checkpoints:
             compared.append("checkpoint")
             divergence = of_tensors(step, tensors_of(policy), recorded.checkpoints[step])
+        checksum = recorded.checksums.get(metrics.version)
+        if checksum is not None:
+            compared.append("checksum")
+            if divergence is None and checksum != policy.checksum():
+                divergence = Divergence(step, "checksum", "params", None)
         line = recorded.metrics.get(metrics.version)
         if line is not None:
             compared.append("metric")
@@ -106,10 +112,12 @@ def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
             break
     if not any(counts.values()):
         raise ConfigError(
-            "none of these steps has a retained checkpoint or a line in metrics.jsonl", "choose another --to-step"
+            "none of these steps has a retained checkpoint, a commit record or a line in metrics.jsonl",
+            "choose another --to-step",
         )
     found = None if divergence is None else asdict(divergence)
     numbers = {"compared_checkpoints": counts["checkpoint"], "compared_metrics": counts["metric"]}
+    numbers["compared_checksums"] = counts["checksum"]
     return {"ok": divergence is None, "steps": n, "first_divergence": found, **numbers}
 
 

@@ -1,8 +1,9 @@
-"""Ends tickets, in the ledger first and then in the queue, and says what a checkpoint may know.
+"""Commits steps, and ends tickets: in the log first, then in the ledger, then in the queue.
 
-Invariants: the ledger durably names how a ticket ended before the queue forgets it. A checkpoint never knows of an end
-that the ledger does not, unless it carries that line itself: what is decided in memory and what is written about it
-happen under one lock, under which also the snapshot for a checkpoint is taken.
+Invariants: a step's record is durable before the ledger names its tickets, and the ledger durably names how a ticket
+ended before the queue forgets it. A record never knows of an end that the ledger does not, unless it carries that line
+itself: what is decided in memory and what is written about it happen under one lock. A checkpoint's state is that of
+the record of its step.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from services.trainer.loop.group_buffer import DroppedGroup, GroupBuffer, ReadyGroup
 from services.trainer.loop.interfaces import Collaborators, Waiter
 from services.trainer.settlement.ledger import FencedLog
-from services.trainer.settlement.pending import Line, PendingStep, PendingWork
+from services.trainer.settlement.pending import Line, PendingWork
 from services.trainer.status import TrainerStatus
 from shared.errors import Unavailable
 from shared.process import telemetry
@@ -34,16 +36,26 @@ class Settlement:
 
     Args:
         buffer: whose decisions are settled here; it marks tickets finished.
-        state: at the start of this incarnation; its checkpoint is durable.
+        state: at the start of this incarnation; it is durable.
+        saved: the newest durable checkpoint, which has the weights of `state` or those of an ancestor.
+        last_step: of the run.
     """
 
     def __init__(
-        self, parts: Collaborators, buffer: GroupBuffer, status: TrainerStatus, waiter: Waiter, state: TrainerState
+        self,
+        parts: Collaborators,
+        buffer: GroupBuffer,
+        status: TrainerStatus,
+        waiter: Waiter,
+        state: TrainerState,
+        saved: WeightVersion,
+        last_step: int,
     ) -> None:
-        self._parts, self._buffer, self._status, self._waiter, self._start = parts, buffer, status, waiter, state
+        self._parts, self._buffer, self._status, self._waiter = parts, buffer, status, waiter
         self._metrics = FencedLog(parts.metrics, parts.archive, state.epoch)
-        self._pending = PendingWork(state.version)
+        self._pending = PendingWork(state, saved)
         self._chain = state.chain or Chain(state.step)
+        self._last_step = last_step
         self.exclusive = asyncio.Lock()
 
     @property
@@ -60,14 +72,60 @@ class Settlement:
         yield
         self._pending = self._pending.recorded(these)
 
-    async def trained(
-        self, groups: Sequence[ReadyGroup], digests: Sequence[str], version: WeightVersion, metrics: Line
+    async def record(
+        self,
+        groups: Sequence[ReadyGroup],
+        digests: Sequence[str],
+        version: WeightVersion,
+        metrics: Line,
+        checksum: str,
     ) -> None:
-        """A step made `version` of these groups, which are in the archive under these digests. Raises Fenced."""
+        """A step made `version` of these groups, which are in the archive under these digests and `unrecorded`: log and
+        ledger tell of it. Raises as `drop`.
+        """
         lines = tuple(_line(g, TRAINED, version, digest) for g, digest in zip(groups, digests, strict=True))
-        self._pending = self._pending.trained(PendingStep(version, tuple(g.finished for g in groups), lines, metrics))
-        self._chain = self._chain.trained(lines, metrics)
+        async with self.exclusive:
+            self._require_recorded(self._pending.recorded(tuple(g.group.ticket for g in groups)).unrecorded)
+            chain = self._chain.trained(lines, metrics)
+            state = self._after(version.step, lines, metrics, chain)
+            await self._waiter.patiently(lambda: asyncio.to_thread(self._parts.commits.append, state, checksum))
+            self._pending, self._chain = self._pending.committed(state, [g.finished for g in groups]), chain
+            await self._write(lines)
+            self._status.durable(version.step)
+
+    async def settle(self, metrics: Line) -> None:
+        """The queue and metrics.jsonl learn of the step that was just recorded. Raises as `drop`."""
         await self._metrics.append(metrics)
+        async with self.exclusive:
+            finished = self._pending.finished
+            await self._commit(finished)
+            self._pending = self._pending.settled()
+        for _ in finished:
+            self._status.ended(TRAINED)
+        if await self._metrics.flush():
+            self._pending = self._pending.flushed()
+
+    def _after(self, step: int, lines: tuple[Line, ...], metrics: Line, chain: Chain) -> TrainerState:
+        """What the record of the step has to know."""
+        pending, buffer = self._pending, self._buffer
+        return pending.state.at(
+            step,
+            buffer.progress,
+            issued=max(pending.state.issued, buffer.highest),
+            done=step == self._last_step,
+            chain=chain,
+            recent=lines,
+            metrics=(*pending.metrics, metrics),
+        )
+
+    def _require_recorded(self, unrecorded: Sequence[Sequence[int]]) -> None:
+        if unrecorded:
+            tickets = ", ".join(str(ticket) for change in unrecorded for ticket in change)
+            raise Unavailable(
+                f"step {self._pending.version.step} cannot be saved: what tickets {tickets} did is neither in the log"
+                " nor in the ledger",
+                "make room on the disk of the run; the next start goes on from what is there",
+            )
 
     async def drop(self, dropped: Sequence[DroppedGroup]) -> None:
         """Ends tickets without training, as the buffer has decided since `exclusive` is held. Raises Fenced, and
@@ -108,40 +166,14 @@ class Settlement:
         async with self.exclusive:
             await self._commit([])
 
-    async def snapshot(self, last_step: int) -> TrainerState:
-        """What a checkpoint of the present weights has to know. Raises Unavailable if there can be none."""
-        async with self.exclusive:
-            pending, buffer = self._pending, self._buffer
-            if pending.unrecorded:
-                tickets = ", ".join(str(ticket) for change in pending.unrecorded for ticket in change)
-                raise Unavailable(
-                    f"step {pending.version.step} cannot be saved: what tickets {tickets} did is neither in the archive"
-                    " nor in the ledger",
-                    "make room on the disk of the run; the next start goes on from the newest checkpoint",
-                )
-            return self._start.at(
-                pending.version.step,
-                buffer.progress,
-                issued=max(self._start.issued, buffer.highest),
-                done=pending.version.step == last_step,
-                chain=self._chain,
-                recent=pending.ledger,
-                metrics=pending.metrics,
-            )
+    def savable(self) -> TrainerState:
+        """The state of a checkpoint of the present weights. Raises Unavailable if there can be none."""
+        self._require_recorded(self._pending.unrecorded)
+        return self._pending.state
 
-    async def settle(self, state: TrainerState) -> None:
-        """Ends the tickets of all steps that a checkpoint of this state durably holds. Raises as `drop`."""
-        async with self.exclusive:
-            await self._write(state.recent)
-            finished = self._pending.finished
-            self._pending = self._pending.saved(state.version)
-            self._status.durable(state.step)
-            await self._commit(finished)
-            self._pending = self._pending.settled()
-        for _ in finished:
-            self._status.ended(TRAINED)
-        if await self._metrics.flush():
-            self._pending = self._pending.flushed()
+    def saved(self, version: WeightVersion) -> None:
+        """A checkpoint is durable."""
+        self._pending = replace(self._pending, saved=version)
 
     async def _tell_of(self, dropped: DroppedGroup) -> None:
         ticket, reason, detail = dropped.entry.ticket, dropped.reason, dropped.detail
@@ -150,11 +182,11 @@ class Settlement:
         log("ticket ended without training", ticket=ticket, reason=reason, rule=dropped.rule, detail=detail)
         if dropped.is_defect:
             await self._waiter.answer(
-                lambda: self._parts.queue.dead_letter(self._start.epoch, dropped.entry, dropped.detail)
+                lambda: self._parts.queue.dead_letter(self._pending.state.epoch, dropped.entry, dropped.detail)
             )
 
     async def _commit(self, finished: Sequence[Finished]) -> None:
-        epoch, step, void = self._start.epoch, self._pending.durable.step, self._buffer.progress.void
+        epoch, step, void = self._pending.version.epoch, self._pending.version.step, self._buffer.progress.void
         await self._waiter.answer(lambda: self._parts.queue.commit(epoch, step, finished, void))
 
     async def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:

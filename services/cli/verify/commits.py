@@ -1,0 +1,74 @@
+"""The commit records: whole, what their names say, one for each step since the first, and none without its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from services.cli.verify.checkpoints import RetainedCheckpoint
+from services.cli.verify.violation import Violation, ViolationKind
+from shared.errors import VolleyError
+from shared.run import archive, commits, weights
+from shared.run import state as states
+from shared.run.commits import CommitRecord
+from shared.run.folder import RunFolder
+from shared.run.state import TrainerState, epoch_of, in_lineage
+from shared.types import WeightVersion
+
+_MOST_MISSING = 100
+
+
+def retained(folder: RunFolder, run: str) -> tuple[list[CommitRecord], list[Violation]]:
+    """The whole records, oldest first, and what is wrong with the others, but for those that a later trainer undid.
+
+    One that a running trainer removes meanwhile is neither.
+    """
+    found, violations = list[CommitRecord](), list[Violation]()
+    there = commits.versions(folder.archive)
+    alive = set(states.surviving(sorted({*there, *weights.versions(folder.checkpoints)})))
+    for version in there:
+        if version not in alive:
+            continue
+        path = commits.path_of(folder.archive, version)
+        try:
+            record = commits.read(folder.archive, version)
+        except VolleyError as error:
+            if path.exists():
+                violations.append(_of(version, error.detail, path.relative_to(folder.path).as_posix()))
+            continue
+        if record.run == run:
+            found.append(record)
+        else:
+            violations.append(_of(version, f"it is of run {record.run[:100]}", path.name))
+    return found, violations
+
+
+def check(
+    records: Sequence[CommitRecord], found: Sequence[RetainedCheckpoint], folder: RunFolder, head: TrainerState
+) -> Iterator[Violation]:
+    """Records against checkpoints, archive and each other, along the lineage of the newest."""
+    mine: Mapping[WeightVersion, CommitRecord] = {r.version: r for r in records if in_lineage(r.version, head.lineage)}
+    for one in found:
+        record = mine.get(one.version)
+        if record is not None and record.state != replace(one.state, schema=record.state.schema):
+            yield _of(one.version, f"it tells another state than checkpoint {one.version}")
+    if not mine:
+        return
+    archived = set(archive.versions(folder.archive))
+    first = min(version.step for version in mine)
+    n_missing = 0
+    for step in range(first + 1, head.step + 1):
+        version = WeightVersion(epoch_of(step, head.lineage) or 0, step)
+        if version in mine and version in archived:
+            continue
+        n_missing += 1
+        if n_missing <= _MOST_MISSING:
+            what = "a record, but no groups" if version in mine else "no record, though an earlier step has one"
+            yield _of(version, f"it has {what}")
+    if n_missing > _MOST_MISSING:
+        more = n_missing - _MOST_MISSING
+        yield Violation(ViolationKind.COMMIT, f"and {more} more steps without a record", n=more)
+
+
+def _of(version: WeightVersion, detail: str, file: str | None = None) -> Violation:
+    return Violation(ViolationKind.COMMIT, f"{version}: {detail}", step=version.step, file=file)

@@ -1,0 +1,178 @@
+"""From an empty process to the end of the log: the newest whole checkpoint is restored, and what the log holds after it
+is trained again.
+
+Every step that is trained again must give the parameters that its commit record tells by a checksum. Then nothing was
+undone: versions that were published stay what they were. Where one differs (another backend or topology, other
+settings), or its groups cannot be read, the lineage branches at the last step that agreed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from services.trainer.loop.group_buffer import ready_group
+from services.trainer.loop.interfaces import Backend, Collaborators, TrainPlan, Waiter
+from services.trainer.loop.resuming import under_settings
+from services.trainer.status import TrainerStatus
+from shared.errors import DecodeError, NonFinite, WeightsError
+from shared.process import telemetry
+from shared.run import commits
+from shared.run.archive import Archive
+from shared.run.commits import CommitLog, CommitRecord
+from shared.run.state import TrainerState, epoch_of, in_lineage
+from shared.types import Group, WeightVersion
+
+_log = telemetry.Log("recovery")
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """`state` is that of the weights in memory, `checkpoint` what they were made from. `undone` are the logged steps
+    after `state` that could not be made again, oldest first, and `why`.
+    """
+
+    state: TrainerState
+    checkpoint: WeightVersion
+    undone: tuple[WeightVersion, ...] = ()
+    why: str | None = None
+
+    @property
+    def n_replayed(self) -> int:
+        return self.state.step - self.checkpoint.step
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A logged step that does not come out as it was."""
+
+    version: WeightVersion
+    why: str
+
+
+class LoggedSteps:
+    """The steps of the log along the lineage of `head`."""
+
+    def __init__(self, archive: Archive, log: CommitLog, head: TrainerState) -> None:
+        self._archive, self._log, self._head = archive, log, head
+
+    def version(self, step: int) -> WeightVersion:
+        epoch = epoch_of(step, self._head.lineage)
+        assert epoch is not None
+        return WeightVersion(epoch, step)
+
+    def record(self, step: int) -> CommitRecord | None:
+        """None if it is damaged, or older than the retained ones. Raises Unavailable."""
+        try:
+            return commits.read(self._log.root, self.version(step))
+        except WeightsError:
+            return None
+
+    def train(self, backend: Backend, step: int) -> Divergence | None:
+        """Trains the step again, on the weights before it. Blocks. Raises Unavailable."""
+        version = self.version(step)
+        try:
+            payloads = self._archive.read(version)
+            held = [ready_group(Group.decode(payload), payload, "") for payload in payloads]
+            backend.step(held, WeightVersion(version.epoch, step - 1))
+        except DecodeError as error:
+            return Divergence(version, f"its groups cannot be read: {error.detail}")
+        except NonFinite as error:
+            return Divergence(version, str(error))
+        record = self.record(step)
+        if record is not None and record.checksum != (found := backend.checksum()):
+            return Divergence(version, f"the checksum of its parameters is {found}, the log says {record.checksum}")
+        return None
+
+
+class Recovery:
+    """Of one incarnation, before its epoch begins."""
+
+    def __init__(self, plan: TrainPlan, parts: Collaborators, status: TrainerStatus, waiter: Waiter) -> None:
+        self._plan, self._parts, self._status, self._waiter = plan, parts, status, waiter
+
+    async def recover(self) -> Recovered | None:
+        """The model as it was after the last logged step; None for a new one. Raises ConfigError if the run is not that
+        of this configuration, and WeightsError.
+        """
+        bound: TrainerState | None = None
+        undone, why = tuple[WeightVersion, ...](), None
+        while True:
+            checkpoint = await self._waiter.patiently(lambda: self._waiter.blocking(self._parts.backend.restore))
+            self._status.set_aside = dict(self._parts.checkpoints.bad)
+            if checkpoint is None:
+                if await asyncio.to_thread(self._has_log):
+                    continue
+                await self._build()
+                return None
+            if bound is None or not _leads_to(checkpoint, bound):
+                bound, undone, why = await asyncio.to_thread(self._head, checkpoint), (), None
+            head = under_settings(bound, self._plan.settings, self._plan.original)
+            await self._build()
+            broken = await self._retrain(checkpoint, head)
+            if broken is None:
+                return Recovered(head, checkpoint.version, undone, why)
+            log = LoggedSteps(self._parts.archive, self._parts.commits, head)
+            undone = (*(log.version(step) for step in range(broken.version.step, head.step + 1)), *undone)
+            why = f"{broken.version} cannot be made again: {broken.why}"
+            _log.warning("the lineage branches", run=self._status.run, reason=why, undone=len(undone))
+            bound = await asyncio.to_thread(_before, log, broken.version.step, checkpoint)
+
+    def _has_log(self) -> bool:
+        """Whether another trainer has just begun the run that seemed new. Raises WeightsError if there is a log, but no
+        checkpoint to train it from.
+        """
+        record = self._newest_record()
+        if record is not None and self._parts.checkpoints.head() is None:
+            raise WeightsError(
+                f"the log goes up to {record.version}, but there is no checkpoint",
+                "restore one, or start a run with another name",
+            )
+        return record is not None
+
+    def newest(self) -> WeightVersion | None:
+        """The newest durable version there is now, of a checkpoint or of the log."""
+        record = self._newest_record()
+        found = [self._parts.checkpoints.head(), None if record is None else record.version]
+        return max((version for version in found if version is not None), default=None)
+
+    async def _build(self) -> None:
+        await self._waiter.blocking(self._parts.backend.build)
+        self._status.memory = self._parts.backend.memory
+
+    def _head(self, checkpoint: TrainerState) -> TrainerState:
+        record = self._newest_record()
+        return record.state if record is not None and _leads_to(checkpoint, record.state) else checkpoint
+
+    def _newest_record(self) -> CommitRecord | None:
+        root = self._parts.commits.root
+        for version in reversed(commits.versions(root)):
+            try:
+                return commits.read(root, version)
+            except WeightsError as error:
+                _log.error("commit record passed over", version=str(version), reason=str(error))
+        return None
+
+    async def _retrain(self, checkpoint: TrainerState, head: TrainerState) -> Divergence | None:
+        """What the log holds from the checkpoint to `head`, a step at a time."""
+        log = LoggedSteps(self._parts.archive, self._parts.commits, head)
+        for step in range(checkpoint.step + 1, head.step + 1):
+            self._status.phase, self._status.step = "replaying", step - 1
+            broken = await self._waiter.patiently(
+                lambda step=step: self._waiter.blocking(log.train, self._parts.backend, step)
+            )
+            if broken is not None:
+                return broken
+        if head.step > checkpoint.step:
+            _log.info("log replayed", run=self._status.run, from_step=checkpoint.step, to=str(head.version))
+        return None
+
+
+def _before(log: LoggedSteps, step: int, checkpoint: TrainerState) -> TrainerState:
+    """The newest state that the log tells of before `step`."""
+    found = (log.record(one) for one in range(step - 1, checkpoint.step, -1))
+    return next((record.state for record in found if record is not None), checkpoint)
+
+
+def _leads_to(checkpoint: TrainerState, head: TrainerState) -> bool:
+    return checkpoint.version <= head.version and in_lineage(checkpoint.version, head.lineage)

@@ -1,0 +1,188 @@
+"""The commit records of a run, which with the archived groups are its log: `archive/e000001/s000042.json` says that
+e000001-s000042 was made, and all that a trainer has to know to go on from there but the arrays.
+
+A record holds the `TrainerState` after its step, and a checksum of the parameters under training. An epoch has one
+more, of where it began. From the newest one that is whole, the archived groups before it, and any checkpoint among its
+ancestors, the weights can be made again: the log is the run, and a checkpoint only a shortcut.
+
+Invariants: a record is whole or absent (written beside its place, fsynced, renamed, parent fsynced), and its groups are
+in the archive before; once `fence` has returned, no trainer of an earlier epoch adds one: drafts are made in the folder
+of their epoch, which `fence` makes for its own epoch and takes away from all earlier ones.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import blake3
+import orjson
+
+from shared import codec
+from shared.errors import DecodeError, Unavailable, WeightsError
+from shared.files.reading import read_file
+from shared.files.storage import fsync, storage
+from shared.run import archive, weights
+from shared.run import state as states
+from shared.run.folder import RunFolder
+from shared.run.state import TrainerState
+from shared.types import WeightVersion
+
+SCHEMA = 1
+_NAME = re.compile(r"e(\d{6,})/s(\d{6,})\.json\Z")
+_DRAFTS = ".commits-"
+_MOST_CHECKSUM = 128
+_KEYS = frozenset(("schema", "run", "checksum", "state", "seal"))
+_MAX_DETAIL = 300
+
+
+@dataclass(frozen=True, slots=True)
+class CommitRecord:
+    """`state` after the step, or at the beginning of its epoch; `checksum` of the parameters under training then."""
+
+    run: str
+    checksum: str
+    state: TrainerState
+
+    @property
+    def version(self) -> WeightVersion:
+        return self.state.version
+
+    def to_json(self) -> bytes:
+        record = {"schema": SCHEMA, "run": self.run, "checksum": self.checksum, "state": asdict(self.state)}
+        return orjson.dumps({**record, "seal": _seal(record)})
+
+    @classmethod
+    def from_mapping(cls, raw: Any) -> Self:
+        """Raises WeightsError if it is none, or another than was written."""
+        if not isinstance(raw, dict) or raw.keys() != _KEYS or raw["schema"] != SCHEMA:
+            raise WeightsError(f"it is no commit record of schema {SCHEMA}")
+        run, checksum = raw["run"], raw["checksum"]
+        if not isinstance(run, str) or not isinstance(checksum, str) or len(checksum) > _MOST_CHECKSUM:
+            raise WeightsError("run or checksum are no text")
+        if raw["seal"] != _seal({key: value for key, value in raw.items() if key != "seal"}):
+            raise WeightsError("it is not as it was written: its seal differs")
+        return cls(run, checksum, TrainerState.from_mapping(raw["state"]))
+
+
+class CommitLog:
+    """Writes the records of one run, beside its archived groups.
+
+    Args:
+        root: the archive's folder.
+    """
+
+    def __init__(self, root: Path, run: str) -> None:
+        self.root, self._run = root, run
+
+    def fence(self, epoch: int) -> None:
+        """Opens the folder that drafts of `epoch`, which is claimed, are made in, and removes those of earlier epochs:
+        whoever still writes a record there ends with Fenced. Raises StorageFull.
+        """
+        with storage(self.root):
+            (self.root / _drafts(epoch)).mkdir(exist_ok=True)
+            fsync(self.root)
+        for folder in self.root.glob(f"{_DRAFTS}*"):
+            of = folder.name.removeprefix(f"{_DRAFTS}e")
+            if not of.isdecimal() or int(of) < epoch:
+                self._remove(folder)
+
+    def append(self, state: TrainerState, checksum: str) -> None:
+        """Makes the record of `state.version` durable, whose groups are archived; may be repeated.
+
+        Raises StorageFull, WeightsError if it is more than a reader takes, and Fenced if a later epoch has called
+        `fence`; then there is no record.
+        """
+        version = state.version
+        text = CommitRecord(self._run, checksum, state).to_json()
+        if len(text) > states.MAX_STATE_BYTES:
+            raise WeightsError(f"the commit record of {version} has {len(text)} bytes, more than a reader takes")
+        path, draft = path_of(self.root, version), self.root / _drafts(version.epoch) / str(version)
+        with storage(self.root):
+            try:
+                draft.write_bytes(text)
+                fsync(draft)
+                draft.rename(path)
+                fsync(path.parent)
+            except OSError:
+                draft.unlink(missing_ok=True)
+                raise
+
+    def forget(self, before: int) -> None:
+        """Removes the records of steps before `before`, from where on checkpoints are retained. Best effort."""
+        for version in versions(self.root):
+            if version.step < before:
+                with suppress(OSError):
+                    path_of(self.root, version).unlink(missing_ok=True)
+
+    def _remove(self, drafts: Path) -> None:
+        """Renamed first: whoever still writes there misses it whole."""
+        away = self.root / f"{_DRAFTS}removed-{drafts.name.removeprefix(_DRAFTS)}-{os.getpid()}"
+        with suppress(FileNotFoundError):
+            drafts.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def path_of(root: Path, version: WeightVersion) -> Path:
+    return archive.path_of(root, version).with_suffix(".json")
+
+
+def versions(root: Path) -> list[WeightVersion]:
+    """Versions that have a record, oldest first; a missing root has none."""
+    matches = (_NAME.match(path.relative_to(root).as_posix()) for path in root.glob("e*/s*.json"))
+    return sorted(WeightVersion(int(m[1]), int(m[2])) for m in matches if m)
+
+
+def read(root: Path, version: WeightVersion) -> CommitRecord:
+    """Raises WeightsError if there is none, or it is damaged, and Unavailable if it cannot be read now."""
+    path = path_of(root, version)
+    try:
+        text = read_file(path, states.MAX_STATE_BYTES)
+        record = CommitRecord.from_mapping(codec.from_json(text, path.name, states.MOST_VALUES))
+    except OSError as error:
+        raise weights.unreadable(str(path), error) from error
+    except (DecodeError, WeightsError) as error:
+        raise WeightsError(f"{path} cannot be used: {error.detail}"[:_MAX_DETAIL]) from error
+    if record.version != version:
+        raise WeightsError(f"{path} is of {record.version}")
+    return record
+
+
+def committed(folder: RunFolder) -> list[WeightVersion]:
+    """The versions that a record or a checkpoint makes durable, and that no later trainer undid; oldest first."""
+    return states.surviving(sorted({*weights.versions(folder.checkpoints), *versions(folder.archive)}))
+
+
+def newest(folder: RunFolder) -> TrainerState | None:
+    """The newest state that a record or a checkpoint holds and that can be read, a checkpoint's digests aside; None
+    without one.
+    """
+    for version in reversed(committed(folder)):
+        with suppress(WeightsError, Unavailable):
+            return read(folder.archive, version).state
+        with suppress(WeightsError, Unavailable):  # damaged, or removed by the trainer meanwhile
+            return states.read(folder.checkpoints / str(version))[0]
+    return None
+
+
+def metrics(root: Path) -> list[Mapping[str, Any]]:
+    """The lines of metrics that any retained record carries, the newest one's first."""
+    lines: list[Mapping[str, Any]] = []
+    for version in reversed(versions(root)):
+        with suppress(WeightsError, Unavailable):
+            lines += read(root, version).state.metrics
+    return lines
+
+
+def _seal(record: Mapping[str, Any]) -> str:
+    return blake3.blake3(orjson.dumps(record, option=orjson.OPT_SORT_KEYS)).hexdigest()
+
+
+def _drafts(epoch: int) -> str:
+    return f"{_DRAFTS}e{epoch:06d}"

@@ -1,0 +1,193 @@
+"""What a crash leaves between two checkpoints is made again from the log, step by step; and what cannot be is undone,
+and its groups are in the queue again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from services.trainer.status import TrainerStatus
+from shared.errors import NonFinite
+from shared.run import archive, commits, ledger
+from shared.types import WeightVersion
+from tests.trainer.fakes import Bench, stopped
+
+E1 = [WeightVersion(1, step) for step in range(9)]
+
+
+async def crashed_after(bench: Bench, step: int) -> None:
+    """A run whose trainer ends so, with its first checkpoint alone."""
+    bench.interval, bench.max_staleness, bench.max_steps = 99, 9, 9
+    bench.status = TrainerStatus("r", 9)
+    bench.feed(*range(1, 2 * step + 1))
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.tickets.get("trained") == 2 * step)
+    bench.backend.full = 10**6  # the stop makes no checkpoint
+    await stopped(running)
+    bench.backend.full = 0
+    bench.events.clear()
+    bench.status = TrainerStatus("r", 9)
+
+
+async def run_until_step(bench: Bench, step: int) -> None:
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.durable_step == step or running.done())
+    await stopped(running)
+
+
+def trained(bench: Bench) -> dict[int, tuple[int, int]]:
+    """Epoch and step of every trained ticket."""
+    settled = bench.ledger.settled().items()
+    return {t: (line["epoch"], line["step"]) for t, line in settled if line["disposition"] == ledger.TRAINED}
+
+
+async def test_the_log_is_trained_again_and_nothing_is_undone(bench: Bench):
+    await crashed_after(bench, 3)
+    bench.feed(7, 8, version="e000001-s000003")
+    await run_until_step(bench, 4)
+    steps = [event for event in bench.events if event.startswith(("build", "step", "begin", "save", "put back"))]
+    assert steps == [
+        "build",
+        *(f"step {tickets}" for tickets in ([1, 2], [3, 4], [5, 6])),
+        "begin low=6 version=3 issued=6 void=0 done=[]",
+        "step [7, 8]",
+        "save e000002-s000004",
+    ]
+    assert trained(bench) == {t: (1, (t + 1) // 2) for t in range(1, 7)} | {7: (2, 4), 8: (2, 4)}
+    assert bench.backend.weights == list(range(1, 9))
+    assert not any("rollback" in line for line in bench.ledger.read())
+    assert bench.status.branched is None
+
+
+async def test_a_second_crash_goes_through_the_log_of_both_epochs(bench: Bench):
+    await crashed_after(bench, 2)
+    bench.feed(5, 6, version="e000001-s000002")
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.tickets.get("trained") == 2)
+    bench.backend.full = 10**6
+    await stopped(running)
+    bench.backend.full, bench.status = 0, TrainerStatus("r", 9)
+    bench.backend.checkpoint = bench.backend.states[E1[0]]  # the one of the second epoch is damaged
+    bench.events.clear()
+    bench.feed(7, 8, version="e000002-s000003")
+    await run_until_step(bench, 4)
+    assert bench.backend.weights == list(range(1, 9))
+    assert trained(bench)[8] == (3, 4)
+    assert not any("rollback" in line for line in bench.ledger.read())
+
+
+def differ_from(bench: Bench, ticket: int) -> None:
+    """From this ticket on another backend computes other bits."""
+    checksum = bench.backend.checksum
+    bench.backend.checksum = lambda: checksum() + (" otherwise" if ticket in bench.backend.weights else "")
+
+
+async def test_where_the_bits_differ_the_lineage_branches_and_the_groups_are_in_the_queue_again(bench: Bench):
+    await crashed_after(bench, 3)
+    differ_from(bench, 4)
+    await run_until_step(bench, 3)
+    steps = [event for event in bench.events if event.startswith(("build", "step", "begin", "save", "put back"))]
+    assert steps[:12] == [
+        "build",
+        "step [1, 2]",
+        "step [3, 4]",
+        "build",
+        "step [1, 2]",
+        "begin low=2 version=1 issued=6 void=0 done=[]",
+        *(f"put back {ticket}" for ticket in (3, 4, 5, 6)),
+        "step [3, 4]",
+        "step [5, 6]",
+    ]
+    assert trained(bench) == {1: (1, 1), 2: (1, 1), 3: (2, 2), 4: (2, 2), 5: (2, 3), 6: (2, 3)}
+    assert bench.status.branched is not None
+    assert "e000001-s000002" in bench.status.branched
+    record = commits.read(bench.archive.root, WeightVersion(2, 3))
+    assert record.state.lineage == ((1, 0), (2, 1))
+
+
+async def test_groups_that_undone_weights_sampled_are_superseded(bench: Bench):
+    bench.interval, bench.max_staleness, bench.max_steps = 99, 9, 9
+    bench.status = TrainerStatus("r", 9)
+    bench.feed(1, 2)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.tickets.get("trained") == 2)
+    bench.feed(3, 4, version="e000001-s000001")
+    await bench.until(lambda: bench.status.tickets.get("trained") == 4)
+    bench.backend.full = 10**6
+    await stopped(running)
+    bench.backend.full, bench.status = 0, TrainerStatus("r", 9)
+    differ_from(bench, 1)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.tickets.get("superseded") == 2)
+    await stopped(running)
+    assert trained(bench) == {1: (2, 1), 2: (2, 1)}
+
+
+async def test_a_logged_step_whose_groups_cannot_be_read_ends_the_log(bench: Bench):
+    await crashed_after(bench, 3)
+    archive.path_of(bench.archive.root, E1[2]).write_bytes(b"")
+    bench.feed(3, 4)
+    await run_until_step(bench, 3)
+    assert "begin low=2 version=1 issued=6 void=0 done=[]" in bench.events
+    assert [event for event in bench.events if event.startswith("put back")] == ["put back 5", "put back 6"]
+    assert sorted(trained(bench)) == [1, 2, 3, 4, 5, 6]
+
+
+async def test_a_logged_step_that_is_not_finite_now_ends_the_log(bench: Bench):
+    await crashed_after(bench, 2)
+    step, began = bench.backend.step, bench.queue.began
+
+    def once(held: Any, before: WeightVersion) -> Any:
+        if before.step == 1 and bench.queue.began == began:
+            raise NonFinite("not finite", what=["loss"])
+        return step(held, before)
+
+    bench.backend.step = once
+    await run_until_step(bench, 2)
+    assert trained(bench) == {1: (1, 1), 2: (1, 1), 3: (2, 2), 4: (2, 2)}
+
+
+async def test_a_damaged_newest_record_undoes_its_step_alone(bench: Bench):
+    await crashed_after(bench, 3)
+    commits.path_of(bench.archive.root, E1[3]).write_bytes(b"{}")
+    bench.feed(5, 6)
+    await run_until_step(bench, 3)
+    assert "begin low=4 version=2 issued=6 void=0 done=[]" in bench.events
+    assert trained(bench)[5] == (2, 3)
+
+
+async def test_a_missing_record_between_others_is_not_needed(bench: Bench):
+    await crashed_after(bench, 3)
+    commits.path_of(bench.archive.root, E1[2]).unlink()
+    bench.feed(7, 8, version="e000001-s000003")
+    await run_until_step(bench, 4)
+    assert trained(bench) == {t: (1, (t + 1) // 2) for t in range(1, 7)} | {7: (2, 4), 8: (2, 4)}
+
+
+async def test_a_run_without_records_is_taken_up_from_its_checkpoint(bench: Bench):
+    await crashed_after(bench, 2)
+    for version in commits.versions(bench.archive.root):
+        commits.path_of(bench.archive.root, version).unlink()
+    bench.feed(1, 2, 3, 4)
+    await run_until_step(bench, 2)
+    assert "begin low=0 version=0 issued=0 void=0 done=[]" in bench.events
+    assert trained(bench) == {1: (2, 1), 2: (2, 1), 3: (2, 2), 4: (2, 2)}
+
+
+async def test_what_an_older_trainer_logged_meanwhile_is_trained_too(bench: Bench):
+    """It commits its last step while the new one begins, and is fenced by that."""
+    await crashed_after(bench, 2)
+    begin = bench.queue.begin
+    path = commits.path_of(bench.archive.root, E1[2])
+    hidden = path.read_bytes()
+    path.unlink()
+
+    async def meanwhile(*args: Any) -> int:
+        path.write_bytes(hidden)
+        return await begin(*args)
+
+    bench.queue.begin = meanwhile
+    bench.feed(5, 6, version="e000001-s000002")
+    await run_until_step(bench, 3)
+    assert trained(bench) == {1: (1, 1), 2: (1, 1), 3: (1, 2), 4: (1, 2), 5: (3, 3), 6: (3, 3)}

@@ -1,0 +1,99 @@
+"""How long a trainer takes from an empty process to the end of its log, by how many steps the newest checkpoint is
+behind: restored, then the steps since trained again, each against its checksum. The quickstart's model and step.
+
+The reference is the same steps made the first time, when everything is compiled: what a replay cannot be faster than.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from services.trainer import options as from_run
+from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.learner.backend import TunixBackend
+from services.trainer.loop.group_buffer import ReadyGroup, ready_group
+from services.trainer.loop.recovery import LoggedSteps
+from services.trainer.settings import TokenLimits
+from shared.errors import VolleyError
+from shared.models.config import ModelConfig
+from shared.queue.progress import TicketProgress
+from shared.run.archive import Archive
+from shared.run.commits import CommitLog
+from shared.run.state import TrainerState, initial_state
+from shared.schema import RunConfig
+from shared.types import WeightVersion
+from tools.bench.learner import BOARDS, held_groups
+from tools.bench.result import BenchResult, emit
+
+_MODEL = Path(__file__).parents[2] / "configs" / "models" / "quickstart"
+DISTANCES = (0, 1, 5, 20)
+
+
+class LoggedRun:
+    """A run's folder with one checkpoint, of step 0, and a log of the steps after it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, described = folder, ModelConfig.read(_MODEL)
+        config = RunConfig.model_validate(BOARDS.config().model_dump() | {"model": {"path": str(_MODEL)}})
+        self._parts = (
+            from_run.model_options(config, _MODEL),
+            described,
+            from_run.policy_options(config, TokenLimits(described.vocab_size, 0)),
+        )
+        self.archive, self.log = Archive(folder / "archive", "bench"), CommitLog(folder / "archive", "bench")
+        self.states: list[TrainerState] = []
+
+    def backend(self) -> TunixBackend:
+        """As of a process that has just started, but that JAX is loaded."""
+        return TunixBackend(*self._parts, CheckpointFolders(self._folder / "checkpoints", "bench", 3, OrbaxArrays()))
+
+    def make(self, steps: Sequence[Sequence[ReadyGroup]]) -> float:
+        """Makes and logs the steps; the seconds of the fastest."""
+        backend, state = self.backend(), initial_state(0).under(1, keep_reference=False)
+        self.archive.claim(1)
+        self.log.fence(1)
+        CheckpointFolders(self._folder / "checkpoints", "bench", 3, OrbaxArrays()).fence(1)
+        backend.restore()
+        backend.build()
+        backend.start(state)
+        self.states, seconds = [state], list[float]()
+        for n, held in enumerate(steps, start=1):
+            started = time.perf_counter()
+            backend.step(held, WeightVersion(1, n - 1))
+            checksum = backend.checksum()
+            seconds.append(time.perf_counter() - started)
+            self.archive.write(WeightVersion(1, n), [one.payload for one in held])
+            state = state.at(n, TicketProgress(), issued=0, done=False, chain=state.chain)
+            self.log.append(state, checksum)
+            self.states.append(state)
+        return min(seconds)
+
+    def recover(self, distance: int) -> float:
+        """Seconds to be at this step. Raises VolleyError if a step does not come out as it was."""
+        started, backend = time.perf_counter(), self.backend()
+        backend.restore()
+        backend.build()
+        log = LoggedSteps(self.archive, self.log, self.states[distance])
+        for step in range(1, distance + 1):
+            if (broken := log.train(backend, step)) is not None:
+                raise VolleyError(f"{broken.version}: {broken.why}")
+        return time.perf_counter() - started
+
+
+def main() -> None:
+    groups = [held_groups(step, BOARDS.group_size) for step in BOARDS.steps()]
+    groups = [[ready_group(one.group, one.group.encode(), "") for one in held] for held in groups]
+    steps = [groups[n % len(groups)] for n in range(max(DISTANCES))]
+    with tempfile.TemporaryDirectory() as temporary:
+        run = LoggedRun(Path(temporary) / "bench")
+        step_s = run.make(steps)
+        found = {n: run.recover(n) for n in DISTANCES}
+    emit({f"recovery_{n}_steps": BenchResult(found[n], "s", n * step_s or None) for n in DISTANCES})
+
+
+if __name__ == "__main__":
+    main()
