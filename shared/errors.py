@@ -17,11 +17,13 @@
     │   ├── ServiceUnreachable  another service did not answer
     │   │   └── TlsFailed       its certificate is not accepted, or it does not speak TLS
     │   ├── QueueUnavailable    Redis did not answer
+    │   ├── ProcessesMissing    not all processes of the trainer are there
     │   ├── RateLimited         the service has enough to do now                           429
     │   ├── OutOfMemory         weights or an episode do not fit                           507
     │   └── StorageUnavailable  files cannot be written now                                507
     │       ├── StorageFull     a disk, a quota or a file size limit is used up
     │       └── StorageDenied   no permission, a read-only file system, a folder that is gone
+    ├── ProcessLost             a process of the trainer is gone: the others have to end   503
     ├── Fenced                  a newer trainer has taken over; this one has to stop       409
     ├── WeightsError            digest, tree or fingerprint of a checkpoint differs        422
     ├── NonFinite               training gave numbers that are not finite                  500
@@ -173,6 +175,10 @@ class QueueUnavailable(Unavailable):
     title, waits_on = "Queue unavailable", "redis"
 
 
+class ProcessesMissing(Unavailable):
+    title, waits_on = "Processes missing", "peer"
+
+
 class RateLimited(Unavailable):
     status, title = 429, "Too many requests"
 
@@ -191,6 +197,11 @@ class StorageFull(StorageUnavailable):
 
 class StorageDenied(StorageUnavailable):
     title = "Storage not writable"
+
+
+class ProcessLost(VolleyError):
+    status, title = 503, "A process of the trainer is gone"
+    cause, action = "infrastructure", "stop"
 
 
 class Fenced(VolleyError):

@@ -5,6 +5,7 @@ The core of a service never sees these models: its `settings.py` turns the secti
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -145,6 +146,10 @@ class MeshSection(Section):
         if len(self.shape) != len(self.axis_names):
             raise ValueError("mesh.shape and mesh.axis_names differ in length")
         return self
+
+    @property
+    def n_devices(self) -> int:
+        return math.prod(self.shape)
 
 
 class CheckpointingOptions(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from shared.reward_schema import RewardServer
 from shared.section import Section
@@ -71,7 +71,24 @@ class OrchestratorEndpoint(Endpoint):
 
 
 class TrainerEndpoint(Endpoint):
+    """A trainer of `num_processes`, usually one for each host, of which this one is number `process_id`: 0 is the
+    service, the others compute with it, and reach it at `coordinator_address`, HOST:PORT on the host of process 0.
+    `volley train` starts all of them on this machine; with a `coordinator_address` process 0 alone.
+    """
+
     port: Port = SERVICES["trainer"].port
+    num_processes: PositiveInt = 1
+    process_id: NonNegativeInt = 0
+    coordinator_address: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TrainerEndpoint:
+        if self.process_id >= self.num_processes:
+            raise ValueError(f"process_id={self.process_id} is none of num_processes={self.num_processes}")
+        host, _, port = (self.coordinator_address or "127.0.0.1:1").rpartition(":")
+        if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+            raise ValueError(f"coordinator_address={self.coordinator_address} is not HOST:PORT")
+        return self
 
 
 class Limits(Section):

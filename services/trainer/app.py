@@ -14,6 +14,8 @@ from services.trainer.learner.opening import BackendInputs, OpenedBackend
 from services.trainer.loop.interfaces import Collaborators
 from services.trainer.loop.publisher import Publisher
 from services.trainer.loop.worker import TrainerWorker
+from services.trainer.multihost.app import open_follower
+from services.trainer.multihost.options import group_options
 from services.trainer.publishing import routes as publishing
 from services.trainer.publishing.publications import Publications
 from services.trainer.publishing.routes import PublishingState
@@ -49,7 +51,13 @@ _log = telemetry.Log("trainer")
 async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
     """Raises ConfigError."""
     if config.is_supervised:
+        group_options(config)
         async with open_supervised(config) as service:
+            yield service
+        return
+    processes = group_options(config)
+    if processes is not None and processes.process_id > 0:
+        async with open_follower(config, processes) as service:
             yield service
         return
     with uncollected():
@@ -93,6 +101,7 @@ async def open_trainer(
             settings.update_mode,
         )
         opened = open_backend(BackendInputs(config, settings, model, ChatTokenizer(model), origin, publications))
+        stack.callback(opened.close)
         parts = Collaborators(
             backend=opened.backend,
             checkpoints=opened.checkpoints,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from services.trainer import prometheus
 from services.trainer.learner.metrics import StepMetrics
 from services.trainer.supervised.metrics import SupervisedMetrics
-from shared.errors import VolleyError
+from shared.errors import Conflict, VolleyError
 from shared.outcomes import FilterRule
 from shared.process.wedge import Wait
 
@@ -27,6 +27,7 @@ Phase = Literal[
     "done",
     "refused",
     "stopped",
+    "following",
 ]
 _LAST_S = 1.0
 _STARTING: frozenset[Phase] = frozenset({"loading", "warm start", "replaying", "starting"})
@@ -54,6 +55,7 @@ class TrainerStatus:
     tickets: dict[str, int] = field(default_factory=dict)
     filtered: dict[str, int] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict[str, float])
+    plan: str = ""
     paused: bool = False
     stopping: bool = False
     checkpoint_wanted: bool = False
@@ -112,7 +114,9 @@ class TrainerStatus:
         }
 
     def ask(self, *, pause: bool | None = None, checkpoint: bool = False) -> None:
-        """A wish of an operator, met at the next boundary between steps."""
+        """A wish of an operator, met at the next boundary between steps. Raises Conflict."""
+        if self.phase == "following":
+            raise Conflict("this process of the trainer does what process 0 does", "ask process 0")
         self.paused = self.paused if pause is None else pause
         self.checkpoint_wanted = self.checkpoint_wanted or checkpoint
         self.changed.set()

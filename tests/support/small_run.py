@@ -90,6 +90,7 @@ class Weightless:
         self._checkpoints, self.weight = checkpoints, 0.0
         self._restored: RestoredCheckpoint | None = None
         self.memory: Mapping[str, float] = {}
+        self.plan = ""
         self.restored, self.may_build, self.may_start, self.may_save = (threading.Event() for _ in range(4))
         for may in (self.may_build, self.may_start, self.may_save):
             may.set()

@@ -73,7 +73,9 @@ class Training:
 
     def service(self, name: str) -> int:
         """The process id of a service, of redis, or of the reaper: a child of the supervisor."""
-        wanted = {"redis": "-server", "reaper": r"reaper\.py"}.get(name, rf"(services|simulated)\.{name}\b")
+        wanted = {"redis": "-server", "reaper": r"reaper\.py", "trainer-1": r"\.process_id=1"}.get(
+            name, rf"(services|simulated)\.{name}\b(?!.*process_id)"
+        )
         for pid in self._processes():
             if _parent(pid) == self.process.pid and re.search(wanted, _command(pid)):
                 return pid

@@ -57,6 +57,7 @@ class FakeBackend:
     kept: dict[WeightVersion, list[int]] = field(default_factory=dict)
     states: dict[WeightVersion, TrainerState] = field(default_factory=dict)
     memory: Mapping[str, float] = field(default_factory=dict)
+    plan: str = ""
 
     def head(self) -> WeightVersion | None:
         return self.checkpoint.version if self.checkpoint else None

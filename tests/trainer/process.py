@@ -60,9 +60,12 @@ def config(folder: Path, redis_url: str, port: int, **overrides: Any) -> dict[st
     return tree
 
 
-def in_use() -> dict[str, str]:
-    """The environment of a process that compiles as people's do."""
-    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+def in_use(devices: int | None = None) -> dict[str, str]:
+    """The environment of a process that compiles as people's do, with so many devices, or as many as it gives
+    itself.
+    """
+    flags = f"--xla_force_host_platform_device_count={devices}" if devices else ""
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 
 
 @dataclass
@@ -76,6 +79,7 @@ class TrainerProcess:
     module: str = "services.trainer"
     url: str = ""
     process: subprocess.Popen[bytes] | None = field(default=None)
+    devices: int | None = None
 
     def start(self) -> None:
         path = self.folder / "config.yaml"
@@ -87,7 +91,7 @@ class TrainerProcess:
             cwd=ROOT,
             stdout=log,
             stderr=log,
-            env=in_use(),
+            env=in_use(self.devices),
         )
 
     @contextmanager
@@ -106,6 +110,11 @@ class TrainerProcess:
         assert self.process is not None
         self.process.kill()
         self.process.wait()
+
+    def end(self) -> None:
+        """SIGKILL, if it lives."""
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
 
     def terminate(self, timeout_s: float = 60) -> int:
         assert self.process is not None

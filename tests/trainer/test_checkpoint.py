@@ -57,7 +57,7 @@ def test_what_is_saved_comes_back_bit_by_bit(checkpoints: CheckpointFolders):
     assert restored is not None
     assert restored.state == saved
     assert all(np.array_equal(restored.params[k], v) for k, v in PARAMS.items())
-    assert {k: (v.dtype, v.tolist()) for k, v in restored.optimizer.items()} == {
+    assert {k: (v.dtype, np.asarray(v).tolist()) for k, v in restored.optimizer.items()} == {
         k: (v.dtype, np.asarray(v).tolist()) for k, v in OPTIMIZER.items()
     }
     manifest = weights.read_manifest(folder)

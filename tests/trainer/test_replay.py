@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
@@ -130,7 +131,7 @@ def test_the_first_differing_tensor_is_named_with_its_largest_difference(recorde
     ours = {"params": dict(restored.params), "optimizer": dict(restored.optimizer)}
     assert of_tensors(STEPS, ours, folder) is None
     name = sorted(ours["params"])[1]
-    ours["params"][name] = ours["params"][name].copy()
+    ours["params"][name] = np.array(ours["params"][name])
     ours["params"][name].flat[3] += 0.25
     found = of_tensors(STEPS, ours, folder)
     assert found == Divergence(STEPS, "params", name, pytest.approx(0.25, rel=1e-3))

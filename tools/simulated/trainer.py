@@ -71,6 +71,7 @@ class SimulatedBackend:
         self._restored: RestoredCheckpoint | None = None
         self.params: dict[str, np.ndarray] = {}
         self.memory: Mapping[str, float] = {}
+        self.plan = ""
         self._count = np.zeros((), np.int64)
 
     def restore(self) -> TrainerState | None:

@@ -192,10 +192,11 @@ def _mixture(seen: Sequence[ServiceReport]) -> list[str]:
 
 
 def _memory(seen: Sequence[ServiceReport]) -> list[str]:
-    """What the trainer reckons that training takes on each device."""
+    """What the trainer trains on, and what it reckons that this takes on each device."""
     parts = next((one.said["memory"] for one in seen if one.said.get("memory")), {})
     told = ", ".join(f"{name} {mib:,.0f}" for name, mib in parts.items())
-    return [f"memory of the trainer in MiB: {told}"] if told else []
+    plans = [f"plan: {one.said['plan']}" for one in seen if one.said.get("plan")]
+    return [*plans, *([f"memory of the trainer in MiB: {told}"] if told else [])]
 
 
 def _state(seen: ServiceReport) -> str:

@@ -206,12 +206,15 @@ async def follow(running: stack.LocalStack, folder: RunFolder, display: Progress
     """Shows progress until the orchestrator says that the run is finished. Raises ServiceFailed if it says that it
     failed.
     """
-    news = time.monotonic()
+    news, plan = time.monotonic(), ""
     async with running.client("orchestrator") as orchestrator, running.client("trainer") as trainer:
         while True:
             run = await told_by(orchestrator, f"/runs/{folder.name}")
-            if display.detailed:
-                display.activity(Activity(run, await told_by(trainer, "/status")))
+            if display.detailed or not plan:
+                said = await told_by(trainer, "/status")
+                display.activity(Activity(run, said))
+                if not plan and (plan := str(said.get("plan") or "")):
+                    display.say(f"plan: {plan}")
             state, reason = str(run.get("state", "unknown")), str(run.get("reason") or "")
             for kind, record in tails.new():
                 display.record(kind, record)

@@ -53,8 +53,8 @@ def choose(
 
 
 def name_of(service: str, i: int) -> str:
-    """The name of a process: env, rollout-0, …, orchestrator, trainer."""
-    return f"rollout-{i}" if service == "rollout" else service
+    """The name of a process: env, rollout-0, …, orchestrator, trainer, and trainer-1, … where it has several."""
+    return f"{service}-{i}" if i or service == "rollout" else service
 
 
 def _named(service: str, host: str, port: int) -> socket.socket:

@@ -35,6 +35,7 @@ from shared.config import LoadedConfig
 from shared.errors import ConfigError, QueueUnavailable, VolleyError
 from shared.files.storage import replace
 from shared.process import boot
+from shared.process.ports import free_port
 from shared.queue import client as redis_client
 from shared.queue import server as redis_server
 from shared.run.folder import RunFolder
@@ -139,7 +140,8 @@ class _Builder:
         services = loaded.config.services
         self.external = external.find(services)
         n_rollout = 0 if services.rollout_urls else services.rollout_replicas
-        counts = {"env": int("env" not in self.external), "rollout": n_rollout, "orchestrator": 1, "trainer": 1}
+        n_trainer = services.trainer.num_processes if services.trainer.coordinator_address is None else 1
+        counts = {"env": int("env" not in self.external), "rollout": n_rollout, "orchestrator": 1, "trainer": n_trainer}
         if alone := loaded.config.is_supervised:
             needs_env = loaded.config.needs_environment and not folder.demonstrations.exists()
             counts |= {"env": counts["env"] if needs_env else 0, "rollout": 0, "orchestrator": 0}
@@ -191,6 +193,7 @@ class _Builder:
         command = [str(python_of(self._environment_of(kind))), "-P", "-m", module]
         command += ["--config", str(self._folder.config), "--config", str(self._folder.services)]
         command += [f"services.{kind}.port={self._ports[kind][i]}"]
+        command += [f"services.{kind}.process_id={i}"] if i and kind == "trainer" else []
         reached = self._seams.reach(name, url)
         command += [f"services.{kind}.url={reached}"] if reached != url else []
         variables = variables_of(self._environment_of(kind), cpu=self._cpu) | self._accelerators.get(name, {})
@@ -206,6 +209,9 @@ class _Builder:
             for name, numbers in self._ports.items()
             if numbers
         }
+        if services.trainer.num_processes > 1 and services.trainer.coordinator_address is None:
+            address = {"coordinator_address": f"127.0.0.1:{free_port()}"}
+            update["trainer"] = update["trainer"].model_copy(update=address)
         if "env" in update and (reached := self._seams.reach("env", self.urls["env"])) != self.urls["env"]:
             update["env"] = update["env"].model_copy(update={"url": reached})
         if self.redis is not None:

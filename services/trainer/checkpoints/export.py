@@ -19,7 +19,7 @@ import orjson
 from safetensors.numpy import save_file
 
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
-from services.trainer.checkpoints.store import read_base
+from services.trainer.checkpoints.store import HostArray, read_base
 from shared.errors import ConfigError, VolleyError, WeightsError, problem
 from shared.files.storage import storage
 from shared.models import adapter, hub, origin
@@ -98,10 +98,10 @@ def _verified(checkpoint: Path, *, merge: bool) -> tuple[Manifest, Mapping[str, 
     """
     try:
         manifest, _ = states.verify(checkpoint)
-        params = OrbaxArrays().read(checkpoint / manifest.path)
+        params = _whole(OrbaxArrays().read(checkpoint / manifest.path))
         if (found := manifest.adapter) is None or not merge:
             return manifest, params
-        base = read_base(checkpoint.parent, found, OrbaxArrays())
+        base = _whole(read_base(checkpoint.parent, found, OrbaxArrays()))
         return manifest, adapter.merged_arrays(base, params, found.scale)
     except ValueError as error:
         raise WeightsError(f"the adapters of {checkpoint} do not fit their base: {error}") from error
@@ -109,6 +109,10 @@ def _verified(checkpoint: Path, *, merge: bool) -> tuple[Manifest, Mapping[str, 
         raise WeightsError(
             f"{checkpoint} cannot be read: {error}", "if the run goes on, its trainer may just have removed it"
         ) from error
+
+
+def _whole(arrays: Mapping[str, HostArray]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(value) for name, value in arrays.items()}
 
 
 def _config(described: Mapping[str, Any], model: Path, dtype: str) -> dict[str, Any]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
+import math
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
-from services.trainer.checkpoints.store import Arrays
-from shared.errors import WeightsError
-
-_OS_ERROR = re.compile(r"\[os_error_code='(\d+)'")
+from services.trainer.checkpoints.store import Arrays, HostArray
+from services.trainer.checkpoints.stored_arrays import open_arrays, os_error
 
 
 class OrbaxArrays:
@@ -24,25 +19,42 @@ class OrbaxArrays:
 
     def write(self, folder: Path, arrays: Arrays) -> None:
         """Not compressed: the files are written once, read soon, and removed."""
-        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False, use_compression=False)
         try:
-            with ocp.Checkpointer(handler) as checkpointer:
+            with ocp.Checkpointer(_handler(arrays)) as checkpointer:
                 checkpointer.save(folder, ocp.args.PyTreeSave(_nest(arrays)))
         except ValueError as error:
-            raise _from_tensorstore(error) from error
+            raise os_error(error) or error from error
 
-    def read(self, folder: Path) -> dict[str, np.ndarray]:
-        """All leaves in host memory, whatever sharding and JAX wrote them."""
-        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)
+    def write_shards(self, folder: Path, arrays: Arrays) -> None:
+        """Into an existing folder: one copy of the shards that lie on this process's devices. Every process of the mesh
+        does so, then one of them calls `finish`. Raises OSError.
+        """
         try:
-            with ocp.Checkpointer(handler) as checkpointer:
-                tree = _tree_of(checkpointer.metadata(folder))
-                as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-                return _flatten(checkpointer.restore(folder, ocp.args.PyTreeRestore(restore_args=as_numpy)))
-        except (ValueError, KeyError, TypeError) as error:
-            if isinstance(cause := _from_tensorstore(error), OSError):
-                raise cause from error
-            raise WeightsError(f"{folder} cannot be restored: {str(error).splitlines()[0]}") from error
+            _handler(arrays).save(epath.Path(folder), args=ocp.args.PyTreeSave(_nest(arrays)))
+        except ValueError as error:
+            raise os_error(error) or error from error
+
+    def finish(self, folder: Path) -> None:
+        """Makes one checkpoint of what all processes wrote. Raises OSError."""
+        try:
+            _handler({}).finalize(epath.Path(folder))
+        except ValueError as error:
+            raise os_error(error) or error from error
+
+    def read(self, folder: Path) -> dict[str, HostArray]:
+        """Each array is read when it is used. Raises WeightsError, and Unavailable if it cannot be read now."""
+        return dict(open_arrays(folder))
+
+
+def _handler(arrays: Arrays) -> ocp.PyTreeCheckpointHandler:
+    """With at most a gigabyte of the arrays, or the largest of them, in host memory at once."""
+    largest = max((math.prod(value.shape) * value.dtype.itemsize for value in arrays.values()), default=0)
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=True,
+        use_zarr3=False,
+        use_compression=False,
+        save_device_host_concurrent_gb=1 + largest // 10**9,
+    )
 
 
 def _without_late_answers() -> None:
@@ -66,19 +78,6 @@ def _without_late_answers() -> None:
 _without_late_answers()
 
 
-def _from_tensorstore(error: Exception) -> Exception:
-    """It tells what the system said only in its text: `RESOURCE_EXHAUSTED: … No space left on device
-    [os_error_code='28']`.
-    """
-    code = _OS_ERROR.search(str(error))
-    return OSError(int(code[1]), os.strerror(int(code[1]))) if code else error
-
-
-def _tree_of(metadata: Any) -> Any:
-    item = getattr(metadata, "item_metadata", metadata)
-    return getattr(item, "tree", item)
-
-
 def _nest(arrays: Arrays) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for name, value in arrays.items():
@@ -88,11 +87,3 @@ def _nest(arrays: Arrays) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[leaf] = value
     return tree
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
-    flat: dict[str, np.ndarray] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        flat |= _flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: np.asarray(value)}
-    return flat

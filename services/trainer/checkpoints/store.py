@@ -56,6 +56,8 @@ class Array(Protocol):
 
 
 type Arrays = Mapping[str, Array]
+type HostArray = Any
+"""Of numpy, or an array with `shape` and `dtype` that lies in a file: `[index]` reads that part, numpy.asarray all."""
 
 
 class ArrayFiles(Protocol):
@@ -63,8 +65,8 @@ class ArrayFiles(Protocol):
 
     def write(self, folder: Path, arrays: Arrays) -> None: ...
 
-    def read(self, folder: Path) -> dict[str, np.ndarray]:
-        """Raises WeightsError if the folder does not hold arrays, and OSError."""
+    def read(self, folder: Path) -> dict[str, HostArray]:
+        """Raises WeightsError if the folder does not hold arrays, Unavailable, and OSError."""
         ...
 
 
@@ -84,12 +86,12 @@ class CheckpointContents:
 
 @dataclass(frozen=True, slots=True)
 class RestoredCheckpoint:
-    """A checkpoint in host memory; `params` are float32, with an `adapter` those of adapters."""
+    """A checkpoint; `params` are float32, with an `adapter` those of adapters."""
 
     folder: Path
     state: TrainerState
-    params: Mapping[str, np.ndarray]
-    optimizer: Mapping[str, np.ndarray]
+    params: Mapping[str, HostArray]
+    optimizer: Mapping[str, HostArray]
     adapter: Adapter | None = None
 
 
@@ -174,11 +176,9 @@ class CheckpointFolders:
         called `fence`, or its own has not; then nothing of it is there.
         """
         with self._draft(state.version) as draft:
-            training = {f"optimizer.{k}": v for k, v in contents.optimizer.items()}
-            training |= {f"{_MASTER}.{k}": v for k, v in (contents.master or {}).items()}
             with storage.held(draft):
                 self._arrays.write(draft / PARAMS, contents.params)
-                self._arrays.write(draft / OPTIMIZER, training)
+                self._arrays.write(draft / OPTIMIZER, training_arrays(contents))
             manifest = Manifest(
                 run=self._run,
                 version=str(state.version),
@@ -225,11 +225,11 @@ class CheckpointFolders:
         """A checkpoint with optimizer and all. Raises WeightsError, and Unavailable if it cannot be read now."""
         return restore(self.root / str(version), self._arrays)
 
-    def params_of(self, version: str) -> Mapping[str, np.ndarray]:
+    def params_of(self, version: str) -> Mapping[str, HostArray]:
         """The float32 parameters of a version, exact where the published ones are rounded. Raises WeightsError."""
         return restore(self.root / version, self._arrays).params
 
-    def base_of(self, restored: RestoredCheckpoint) -> dict[str, np.ndarray]:
+    def base_of(self, restored: RestoredCheckpoint) -> dict[str, HostArray]:
         """What the adapters of a checkpoint of any run are of; empty if it has none. Raises as `read_base`."""
         return read_base(restored.folder.parent, restored.adapter, self._arrays) if restored.adapter else {}
 
@@ -329,21 +329,34 @@ def restore(folder: Path, arrays: ArrayFiles) -> RestoredCheckpoint:
     manifest, state = states.verify(folder)
     if not manifest.version == str(state.version) == folder.name:
         raise WeightsError(f"{folder} holds the manifest of {manifest.version} and the state of {state.version}")
+    found = opened(folder, arrays)
+    for name, value in (*found.params.items(), *found.optimizer.items()):
+        if not np.isfinite(value).all():
+            raise WeightsError(
+                f"{folder.name}: {name} is not finite",
+                "a step that gave such numbers was saved; older ones may be whole",
+            )
+    return found
+
+
+def opened(folder: Path, arrays: ArrayFiles) -> RestoredCheckpoint:
+    """A checkpoint that was verified. Raises WeightsError, and Unavailable if it cannot be read now."""
+    manifest, (state, _) = weights.read_manifest(folder), states.read(folder)
     try:
         training = arrays.read(folder / OPTIMIZER)
         params = _below(training, _MASTER) or arrays.read(folder / PARAMS)
-        for name, value in (training | params).items():
-            if not np.isfinite(value).all():
-                raise WeightsError(
-                    f"{folder.name}: {name} is not finite",
-                    "a step that gave such numbers was saved; older ones may be whole",
-                )
-        return RestoredCheckpoint(folder, state, params, _below(training, "optimizer"), manifest.adapter)
     except OSError as error:
         raise weights.unreadable(str(folder), error) from error
+    return RestoredCheckpoint(folder, state, params, _below(training, "optimizer"), manifest.adapter)
 
 
-def read_base(root: Path, adapter: Adapter, arrays: ArrayFiles) -> dict[str, np.ndarray]:
+def training_arrays(contents: CheckpointContents) -> dict[str, Array]:
+    """What only a resume needs, as it is stored."""
+    training = {f"optimizer.{k}": v for k, v in contents.optimizer.items()}
+    return training | {f"{_MASTER}.{k}": v for k, v in (contents.master or {}).items()}
+
+
+def read_base(root: Path, adapter: Adapter, arrays: ArrayFiles) -> dict[str, HostArray]:
     """What adapters below `root` are of, in the dtype it is published in. Raises WeightsError, and Unavailable if it
     cannot be read now.
     """
@@ -377,7 +390,7 @@ def _epoch_of(drafts: str) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def _below(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+def _below(arrays: Mapping[str, HostArray], prefix: str) -> dict[str, HostArray]:
     return {name.removeprefix(f"{prefix}."): value for name, value in arrays.items() if name.startswith(f"{prefix}.")}
 
 

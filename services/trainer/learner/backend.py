@@ -6,21 +6,23 @@ for each logged step and `save`; then `step` and `save` in turn.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from services.trainer.checkpoints.store import Arrays, CheckpointContents, CheckpointFolders, RestoredCheckpoint
+from services.trainer.checkpoints.store import Arrays, CheckpointContents, HostArray, RestoredCheckpoint
 from services.trainer.conversations.dataset import Example
 from services.trainer.learner import memory
 from services.trainer.learner.batch import BatchLayout
 from services.trainer.learner.metrics import StepMetrics
+from services.trainer.learner.plan import plan
 from services.trainer.learner.policy import Policy, PolicyOptions
 from services.trainer.learner.published import on_host
 from services.trainer.learner.scoring import params_of
@@ -29,20 +31,58 @@ from services.trainer.models.family import Model, build, make_mesh
 from services.trainer.models.initial_weights import Leaves, leaves_of
 from services.trainer.models.lora import initial_adapter
 from services.trainer.models.options import ModelOptions
-from services.trainer.publishing.publications import Publications, PublishedVersion
+from services.trainer.publishing.publications import Arrays as Takes
+from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.supervised import training
 from services.trainer.supervised.training import SupervisedMetrics, SupervisedOptions
 from shared.errors import ConfigError, WeightsError
 from shared.models import adapter
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
+from shared.models.origin import Origin
 from shared.process import telemetry
 from shared.run.state import TrainerState
-from shared.run.weights import Adapter
+from shared.run.weights import Adapter, BaseWeights, ManifestLeaf, Probe
 from shared.types import WeightVersion
-from shared.weights.manifest import PublishedAdapter
+from shared.weights.manifest import PublishedAdapter, WeightTree
 
 _log = telemetry.Log("backend")
+
+
+class ModelCheckpoints(Protocol):
+    """The part of `CheckpointFolders` that the model is restored from and saved to."""
+
+    def newest(self) -> RestoredCheckpoint | None: ...
+
+    def save(self, state: TrainerState, contents: CheckpointContents, base: WeightVersion | None) -> Path: ...
+
+    def save_base(self, version: WeightVersion, params: Arrays) -> BaseWeights: ...
+
+    def relabel(self, restored: RestoredCheckpoint, state: TrainerState) -> Path: ...
+
+    def restored(self, version: WeightVersion) -> RestoredCheckpoint: ...
+
+    def params_of(self, version: str) -> Mapping[str, HostArray]: ...
+
+    def base_of(self, restored: RestoredCheckpoint) -> Mapping[str, HostArray]: ...
+
+    def foreign(self, origin: Origin) -> RestoredCheckpoint: ...
+
+
+class ModelPublications(Protocol):
+    """The part of `Publications` that versions of the model go to."""
+
+    def publish(
+        self,
+        version: WeightVersion,
+        leaves: Sequence[ManifestLeaf],
+        arrays: Takes,
+        model: Mapping[str, Any],
+        probe: Probe | None,
+        adapter: PublishedAdapter | None = None,
+    ) -> PublishedVersion: ...
+
+    def base(self, epoch: int, leaves: Sequence[ManifestLeaf], arrays: Takes) -> WeightTree: ...
 
 
 class TunixBackend:
@@ -52,7 +92,7 @@ class TunixBackend:
         warm_start: the layout of a new run's warm start, if it has one.
         publications: where versions are published; without it none are.
 
-    `memory` is what `build` reckons that training takes, in MiB.
+    `memory` is what `build` reckons that training takes, in MiB, `plan` on what and with how many sequences at once.
     """
 
     def __init__(
@@ -60,18 +100,24 @@ class TunixBackend:
         model: ModelOptions,
         described: ModelConfig,
         policy: PolicyOptions,
-        checkpoints: CheckpointFolders,
+        checkpoints: ModelCheckpoints,
         warm_start: BatchLayout | None = None,
-        publications: Publications | None = None,
+        publications: ModelPublications | None = None,
     ) -> None:
         self._publications = publications
         self._options, self._described, self._policy_options, self._checkpoints = model, described, policy, checkpoints
         self._warm_start_layout = warm_start
         self.memory: Mapping[str, float] = {}
+        self.plan = ""
         self._restored: RestoredCheckpoint | None = None
         self._model: Model | None = None
         self._policy: Policy | None = None
         self._adapter: Adapter | None = None
+
+    @property
+    def n_devices(self) -> int:
+        """Of the mesh."""
+        return math.prod(self._options.mesh_shape)
 
     def restore(self) -> TrainerState | None:
         """Reads the newest checkpoint; None if the run is new. Raises WeightsError."""
@@ -104,8 +150,10 @@ class TunixBackend:
         parts = self._described, self._options, self._policy_options
         warm_start = self._warm_start_layout if self._restored is None else None
         found = memory.estimate(*parts, warm_start)
-        limit, on = memory.available(jax.devices()[0])
-        _log.info("memory", mib=found.told(), limit_mib=limit >> 20, on=on)
+        limit, on = memory.available(jax.local_devices()[0])
+        policy = self._policy_options
+        self.plan = plan(self._options, policy.layout, policy.rows_per_step, found)
+        _log.info("memory", mib=found.told(), limit_mib=limit >> 20, on=on, plan=self.plan)
         memory.check(found, limit, on, lambda: memory.knobs(*parts, warm_start, found))
         return found.told()
 
@@ -202,7 +250,7 @@ def _copies(arrays: Arrays) -> dict[str, Any]:
 
 
 def built(
-    options: ModelOptions, described: ModelConfig, checkpoints: CheckpointFolders, restored: RestoredCheckpoint | None
+    options: ModelOptions, described: ModelConfig, checkpoints: ModelCheckpoints, restored: RestoredCheckpoint | None
 ) -> Model:
     """The model with the weights of a checkpoint of its run, of the version of another run that it begins with, or of
     its folder. Raises ConfigError, WeightsError.
@@ -241,7 +289,7 @@ def with_adapters(model: Model, described: ModelConfig, options: ModelOptions) -
     return assembled(described, options, initial_adapter(lambda name, _: present[name], options.seed))
 
 
-def merged(restored: RestoredCheckpoint, base: Mapping[str, np.ndarray]) -> RestoredCheckpoint:
+def merged(restored: RestoredCheckpoint, base: Mapping[str, HostArray]) -> RestoredCheckpoint:
     """The checkpoint as one of full weights. Raises WeightsError if its adapters do not fit the base."""
     if restored.adapter is None:
         return restored
@@ -252,13 +300,13 @@ def merged(restored: RestoredCheckpoint, base: Mapping[str, np.ndarray]) -> Rest
     return replace(restored, params=params, adapter=None)
 
 
-def restored_leaves(restored: RestoredCheckpoint, base: Mapping[str, np.ndarray] | None = None) -> Leaves:
+def restored_leaves(restored: RestoredCheckpoint, base: Mapping[str, HostArray] | None = None) -> Leaves:
     """The checkpoint's parameters for `build`, and those of the base that its adapters are of; asking for one it lacks
     raises WeightsError.
     """
-    params: Mapping[str, np.ndarray] = {**(base or {}), **restored.params}
+    params: Mapping[str, HostArray] = {**(base or {}), **restored.params}
 
-    def leaf(name: str, size: tuple[int, ...]) -> np.ndarray:
+    def leaf(name: str, size: tuple[int, ...]) -> HostArray:
         found = params.get(name)
         if found is None or found.shape != size:
             raise WeightsError(

@@ -22,6 +22,7 @@ from services.trainer.learner.train_step import Learner, Params, Update, snapsho
 from services.trainer.models.attention import Packing
 from services.trainer.models.decoder import hidden_states
 from services.trainer.models.family import Model
+from services.trainer.models.sharding import place, replicated
 from shared.errors import WeightsError
 
 _HEAD, _VALUE = "lm_head.", "value_head"
@@ -48,10 +49,10 @@ class Critic:
     def __init__(self, model: Model, setup: CriticSetup) -> None:
         of_model = params_of(model)
         backbone, frozen = divided({name: value for name, value in of_model.items() if not name.startswith(_HEAD)})
-        unused = {name: jnp.zeros(()) for name in of_model if name.startswith(_HEAD)}
+        unused = {name: np.zeros((), np.float32) for name in of_model if name.startswith(_HEAD)}
         bound, mesh = bound_to(model), model.embedder.input_embedding.get_value().sharding.mesh
-        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        head = jax.device_put(np.zeros(model.described.hidden_size, np.float32), everywhere)
+        everywhere = replicated(mesh)
+        head = place(np.zeros(model.described.hidden_size, np.float32), everywhere)
 
         def values(params: Params, ids: jax.Array, packing: Packing | None) -> jax.Array:
             hidden = hidden_states(bound({**params, **unused}), ids, packing)
@@ -60,7 +61,7 @@ class Critic:
         def objective(params: Params, batch: Batch) -> tuple[jax.Array, Statistics]:
             return setup.algorithm.value_loss(values(params, batch.ids, batch.packing), batch)
 
-        self._values = jax.jit(values)
+        self._values = jax.jit(values, out_shardings=everywhere)
         trained = {**snapshot(backbone), _VALUE: head}
         self._learner = Learner(trained, make_optimizer(setup.optimizer), objective, frozen)
 

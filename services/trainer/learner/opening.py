@@ -35,10 +35,11 @@ class BackendInputs:
 @dataclass(frozen=True, slots=True)
 class OpenedBackend:
     """`backend` trains on groups whose ids obey `tokens`, and keeps its `checkpoints`; `warm_start` readies a new model
-    before step 0.
+    before step 0; `close` lets go of the trainer's other processes.
     """
 
     backend: Backend
     checkpoints: CheckpointFolders
     tokens: TokenLimits
     warm_start: Callable[[EnvClient, TrainerStatus, Executor], Awaitable[None]]
+    close: Callable[[], None] = lambda: None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from services.trainer.algorithms.terms.algorithm import Algorithm, Episode
-from services.trainer.checkpoints.store import CheckpointContents
+from services.trainer.checkpoints.store import CheckpointContents, HostArray
 from services.trainer.learner import metrics
 from services.trainer.learner.batch import (
     Aggregation,
@@ -78,7 +78,7 @@ class Policy:
         model: Model,
         options: PolicyOptions,
         config: Mapping[str, Any],
-        reference: Mapping[str, np.ndarray] | None,
+        reference: Mapping[str, HostArray] | None,
     ) -> None:
         self._options = options
         self._n_micro = options.layout.n_micro(options.rows_per_step)
@@ -99,7 +99,7 @@ class Policy:
         if needs.reference:
             self._reference = self._frozen_policy(reference)
 
-    def _frozen_policy(self, reference: Mapping[str, np.ndarray] | None) -> Params:
+    def _frozen_policy(self, reference: Mapping[str, HostArray] | None) -> Params:
         """With adapters it is their base, which is shared."""
         present = self._learner.params
         if self._learner.frozen:
@@ -170,13 +170,13 @@ class Policy:
         """The parameters that the adapters are of, in the dtype they are published in; none without adapters."""
         return self._learner.frozen
 
-    def load_optimizer(self, state: Mapping[str, np.ndarray]) -> None:
+    def load_optimizer(self, state: Mapping[str, HostArray]) -> None:
         """Continues with the optimizer state of a checkpoint, and with its critic."""
         self._learner.load_optimizer_state(state)
         if self._critic is not None:
             self._critic.load(state)
 
-    def load(self, params: Mapping[str, np.ndarray], optimizer: Mapping[str, np.ndarray]) -> None:
+    def load(self, params: Mapping[str, HostArray], optimizer: Mapping[str, HostArray]) -> None:
         """Goes back to the float32 parameters under training and the optimizer's state of a checkpoint; the reference
         stays.
         """

@@ -17,6 +17,7 @@ import numpy as np
 from services.trainer.checkpoints.store import CheckpointContents
 from services.trainer.learner.scoring import Scorer
 from services.trainer.learner.train_step import Learner, Params
+from services.trainer.models.sharding import to_host
 from services.trainer.publishing.publications import Arrays
 from shared.errors import NonFinite
 from shared.run.weights import ManifestLeaf, Probe
@@ -76,7 +77,7 @@ def on_host(params: Params, dtype: str | None = None) -> tuple[list[ManifestLeaf
 
 
 def _taken(value: jax.Array, dtype: str) -> np.ndarray:
-    return np.asarray(value.astype(dtype))
+    return to_host(value.astype(dtype))
 
 
 def named(what: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from services.trainer.learner.train_step import ROW_AXES, Objective, Params
 from services.trainer.models.attention import Packing
 from services.trainer.models.decoder import hidden_states
 from services.trainer.models.family import Model, float32_graph, head, leaf_name
+from services.trainer.models.sharding import placed_tree, replicated
 from shared.models import adapter
 
 type Loss = Callable[[TokenScores, Batch], tuple[jax.Array, Statistics]]
@@ -69,12 +70,14 @@ class Scorer:
     def __init__(self, model: Model, temperature: float) -> None:
         self._mesh = model.embedder.input_embedding.get_value().sharding.mesh
         self._rows = jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec(*ROW_AXES))
-        self._score, self._score_plain = (jax.jit(_scorer(bound_to(model), t)) for t in (temperature, 1.0))
-        self._score_exactly = jax.jit(_exact_scorer(model))
+        self._score, self._score_plain, self._score_exactly = (
+            jax.jit(score, out_shardings=replicated(self._mesh))
+            for score in (*(_scorer(bound_to(model), t) for t in (temperature, 1.0)), _exact_scorer(model))
+        )
 
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
         """float32 [B, T]: log-probabilities of `batch.targets`."""
-        ids, targets, packing = jax.device_put((batch.ids, batch.targets, batch.packing), self._rows)
+        ids, targets, packing = placed_tree((batch.ids, batch.targets, batch.packing), self._rows)
         with self._mesh:
             return np.asarray(self._score(params, ids, targets, packing))
 

@@ -21,6 +21,7 @@ import optax
 from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.learner.batch import Batch
+from services.trainer.models.sharding import place, placed_tree, replicated
 from shared.errors import WeightsError
 
 type Params = dict[str, jax.Array]
@@ -68,11 +69,12 @@ class Learner:
         with self.mesh:
             self._state = jax.tree.map(self._on_mesh, optimizer.init(params))
         like = jax.tree.map(lambda x: x.sharding, params)
-        self._gradient = jax.jit(gradient(objective), out_shardings=(None, like))
+        everywhere = replicated(self.mesh)
+        self._gradient = jax.jit(gradient(objective), out_shardings=(everywhere, like))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
         kept = like, jax.tree.map(lambda x: x.sharding, self._state)
         self._apply = jax.jit(applied(optimizer), donate_argnums=(0, 1), out_shardings=kept)
-        self._are_finite = jax.jit(_are_finite, static_argnames="published")
+        self._are_finite = jax.jit(_are_finite, static_argnames="published", out_shardings=everywhere)
 
     @property
     def params(self) -> Params:
@@ -114,12 +116,11 @@ class Learner:
 
     def placed(self, batch: Batch) -> Batch:
         """The batch on the devices, its rows divided over them."""
-        return jax.device_put(batch, self._rows)
+        return placed_tree(batch, self._rows)
 
     def _on_mesh(self, x: jax.Array) -> jax.Array:
         """A scalar that lies on one device alone, on all of them."""
-        everywhere = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-        return x if x.ndim else jax.device_put(x, everywhere)
+        return x if x.ndim else place(np.asarray(x), replicated(self.mesh))
 
     def optimizer_state(self) -> dict[str, jax.Array]:
         """All state of the optimizer, step counts included, by name."""
@@ -166,12 +167,7 @@ def snapshot(params: Params) -> Params:
 
 def placed_as(like: Mapping[str, jax.Array], values: Mapping[str, Any]) -> Params:
     """The values by the names of `like`, each with the dtype, and where the old one lies."""
-    return {
-        name: jax.device_put(
-            np.asarray(values[name], old.dtype) if isinstance(values[name], np.ndarray) else values[name], old.sharding
-        )
-        for name, old in like.items()
-    }
+    return {name: place(values[name], old.sharding, old.dtype) for name, old in like.items()}
 
 
 def applied(optimizer: optax.GradientTransformation) -> Callable[[Params, Any, Params], tuple[Params, Any]]:

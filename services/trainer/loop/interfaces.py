@@ -54,11 +54,16 @@ class TrainQueue(Protocol):
 
 
 class Backend(Protocol):
-    """The part of `Backend` that the loop drives; every method blocks. `memory` is what training takes, in MiB, known
-    once the model is built. A model that was restored takes steps from then on, a new one when it has started.
+    """The part of `Backend` that the loop drives; every method blocks. `memory` is what training takes, in MiB, and
+    `plan` on what; both are known once the model is built. A model that was restored takes steps from then on, a new
+    one when it has started.
     """
 
-    memory: Mapping[str, float]
+    @property
+    def memory(self) -> Mapping[str, float]: ...
+
+    @property
+    def plan(self) -> str: ...
 
     def restore(self) -> TrainerState | None: ...
 

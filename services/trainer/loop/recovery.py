@@ -138,7 +138,7 @@ class Recovery:
 
     async def _build(self) -> None:
         await self._waiter.blocking(self._parts.backend.build)
-        self._status.memory = self._parts.backend.memory
+        self._status.memory, self._status.plan = self._parts.backend.memory, self._parts.backend.plan
 
     def _head(self, checkpoint: TrainerState) -> TrainerState:
         record = self._newest_record()

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from time import time
+from typing import Protocol
 
 from services.trainer.conversations.data import DataSettings, load
+from services.trainer.conversations.dataset import Example
 from services.trainer.conversations.demonstrations import Demonstrator
-from services.trainer.learner.backend import TunixBackend
 from services.trainer.loop.interfaces import Waiter
 from services.trainer.settlement.ledger import StepLog
 from services.trainer.status import TrainerStatus
+from services.trainer.supervised.metrics import SupervisedMetrics
 from services.trainer.supervised.training import SupervisedOptions
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
 
 _log = telemetry.Log("warm start")
+
+
+class WarmStarting(Protocol):
+    """The part of a backend that it needs."""
+
+    def warm_start(self, examples: Sequence[Example], options: SupervisedOptions) -> Iterator[SupervisedMetrics]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +39,7 @@ class WarmStart:
     tokenizer: ChatTokenizer
     log: StepLog
 
-    async def __call__(self, backend: TunixBackend, status: TrainerStatus, executor: Executor) -> None:
+    async def __call__(self, backend: WarmStarting, status: TrainerStatus, executor: Executor) -> None:
         """Ends early when the status asks to stop. Raises ConfigError, NotFound."""
         if self.options is None:
             return

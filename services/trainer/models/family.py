@@ -19,6 +19,7 @@ from flax import nnx
 
 from services.trainer.models.initial_weights import Leaves
 from services.trainer.models.lora import LoraOptions, adapt
+from services.trainer.models.sharding import place
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 
@@ -122,10 +123,7 @@ def fill(state: Any, leaves: Leaves, mesh: jax.sharding.Mesh) -> Any:
         name = leaf_name(path)
         target = variable.get_value()
         sharding = _sharding(name, target.shape, variable, mesh)
-        value = leaves(name, target.shape)
-        value = value if isinstance(value, jax.Array) else np.asarray(value)
-        value = value.astype(target.dtype, copy=False)
-        filled.append((path, variable.replace(jax.device_put(value, sharding))))
+        filled.append((path, variable.replace(place(leaves(name, target.shape), sharding, target.dtype))))
     return nnx.from_flat_state(filled)
 
 

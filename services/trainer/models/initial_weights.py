@@ -1,6 +1,7 @@
 """Where initial weights come from: safetensors files, or a seeded generator when the folder has none. No JAX here.
 
-Invariant: one leaf at a time is in host memory, so a model larger than half the host's memory still loads.
+Invariant: one leaf at a time is in host memory, and of files only the part of it that is asked for, so a model larger
+than half the host's memory still loads.
 """
 
 from __future__ import annotations
@@ -8,19 +9,24 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from services.trainer.checkpoints.store import HostArray
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.models.names import from_hf, hf_name
 
-type Leaves = Callable[[str, tuple[int, ...]], np.ndarray]
+type Leaves = Callable[[str, tuple[int, ...]], HostArray]
 
+_LENGTH = 8
+_DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _RESIDUAL = (".attn.o_proj.w", ".mlp.down_proj.kernel")
 
 
@@ -55,7 +61,7 @@ def safetensors_leaves(folder: Path, files: list[Path]) -> Leaves:
     """Leaves read from one or several safetensors files. Raises ConfigError naming a missing or misshapen tensor."""
     where = _index(folder, files)
 
-    def leaf(name: str, size: tuple[int, ...]) -> np.ndarray:
+    def leaf(name: str, size: tuple[int, ...]) -> HostArray:
         source = where.get(hf_name(name))
         if source is None:
             raise ConfigError(
@@ -63,15 +69,44 @@ def safetensors_leaves(folder: Path, files: list[Path]) -> Leaves:
                 "is it complete, and of the family that config.json names?",
             )
         try:
-            return from_hf(name, _read(source, hf_name(name)), size)
-        except ValueError as error:
-            raise ConfigError(f"model file {source}: {error}") from error
+            return FileTensor(from_hf(name, source.mapped(), size))
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"model file {source.file}: {error}") from error
 
     return leaf
 
 
-def _index(folder: Path, files: list[Path]) -> dict[str, Path]:
-    """Tensor name -> file. An index file that names an absent shard is an incomplete download."""
+class FileTensor:
+    """A tensor of a file, as a leaf: `[index]` reads that part, numpy.asarray all."""
+
+    def __init__(self, mapped: np.ndarray) -> None:
+        self._mapped, self.shape, self.dtype = mapped, mapped.shape, mapped.dtype
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return np.array(self._mapped[index])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._mapped, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor lies: `offset` in bytes."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def mapped(self) -> np.ndarray:
+        """Raises ValueError for numbers of another kind, OSError."""
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"numbers of type {self.dtype}, none of {', '.join(_DTYPES)}")
+        return np.memmap(self.file, _DTYPES[self.dtype], "r", self.offset, self.shape)
+
+
+def _index(folder: Path, files: list[Path]) -> dict[str, _Place]:
+    """Tensor name -> where it lies. An index file that names an absent shard is an incomplete download."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
@@ -83,16 +118,22 @@ def _index(folder: Path, files: list[Path]) -> dict[str, Path]:
         absent = sorted(path.name for path in named if not path.exists())
         if absent:
             raise ConfigError(f"model folder {folder} lacks {', '.join(absent)}", "the download is incomplete")
-    where: dict[str, Path] = {}
+    where: dict[str, _Place] = {}
     for file in files:
         try:
-            with safe_open(file, framework="np") as tensors:
-                where.update(dict.fromkeys(tensors.keys(), file))
+            with safe_open(file, framework="np") as tensors:  # which looks at offsets and sizes
+                names = set(tensors.keys())
+            where |= {name: place for name, place in _places(file) if name in names}
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"model file {file} cannot be read: {error}") from error
     return where
 
 
-def _read(file: Path, name: str) -> np.ndarray:
-    with safe_open(file, framework="np") as tensors:
-        return tensors.get_tensor(name)
+def _places(file: Path) -> Iterator[tuple[str, _Place]]:
+    """As its header says: eight bytes of length, then JSON."""
+    with file.open("rb") as data:
+        n = int.from_bytes(data.read(_LENGTH), "little")
+        header = json.loads(data.read(n))
+    for name, said in header.items():
+        if name != "__metadata__":
+            yield name, _Place(file, said["dtype"], tuple(said["shape"]), _LENGTH + n + said["data_offsets"][0])

@@ -15,6 +15,7 @@ import numpy as np
 
 from services.trainer.algorithms.dpo import PairTerms, pair_terms, weighted_likelihood
 from services.trainer.algorithms.supervised import supervised_loss
+from services.trainer.checkpoints.store import HostArray
 from services.trainer.conversations.dataset import Example
 from services.trainer.learner.batch import (
     Batch,
@@ -110,7 +111,7 @@ class Preferences:
     """
 
     def __init__(
-        self, model: Model, options: UpdateOptions, beta: float, reference: Mapping[str, np.ndarray] | None
+        self, model: Model, options: UpdateOptions, beta: float, reference: Mapping[str, HostArray] | None
     ) -> None:
         self._updates, self._beta = _Updates(model, weighted_likelihood, options), beta
         self.learner, self.scorer = self._updates.learner, self._updates.scorer

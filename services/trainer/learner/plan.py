@@ -1,0 +1,35 @@
+"""What is about to be trained on what, in one line: mesh, memory, and how many sequences are where."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+
+from services.trainer.learner.batch import BatchLayout
+from services.trainer.learner.memory import MemoryEstimate
+from services.trainer.models.options import ModelOptions
+
+_MIB = 2**20
+
+
+def plan(model: ModelOptions, layout: BatchLayout, rows_per_step: int, memory: MemoryEstimate) -> str:
+    """Args: rows_per_step: sequences. Every process of the trainer holds the same share of a micro-batch."""
+    sizes = dict(zip(model.mesh_axes, model.mesh_shape, strict=True))
+    n, processes = math.prod(model.mesh_shape), jax.process_count()
+    mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    of = f" of {processes} processes" if processes > 1 else ""
+    rows = f"{rows_per_step} sequences a step, {layout.rows} a micro-batch"
+    if layout.tokens is not None:
+        rows = f"{rows_per_step} sequences a step, micro-batches of {layout.tokens:,} tokens"
+    if processes > 1:
+        share = min(sizes.get("fsdp", 1), processes)
+        each = layout.rows // share if layout.tokens is None else f"{layout.tokens // share:,} tokens"
+        rows += f", {each} on each process"
+    return (
+        f"mesh {mesh}: {n} {jax.devices()[0].platform} device{'s' * (n > 1)}{of}; {_size(memory.peak)} on each; {rows}"
+    )
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / _MIB:,.0f} MiB"

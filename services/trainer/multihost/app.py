@@ -1,0 +1,124 @@
+"""Wires a process that computes with process 0 of its trainer: no queue, no clients, a backend that does what it is
+told. It serves /health, /ready and /metrics like the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any, NoReturn
+
+from services.trainer.multihost.options import GroupOptions
+from services.trainer.multihost.processes import SAVES, Calls, Follower, end_process, follow, stream
+from services.trainer.routes import ROLES, router
+from services.trainer.status import TrainerStatus
+from shared.errors import ProcessLost, VolleyError
+from shared.process import telemetry
+from shared.process.boot import CRASHED, RunningService
+from shared.process.imports import uncollected
+from shared.schema import RunConfig
+from shared.web.access import read_tokens
+from shared.web.http import create_app
+
+_log = telemetry.Log("processes")
+
+
+@asynccontextmanager
+async def open_follower(config: RunConfig, options: GroupOptions) -> AsyncIterator[RunningService]:
+    """Raises ConfigError."""
+    services = config.services
+    tokens, status = read_tokens(services.token_files), TrainerStatus(config.run.name, config.trainer.max_steps)
+    app = create_app("trainer", limits=services.limits, tokens=tokens, ready=status.not_ready, roles=ROLES)
+    app.state.status = status
+    app.include_router(router)
+    compute = partial(_compute, config, options)
+    yield RunningService(app, [FollowerWorker(compute, options, status, services.limits.grace_s).run])
+
+
+class FollowerWorker:
+    """Computes in a thread of its own, until process 0 is gone, which ends this process too.
+
+    Args:
+        compute: what that thread does; it is given a function to be called when the model is there.
+        grace_s: how long after a stop process 0 may still need us, for a last checkpoint.
+    """
+
+    def __init__(
+        self,
+        compute: Callable[[Follower, Callable[[], None]], None],
+        options: GroupOptions,
+        status: TrainerStatus,
+        grace_s: float,
+    ) -> None:
+        self._compute, self._status, self._grace_s = compute, status, grace_s
+        self._follower = Follower(options, self._leader_lost)
+
+    async def run(self) -> None:
+        """Works until it is cancelled. Raises VolleyError."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def ready() -> None:
+            loop.call_soon_threadsafe(setattr, self._status, "phase", "following")
+
+        def work() -> None:
+            try:
+                self._compute(self._follower, ready)
+            except VolleyError as error:
+                loop.call_soon_threadsafe(ended.set_exception, error)
+            except Exception:  # noqa: BLE001 - the boundary
+                _end_after_crash()
+
+        threading.Thread(target=work, name="train", daemon=True).start()
+        try:
+            await asyncio.shield(ended)
+        except asyncio.CancelledError:
+            self._status.stop()
+            await asyncio.wait({ended}, timeout=self._grace_s)
+            raise
+        finally:
+            self._follower.close()
+
+    def _leader_lost(self, error: VolleyError) -> None:
+        if self._status.stopping:
+            os._exit(0)
+        end_process(error)
+
+
+def _save(follower: Follower, calls: Calls) -> None:
+    """Beside the steps."""
+    try:
+        with stream(SAVES), suppress(ProcessLost):
+            follow(follower, calls)
+    except Exception:  # noqa: BLE001 - the boundary, as above
+        _end_after_crash()
+
+
+def _end_after_crash() -> NoReturn:
+    """Nobody waits for a process that has lost its place."""
+    _log.exception(CRASHED)
+    os._exit(1)
+
+
+def _compute(config: RunConfig, options: GroupOptions, follower: Follower, ready: Callable[[], None]) -> None:
+    with uncollected():
+        from services.trainer.learner.tunix import open_following  # JAX and Tunix
+        from services.trainer.multihost.distributed import join_devices, leave_devices
+    coordinator = follower.join()
+    opened = open_following(config, follower)
+    join_devices(coordinator, options.n, options.process_id, config.trainer.mesh.n_devices)
+    calls = opened.table()
+    build = calls["build"]
+
+    def built(given: Mapping[str, Any]) -> None:
+        build(given)
+        ready()
+
+    threading.Thread(target=_save, args=(follower, opened.saving()), name="save", daemon=True).start()
+    follow(follower, {**calls, "build": built})
+    leave_devices()
+    raise ProcessLost("process 0 of the trainer has ended")

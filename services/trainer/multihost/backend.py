@@ -1,0 +1,152 @@
+"""The model of a trainer of several processes: what process 0 is asked to do, all do.
+
+Calls carry the groups' wire bytes and versions, so that every process makes the same batches of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from services.trainer.conversations.dataset import Example, TokenSequence
+from services.trainer.learner.backend import TunixBackend
+from services.trainer.learner.metrics import StepMetrics
+from services.trainer.loop.group_buffer import ReadyGroup, ready_group
+from services.trainer.multihost.distributed import join_devices, leave_devices
+from services.trainer.multihost.processes import SAVES, Calls, Leader, stream, together
+from services.trainer.publishing.publications import PublishedVersion
+from services.trainer.supervised.metrics import SupervisedMetrics
+from services.trainer.supervised.training import SupervisedOptions
+from shared.run.state import TrainerState
+from shared.types import Group, WeightVersion
+
+
+class LeadingBackend:
+    """Process 0's `Backend`: each call is made of all processes, and is over when all have ended it. An error that any
+    of them meets is raised. `restore`, which comes first, raises ProcessesMissing until all are there.
+    """
+
+    def __init__(self, own: TunixBackend, leader: Leader) -> None:
+        self._own, self._leader = own, leader
+
+    @property
+    def memory(self) -> Mapping[str, float]:
+        return self._own.memory
+
+    @property
+    def plan(self) -> str:
+        return self._own.plan
+
+    def restore(self) -> TrainerState | None:
+        if (coordinator := self._leader.assemble()) is not None:
+            join_devices(coordinator, self._leader.n, 0, self._own.n_devices)
+        return self._together("restore", {}, self._own.restore)
+
+    def build(self) -> None:
+        self._together("build", {}, self._own.build)
+
+    def warm_start(self, examples: Sequence[Example], options: SupervisedOptions) -> Iterator[SupervisedMetrics]:
+        sequences = [[[one.ids, one.mask] for one in example] for example in examples]
+        steps = self._together("warm_start", {"examples": sequences}, lambda: self._own.warm_start(examples, options))
+        while (made := self._together("warm_step", {}, lambda: next(steps, None))) is not None:
+            yield made
+
+    def start(self, state: TrainerState) -> Path:
+        return self._together("start", {"state": state.to_json()}, lambda: self._own.start(state))
+
+    def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
+        arguments = {"groups": _payloads(held), "version": str(before)}
+        return self._together("step", arguments, lambda: self._own.step(held, before))
+
+    def logprob_diffs(self, held: Sequence[ReadyGroup], present: WeightVersion) -> list[float | None]:
+        arguments = {"groups": _payloads(held), "version": str(present)}
+        return self._together("logprob_diffs", arguments, lambda: self._own.logprob_diffs(held, present))
+
+    def rewind(self, version: WeightVersion) -> None:
+        self._together("rewind", {"version": str(version)}, lambda: self._own.rewind(version))
+
+    def checksum(self) -> str:
+        return self._together("checksum", {}, self._own.checksum)
+
+    def take(self, state: TrainerState, base: WeightVersion) -> Callable[[], Path]:
+        arguments = {"state": state.to_json(), "version": str(base)}
+        ours = self._together("take", arguments, lambda: self._own.take(state, base))
+
+        def write() -> Path:
+            with stream(SAVES):
+                return self._together("write_taken", {}, ours)
+
+        return write
+
+    def publish(self, version: WeightVersion) -> PublishedVersion:
+        return self._together("publish", {"version": str(version)}, lambda: self._own.publish(version))
+
+    def close(self) -> None:
+        """Of an incarnation that ends in order: all processes leave together."""
+        self._leader.end()
+        leave_devices()
+        self._leader.close()
+
+    def _together[R](self, name: str, arguments: Mapping[str, Any], ours: Callable[[], R]) -> R:
+        return together(self._leader, name, arguments, ours)
+
+
+class FollowingCalls:
+    """What another process does for each call, on a backend of its own."""
+
+    def __init__(self, own: TunixBackend, warm_start: SupervisedOptions | None) -> None:
+        self._own, self._options = own, warm_start
+        self._warm_steps: Iterator[SupervisedMetrics] = iter(())
+        self._write: Callable[[], object] = _nothing_taken
+
+    def table(self) -> Calls:
+        """By the call's name."""
+        own = self._own
+        return {
+            "restore": lambda _: own.restore(),
+            "build": lambda _: own.build(),
+            "warm_start": self._warm_start,
+            "warm_step": lambda _: next(self._warm_steps, None),
+            "start": lambda given: own.start(_state(given)),
+            "step": lambda given: own.step(_groups(given), _version(given)),
+            "logprob_diffs": lambda given: own.logprob_diffs(_groups(given), _version(given)),
+            "rewind": lambda given: own.rewind(_version(given)),
+            "checksum": lambda _: own.checksum(),
+            "take": self._take,
+            "publish": lambda given: own.publish(_version(given)),
+        }
+
+    def saving(self) -> Calls:
+        """Those of the stream of checkpoints that are written beside steps, for another thread."""
+        return {"write_taken": lambda _: self._write()}
+
+    def _take(self, given: Mapping[str, Any]) -> None:
+        self._write = self._own.take(_state(given), _version(given))
+
+    def _warm_start(self, given: Mapping[str, Any]) -> None:
+        assert self._options is not None
+        examples = [tuple(TokenSequence(*one) for one in example) for example in given["examples"]]
+        self._warm_steps = self._own.warm_start(examples, self._options)
+
+
+def _nothing_taken() -> None:
+    raise AssertionError("a checkpoint is written after it was taken")
+
+
+def _payloads(held: Sequence[ReadyGroup]) -> list[bytes]:
+    return [one.payload for one in held]
+
+
+def _groups(given: Mapping[str, Any]) -> list[ReadyGroup]:
+    return [ready_group(Group.decode(payload), payload, "") for payload in given["groups"]]
+
+
+def _version(given: Mapping[str, Any]) -> WeightVersion:
+    return WeightVersion.parse(given["version"])
+
+
+def _state(given: Mapping[str, Any]) -> TrainerState:
+    return TrainerState.from_mapping(orjson.loads(given["state"]))
