@@ -56,7 +56,7 @@ def test_what_is_exported_is_loaded_as_the_same_arrays(name: str, dtype: type, t
     assert described == ModelConfig.parse(case.written)
     leaves = leaves_of(tmp_path / "out", described, 0)
     for leaf, value in params.items():
-        assert leaves(leaf, value.shape).tobytes() == value.tobytes()
+        assert np.asarray(leaves(leaf, value.shape)).tobytes() == value.tobytes()
     written = json.loads((tmp_path / "out" / "config.json").read_bytes())
     assert (written["torch_dtype"], written["bos_token_id"]) == (np.dtype(dtype).name, 1)
     assert ChatTokenizer(tmp_path / "out").eos_id == ChatTokenizer(TOKENIZER).eos_id
