@@ -79,7 +79,7 @@ class FollowingPublications:
         """Raises the error that process 0 met."""
         _Gathered(leaves, arrays).rest()
         self._follower.told()
-        return PublishedVersion(version, Chunk("", 0), "", 0, {})
+        return PublishedVersion(version, Chunk("", 0), "", 0, 0, {})
 
     def base(self, epoch: int, leaves: Sequence[ManifestLeaf], arrays: Arrays) -> WeightTree:
         """Raises the error that process 0 met."""
