@@ -63,7 +63,7 @@ class Checkpointer:
         """
         await self._finished()
         settlement, backend = self._settlement, self._parts.backend
-        state, base = settlement.savable(), settlement.pending.saved
+        state, base = await settlement.savable(), settlement.pending.saved
         write = await self._waiter.blocking(backend.take, state, base)
         self._taken = state.step
         self._writing = self._group.create_task(self._write(write, state))

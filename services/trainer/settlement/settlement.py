@@ -166,10 +166,11 @@ class Settlement:
         async with self.exclusive:
             await self._commit([])
 
-    def savable(self) -> TrainerState:
+    async def savable(self) -> TrainerState:
         """The state of a checkpoint of the present weights. Raises Unavailable if there can be none."""
-        self._require_recorded(self._pending.unrecorded)
-        return self._pending.state
+        async with self.exclusive:  # tickets that are being ended are no reason
+            self._require_recorded(self._pending.unrecorded)
+            return self._pending.state
 
     def saved(self, version: WeightVersion) -> None:
         """A checkpoint is durable."""
