@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from httpx import AsyncBaseTransport
 
 _CONNECT_TIMEOUT_S = 5.0
-_NO_ADDRESS = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError)
+_NO_ADDRESS = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError, UnicodeError)
 MAX_ANSWER_BYTES = 64 * 2**20
 _JSON = "application/json"
+_MOST_DIGITS = 12
 _FILE = (200, 206)  # the whole of it, its rest
 _KEEPALIVE_S = 4.0  # well below that of shared.web.serving, so that no request meets a connection that is being closed
 
@@ -185,7 +186,7 @@ class HttpClient:
             raise TlsFailed(
                 f"{what}: {_tls_reason(error)}", "see services.tls; its ca_file must vouch for that name"
             ) from error
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, UnicodeError) as error:
             if (reason := descriptors.exhausted(error)) is not None:
                 raise ServiceUnreachable(f"{what}: {reason}", descriptors.HINT) from error
             raise ServiceUnreachable(f"{what}: {_reason(error)}", _hint(error)) from error
@@ -295,7 +296,7 @@ class _Direct:
         await self._direct.close()
 
 
-def _reason(error: aiohttp.ClientError | OSError) -> str:
+def _reason(error: aiohttp.ClientError | OSError | UnicodeError) -> str:
     """In plain words, without the address, which is named already."""
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return "the name of the host cannot be resolved"
@@ -311,7 +312,7 @@ def _reason(error: aiohttp.ClientError | OSError) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def _hint(error: aiohttp.ClientError | OSError) -> str:
+def _hint(error: aiohttp.ClientError | OSError | UnicodeError) -> str:
     wrong_address = isinstance(error, (aiohttp.ClientConnectorDNSError, *_NO_ADDRESS))
     return "check the address" if wrong_address else "is the service running?"
 
@@ -340,12 +341,12 @@ def _read(answer: HttpReply, path: str, max_objects: int) -> Any:
 def _seconds(retry_after: str) -> float | None:
     """Of a Retry-After, which is a number of seconds or a date; None where it is neither."""
     if retry_after.isdecimal():
-        return float(retry_after)
+        return float(retry_after[:_MOST_DIGITS])  # of more than 300, float makes an infinity
     try:
-        at = parsedate_to_datetime(retry_after)
-    except (ValueError, TypeError):
+        at = parsedate_to_datetime(retry_after).timestamp()
+    except (ValueError, TypeError, OverflowError):
         return None
-    return max(0.0, at.timestamp() - time.time())
+    return max(0.0, at - time.time())
 
 
 def _decode(answer: HttpReply, path: str, max_objects: int) -> Any:

@@ -156,14 +156,20 @@ def read(root: Path, version: WeightVersion) -> CommitRecord:
 
 def committed(folder: RunFolder) -> list[WeightVersion]:
     """The versions that a record or a checkpoint makes durable, and that no later trainer undid; oldest first."""
-    return states.surviving(sorted({*weights.versions(folder.checkpoints), *versions(folder.archive)}))
+    return states.surviving(_all(folder))
+
+
+def _all(folder: RunFolder) -> list[WeightVersion]:
+    return sorted({*weights.versions(folder.checkpoints), *versions(folder.archive)})
 
 
 def newest(folder: RunFolder) -> TrainerState | None:
-    """The newest state that a record or a checkpoint holds and that can be read, a checkpoint's digests aside; None
-    without one.
+    """The newest state that a record or a checkpoint holds and that can be read, a checkpoint's digests aside, an
+    undone one only where there is no other; None without one.
     """
-    for version in reversed(committed(folder)):
+    alive = committed(folder)
+    undone = [version for version in _all(folder) if version not in alive]
+    for version in reversed([*undone, *alive]):
         with suppress(WeightsError, Unavailable):
             return read(folder.archive, version).state
         with suppress(WeightsError, Unavailable):  # damaged, or removed by the trainer meanwhile

@@ -44,9 +44,16 @@ class ChunkFolder:
     def put(self, data: bytes | memoryview) -> str:
         """Its digest, in hex. Raises StorageFull, StorageDenied; then it is not there."""
         digest = blake3.blake3(data).hexdigest()
-        if digest not in self:
+        if not self._has(digest):
             self._write(digest, data)
         return digest
+
+    def _has(self, digest: str) -> bool:
+        """Whether it is here, and still what its name says."""
+        try:
+            return blake3.blake3(self.read(digest)).hexdigest() == digest
+        except (NotFound, WeightsError):
+            return False
 
     def add(self, chunk: Chunk, data: bytes | bytearray) -> bool:
         """Whether the data are that chunk; then they are here. Raises as `put`."""
@@ -139,6 +146,7 @@ def reads(
         except OSError as error:
             raise unreadable(f"{what}: chunk {chunk.blake3}", error) from error
         if n != chunk.size or blake3.blake3(into).hexdigest() != chunk.blake3:
+            (folder / chunk.blake3).unlink(missing_ok=True)  # it is asked for again
             raise WeightsError(f"{what}: digest of chunk {chunk.blake3} differs")
 
     @lru_cache(_SHARED)

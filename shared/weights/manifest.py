@@ -37,7 +37,10 @@ MAX_WAY = 64
 _MAX_VALUES = 2**21
 _MAX_DETAIL = 300
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_ADDRESS = re.compile(r"https?://[^\s/?#@]{1,250}(/[^\s?#]{0,200})?")
+_LABEL = r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
+_ADDRESS = re.compile(
+    rf"https?://({_LABEL}(\.{_LABEL}){{0,20}}|\[[0-9A-Fa-f:.]{{2,45}}\])(:\d{{1,5}})?(/[^\s?#]{{0,200}})?"
+)
 _DIGEST_CHARACTERS = frozenset("0123456789abcdef")
 
 

@@ -159,11 +159,12 @@ def checkpoint(root, epoch, step, lineage):
 
 
 def test_the_lineage_is_that_of_the_newest_checkpoint(tmp_path):
-    assert lineage_at(tmp_path, WeightVersion(3, 7)) == ((3, 0),)
-    checkpoint(tmp_path, 1, 6, [(1, 0)])
-    assert lineage_at(tmp_path, WeightVersion(1, 6)) == ((1, 0),)
-    assert lineage_at(tmp_path, WeightVersion(2, 4)) == ((1, 0), (2, 4))
-    newest = checkpoint(tmp_path, 2, 5, [(1, 0), (2, 4)])
-    assert lineage_at(tmp_path, WeightVersion(2, 4)) == ((1, 0), (2, 4))
+    root = tmp_path / "checkpoints"
+    assert lineage_at(root, WeightVersion(3, 7)) == ((3, 0),)
+    checkpoint(root, 1, 6, [(1, 0)])
+    assert lineage_at(root, WeightVersion(1, 6)) == ((1, 0),)
+    assert lineage_at(root, WeightVersion(2, 4)) == ((1, 0), (2, 4))
+    newest = checkpoint(root, 2, 5, [(1, 0), (2, 4)])
+    assert lineage_at(root, WeightVersion(2, 4)) == ((1, 0), (2, 4))
     (newest / "state.json").write_text("{")
-    assert lineage_at(tmp_path, WeightVersion(2, 5)) == ((1, 0), (2, 5))
+    assert lineage_at(root, WeightVersion(2, 5)) == ((1, 0), (2, 5))

@@ -310,3 +310,16 @@ async def test_a_delta_that_does_not_make_its_chunk_is_not_kept(puller, folder, 
         assert await puller.pull([wanted], [source.url], lambda _: [delta]) == len(made) + len(new)
     assert folder.read(wanted.blake3) == new
     assert blake3.blake3(other).hexdigest() not in folder
+
+
+async def test_a_source_that_sends_a_byte_now_and_then_holds_nobody_for_long(puller, folder, monkeypatch):
+    """Each time its connection breaks, and what it has sent is kept."""
+
+    async def a_byte(writer, data, start):
+        writer.write(head(len(data) - start, start) + data[start : start + 1])
+
+    monkeypatch.setitem(pulling._AVOID_S, "broken", 0.01)
+    async with sources(a_byte) as (miser,):
+        with pytest.raises(Unavailable, match=miser.url):
+            await asyncio.wait_for(puller.pull(CHUNKS[:1], [miser.url]), 60)
+    assert list(folder.folder.iterdir()) == []

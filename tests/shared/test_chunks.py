@@ -205,3 +205,38 @@ def test_an_offer_names_a_version_its_manifest_and_addresses(wrong):
     assert WeightOffer.from_json(good).to_json() == good
     with pytest.raises(InputError):
         WeightOffer.from_json(good | wrong)
+
+
+def test_a_chunk_that_was_damaged_is_written_again_and_asked_for_again(tmp_path):
+    folder = ChunkFolder(tmp_path / "chunks")
+    arrays = {"w": np.arange(100, dtype=np.float32)}
+    tree = tree_of(folder, arrays)
+    damaged = folder.path(tree.chunks[1].blake3)
+    for _ in range(2):
+        damaged.write_bytes(bytes(64))
+        with pytest.raises(WeightsError, match="differs"):
+            chunks.reads(folder.folder, tree, "v")["w"]()
+        assert tree.chunks[1].blake3 not in folder
+        assert tree_of(folder, arrays) == tree
+    damaged.write_bytes(bytes(64))
+    assert tree_of(folder, arrays) == tree
+    assert np.array_equal(chunks.reads(folder.folder, tree, "v")["w"](), arrays["w"])
+
+
+@pytest.mark.parametrize(
+    "url", ["http://a..b", "http://.", f"http://{'a' * 250}", "http://-", "http://a b", "ftp://a", "http://a:123456"]
+)
+def test_what_is_no_address_is_no_source(url):
+    with pytest.raises(InputError, match="address"):
+        WeightOffer.from_json(offer(url))
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:80", "https://trainer", "http://rollout-1.pool:1/x", "http://[::1]:5", "http://a_b"]
+)
+def test_an_address_is_a_source(url):
+    assert WeightOffer.from_json(offer(url)).sources == (url,)
+
+
+def offer(url: str) -> dict:
+    return WeightOffer("e000001-s000001", Chunk("a" * 64, 5), (url,)).to_json()

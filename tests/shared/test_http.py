@@ -142,7 +142,9 @@ async def test_when_to_ask_again_crosses_the_wire():
 
 @pytest.mark.parametrize(
     ("header", "low", "high"),
-    [("7", 7, 7), ("%d", 25, 31), ("Sun, 06 Nov 1994 08:49:37 GMT", 0, 0), ("soon", 1, 1), ("", 1, 1)],
+    [("7", 7, 7), ("%d", 25, 31), ("Sun, 06 Nov 1994 08:49:37 GMT", 0, 0), ("soon", 1, 1), ("", 1, 1)]
+    + [(f"Mon, 01 Jan {'9' * 14} 00:00:00 GMT", 1, 1), ("Sun, 06 Nov 1994 08:49:37 +99999999999999999999", 1, 1)]
+    + [("9" * 400, 1, 10**12)],
 )
 async def test_a_servers_retry_after_is_seconds_or_a_date(header: str, low: float, high: float):
     app = make_app()

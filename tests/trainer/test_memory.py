@@ -51,7 +51,8 @@ def test_parameters_optimizer_and_gradients_are_those_of_the_shapes() -> None:
     two = memory.estimate(SHAPE, MODEL, replace(POLICY, layout=BatchLayout((16,), 4, 0)))
     assert two.step["gradients"] == 8 * N  # those of a micro-batch are added to those before
     assert 0.4 < two.step["activations"] / found.step["activations"] < 0.7
-    assert found.peak == sum(found.kept.values()) + sum(found.step.values())
+    copies = found.host_copies if found.on_host else 0  # a checkpoint is written beside steps
+    assert found.peak == sum(found.kept.values()) + sum(found.step.values()) + copies
     rounded = memory.estimate(SHAPE, replace(MODEL, dtype="bfloat16"), replace(POLICY, published_dtype="bfloat16"))
     assert rounded.published == 2 * N
     assert rounded.step["activations"] < found.step["activations"]

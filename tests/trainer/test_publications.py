@@ -141,3 +141,15 @@ def test_a_beginning_outlives_trainers_and_not_the_folder(tmp_path):
     made = Publications(tmp_path, "r")
     beginnings.append(manifest_of(made, published(made, 1, steps(1)[0])).beginning)
     assert beginnings[0] == beginnings[1] != beginnings[2]
+
+
+def test_of_deltas_that_no_reader_would_take_the_oldest_are_left_out(tmp_path, monkeypatch):
+    made, weights = Publications(tmp_path, "r"), steps(6)
+    whole = published(made, 0, weights[0]).manifest.size
+    monkeypatch.setattr(publications, "MAX_MANIFEST_BYTES", whole + 420)  # room for two
+    for step, value in enumerate(weights[1:], start=1):
+        version = published(made, step, value)
+    found = manifest_of(made, version)
+    assert version.manifest.size <= whole + 420
+    assert 0 < len(found.deltas) < 5
+    assert {chunk.blake3 for chunk in found.weights.chunks} <= found.deltas.keys()

@@ -31,7 +31,7 @@ class Assumptions(NamedTuple):
     send: Constant = _ours(0.55 * GB, "B/s")
     receive: Constant = _ours(0.55 * GB, "B/s")
     latency: Constant = Constant(0.001, "s", "a request within a data centre, both ways and its parsing")
-    served_at_once: Constant = Constant(4, "transfers", "of a source: shared/weights/chunks.py")
+    served_at_once: Constant = Constant(8, "transfers", "of a source: shared/weights/serving.py")
     pulled_at_once: Constant = Constant(4, "transfers", "of a server: services/rollout/weights/pulling.py")
     take: Constant = Constant(11.5 * GB, "B/s", f"{_PUBLISHED}: device to host")
     place: Constant = Constant(16.4 * GB, "B/s", f"{_PUBLISHED}: host to device")

@@ -196,6 +196,7 @@ def _memory(seen: Sequence[ServiceReport]) -> list[str]:
     parts = next((one.said["memory"] for one in seen if one.said.get("memory")), {})
     told = ", ".join(f"{name} {mib:,.0f}" for name, mib in parts.items())
     plans = [f"plan: {one.said['plan']}" for one in seen if one.said.get("plan")]
+    plans += [f"the lineage branched: {one.said['branched']}" for one in seen if one.said.get("branched")]
     return [*plans, *([f"memory of the trainer in MiB: {told}"] if told else [])]
 
 

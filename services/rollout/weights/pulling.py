@@ -30,6 +30,7 @@ N_AT_ONCE = 4
 PATIENCE_S, PATIENCE_FIRST_S = 10.0, 3.0
 SLOWEST_BYTES_PER_S = 2**18
 _SLOW_S = 5.0
+_PROGRESS_BYTES = 2**16
 _LACKS_S, _LACKS_MOST_S = 0.05, 0.5
 _AVOID_S: Mapping[str, float] = {"wrong": 60.0, "long": 60.0, "short": 5.0, "slow": 30.0, "broken": 0.2, "refused": 5.0}
 """For how long a source is left out, by what it did."""
@@ -115,7 +116,7 @@ class _Pull:
     def __init__(self, chunks: ChunkFolder, way: Way, sources: Sequence[Source]) -> None:
         self._way, self.sources, self.n_bytes = way, sources, 0
         self.failure: VolleyError | None = None
-        self._chunks, self._last_byte, self._n_blocks = chunks, time.monotonic(), 0
+        self._chunks, self._last_byte, self._n_blocks, self._fresh = chunks, time.monotonic(), 0, 0
 
     async def work(self, missing: list[Chunk]) -> None:
         """One of several that share the chunks still to come. What ends it is the `failure`, and not raised: Python
@@ -199,7 +200,9 @@ class _Pull:
             if len(data) + len(block) > chunk.size:
                 raise TooMuch
             data.extend(block)
-            self._last_byte, self._n_blocks = time.monotonic(), self._n_blocks + 1
+            self._fresh += len(block)
+            if self._fresh >= _PROGRESS_BYTES or len(data) == chunk.size:  # a byte now and then is none
+                self._last_byte, self._n_blocks, self._fresh = time.monotonic(), self._n_blocks + 1, 0
 
         source.n_transfers += 1
         try:

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,15 @@ from shared.run.weights import ManifestLeaf, Probe
 from shared.types import WeightVersion
 from shared.weights.chunks import ChunkFolder, cut, in_order
 from shared.weights.delta import encode
-from shared.weights.manifest import Chunk, Delta, PublishedAdapter, PublishedManifest, WeightTree, leaf_bytes
+from shared.weights.manifest import (
+    MAX_MANIFEST_BYTES,
+    Chunk,
+    Delta,
+    PublishedAdapter,
+    PublishedManifest,
+    WeightTree,
+    leaf_bytes,
+)
 
 _BEGINNING = "beginning"
 _MIN_KEPT, _MAX_KEPT = 2, 4
@@ -96,19 +104,29 @@ class Publications:
         started = time.perf_counter()
         store = self._open(version.epoch)
         weights, take_s = self._written(store, leaves, arrays, self._last)
-        deltas = {name: delta for of_version in self._deltas for name, delta in of_version.items()}
-        manifest = PublishedManifest(
-            self._run, self._beginning(), str(version), weights, model, probe, time.time(), adapter, deltas
+        told = PublishedManifest(
+            self._run, self._beginning(), str(version), weights, model, probe, time.time(), adapter
         )
-        data = manifest.to_json()
+        manifest, data = self._with_deltas(told)
+        deltas = manifest.deltas
         digest, self._last = store.put(data), weights
         made_of = [delta.chunk.blake3 for delta in deltas.values()]
         self._retain(store, frozenset([digest, *manifest.chunks(), *made_of]))
-        delta_bytes = sum(delta.chunk.size for delta in self._deltas[-1].values())
+        delta_bytes = sum(delta.chunk.size for delta in self._deltas[-1].values()) if self._deltas else 0
         timings = {"take_s": take_s, "chunk_s": time.perf_counter() - started - take_s}
         return PublishedVersion(
             version, Chunk(digest, len(data)), manifest.digest, weights.n_bytes, delta_bytes, timings
         )
+
+    def _with_deltas(self, manifest: PublishedManifest) -> tuple[PublishedManifest, bytes]:
+        """And its JSON, with the deltas of as many versions as a reader takes: of the largest models few."""
+        while True:
+            deltas = {name: delta for of_version in self._deltas for name, delta in of_version.items()}
+            made = replace(manifest, deltas=deltas)
+            data = made.to_json()
+            if len(data) <= MAX_MANIFEST_BYTES or not self._deltas:
+                return made, data
+            self._deltas.popleft()
 
     def base(self, epoch: int, leaves: Sequence[ManifestLeaf], arrays: Arrays) -> WeightTree:
         """What adapters are of, as chunks; it stays. Raises as `publish`."""
