@@ -71,7 +71,7 @@ def two() -> Iterator[Callable[[Mapping[str, Callable[[Any], object]]], Two]]:
     with ExitStack() as stack:
 
         def made(calls: Mapping[str, Callable[[Any], object]]) -> Two:
-            port, threads = free_port(), list[threading.Thread]()
+            port, threads, joined = free_port(), list[threading.Thread](), threading.Event()
             leader = Leader(options(port), lambda error: pair.note(error))
             follower = Follower(options(port, process_id=1), lambda error: pair.note(error))
             pair = Two(leader, follower)
@@ -81,11 +81,13 @@ def two() -> Iterator[Callable[[Mapping[str, Callable[[Any], object]]], Two]]:
                 noting = {name: lambda given, name=name: pair.done.append((name, calls[name](given))) for name in calls}
                 with suppress(ProcessLost):
                     follower.join()
+                    joined.set()
                     follow(follower, noting)
 
             threads.append(threading.Thread(target=work, daemon=True))
             threads[0].start()
             leader.assemble(wait_s=10)
+            assert joined.wait(10)
             stack.callback(lambda: threads[0].join(10))
             stack.callback(leader.end)
             return pair
