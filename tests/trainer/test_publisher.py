@@ -2,8 +2,12 @@ import asyncio
 from contextlib import asynccontextmanager
 from typing import Any
 
-from services.trainer.loop.publisher import Publisher
+import pytest
+
+from services.trainer.loop import publisher as publishing
+from services.trainer.loop.publisher import HandoverPublisher, Publisher
 from services.trainer.publishing.publications import PublishedVersion
+from services.trainer.status import TrainerStatus
 from shared.errors import QueueUnavailable, ServiceUnreachable
 from shared.types import WeightVersion
 from shared.weights.manifest import Chunk, WeightOffer
@@ -106,3 +110,34 @@ async def test_no_registry_is_no_catastrophe():
     assert await publisher.publish(V1) == []
     assert servers.announced == [V1]  # who asks still learns of it
     assert await publisher.sources() == (TRAINER,)
+
+
+async def test_a_version_that_is_offered_again_never_takes_the_place_of_a_newer_one():
+    servers = Servers("a", down=("a",))
+    publisher = servers.publisher()
+    await publisher.publish(V1)
+    await publisher.publish(V2)
+    assert await publisher.publish(V1) == []
+    assert servers.announced == [V1, V2]
+    assert [version for _, version, _ in servers.told] == [str(V1.version), str(V2.version)]
+
+
+class Lines:
+    def __init__(self) -> None:
+        self.lines = list[dict[str, Any]]()
+
+    async def append(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+
+
+async def test_a_server_that_was_away_is_told_again_until_it_answers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(publishing, "_AGAIN_S", 0.01)
+    servers, lines = Servers("a", "b", down=("b",)), Lines()
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        offers = HandoverPublisher(servers.publisher().publish, lines, TrainerStatus("r", 1), group)  # type: ignore[arg-type]
+        offers.start(V1, {})
+        while len(servers.told) < 6:
+            await asyncio.sleep(0)
+        servers.down = ()
+    assert servers.told[-1] in {(url, str(V1.version), "retract") for url in "ab"}
+    assert [line["version"] for line in lines.lines] == [str(V1.version)]

@@ -78,9 +78,13 @@ class Publisher:
         self._newest = WeightVersion(0, 0)
 
     async def publish(self, published: PublishedVersion) -> Sequence[Delivery]:
-        """Announces the version, and tells all servers of it, but those for which a newer one came before its turn."""
+        """Announces the version, and tells all servers of it, but those for which a newer one came before its turn. One
+        that is offered again after a newer one is neither announced nor told of.
+        """
+        if published.version < self._newest:
+            return []
+        self._newest = published.version
         self._announce(published)
-        self._newest = max(self._newest, published.version)
         try:
             urls = await self._servers()
         except VolleyError as error:
@@ -163,7 +167,5 @@ class HandoverPublisher:
         self._status.last_handover = handover
         await self._log.append(handover)
         while any(one.error for one in deliveries) and self._newest is published and not self._status.stopping:
-            await asyncio.sleep(
-                _AGAIN_S
-            )  # a server that was away may not find us by itself: we may have come elsewhere
+            await asyncio.sleep(_AGAIN_S)  # a server that was away may not find us: we may have come elsewhere
             deliveries = await self._publish(published)
