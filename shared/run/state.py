@@ -297,12 +297,6 @@ def verify(folder: Path) -> tuple[Manifest, TrainerState]:
     return manifest, state
 
 
-def newest_lineage(root: Path) -> tuple[tuple[int, int], ...]:
-    """The lineage of the newest checkpoint under `root` whose state can be read; empty without one."""
-    found = newest_state(root)
-    return found.lineage if found else ()
-
-
 def newest_state(root: Path) -> TrainerState | None:
     """The state of the newest checkpoint under `root` whose state can be read, its digest aside; None without one."""
     for version in reversed(versions(root)):

@@ -58,7 +58,6 @@ class AdaptedProjection(nnx.Module):
         made = [axis for axis in w if axis in outputs]
         lead = inputs[: len(inputs) - len(given)]
         self.einsum_str, self.name, self.scale, self.dtype = einsum_str, name, options.scale, dtype
-        self.shape = weight.get_value().shape  # Tunix reads it
         self.down, self.up = f"{inputs},{''.join(given)}r->{lead}r", f"{lead}r,r{''.join(made)}->{outputs}"
         setattr(self, name, weight)
         size, axes = dict(zip(w, weight.get_value().shape, strict=True)), dict(zip(w, sharding, strict=True))
