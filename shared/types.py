@@ -56,6 +56,11 @@ class WeightVersion:
             raise DecodeError(f"{text[:50]!r} is not a weight version", "expected the form e000001-s000042")
         return cls(int(match[1]), int(match[2]))
 
+    @classmethod
+    def of_name(cls, name: str) -> Self | None:
+        """None for weights with a name of their own."""
+        return cls.parse(name) if _VERSION.match(name) else None
+
 
 @dataclass(frozen=True, slots=True)
 class VersionSpan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 from services.trainer import settings as from_run
 from services.trainer.learner.opening import BackendInputs, OpenedBackend
 from services.trainer.loop.interfaces import Collaborators
-from services.trainer.loop.publisher import Publisher
+from services.trainer.loop.publisher import Publisher, Served
 from services.trainer.loop.worker import TrainerWorker
 from services.trainer.multihost.app import open_follower
 from services.trainer.multihost.options import group_options
@@ -40,6 +40,7 @@ from shared.run.archive import Archive
 from shared.run.commits import CommitLog
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
+from shared.types import WeightVersion
 from shared.web.access import Role, read_tokens
 from shared.web.http import create_app
 from shared.weights.serving import Uplink
@@ -126,12 +127,15 @@ async def open_trainer(
         yield RunningService(app, [TrainerWorker(from_run.plan(config, opened.tokens, origin), parts, status).run])
 
 
-def _servers(redis: Redis, settings: TrainerSettings) -> Callable[[], Awaitable[Sequence[str]]]:
+def _servers(redis: Redis, settings: TrainerSettings) -> Callable[[], Awaitable[Served]]:
     """Registered servers and the fixed ones, each once."""
     registry = Registry(redis, settings.run)
 
-    async def servers() -> Sequence[str]:
-        registered = [server.url.rstrip("/") for server in await registry.servers()]
-        return sorted({*registered, *(url.rstrip("/") for url in settings.rollout_urls)})
+    async def servers() -> Served:
+        fixed = dict[str, WeightVersion | None].fromkeys(url.rstrip("/") for url in settings.rollout_urls)
+        registered = {
+            server.url.rstrip("/"): WeightVersion.of_name(server.version) for server in await registry.servers()
+        }
+        return dict(sorted((fixed | registered).items()))
 
     return servers

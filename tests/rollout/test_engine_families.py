@@ -43,11 +43,13 @@ async def test_the_engine_computes_what_transformers_computes(name: str, tmp_pat
         loaded = await engine.stage(staged)
         committed = await engine.commit(VERSION, "retract")
         after = await engine.generate(GenerateRequest("b", prompt, sampling))
-    assert committed.live.checksum == loaded.checksum
+        live = await engine.audit()
+    assert committed.live.checksum == live.checksum == loaded.checksum
+    assert live.logprobs is not None
     for answer, weights in ((before, case.weights), (after, later)):
         expected = decoder_reference.score(weights, case.config, prompt.tolist(), list(answer.output_ids))
         np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
-    np.testing.assert_allclose(committed.live.logprobs, _scores(later, case)[: len(committed.live.logprobs)], atol=1e-4)
+    np.testing.assert_allclose(live.logprobs, _scores(later, case)[: len(live.logprobs)], atol=1e-4)
 
 
 def _scores(weights: models.Weights, case: families.FamilyCase) -> list[float]:

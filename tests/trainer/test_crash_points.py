@@ -20,7 +20,8 @@ from shared.types import WeightVersion
 from tests.trainer.process import BATCH, deterministic, producing, trainer
 from tools.simulated.trainer import NumpyArrays, SimulatedBackend
 
-STEPS = 9
+STEPS = 24
+"""Every kill lets a step or more pass; of those in a checkpoint, up to two of its intervals."""
 POINTS = ["before record", "after record", "before ledger", "after ledger", "before commit", "after commit"]
 CHECKPOINTS = ["before save", "after save"]
 

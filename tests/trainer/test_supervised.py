@@ -232,7 +232,11 @@ class Run:
 def same(a: Run, b: Run) -> bool:
     one, other = a.newest(), b.newest()
     pairs = [(one.params, other.params), (one.optimizer, other.optimizer)]
-    return all(x.keys() == y.keys() and all(x[k].tobytes() == y[k].tobytes() for k in x) for x, y in pairs)
+    return all(x.keys() == y.keys() and all(_bits(x[k]) == _bits(y[k]) for k in x) for x, y in pairs)
+
+
+def _bits(array: Any) -> bytes:
+    return np.asarray(array).tobytes()
 
 
 @pytest.mark.parametrize(

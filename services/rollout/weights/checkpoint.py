@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from services.rollout.engines.base import StagedBase, StagedWeights
-from shared.errors import ConfigError, DecodeError, WeightsError
+from shared.errors import ConfigError, WeightsError
 from shared.models.config import ModelConfig
 from shared.run import weights
 from shared.run.weights import Manifest, ManifestFile
@@ -93,14 +93,6 @@ def _base(manifest: Manifest, folder: Path) -> StagedBase | None:
     return StagedBase(str(where), adapter.base.digest, adapter.base.files, adapter.base.tree, adapter.scale)
 
 
-def parse(version: str) -> WeightVersion | None:
-    """None for a name that is not one of the trainer's."""
-    try:
-        return WeightVersion.parse(version)
-    except DecodeError:
-        return None
-
-
 def _belongs(manifest: Manifest, folder: Path, run: str) -> None:
     _same_run(manifest.version, manifest.run, run)
     if manifest.version != folder.name:
@@ -144,7 +136,7 @@ def _probe(manifest: Manifest | PublishedManifest, vocab_size: int) -> tuple[np.
 
 def _hugging_face(folder: Path) -> StagedWeights:
     files = sorted(folder.glob("*.safetensors"))
-    if not files or parse(folder.name) is not None:
+    if not files or WeightVersion.of_name(folder.name) is not None:
         raise WeightsError(
             f"{folder} holds no {weights.MANIFEST}, nor .safetensors files under a name that is not the trainer's"
         )

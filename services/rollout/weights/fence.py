@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.rollout.engines.base import StagedWeights
-from services.rollout.weights.checkpoint import parse
 from services.rollout.weights.serving import StagedUpdate
 from shared.errors import Conflict, WeightsError
 from shared.run import weights
@@ -30,7 +29,7 @@ class VersionFence:
         WeightsError for those of another base. `newest` is the run's newest that is known of, `beginning` that of the
         run that published them.
         """
-        version = parse(found.version)
+        version = WeightVersion.of_name(found.version)
         if version is None:
             return
         if newest is not None and newest.epoch > version.epoch:
@@ -62,7 +61,7 @@ class VersionFence:
 
     def advance(self, update: StagedUpdate) -> None:
         """`update` serves. Weights with a name of their own are none of the run's versions."""
-        if parse(update.version) is not None:
+        if WeightVersion.of_name(update.version) is not None:
             self.served = update
 
     def begun_anew(self, newest: Path) -> bool:

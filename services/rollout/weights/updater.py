@@ -20,7 +20,7 @@ from pathlib import Path
 
 from services.rollout import metrics
 from services.rollout.engines.base import CommitMode, CommitResult, Engine, Live, LoadedWeights, StagedWeights
-from services.rollout.weights.checkpoint import examine, examine_published, parse
+from services.rollout.weights.checkpoint import examine, examine_published
 from services.rollout.weights.fence import VersionFence
 from services.rollout.weights.pulling import ChunkPuller
 from services.rollout.weights.serving import Distrusted, NothingServes, Serving, ServingState, StagedUpdate
@@ -314,7 +314,7 @@ class WeightUpdater:
         mode = mode or self.default_mode
         if self.current is None and mode == "in_place":
             mode = "retract"
-        passed = version if parse(version) is not None else await asyncio.to_thread(self._newest_name)
+        passed = version if WeightVersion.of_name(version) is not None else await asyncio.to_thread(self._newest_name)
         try:
             result = await self.engine.commit(version, mode)
         except asyncio.CancelledError:
@@ -371,5 +371,5 @@ def _staged(found: StagedWeights, path: Path | None, loaded: LoadedWeights) -> S
 
 def _newer(candidate: str, state: ServingState) -> bool:
     """Whether a version of the run is newer than all that need not be loaded any more."""
-    passed = parse(state.passed) if isinstance(state, Serving) and state.passed is not None else None
+    passed = WeightVersion.of_name(state.passed) if isinstance(state, Serving) and state.passed is not None else None
     return passed is None or WeightVersion.parse(candidate) > passed

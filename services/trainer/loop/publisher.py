@@ -1,5 +1,8 @@
 """Tells every rollout server of new weights, all at once and beside training, and records how long that took. Best
-effort: servers also ask for the newest version themselves.
+effort: servers also ask for the newest version themselves, at the address that the configuration names.
+
+Who did not take the newest version, or began anew with an older one, is told again: steps may wait for its tokens, and
+then no newer version would ever be sent.
 
 A server is told of other servers too, some of them drawn by chance: they pass on what they have.
 
@@ -29,6 +32,8 @@ from shared.weights.manifest import WeightOffer
 _log = telemetry.Log("publish")
 _N_PEERS = 8
 _AGAIN_S = 1.0
+_LOOK_S = 5.0
+"""Between two looks at who serves what: longer than servers take to say so."""
 _UPDATES = telemetry.Counter(
     "volley_trainer_weight_updates", "Weight updates sent to rollout servers", ["outcome"], registry=telemetry.REGISTRY
 )
@@ -41,6 +46,8 @@ class RolloutServer(Protocol):
 
 
 type Connect = Callable[[str], AbstractAsyncContextManager[RolloutServer]]
+type Served = Mapping[str, WeightVersion | None]
+"""What each server says that it serves, by its address; None if that is not known, or no version of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +65,7 @@ class Delivery:
 class Publisher:
     """Args:
     own: the trainer's address, for the servers.
-    servers: their present addresses.
+    servers: those that are there.
     announce: makes a version the newest that can be asked for.
     connect: opens a client.
     mode: what happens to running requests.
@@ -67,7 +74,7 @@ class Publisher:
     def __init__(
         self,
         own: str,
-        servers: Callable[[], Awaitable[Sequence[str]]],
+        servers: Callable[[], Awaitable[Served]],
         announce: Callable[[PublishedVersion], None],
         connect: Connect,
         mode: str,
@@ -76,22 +83,28 @@ class Publisher:
         self._connect, self._mode = connect, mode
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._newest = WeightVersion(0, 0)
+        self._taken = dict[str, WeightVersion]()
 
     async def publish(self, published: PublishedVersion) -> Sequence[Delivery]:
         """Announces the version, and tells all servers of it, but those for which a newer one came before its turn. One
-        that is offered again after a newer one is neither announced nor told of.
+        that is offered again after a newer one is neither announced nor told of; one that is offered again before, only
+        to those that did not take it, or say that they serve an older one.
         """
         if published.version < self._newest:
             return []
+        again = published.version == self._newest
         self._newest = published.version
         self._announce(published)
         try:
-            urls = await self._servers()
+            served = await self._servers()
         except VolleyError as error:
             _log.warning("no list of rollout servers", version=str(published.version), reason=str(error))
             return []
+        urls = [*served]
+        self._taken = {url: version for url, version in self._taken.items() if url in served}
+        told = [url for url in urls if not (again and self._has(url, served[url]))]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._in_turn(url, published, urls)) for url in urls]
+            tasks = [group.create_task(self._in_turn(url, published, urls)) for url in told]
         return [delivery for task in tasks if (delivery := task.result()) is not None]
 
     async def sources(self) -> Sequence[str]:
@@ -99,13 +112,16 @@ class Publisher:
         known.
         """
         try:
-            return self._sources(await self._servers(), "")
+            return self._sources([*await self._servers()], "")
         except VolleyError:
             return (self._own,)
 
     def _sources(self, urls: Sequence[str], but: str) -> tuple[str, ...]:
         others = [url for url in urls if url != but]
         return self._own, *random.sample(others, min(_N_PEERS, len(others)))
+
+    def _has(self, url: str, serves: WeightVersion | None) -> bool:
+        return self._taken.get(url) == self._newest and (serves is None or serves >= self._newest)
 
     async def _in_turn(self, url: str, published: PublishedVersion, urls: Sequence[str]) -> Delivery | None:
         async with self._turns[url]:
@@ -117,6 +133,7 @@ class Publisher:
             async with self._connect(url) as server:
                 offer = WeightOffer(str(published.version), published.manifest, self._sources(urls, url))
                 answer = await server.update_weights(offer, self._mode)
+            self._taken[url] = published.version
         except VolleyError as error:
             reason = str(error)
         seconds = time.perf_counter() - started
@@ -166,6 +183,6 @@ class HandoverPublisher:
         handover = {**version, **timings, "publish_s": seconds, "servers": servers}
         self._status.last_handover = handover
         await self._log.append(handover)
-        while any(one.error for one in deliveries) and self._newest is published and not self._status.stopping:
-            await asyncio.sleep(_AGAIN_S)  # a server that was away may not find us: we may have come elsewhere
+        while self._newest is published and not self._status.stopping:
+            await asyncio.sleep(_AGAIN_S if any(one.error for one in deliveries) else _LOOK_S)
             deliveries = await self._publish(published)
