@@ -26,7 +26,9 @@ from pydantic import ValidationError
 from shared import moved_keys
 from shared.errors import ConfigError
 from shared.files.reading import read_file
+from shared.run import pinned
 from shared.run.folder import RunFolder
+from shared.run.pinned import Flat
 from shared.run.sources import is_source, resolved
 from shared.schema import RunConfig
 from shared.services_schema import Tls, TokenFiles
@@ -223,6 +225,15 @@ def changed(loaded: LoadedConfig, values: Mapping[str, Any]) -> LoadedConfig:
             node[parent] = node = inner if isinstance(inner, dict) else {}
         node[leaf] = value
     return validate(tree)
+
+
+def under(config: RunConfig, settings: Flat) -> RunConfig:
+    """The configuration with those of these settings that may change in a run's life: its algorithm as a whole, because
+    another one has other keys. Raises ConfigError.
+    """
+    emptied: dict[str, Any] = {"algorithm": {}} if "algorithm.name" in settings else {}
+    may = {key: value for key, value in settings.items() if pinned.rule_of(key).may}
+    return changed(LoadedConfig(config, orjson.loads(config.model_dump_json())), emptied | may).config
 
 
 def validate(tree: Any) -> LoadedConfig:

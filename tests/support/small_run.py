@@ -119,6 +119,8 @@ class Weightless:
         self.weight += 1
         return step_metrics(held, before)
 
+    def under(self, settings: Mapping[str, Any]) -> None: ...
+
     def checksum(self) -> str:
         return str(self.weight)
 

@@ -97,6 +97,8 @@ class FakeBackend:
             raise NonFinite("not finite", what=["loss", *what])
         return step_metrics(held, before)
 
+    def under(self, settings: Mapping[str, Any]) -> None: ...
+
     def checksum(self) -> str:
         return str(self.weights)
 
@@ -236,6 +238,7 @@ class Bench:
     order: Order = "arrival"
     on_nonfinite: OnNonFinite = "stop"
     filters: FilterOptions = NO_FILTERS
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.events: list[str] = []
@@ -278,6 +281,7 @@ class Bench:
             0,
             False,
             rules,
+            self.settings,
             on_nonfinite=self.on_nonfinite,
             env="frozen_lake",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ from services.cli.verify import command
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.settlement.ledger import LedgerFile
 from shared.errors import WeightsError
-from shared.run import weights
+from shared.run import commits, weights
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.support.small_run import RUN, STEPS, Incarnation, write_config
@@ -135,3 +136,25 @@ def test_a_torn_line_of_the_ledger_leaves_a_proven_run(stopped_at_3: Path, execu
     assert path.read_bytes() == lines + b" " * 17 + b"\n"
     result = command.verify(RunFolder(stopped_at_3))
     assert result["ok"], result["violations"]
+
+
+@pytest.mark.parametrize("harm", [flip, truncate, remove])
+def test_the_newest_record_of_a_run_that_was_killed_is_damaged(
+    stopped_at_3: Path, executor: ThreadPoolExecutor, harm: Callable[[Path], None]
+) -> None:
+    """There is no checkpoint of its step. The next start says that it is undone, and trains its groups again, once."""
+    version = WeightVersion(1, 3)
+    shutil.rmtree(stopped_at_3 / "checkpoints" / str(version))
+    harm(commits.path_of(stopped_at_3 / "archive", version))
+    trainer = Incarnation(stopped_at_3, executor)
+
+    async def script(one: Incarnation) -> None:
+        await one.until(lambda status: status.durable_step == 3)
+
+    asyncio.run(trainer.run(script))
+    assert str(version) in (trainer.status.branched or "")
+    result = command.verify(RunFolder(stopped_at_3))
+    assert (result["ok"], result["lost"], result["doubly_trained"]) == (True, 0, 0)
+    assert {(one["step"], one["epoch"]) for one in result["undone"]} == {(3, 1)}
+    settled = LedgerFile(stopped_at_3 / "ledger.jsonl").settled()
+    assert {t for t, line in settled.items() if line["disposition"] == "trained"} == {1, 2, 3, 4, 5, 6}

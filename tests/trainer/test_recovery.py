@@ -7,12 +7,18 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from services.trainer.status import TrainerStatus
-from shared.errors import NonFinite
-from shared.run import archive, commits, ledger
+from shared.errors import ConfigError, NonFinite
+from shared.run import archive, commits, ledger, pinned
+from shared.run.pinned import Flat
+from shared.schema import RunConfig
 from shared.types import WeightVersion
 from tests.trainer.fakes import Bench, stopped
 
+RATE = "trainer.optimizer_config.learning_rate"
+SETTINGS = pinned.relevant(RunConfig.model_validate({"model": {"path": "m"}, "data": {"env": "e"}}))
 E1 = [WeightVersion(1, step) for step in range(9)]
 
 
@@ -148,13 +154,34 @@ async def test_a_logged_step_that_is_not_finite_now_ends_the_log(bench: Bench):
     assert trained(bench) == {1: (1, 1), 2: (1, 1), 3: (2, 2), 4: (2, 2)}
 
 
-async def test_a_damaged_newest_record_undoes_its_step_alone(bench: Bench):
+@pytest.mark.parametrize("damage", ["flipped", "cut", "removed"])
+async def test_a_damaged_newest_record_is_a_branch_and_its_groups_are_in_the_queue_again(bench: Bench, damage: str):
+    await crashed_after(bench, 3)
+    path = commits.path_of(bench.archive.root, E1[3])
+    text = bytearray(path.read_bytes())
+    text[len(text) // 2] ^= 1
+    path.unlink() if damage == "removed" else path.write_bytes(b"" if damage == "cut" else text)
+    bench.feed(7, 8, version="e000001-s000002")
+    await run_until_step(bench, 4)
+    assert bench.events.index("begin low=4 version=2 issued=6 void=0 done=[]") < bench.events.index("put back 5")
+    assert [event for event in bench.events if event.startswith("put back")] == ["put back 5", "put back 6"]
+    assert bench.status.branched is not None
+    assert "e000001-s000003" in bench.status.branched
+    assert sorted(trained(bench)) == list(range(1, 9)) == sorted(bench.backend.weights)
+    assert {t: at for t, at in trained(bench).items() if t < 5} == {1: (1, 1), 2: (1, 1), 3: (1, 2), 4: (1, 2)}
+
+
+async def test_what_was_undone_for_a_damaged_record_is_told_once(bench: Bench):
     await crashed_after(bench, 3)
     commits.path_of(bench.archive.root, E1[3]).write_bytes(b"{}")
-    bench.feed(5, 6)
     await run_until_step(bench, 3)
-    assert "begin low=4 version=2 issued=6 void=0 done=[]" in bench.events
-    assert trained(bench)[5] == (2, 3)
+    bench.status = TrainerStatus("r", 9)
+    bench.events.clear()
+    bench.feed(7, 8, version="e000002-s000003")
+    await run_until_step(bench, 4)
+    assert bench.status.branched is None
+    assert not any(event.startswith("put back") for event in bench.events)
+    assert sorted(trained(bench)) == list(range(1, 9))
 
 
 async def test_a_missing_record_between_others_is_not_needed(bench: Bench):
@@ -163,6 +190,58 @@ async def test_a_missing_record_between_others_is_not_needed(bench: Bench):
     bench.feed(7, 8, version="e000001-s000003")
     await run_until_step(bench, 4)
     assert trained(bench) == {t: (1, (t + 1) // 2) for t in range(1, 7)} | {7: (2, 4), 8: (2, 4)}
+
+
+async def test_logged_steps_are_trained_under_the_settings_they_were_made_with(bench: Bench):
+    """Two epochs under different ones, then a third."""
+    put_in_force(bench)
+    bench.settings = {**SETTINGS, RATE: 1.0}
+    await crashed_after(bench, 2)
+    bench.settings = {**SETTINGS, RATE: 2.0}
+    bench.feed(5, 6, version="e000001-s000002")
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.tickets.get("trained") == 2)
+    bench.backend.full = 10**6
+    await stopped(running)
+    bench.backend.full, bench.status = 0, TrainerStatus("r", 9)
+    bench.events.clear()
+    bench.settings = {**SETTINGS, RATE: 3.0}
+    bench.backend.checkpoint = bench.backend.states[E1[0]]
+    bench.feed(7, 8, version="e000002-s000003")
+    await run_until_step(bench, 4)
+    steps = [event for event in bench.events if event.startswith(("under", "step"))]
+    assert steps == [
+        *("under 1.0", "step [1, 2]", "under 1.0", "step [3, 4]", "under 2.0", "step [5, 6]"),
+        *("under 3.0", "step [7, 8]"),
+    ]
+    assert bench.status.branched is None
+    assert not any("rollback" in line for line in bench.ledger.read())
+    state = commits.read(bench.archive.root, WeightVersion(3, 4)).state
+    assert state.settings[1:] == ((2, {RATE: 2.0}), (3, {RATE: 3.0}))
+    assert state.lineage == ((1, 0), (2, 2), (3, 3))
+
+
+async def test_settings_that_cannot_be_put_in_force_again_branch_the_lineage(bench: Bench):
+    put_in_force(bench)
+    bench.settings = {**SETTINGS, RATE: 1.0}
+    await crashed_after(bench, 2)
+    bench.settings = {**SETTINGS, RATE: 2.0}
+    under = bench.backend.under
+
+    def refusing(settings: Flat) -> None:
+        if settings[RATE] == 1.0:
+            raise ConfigError("there is no such rate any more")
+        under(settings)
+
+    bench.backend.under = refusing
+    await run_until_step(bench, 2)
+    assert "no such rate" in (bench.status.branched or "")
+    assert trained(bench) == {1: (2, 1), 2: (2, 1), 3: (2, 2), 4: (2, 2)}
+
+
+def put_in_force(bench: Bench) -> None:
+    """The events tell of it."""
+    bench.backend.under = lambda settings: bench.events.append(f"under {settings[RATE]}")
 
 
 async def test_a_run_without_records_is_taken_up_from_its_checkpoint(bench: Bench):

@@ -18,7 +18,7 @@ from services.trainer.replay.recorded import RecordedStep
 from services.trainer.replay.steps import Divergence, of_tensors
 from shared.config import load, validate
 from shared.queue.server import embedded_server
-from shared.run import archive, pinned, weights
+from shared.run import archive, commits, pinned, weights
 from shared.run import state as states
 from shared.run.archive import Archive
 from shared.types import Group, WeightVersion
@@ -61,6 +61,39 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def volley(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.cli", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False, env=in_use())
+
+
+@pytest.mark.long
+def test_a_run_that_was_killed_goes_on_with_other_settings_and_nothing_is_undone(tmp_path: Path):
+    """The steps after the checkpoint are made again under the settings that they were made with."""
+    rates = [{"learning_rate": 1e-3}, {"learning_rate": 1e-4, "schedule_type": "cosine"}]
+    options = {"trainer__checkpointing_options": {"save_interval_steps": 99}, "trainer__max_steps": 4}
+    with (
+        embedded_server(tmp_path / "redis") as spec,
+        trainer(tmp_path, spec.url, trainer__optimizer_config=rates[0], **options) as process,
+        producing(spec.url, 4 * BATCH),
+    ):
+        process.wait(lambda status: status["durable_step"] >= 2)
+        process.kill()
+        process.tree["trainer"]["optimizer_config"] = rates[1]
+        process.tree["algorithm"]["epsilon"] = 0.1
+        with record.claimed(validate(process.tree)):
+            process.start()
+        status = process.wait(lambda status: status["phase"] == "done")
+        assert status["branched"] is None
+        assert process.terminate() == 0
+    with record.claimed(load([tmp_path / "config.yaml"])) as claim:
+        known = record.finished(claim.folder, claim.record)
+    state = commits.newest(claim.folder)
+    assert state is not None
+    began = dict(state.lineage)
+    assert [changed["trainer.optimizer_config.learning_rate"] for _, changed in state.settings] == [1e-3, 1e-4]
+    assert [one.from_step for one in known.amendments] == [began[2]]
+    assert began[2] >= 2
+    verified = result_of(volley("verify", claim.folder.path, "--json"))
+    assert (verified["ok"], verified["by_disposition"], verified["undone"]) == (True, {"trained": 4 * BATCH}, [])
+    replayed = result_of(volley("replay", claim.folder.path, "--from-step", "0", "--json"))
+    assert (replayed["ok"], replayed["steps"], replayed["compared_checkpoints"]) == (True, 4, 1)
 
 
 def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Everything around the learner is the trainer's own: loop, group buffer, ledger, archive, checkpoints, publishing. The
 weights are noise drawn from a digest of everything trained so far, in order: a token, a log-probability or a reward
-that differs, a group that is lost, doubled or swapped, and every bit after it differs. Needs neither JAX nor a model's
-weights.
+that differs, another learning rate, a group that is lost, doubled or swapped, and every bit after it differs. Needs
+neither JAX nor a model's weights.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from shared.models.config import ModelConfig
 from shared.models.origin import Origin
 from shared.process.boot import RunningService, main
 from shared.run.folder import RunFolder
+from shared.run.pinned import Flat
 from shared.run.state import TrainerState
 from shared.run.weights import ManifestLeaf
 from shared.schema import RunConfig
@@ -65,7 +66,9 @@ class SimulatedBackend:
         seed: int,
         origin: Origin | None = None,
         publications: Publications | None = None,
+        learning_rate: float = 0.0,
     ) -> None:
+        self._own_rate = self._rate = learning_rate
         self._publications = publications
         self._checkpoints, self._model, self._seed, self._origin = checkpoints, model, seed, origin
         self._restored: RestoredCheckpoint | None = None
@@ -79,6 +82,7 @@ class SimulatedBackend:
         return self._restored.state if self._restored else None
 
     def build(self) -> None:
+        self._rate = self._own_rate
         if self._restored is None and self._origin is not None:
             self.params = dict(self._checkpoints.foreign(self._origin).params)
         elif self._restored is None:
@@ -92,6 +96,9 @@ class SimulatedBackend:
         folder = self._checkpoints.relabel(self._restored, state)
         self._restored = None
         return folder
+
+    def under(self, settings: Flat) -> None:
+        self._rate = float(settings.get("trainer.optimizer_config.learning_rate", self._own_rate))
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         norm = sum(self._learn(h.group) for h in held)
@@ -132,7 +139,7 @@ class SimulatedBackend:
     def _learn(self, group: Group) -> float:
         """One group changes every weight; returns by how much, as a Euclidean norm."""
         self._count = self._count + 1
-        seen = blake3.blake3(self._count.tobytes())
+        seen = blake3.blake3(self._count.tobytes() + np.float64(self._rate).tobytes())
         for name in sorted(self.params):
             seen.update(self.params[name].tobytes())
         seen.update(content_of(group))
@@ -162,7 +169,10 @@ def _simulated(given: BackendInputs) -> OpenedBackend:
     checkpoints = CheckpointFolders(
         RunFolder(settings.run_folder).checkpoints, settings.run, settings.max_to_keep, NumpyArrays()
     )
-    backend = SimulatedBackend(checkpoints, model.to_hf(), given.config.run.seed, given.origin, given.publications)
+    rate = given.config.trainer.optimizer_config.learning_rate
+    backend = SimulatedBackend(
+        checkpoints, model.to_hf(), given.config.run.seed, given.origin, given.publications, rate
+    )
     return OpenedBackend(backend, checkpoints, TokenLimits(model.vocab_size, given.tokenizer.pad_id), _no_warm_start)
 
 

@@ -30,7 +30,7 @@ from shared.files.reading import open_file, read_file
 from shared.files.storage import replace
 from shared.models.hub import keep
 from shared.models.origin import LATEST
-from shared.run import commits, pinned, weights
+from shared.run import commits, pinned
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.run.weights import MANIFEST
@@ -239,21 +239,10 @@ def _amended(folder: RunFolder, record: RunRecord, loaded: LoadedConfig, say: Ca
         )
     for change in found:
         say(f"{change} from step {step} on")
-    if found and (n := step - _saved_step(folder)) > 0:
-        say(
-            f"the trainer did not stop in order: the last {n} steps are in the log alone, and are trained again with"
-            f" these settings; from the first that comes out otherwise on, they are undone"
-        )
     amendments = _amendments(record, head, now)
     return dataclasses.replace(
         record, digest=loaded.digest, config=now, finished=False, final=None, amendments=amendments
     )
-
-
-def _saved_step(folder: RunFolder) -> int:
-    """Of the newest checkpoint; 0 without one."""
-    found = weights.versions(folder.checkpoints)
-    return found[-1].step if found else 0
 
 
 def _in_force(record: RunRecord, head: TrainerState | None) -> Mapping[str, Any]:

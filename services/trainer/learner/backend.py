@@ -41,6 +41,7 @@ from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from shared.models.origin import Origin
 from shared.process import telemetry
+from shared.run.pinned import Flat
 from shared.run.state import TrainerState
 from shared.run.weights import Adapter, BaseWeights, ManifestLeaf, Probe
 from shared.types import WeightVersion
@@ -91,6 +92,7 @@ class TunixBackend:
     Args:
         warm_start: the layout of a new run's warm start, if it has one.
         publications: where versions are published; without it none are.
+        options_under: the options of the policy under other settings than its own; without it there are no others.
 
     `memory` is what `build` reckons that training takes, in MiB, `plan` on what and with how many sequences at once.
     """
@@ -103,8 +105,11 @@ class TunixBackend:
         checkpoints: ModelCheckpoints,
         warm_start: BatchLayout | None = None,
         publications: ModelPublications | None = None,
+        options_under: Callable[[Flat], PolicyOptions] | None = None,
     ) -> None:
         self._publications = publications
+        self._options_under = options_under
+        self._in_force: Flat = {}  # empty: its own
         self._options, self._described, self._policy_options, self._checkpoints = model, described, policy, checkpoints
         self._warm_start_layout = warm_start
         self.memory: Mapping[str, float] = {}
@@ -140,6 +145,7 @@ class TunixBackend:
         """Raises NonFinite."""
         reference = self._checkpoints.params_of(restored.state.reference) if restored.state.reference else None
         policy = Policy(model, self._policy_options, self._described.to_hf(), reference)
+        self._in_force = {}
         policy.load_optimizer(restored.optimizer)
         policy.check()
         self._adapter = restored.adapter
@@ -180,6 +186,13 @@ class TunixBackend:
             base = self._checkpoints.save_base(state.version, self._policy.base())
             self._adapter = Adapter(options.lora.rank, options.lora.alpha, base)
         return self.save(state, None)
+
+    def under(self, settings: Flat) -> None:
+        """What follows is trained under these settings; model and optimizer stay, bit for bit. Raises ConfigError."""
+        assert self._policy is not None
+        if self._options_under is not None and settings != self._in_force:
+            self._policy.under(self._options_under(settings))
+            self._in_force = settings
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         """One step of RL on the groups; `before` is the version of the present weights. Raises NonFinite: then

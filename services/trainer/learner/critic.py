@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from services.trainer.algorithms.terms.algorithm import ActorCritic
-from services.trainer.algorithms.terms.statistics import Statistics
 from services.trainer.learner.batch import Batch
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import bound_to, divided, params_of
-from services.trainer.learner.train_step import Learner, Params, Update, snapshot
+from services.trainer.learner.train_step import Learner, Objective, Params, Update, snapshot
 from services.trainer.models.attention import Packing
 from services.trainer.models.decoder import hidden_states
 from services.trainer.models.family import Model
@@ -58,12 +57,16 @@ class Critic:
             hidden = hidden_states(bound({**params, **unused}), ids, packing)
             return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), params[_VALUE])
 
-        def objective(params: Params, batch: Batch) -> tuple[jax.Array, Statistics]:
-            return setup.algorithm.value_loss(values(params, batch.ids, batch.packing), batch)
+        def objective(algorithm: ActorCritic) -> Objective:
+            return lambda params, batch: algorithm.value_loss(values(params, batch.ids, batch.packing), batch)
 
-        self._values = jax.jit(values, out_shardings=everywhere)
+        self._values, self._objective = jax.jit(values, out_shardings=everywhere), objective
         trained = {**snapshot(backbone), _VALUE: head}
-        self._learner = Learner(trained, make_optimizer(setup.optimizer), objective, frozen)
+        self._learner = Learner(trained, make_optimizer(setup.optimizer), objective(setup.algorithm), frozen)
+
+    def under(self, setup: CriticSetup) -> None:
+        """What follows is trained so; parameters and the optimizer's state stay."""
+        self._learner.under(make_optimizer(setup.optimizer), self._objective(setup.algorithm))
 
     def values(self, batch: Batch) -> np.ndarray:
         """float32 [B, T]: at each position of `batch.targets`, what is expected before that token."""

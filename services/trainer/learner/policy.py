@@ -35,7 +35,7 @@ from services.trainer.learner.metrics import StepMetrics
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.published import PublishedWeights
 from services.trainer.learner.scoring import Scorer, divided, objective, params_of, without_adapters
-from services.trainer.learner.train_step import Learner, Params, Update, placed_as, snapshot
+from services.trainer.learner.train_step import Learner, Objective, Params, Update, placed_as, snapshot
 from services.trainer.loop.group_buffer import ReadyGroup
 from services.trainer.models.family import Model
 from services.trainer.publishing.publications import Arrays
@@ -80,24 +80,26 @@ class Policy:
         config: Mapping[str, Any],
         reference: Mapping[str, HostArray] | None,
     ) -> None:
-        self._options = options
+        self._model, self._options = model, options
         self._n_micro = options.layout.n_micro(options.rows_per_step)
         self._scorer = Scorer(model, options.temperature)
         self._published = PublishedWeights(self._scorer, config, options.published_dtype)
-        needs = options.algorithm.needs
-        entropy = "gradient" if needs.entropy else "value"
         trained, frozen = divided(params_of(model))
-        self._learner = Learner(
-            trained,
-            make_optimizer(options.optimizer),
-            objective(model, options.algorithm.loss, options.temperature, entropy),
-            frozen,
-        )
+        self._learner = Learner(trained, make_optimizer(options.optimizer), _objective(model, options), frozen)
         self._probed: Probe | None = None  # of the present weights, once they are known to be finite
         self._reference: Params | None = None
         self._critic = Critic(model, options.critic) if options.critic else None
-        if needs.reference:
+        if options.algorithm.needs.reference:
             self._reference = self._frozen_policy(reference)
+
+    def under(self, options: PolicyOptions) -> None:
+        """What follows is trained with the loss and the optimizer of these options, which may differ from the present
+        ones in nothing else. Parameters, optimizer state, critic and reference stay, bit for bit.
+        """
+        self._options = options
+        self._learner.under(make_optimizer(options.optimizer), _objective(self._model, options))
+        if self._critic is not None and options.critic is not None:
+            self._critic.under(options.critic)
 
     def _frozen_policy(self, reference: Mapping[str, HostArray] | None) -> Params:
         """With adapters it is their base, which is shared."""
@@ -230,6 +232,11 @@ class Policy:
             tables["values"] = [self._critic.values(b) for b in batches]
         found = {name: by_row(made, rows, parts) for name, made in tables.items()}
         return [replace(row, **{name: made[i] for name, made in found.items()}) for i, row in enumerate(rows)]
+
+
+def _objective(model: Model, options: PolicyOptions) -> Objective:
+    entropy = "gradient" if options.algorithm.needs.entropy else "value"
+    return objective(model, options.algorithm.loss, options.temperature, entropy)
 
 
 def _measured(updates: Sequence[Update], of_batches: Mapping[str, float]) -> dict[str, Any]:

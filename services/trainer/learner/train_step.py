@@ -70,11 +70,16 @@ class Learner:
             self._state = jax.tree.map(self._on_mesh, optimizer.init(params))
         like = jax.tree.map(lambda x: x.sharding, params)
         everywhere = replicated(self.mesh)
-        self._gradient = jax.jit(gradient(objective), out_shardings=(everywhere, like))
+        self._like, self._kept = (everywhere, like), (like, jax.tree.map(lambda x: x.sharding, self._state))
         self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
-        kept = like, jax.tree.map(lambda x: x.sharding, self._state)
-        self._apply = jax.jit(applied(optimizer), donate_argnums=(0, 1), out_shardings=kept)
         self._are_finite = jax.jit(_are_finite, static_argnames="published", out_shardings=everywhere)
+        self.under(optimizer, objective)
+
+    def under(self, optimizer: optax.GradientTransformation, objective: Objective) -> None:
+        """What follows is trained by these; parameters and the optimizer's state, which must be of one tree, stay."""
+        self._shapes.clear()
+        self._gradient = jax.jit(gradient(objective), out_shardings=self._like)
+        self._apply = jax.jit(applied(optimizer), donate_argnums=(0, 1), out_shardings=self._kept)
 
     @property
     def params(self) -> Params:

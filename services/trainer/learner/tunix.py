@@ -23,6 +23,7 @@ from services.trainer.settlement.ledger import StepLog
 from services.trainer.status import TrainerStatus
 from services.trainer.supervised.training import SupervisedOptions
 from shared.clients.env import EnvClient
+from shared.config import under
 from shared.models import origin
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
@@ -79,5 +80,13 @@ def _backend(
     tokens = TokenLimits(described.vocab_size, tokenizer.pad_id)
     options = from_run.supervised_options(config, tokens) if config.sft.trains else None
     policy, warm_start = from_run.policy_options(config, tokens), options.layout if options else None
-    backend = TunixBackend(model, described, policy, checkpoints, warm_start=warm_start, publications=publications)
+    backend = TunixBackend(
+        model,
+        described,
+        policy,
+        checkpoints,
+        warm_start=warm_start,
+        publications=publications,
+        options_under=lambda settings: from_run.policy_options(under(config, settings), tokens),
+    )
     return backend, tokens, options

@@ -71,6 +71,12 @@ class Backend(Protocol):
 
     def start(self, state: TrainerState) -> Path: ...
 
+    def under(self, settings: Flat) -> None:
+        """What follows is trained under these settings of a configuration, until `build` brings back its own. Weights
+        and optimizer state stay, bit for bit. Raises ConfigError if they cannot be put in force.
+        """
+        ...
+
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics: ...
 
     def checksum(self) -> str:

@@ -1,25 +1,28 @@
 """From an empty process to the end of the log: the newest whole checkpoint is restored, and what the log holds after it
 is trained again.
 
-Every step that is trained again must give the parameters that its commit record tells by a checksum. Then nothing was
-undone: versions that were published stay what they were. Where one differs (another backend or topology, other
-settings), or its groups cannot be read, the lineage branches at the last step that agreed.
+Every step is trained again under the settings that were in force when it was made, and must give the parameters that
+its commit record tells by a checksum. Then nothing was undone: versions that were published stay what they were, and
+other settings begin after the last one. Where one differs (another backend or topology), its groups cannot be read or
+its record is gone, the lineage branches at the last step that agreed.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.trainer.loop.group_buffer import ready_group
 from services.trainer.loop.interfaces import Backend, Collaborators, TrainPlan, Waiter
 from services.trainer.loop.resuming import under_settings
 from services.trainer.status import TrainerStatus
-from shared.errors import DecodeError, NonFinite, WeightsError
+from shared.errors import ConfigError, DecodeError, NonFinite, WeightsError
 from shared.process import telemetry
-from shared.run import commits
+from shared.run import commits, pinned
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog, CommitRecord
+from shared.run.ledger import TRAINED
 from shared.run.state import TrainerState, epoch_of, in_lineage
 from shared.types import Group, WeightVersion
 
@@ -29,12 +32,13 @@ _log = telemetry.Log("recovery")
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """`state` is that of the weights in memory, `checkpoint` what they were made from. `undone` are the logged steps
-    after `state` that could not be made again, oldest first, and `why`.
+    after `state` that could not be made again, oldest first, `lost` those whose records are gone, and `why`.
     """
 
     state: TrainerState
     checkpoint: WeightVersion
     undone: tuple[WeightVersion, ...] = ()
+    lost: tuple[WeightVersion, ...] = ()
     why: str | None = None
 
     @property
@@ -69,14 +73,17 @@ class LoggedSteps:
             return None
 
     def train(self, backend: Backend, step: int) -> Divergence | None:
-        """Trains the step again, on the weights before it. Blocks. Raises Unavailable."""
+        """Trains the step again, on the weights before it, under its settings. Blocks. Raises Unavailable."""
         version = self.version(step)
         try:
             payloads = self._archive.read(version)
             held = [ready_group(Group.decode(payload), payload, "") for payload in payloads]
+            backend.under(pinned.in_force(self._head.settings, version.epoch))
             backend.step(held, WeightVersion(version.epoch, step - 1))
         except DecodeError as error:
             return Divergence(version, f"its groups cannot be read: {error.detail}")
+        except ConfigError as error:
+            return Divergence(version, f"its settings cannot be put in force again: {error.detail}")
         except NonFinite as error:
             return Divergence(version, str(error))
         record = self.record(step)
@@ -96,7 +103,7 @@ class Recovery:
         of this configuration, and WeightsError.
         """
         bound: TrainerState | None = None
-        undone, why = tuple[WeightVersion, ...](), None
+        undone, lost, why = tuple[WeightVersion, ...](), tuple[WeightVersion, ...](), None
         while True:
             checkpoint = await self._waiter.patiently(lambda: self._waiter.blocking(self._parts.backend.restore))
             self._status.set_aside = dict(self._parts.checkpoints.bad)
@@ -106,12 +113,14 @@ class Recovery:
                 await self._build()
                 return None
             if bound is None or not _leads_to(checkpoint, bound):
-                bound, undone, why = await asyncio.to_thread(self._head, checkpoint), (), None
+                bound, undone = await asyncio.to_thread(self._head, checkpoint), ()
+                lost = await asyncio.to_thread(self._lost, bound)
+                why = _gone(lost, self._status.run)
             head = under_settings(bound, self._plan.settings, self._plan.original)
             await self._build()
             broken = await self._retrain(checkpoint, head)
             if broken is None:
-                return Recovered(head, checkpoint.version, undone, why)
+                return Recovered(head, checkpoint.version, undone, lost, why)
             log = LoggedSteps(self._parts.archive, self._parts.commits, head)
             undone = (*(log.version(step) for step in range(broken.version.step, head.step + 1)), *undone)
             why = f"{broken.version} cannot be made again: {broken.why}"
@@ -144,6 +153,15 @@ class Recovery:
         record = self._newest_record()
         return record.state if record is not None and _leads_to(checkpoint, record.state) else checkpoint
 
+    def _lost(self, head: TrainerState) -> tuple[WeightVersion, ...]:
+        """The steps after `head` that were made: by the ledger, which is written after their records, or by what is
+        left of these.
+        """
+        settled = self._parts.ledger.settled().values()
+        trained = {WeightVersion(one["epoch"], one["step"]) for one in settled if one["disposition"] == TRAINED}
+        made = trained.union(commits.versions(self._parts.commits.root))
+        return tuple(sorted(version for version in made if version > head.version and version.step > head.step))
+
     def _newest_record(self) -> CommitRecord | None:
         root = self._parts.commits.root
         for version in reversed(commits.versions(root)):
@@ -164,8 +182,17 @@ class Recovery:
             if broken is not None:
                 return broken
         if head.step > checkpoint.step:
+            await self._waiter.blocking(self._parts.backend.under, self._plan.settings)
             _log.info("log replayed", run=self._status.run, from_step=checkpoint.step, to=str(head.version))
         return None
+
+
+def _gone(lost: Sequence[WeightVersion], run: str) -> str | None:
+    if not lost:
+        return None
+    why = f"{', '.join(map(str, lost))} cannot be gone on from: the steps were made, but their records are unreadable"
+    _log.error("the lineage branches", run=run, reason=why, undone=len(lost))
+    return why
 
 
 def _before(log: LoggedSteps, step: int, checkpoint: TrainerState) -> TrainerState:

@@ -157,3 +157,4 @@ class StepRunner:
         for step in range(pending.saved.step + 1, pending.version.step + 1):
             if (broken := await self._waiter.blocking(log.train, parts.backend, step)) is not None:
                 raise WeightsError(f"{broken.version} cannot be made again: {broken.why}")
+        await self._waiter.blocking(parts.backend.under, self._plan.settings)

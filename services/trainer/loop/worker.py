@@ -109,7 +109,7 @@ class TrainerWorker:
             if await asyncio.to_thread(self._is_newest, found) and await asyncio.to_thread(self._known, found) == known:
                 await self._waiter.answer(lambda epoch=epoch: self._parts.queue.open(epoch))
                 self._epoch = epoch
-                if found is not None and found.undone:
+                if found is not None and (found.undone or found.lost):
                     self._status.branched = found.why
                     await self._put_back(found, known)
                 return found, self._begun(known, epoch)
@@ -133,7 +133,7 @@ class TrainerWorker:
         forgotten them. What is not put back is issued again.
         """
         progress = known.progress()
-        for version in found.undone:
+        for version in (*found.undone, *found.lost):
             with suppress(DecodeError):
                 for payload in await asyncio.to_thread(lambda version=version: list(self._parts.archive.read(version))):
                     ticket = Group.decode(payload).ticket

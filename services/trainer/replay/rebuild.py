@@ -5,11 +5,8 @@ in the folder.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from services.trainer import options as from_run
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
@@ -30,33 +27,24 @@ class RebuiltPolicy:
     """
 
     def __init__(self, config: RunConfig, checkpoint: Path, root: Path) -> None:
-        self._root = root
-        self._restored = restore(checkpoint, OrbaxArrays())
-        adapter, reference = self._restored.adapter, self._restored.state.reference
-        self._base = read_base(root, adapter, OrbaxArrays()) if adapter else None
-        self._reference = restore(root / reference, OrbaxArrays()).params if reference else None
-        self._config, self.policy = config, self._policy(config)
+        restored = restore(checkpoint, OrbaxArrays())
+        adapter, reference = restored.adapter, restored.state.reference
+        base = read_base(root, adapter, OrbaxArrays()) if adapter else None
+        frozen = restore(root / reference, OrbaxArrays()).params if reference else None
+        folder = model_folder(config.model.path, root.parent)
+        described = ModelConfig.read(folder)
+        model = assembled(described, from_run.model_options(config, folder), restored_leaves(restored, base))
+        self._tokens = TokenLimits(described.vocab_size, ChatTokenizer(folder).pad_id)
+        self._config, options = config, from_run.policy_options(config, self._tokens)
+        self.policy = Policy(model, options, described.to_hf(), frozen)
+        self.policy.load_optimizer(restored.optimizer)
 
     def under(self, config: RunConfig) -> Policy:
         """The policy that goes on from here under this configuration, as after a restart of the trainer with it."""
         if config != self._config:
-            now = {
-                what: {name: np.asarray(value) for name, value in part.items()}
-                for what, part in tensors_of(self.policy).items()
-            }
-            self._restored = replace(self._restored, params=now["params"], optimizer=now["optimizer"])
-            self._config, self.policy = config, self._policy(config)
+            self.policy.under(from_run.policy_options(config, self._tokens))
+            self._config = config
         return self.policy
-
-    def _policy(self, config: RunConfig) -> Policy:
-        folder = model_folder(config.model.path, self._root.parent)
-        described = ModelConfig.read(folder)
-        options = from_run.model_options(config, folder)
-        model = assembled(described, options, restored_leaves(self._restored, self._base))
-        tokens = TokenLimits(described.vocab_size, ChatTokenizer(folder).pad_id)
-        policy = Policy(model, from_run.policy_options(config, tokens), described.to_hf(), self._reference)
-        policy.load_optimizer(self._restored.optimizer)
-        return policy
 
 
 def tensors_of(policy: Policy) -> dict[str, Mapping[str, Any]]:

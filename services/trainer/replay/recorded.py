@@ -63,13 +63,8 @@ class RecordedStep:
         return self.config_of(self.version(step).epoch, stored)
 
     def config_of(self, epoch: int, stored: LoadedConfig) -> RunConfig:
-        """The stored configuration with the settings that were in force in `epoch`: its algorithm as a whole, because
-        another one has other keys.
-        """
-        found = pinned.in_force(self.head.settings, epoch)
-        emptied: dict[str, Any] = {"algorithm": {}} if "algorithm.name" in found else {}
-        changed = {key: value for key, value in found.items() if pinned.rule_of(key).may}
-        return config.changed(stored, emptied | changed).config
+        """The stored configuration with the settings that were in force in `epoch`."""
+        return config.under(stored.config, pinned.in_force(self.head.settings, epoch))
 
     def groups(self, step: int) -> list[tuple[Group, bytes]]:
         """The groups that made `step`, with their wire bytes. Raises DecodeError."""
