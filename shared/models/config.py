@@ -9,7 +9,7 @@ itself: the engine is started from what `to_hf` gives, so a key that is not name
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -30,6 +30,12 @@ _REQUIRED = {
     "num_hidden_layers": 1 << 10,
     "num_attention_heads": 1 << 12,
 }
+_EXPERT_SIZES = {
+    "num_experts": (128, 1 << 16),
+    "num_experts_per_tok": (8, 1 << 16),
+    "moe_intermediate_size": (768, 1 << 20),
+}
+"""Default and most of each."""
 _DEFAULT_EPS, _DEFAULT_INITIALIZER_RANGE = 1e-6, 0.02
 # Keys that change what is computed, here or in a model of another family, and the values under which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -46,13 +52,25 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pruned_heads": (None, {}),
     "auto_map": (None,),
 }
-_SPELLED = ("model_type", "rope_scaling", "eos_token_ids")
+_SPELLED = ("model_type", "rope_scaling", "eos_token_ids", "experts")
 _NOT_COMPUTED = ("max_position_embeddings", "initializer_range", "eos_token_ids")
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The mixture of experts in every layer, under the names of a config.json. With `norm_topk_prob` the weights of the
+    chosen ones add up to 1.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A dense decoder of one of the families, under the names of its config.json.
+    """A decoder of one of the families, under the names of its config.json; `experts` None is a dense one.
 
     `initializer_range` is the standard deviation of random weights, where the folder has none; `eos_token_ids` end a
     text unless a request says otherwise, sorted, those of generation_config.json included.
@@ -73,6 +91,7 @@ class ModelConfig:
     max_position_embeddings: int
     initializer_range: float
     eos_token_ids: tuple[int, ...]
+    experts: Experts | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -104,6 +123,7 @@ class ModelConfig:
                 given.get("initializer_range", _DEFAULT_INITIALIZER_RANGE), "initializer_range", where, 100.0
             ),
             eos_token_ids=tuple(sorted({*_eos_of(given, where), *more_eos})),
+            experts=_experts(given, where) if family.experts else None,
         )
         _check_together(found, given, where)
         return found
@@ -114,7 +134,8 @@ class ModelConfig:
         eos, family = list(self.eos_token_ids), self.family
         constant = {"architectures": [family.architecture], "model_type": self.model_type, "hidden_act": "silu"}
         scaling = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling.to_hf()}
-        written = {**family.written, "attention_dropout": 0.0, "eos_token_id": eos or None}
+        experts = {} if self.experts is None else asdict(self.experts)
+        written = {**family.written, **experts, "attention_dropout": 0.0, "eos_token_id": eos or None}
         return constant | named | scaling | written
 
     @property
@@ -175,6 +196,20 @@ def _sizes(given: Mapping[str, Any], family: Family, where: str) -> dict[str, in
             value = hidden // heads
         sizes[key] = _size(value, key, where, 1 << 30)
     return sizes
+
+
+def _experts(given: Mapping[str, Any], where: str) -> Experts:
+    """Raises ConfigError. transformers 5 writes `num_local_experts`."""
+    spelled = {key: given[key] for key in ("num_experts", "num_local_experts") if key in given}
+    if len({shown(value) for value in spelled.values()}) > 1:
+        raise ConfigError(f"{where}: num_experts and num_local_experts differ", "keep the one of the weights")
+    known = {**given, "num_experts": next(iter(spelled.values()))} if spelled else given
+    n, per_tok, inner = (
+        _size(known.get(key, default), key, where, most) for key, (default, most) in _EXPERT_SIZES.items()
+    )
+    if per_tok > n:
+        raise ConfigError(f"{where}: num_experts_per_tok={per_tok} is more than num_experts={n}", "correct them")
+    return Experts(n, per_tok, inner, _boolean(given.get("norm_topk_prob", False), "norm_topk_prob", where))
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> None:

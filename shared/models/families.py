@@ -22,6 +22,7 @@ class Family:
         qkv_bias: the projections to queries, keys and values have a bias.
         qk_norm: queries and keys are normalized by head.
         llama3_rope: `rope_type` "llama3" is computed.
+        experts: every layer's feed-forward part is a mixture of experts.
     """
 
     architecture: str
@@ -31,6 +32,7 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     llama3_rope: bool = False
+    experts: bool = False
 
 
 # Defaults are those of the configuration classes of transformers 4.51 to 5.12.
@@ -41,6 +43,24 @@ FAMILIES: Mapping[str, Family] = {
         neutral={"attention_bias": (False,), "use_sliding_window": (False,)},
         written={"attention_bias": False, "use_sliding_window": False},
         qk_norm=True,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        defaults={"num_key_value_heads": 4, "head_dim": None, "max_position_embeddings": 32768},
+        neutral={
+            "attention_bias": (False,),
+            "use_sliding_window": (False,),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": (None, []),
+        },
+        written={
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+        qk_norm=True,
+        experts=True,
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
@@ -57,5 +77,7 @@ FAMILIES: Mapping[str, Family] = {
         llama3_rope=True,
     ),
 }
-NAMES = "dense Qwen3 (model_type qwen3), Qwen2 and 2.5 (qwen2), Llama 2 and 3 with SmolLM2 (llama)"
+NAMES = (
+    "dense Qwen3 (model_type qwen3), Qwen3-MoE (qwen3_moe), Qwen2 and 2.5 (qwen2), Llama 2 and 3 with SmolLM2 (llama)"
+)
 """For sentences."""

@@ -1,4 +1,4 @@
-"""What Tunix and Hugging Face call the parameters of the dense families, and how each turns them. The one home of these
+"""What Tunix and Hugging Face call the parameters of the families, and how each turns them. The one home of these
 names: the trainer loads and saves by them, the rollout service reads checkpoints of either kind, the command line
 exports.
 
@@ -11,7 +11,12 @@ exports.
 | layers.N.attn.{q,k,v}_bias [HK]     | model.layers.N.self_attn.….bias [HK]        |
 | layers.N.attn.o_proj.w [H, K, D]    | model.layers.N.self_attn.o_proj.weight [D, HK] |
 | layers.N.mlp.….kernel [in, out]     | model.layers.N.mlp.….weight [out, in]       |
+| layers.N.mlp.router.kernel [D, E]   | model.layers.N.mlp.gate.weight [E, D]       |
+| layers.N.mlp.….proj [E, in, out]    | model.layers.N.mlp.experts.….weight [E, out, in] |
 | layers.N.….w, of norms              | model.layers.N.….weight                     |
+
+Experts lie in one array here, and in files one by one: what `hf_name` calls model.layers.N.mlp.experts.up_proj.weight
+is in them model.layers.N.mlp.experts.0.up_proj.weight and so on (`in_files`).
 """
 
 from __future__ import annotations
@@ -33,6 +38,10 @@ _BLOCK = {
     "mlp.gate_proj.kernel": "mlp.gate_proj.weight",
     "mlp.up_proj.kernel": "mlp.up_proj.weight",
     "mlp.down_proj.kernel": "mlp.down_proj.weight",
+    "mlp.router.kernel": "mlp.gate.weight",
+    "mlp.gate_proj": "mlp.experts.gate_proj.weight",
+    "mlp.up_proj": "mlp.experts.up_proj.weight",
+    "mlp.down_proj": "mlp.experts.down_proj.weight",
     "input_layernorm.w": "input_layernorm.weight",
     "post_attention_layernorm.w": "post_attention_layernorm.weight",
 }
@@ -61,10 +70,28 @@ def hf_name(leaf: str) -> str:
     return f"model.layers.{match[1]}.{_BLOCK[match[2]]}"
 
 
+def is_experts(leaf: str) -> bool:
+    """Whether the leaf [E, in, out] holds a matrix of every expert."""
+    return re.fullmatch(r"layers\.\d+\.mlp\.(gate|up|down)_proj", leaf) is not None
+
+
+def in_files(name: str, n_experts: int) -> list[str]:
+    """The tensors of Hugging Face's files that make `hf_name`'s array of all experts, in their order."""
+    return [name.replace(".mlp.experts.", f".mlp.experts.{i}.") for i in range(n_experts)]
+
+
+def of_expert(name: str) -> tuple[str, int] | None:
+    """The other way round: the array's name, and the number of the expert; None for any other tensor."""
+    match = re.fullmatch(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.((?:gate|up|down)_proj\.weight)", name)
+    return None if match is None else (f"{match[1]}.{match[3]}", int(match[2]))
+
+
 def to_hf(leaf: str, value: np.ndarray) -> np.ndarray:
     """A parameter leaf in the orientation of Hugging Face's tensor; a view of it."""
     if leaf == "embedder.input_embedding" or value.ndim == 1:
         return value
+    if is_experts(leaf):
+        return value.swapaxes(-1, -2)
     if value.ndim == 3:
         flat = (-1, value.shape[2]) if leaf.endswith("o_proj.w") else (value.shape[0], -1)
         value = value.reshape(flat)
@@ -76,7 +103,7 @@ def from_hf(leaf: str, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray
 
     Raises ValueError if the sizes do not fit.
     """
-    out = tensor if leaf == "embedder.input_embedding" or tensor.ndim == 1 else tensor.T
+    out = tensor if leaf == "embedder.input_embedding" or tensor.ndim == 1 else tensor.swapaxes(-1, -2)
     if out.size != np.prod(shape) or (out.ndim == len(shape) and out.shape != shape):
         raise ValueError(f"{hf_name(leaf)} has shape {list(tensor.shape)}, which does not make {list(shape)}")
     return out.reshape(shape)

@@ -5,7 +5,7 @@ import pytest
 
 from services.rollout.engines.sglang_jax.weights import layout
 from shared.errors import WeightsError
-from tests.support import models
+from tests.support import families, models
 
 CONFIG = models.tiny_config(num_hidden_layers=1)
 HF = models.random_weights(CONFIG, 0)
@@ -75,6 +75,27 @@ def test_a_tied_model_ignores_the_copy_that_hugging_face_may_keep() -> None:
     assert to_engine(HF, shapes, 128).keys() == shapes.keys()
     with pytest.raises(WeightsError, match="lm_head"):
         to_engine(TUNIX, shapes, 128)
+
+
+def test_experts_are_one_array_in_the_engine() -> None:
+    case = families.case("qwen3-moe")
+    n, inner, dim = 6, 32, 48
+    shapes = {f"model.layers.{i}.mlp.{name}": (n, dim, inner) for i in range(2) for name in ("wi_0", "wi_1")}
+    shapes |= {f"model.layers.{i}.mlp.wo": (n, inner, dim) for i in range(2)}
+    shapes |= {f"model.layers.{i}.moe_gate.kernel": (dim, n) for i in range(2)}
+    shapes |= {f"model.layers.{i}.self_attn.c_proj.weight": (128, dim) for i in range(2)}
+    kept = {k: v for k, v in case.weights.items() if ".mlp." in k or "o_proj" in k}
+    theirs = {k: v for k, v in models.to_tunix(case.weights, case.config).items() if ".mlp." in k or "o_proj" in k}
+    from_hf, from_tunix = (to_engine(w, shapes, 32) for w in (kept, theirs))
+    for name, value in from_hf.items():
+        np.testing.assert_array_equal(value, from_tunix[name], err_msg=name)
+    for i in range(n):
+        prefix = f"model.layers.1.mlp.experts.{i}"
+        np.testing.assert_array_equal(from_hf["model.layers.1.mlp.wi_1"][i], kept[f"{prefix}.up_proj.weight"].T)
+        np.testing.assert_array_equal(from_hf["model.layers.1.mlp.wo"][i], kept[f"{prefix}.down_proj.weight"].T)
+    del kept["model.layers.1.mlp.experts.3.up_proj.weight"]
+    with pytest.raises(WeightsError, match="experts are missing"):
+        to_engine(kept, shapes, 32)
 
 
 def test_biases_go_where_their_projections_go() -> None:

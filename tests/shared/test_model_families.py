@@ -37,11 +37,22 @@ def test_what_is_written_is_read_as_the_same(name: str) -> None:
 def test_names_and_orientation_of_every_tensor_are_those_of_both_sides(name: str) -> None:
     case = families.case(name)
     theirs = models.to_tunix(case.weights, case.config)
-    assert {names.hf_name(leaf) for leaf in theirs} == case.weights.keys()
+    n_experts = case.config.get("num_experts", 0)
+    made: set[str] = set()
     for leaf, value in theirs.items():
+        if names.is_experts(leaf):
+            files = names.in_files(names.hf_name(leaf), n_experts)
+            made |= set(files)
+            assert [names.of_expert(name) for name in files] == [(names.hf_name(leaf), i) for i in range(n_experts)]
+            for i, name in enumerate(files):
+                np.testing.assert_array_equal(names.to_hf(leaf, value)[i], case.weights[name])
+                np.testing.assert_array_equal(names.from_hf(leaf, case.weights[name], value.shape[1:]), value[i])
+            continue
+        made.add(names.hf_name(leaf))
         assert names.is_leaf(leaf)
         np.testing.assert_array_equal(names.to_hf(leaf, value), case.weights[names.hf_name(leaf)], err_msg=leaf)
         np.testing.assert_array_equal(names.from_hf(leaf, case.weights[names.hf_name(leaf)], value.shape), value)
+    assert made == case.weights.keys()
     assert not names.is_leaf("model.norm.weight")
 
 

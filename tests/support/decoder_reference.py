@@ -1,5 +1,6 @@
-"""Independent float64 numpy forward of Hugging Face's dense Qwen3, Qwen2 and Llama, written from the papers' equations
-and config.json only. Which of them it is, the weights say: norms of queries and keys, or biases.
+"""Independent float64 numpy forward of Hugging Face's Qwen3, Qwen3-MoE, Qwen2 and Llama, written from the papers'
+equations and config.json only. Which of them it is, the weights say: norms of queries and keys, biases, or routers to
+experts.
 
 Weights are a flat dict with Hugging Face's names and orientation ([out, in] for linear layers). Nothing here imports
 JAX, so an error in the engine or in the trainer cannot hide in a shared primitive.
@@ -86,6 +87,17 @@ def _mlp(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, keep: Round) -> n
     return keep(keep(gate / (1 + np.exp(-gate)) * up) @ w[prefix + "down_proj.weight"].T)
 
 
+def _experts(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Config, keep: Round) -> np.ndarray:
+    """A token's most probable experts, by their probabilities."""
+    probabilities, out = _softmax(x @ w[prefix + "gate.weight"].T), np.zeros_like(x)
+    for token, of in enumerate(probabilities):
+        chosen = np.argsort(-of, kind="stable")[: config["num_experts_per_tok"]]
+        total = of[chosen].sum() if config["norm_topk_prob"] else 1.0
+        for i in chosen:
+            out[token] += _mlp(x[token], w, f"{prefix}experts.{i}.", keep) * of[i] / total
+    return keep(out)
+
+
 def logits(weights: Weights, config: Config, ids: Sequence[int], keep: Round = _exact) -> np.ndarray:
     """float64[T, vocabulary]: the scores of the next token after every prefix of `ids`.
 
@@ -103,7 +115,11 @@ def logits(weights: Weights, config: Config, ids: Sequence[int], keep: Round = _
                 keep(_rms(x, w[prefix + "input_layernorm.weight"], eps)), w, prefix + "self_attn.", config, keep
             )
         )
-        x = keep(x + _mlp(keep(_rms(x, w[prefix + "post_attention_layernorm.weight"], eps)), w, prefix + "mlp.", keep))
+        normed = keep(_rms(x, w[prefix + "post_attention_layernorm.weight"], eps))
+        if prefix + "mlp.gate.weight" in w:
+            x = keep(x + _experts(normed, w, prefix + "mlp.", config, keep))
+        else:
+            x = keep(x + _mlp(normed, w, prefix + "mlp.", keep))
     head = w["model.embed_tokens.weight"] if config["tie_word_embeddings"] else w["lm_head.weight"]
     return keep(_rms(x, w["model.norm.weight"], eps)) @ head.T
 

@@ -60,14 +60,26 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Weights:
         "self_attn.v_proj": (kv, dim),
         "self_attn.o_proj": (dim, q),
     }
-    shapes |= {"mlp.gate_proj": (ffn, dim), "mlp.up_proj": (ffn, dim), "mlp.down_proj": (dim, ffn)}
+    if "num_experts" in config:
+        ffn, n = config["moe_intermediate_size"], config["num_experts"]
+        shapes["mlp.gate"] = (n, dim)
+        feed_forward = [f"mlp.experts.{i}" for i in range(n)]
+    else:
+        feed_forward = ["mlp"]
+    for prefix in feed_forward:
+        shapes |= {
+            f"{prefix}.gate_proj": (ffn, dim),
+            f"{prefix}.up_proj": (ffn, dim),
+            f"{prefix}.down_proj": (dim, ffn),
+        }
     gains = {"input_layernorm": dim, "post_attention_layernorm": dim}
-    if config["model_type"] == "qwen3":
+    if config["model_type"] in ("qwen3", "qwen3_moe"):
         gains = {"self_attn.q_norm": head, "self_attn.k_norm": head} | gains
     biases = {"q_proj": q, "k_proj": kv, "v_proj": kv} if config["model_type"] == "qwen2" else {}
     for layer in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
-            weights[f"model.layers.{layer}.{name}.weight"] = normal(*shape)
+            scale = 0.3 if name == "mlp.gate" else 0.08
+            weights[f"model.layers.{layer}.{name}.weight"] = normal(*shape, scale=scale)
         for name, size in gains.items():
             weights[f"model.layers.{layer}.{name}.weight"] = 1 + normal(size)
         for name, size in biases.items():
@@ -88,7 +100,12 @@ def write_hf(folder: Path, config: Mapping[str, Any], weights: Weights | None = 
 
 def to_tunix(weights: Weights, config: Mapping[str, Any]) -> Weights:
     """The same weights under Tunix's names and shapes, flat (`layers.0.attn.q_proj.w`)."""
-    return dict(_tunix_leaf(name, value, config) for name, value in weights.items())
+    found = dict(_tunix_leaf(name, value, config) for name, value in weights.items() if ".experts." not in name)
+    for layer in range(config["num_hidden_layers"] if "num_experts" in config else 0):
+        for leaf in ("gate_proj", "up_proj", "down_proj"):
+            names = (f"model.layers.{layer}.mlp.experts.{i}.{leaf}.weight" for i in range(config["num_experts"]))
+            found[f"layers.{layer}.mlp.{leaf}"] = np.stack([weights[name].T for name in names])
+    return found
 
 
 def _tunix_leaf(name: str, value: np.ndarray, config: Mapping[str, Any]) -> tuple[str, np.ndarray]:
@@ -106,6 +123,8 @@ def _tunix_leaf(name: str, value: np.ndarray, config: Mapping[str, Any]) -> tupl
         return f"layers.{layer}.{leaf}.w", value
     if leaf in ("q_norm", "k_norm"):
         return f"layers.{layer}.attn.{leaf}.w", value
+    if leaf == "gate":
+        return f"layers.{layer}.mlp.router.kernel", np.ascontiguousarray(value.T)
     if leaf in ("gate_proj", "up_proj", "down_proj"):
         return f"layers.{layer}.mlp.{leaf}.kernel", np.ascontiguousarray(value.T)
     heads = config["num_attention_heads"] if leaf in ("q_proj", "o_proj") else config["num_key_value_heads"]

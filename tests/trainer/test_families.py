@@ -17,8 +17,8 @@ from services.trainer.learner.train_step import Learner
 from services.trainer.models import decoder, family
 from services.trainer.models.initial_weights import leaves_of
 from shared.errors import ConfigError
+from shared.models import names
 from shared.models.config import ModelConfig
-from shared.models.names import hf_name
 from tests.support import families, models
 
 OPTIMIZER = OptimizerOptions(1e-2, "constant", 0, 10, 0.9, 0.95, 0.0, 1.0)
@@ -42,14 +42,19 @@ def logprobs(model: family.Model, ids: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "llama-scaled" else pytest.param(name, marks=pytest.mark.long) for name in families.NAMES]
+    "name",
+    [
+        name if name in ("llama-scaled", "qwen3-moe") else pytest.param(name, marks=pytest.mark.long)
+        for name in families.NAMES
+    ],
 )
 def test_the_trainer_computes_what_transformers_computes(name: str, tmp_path: Path) -> None:
     case = families.case(name)
     folder = models.write_hf(tmp_path / "hf", case.written, case.weights)
     model = load(folder)
     np.testing.assert_allclose(logprobs(model, case.ids), case.logprobs, atol=1e-5)
-    assert {hf_name(leaf) for leaf in params_of(model)} == case.weights.keys()
+    named = {(names.of_expert(name) or (name,))[0] for name in case.weights}
+    assert {names.hf_name(leaf) for leaf in params_of(model)} == named
 
 
 @pytest.mark.long
@@ -67,7 +72,7 @@ def test_biases_are_sharded_with_their_heads(tmp_path: Path) -> None:
     np.testing.assert_allclose(logprobs(model, case.ids), case.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama-tied", marks=pytest.mark.long), "qwen2"])
+@pytest.mark.parametrize("name", [pytest.param("llama-tied", marks=pytest.mark.long), "qwen2", "qwen3-moe"])
 def test_a_step_changes_every_parameter_and_no_bias_appears(name: str, tmp_path: Path) -> None:
     case = families.case(name)
     model = load(models.write_hf(tmp_path / "hf", case.written, case.weights))
@@ -85,6 +90,14 @@ def test_a_step_changes_every_parameter_and_no_bias_appears(name: str, tmp_path:
     assert np.isfinite(exact).all()
     assert noise < 1e-5
     assert learner.update(batches).loss < first.loss
+
+
+def test_experts_are_divided_over_the_mesh(tmp_path: Path) -> None:
+    case = families.case("qwen3-moe")
+    model = load(models.write_hf(tmp_path / "hf", case.written, case.weights), mesh=(2, 2))
+    up = model.layers[0].mlp.up_proj.get_value()
+    assert up.sharding.shard_shape(up.shape) == (3, 48, 16)
+    np.testing.assert_allclose(logprobs(model, case.ids), case.logprobs, atol=1e-5)
 
 
 def test_random_weights_of_a_family_with_biases_begin_without_them(tmp_path: Path) -> None:

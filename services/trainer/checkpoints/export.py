@@ -24,7 +24,7 @@ from shared.errors import ConfigError, VolleyError, WeightsError, problem
 from shared.files.storage import storage
 from shared.models import adapter, hub, origin
 from shared.models.config import CONFIG
-from shared.models.names import hf_name, to_hf
+from shared.models.names import hf_name, in_files, is_experts, to_hf
 from shared.run import state as states
 from shared.run.folder import RunFolder
 from shared.run.weights import Manifest
@@ -67,8 +67,9 @@ def export(run_dir: Path, folder: Path, version: str, *, adapter_only: bool = Fa
     manifest, params = _verified(found.checkpoint, merge=not adapter_only)
     if adapter_only and manifest.adapter is None:
         raise ConfigError(f"{run_dir} trains no adapters", "leave --adapter out for the full weights")
-    named = adapter.peft if adapter_only else _hugging_face
-    tensors = dict(named(leaf, value) for leaf, value in params.items())
+    tensors: dict[str, np.ndarray] = {}
+    for leaf, value in params.items():
+        tensors |= [adapter.peft(leaf, value)] if adapter_only else _hugging_face(leaf, value)
     dtypes = sorted({value.dtype.name for value in tensors.values()})
     folder.parent.mkdir(parents=True, exist_ok=True)
     with storage(folder.parent), tempfile.TemporaryDirectory(prefix=".volley-export-", dir=folder.parent) as temporary:
@@ -87,8 +88,10 @@ def export(run_dir: Path, folder: Path, version: str, *, adapter_only: bool = Fa
     return {"version": manifest.version, "tensors": len(tensors), "dtype": ", ".join(dtypes)}
 
 
-def _hugging_face(leaf: str, value: np.ndarray) -> tuple[str, np.ndarray]:
-    return hf_name(leaf), np.ascontiguousarray(to_hf(leaf, value))
+def _hugging_face(leaf: str, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """As Hugging Face's files have it: experts one by one."""
+    name, array = hf_name(leaf), np.ascontiguousarray(to_hf(leaf, value))
+    return list(zip(in_files(name, len(array)), array, strict=True)) if is_experts(leaf) else [(name, array)]
 
 
 def _verified(checkpoint: Path, *, merge: bool) -> tuple[Manifest, Mapping[str, np.ndarray]]:

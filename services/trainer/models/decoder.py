@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from tunix.models.qwen3.model import shard
 
-from services.trainer.models import attention
+from services.trainer.models import attention, experts
 from services.trainer.models.attention import Packing
 
 _BIASES = {"q_proj": "q_bias", "k_proj": "k_bias", "v_proj": "v_bias"}
@@ -51,7 +51,8 @@ def _remat(part: Any) -> str:
 def _layer(layer: Any, x: jax.Array, places: _Places) -> jax.Array:
     attend = nnx.remat(_attend) if _remat(layer) == "block" else _attend
     x = x + attend(layer.attn, layer.input_layernorm(x), places)
-    return x + layer.mlp(layer.post_attention_layernorm(x))
+    normed = layer.post_attention_layernorm(x)
+    return x + (experts.mixed(layer.mlp, normed) if hasattr(layer.mlp, "router") else layer.mlp(normed))
 
 
 def _attend(attn: Any, x: jax.Array, places: _Places) -> jax.Array:

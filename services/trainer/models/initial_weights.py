@@ -21,13 +21,13 @@ from safetensors import SafetensorError, safe_open
 from services.trainer.checkpoints.store import HostArray
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
-from shared.models.names import from_hf, hf_name
+from shared.models.names import from_hf, hf_name, in_files, is_experts
 
 type Leaves = Callable[[str, tuple[int, ...]], HostArray]
 
 _LENGTH = 8
 _DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-_RESIDUAL = (".attn.o_proj.w", ".mlp.down_proj.kernel")
+_RESIDUAL = (".attn.o_proj.w", ".mlp.down_proj.kernel", ".mlp.down_proj")
 
 
 def leaves_of(folder: Path, model: ModelConfig, seed: int) -> Leaves:
@@ -61,17 +61,23 @@ def safetensors_leaves(folder: Path, files: list[Path]) -> Leaves:
     """Leaves read from one or several safetensors files. Raises ConfigError naming a missing or misshapen tensor."""
     where = _index(folder, files)
 
-    def leaf(name: str, size: tuple[int, ...]) -> HostArray:
-        source = where.get(hf_name(name))
+    def tensor(name: str, called: str, size: tuple[int, ...]) -> FileTensor:
+        source = where.get(called)
         if source is None:
             raise ConfigError(
-                f"model folder {folder} lacks the tensor {hf_name(name)}",
+                f"model folder {folder} lacks the tensor {called}",
                 "is it complete, and of the family that config.json names?",
             )
         try:
             return FileTensor(from_hf(name, source.mapped(), size))
         except (ValueError, OSError) as error:
             raise ConfigError(f"model file {source.file}: {error}") from error
+
+    def leaf(name: str, size: tuple[int, ...]) -> HostArray:
+        called = hf_name(name)
+        if not is_experts(name):
+            return tensor(name, called, size)
+        return StackedTensors([tensor(name, one, size[1:]) for one in in_files(called, size[0])])
 
     return leaf
 
@@ -87,6 +93,22 @@ class FileTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self._mapped, dtype)
+
+
+class StackedTensors:
+    """Tensors of one shape and dtype as a leaf with an axis more in front: of those that are asked for, that part is
+    read.
+    """
+
+    def __init__(self, parts: list[FileTensor]) -> None:
+        self._parts, self.shape, self.dtype = parts, (len(parts), *parts[0].shape), parts[0].dtype
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        return np.stack([part[tuple(rest)] for part in self._parts[first]])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.stack([np.asarray(part, dtype) for part in self._parts])
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,8 @@ def adapt(model: Any, options: LoraOptions) -> None:
     for layer in model.layers:
         for part in (layer.attn, layer.mlp):
             for target in options.target_modules:
-                if (projection := getattr(part, target, None)) is not None:
+                projection = getattr(part, target, None)
+                if projection is not None and not isinstance(projection, nnx.Param):  # one of experts gets none
                     setattr(part, target, _adapted(projection, options, dtype))
 
 

@@ -21,16 +21,21 @@ from shared.models.config import CONFIG, ModelConfig
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
-_SPLIT = ("num_attention_heads", "intermediate_size", "vocab_size")
+_SPLIT = ("num_attention_heads", "vocab_size")
 
 
 def check_split(model: ModelConfig, tp_size: int) -> None:
     """Raises ConfigError if the model does not divide over so many devices. Heads of keys and values need not: they are
     repeated where there are fewer.
     """
-    for key in _SPLIT:
-        if getattr(model, key) % tp_size:
-            raise ConfigError(f"rollout.engine.tp_size={tp_size} does not divide {key}={getattr(model, key)}")
+    sizes = {key: getattr(model, key) for key in _SPLIT} | (
+        {"intermediate_size": model.intermediate_size}
+        if model.experts is None
+        else {"moe_intermediate_size": model.experts.moe_intermediate_size}
+    )
+    for key, size in sizes.items():
+        if size % tp_size:
+            raise ConfigError(f"rollout.engine.tp_size={tp_size} does not divide {key}={size}")
     n_kv = model.num_key_value_heads
     if max(tp_size, n_kv) % min(tp_size, n_kv):
         raise ConfigError(f"of rollout.engine.tp_size={tp_size} and num_key_value_heads={n_kv} none divides the other")

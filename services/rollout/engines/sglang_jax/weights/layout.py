@@ -1,4 +1,4 @@
-"""Names and shapes of weights: Hugging Face's to the engine's, the same for every dense family. Pure numpy.
+"""Names and shapes of weights: Hugging Face's to the engine's, the same for every family. Pure numpy.
 
 | engine                                | Hugging Face                   |
 |---------------------------------------|--------------------------------|
@@ -7,14 +7,17 @@
 | ….…_proj.weight [in, out]             | ….…_proj.weight, transposed    |
 | ….…_proj.bias [out]                   | the same                       |
 | …norm.scale [D]                       | …norm.weight                   |
+| ….moe_gate.kernel [D, E]              | ….mlp.gate.weight, transposed  |
+| ….mlp.{wi_0,wi_1,wo} [E, in, out]     | ….mlp.experts.0.{gate,up,down}_proj.weight and so on, transposed |
 
+Where a model has experts, the engine calls o_proj c_proj.
 A checkpoint whose parameters have Tunix's names is read as what shared.models.names makes of it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -32,7 +35,7 @@ def _same(a: np.ndarray) -> np.ndarray:
 
 
 def _transposed(a: np.ndarray) -> np.ndarray:
-    return a.T
+    return a.swapaxes(-1, -2)
 
 
 _RULES: tuple[tuple[str, str, _Op], ...] = (
@@ -41,20 +44,45 @@ _RULES: tuple[tuple[str, str, _Op], ...] = (
     (r"(model\.norm|model\.layers\.\d+\.(?:\w+_layernorm|self_attn\.[qk]_norm))\.weight", r"\1.scale", _same),
     (r"(model\.layers\.\d+\.(?:self_attn|mlp)\.\w+_proj)\.weight", r"\1.weight", _transposed),
     (r"(model\.layers\.\d+\.self_attn\.\w+_proj)\.bias", r"\1.bias", _same),
+    (r"(model\.layers\.\d+)\.mlp\.gate\.weight", r"\1.moe_gate.kernel", _transposed),
+    (r"(model\.layers\.\d+\.mlp)\.experts\.gate_proj\.weight", r"\1.wi_0", _transposed),
+    (r"(model\.layers\.\d+\.mlp)\.experts\.up_proj\.weight", r"\1.wi_1", _transposed),
+    (r"(model\.layers\.\d+\.mlp)\.experts\.down_proj\.weight", r"\1.wo", _transposed),
 )
 
 
 def hugging_face(weights: Reads) -> Reads:
-    """The arrays of a checkpoint under Hugging Face's names, whichever of the two kinds of names it has.
+    """The arrays of a checkpoint under Hugging Face's names, whichever of the two kinds of names it has; experts in one
+    array.
 
     Raises WeightsError for a name that Tunix has not, among others that it has.
     """
     if not any(names.is_leaf(name) for name in weights):
-        return weights
+        return _stacked(weights)
     for name in weights:
         if not names.is_leaf(name):
             raise _no_rule(name)
     return {names.hf_name(name): partial(_as_hugging_face, name, read) for name, read in weights.items()}
+
+
+def _stacked(weights: Reads) -> Reads:
+    """With one array for the experts that have one each. Raises WeightsError where one is missing."""
+    found: dict[str, Callable[[], np.ndarray]] = {}
+    experts: dict[str, dict[int, Callable[[], np.ndarray]]] = {}
+    for name, read in weights.items():
+        if (one := names.of_expert(name)) is None:
+            found[name] = read
+        else:
+            experts.setdefault(one[0], {})[one[1]] = read
+    for name, of in experts.items():
+        if of.keys() != set(range(len(of))):
+            raise WeightsError(f"{name}: experts are missing among {len(of)}", "the checkpoint is not whole")
+        found[name] = partial(_stack, [of[i] for i in range(len(of))])
+    return found
+
+
+def _stack(reads: Sequence[Callable[[], np.ndarray]]) -> np.ndarray:
+    return np.stack([read() for read in reads])
 
 
 def _as_hugging_face(name: str, read: Callable[[], np.ndarray]) -> np.ndarray:
@@ -74,8 +102,10 @@ def to_engine(weights: Reads, shapes: Shapes, head_dim: int) -> Iterator[tuple[s
         WeightsError: a name without a rule, a leaf missing or left over (then no array is made), or a different shape.
     """
     renamed = hugging_face(weights)
-    found = {target: (name, change) for name in renamed for target, change in (_rule(name),)}
-    if renamed is weights and "lm_head.embedding" not in shapes:  # Hugging Face's may hold the tied one a second time
+    found = {target: (name, change) for name in renamed for target, change in (_rule(name, shapes),)}
+    if (
+        not any(names.is_leaf(name) for name in weights) and "lm_head.embedding" not in shapes
+    ):  # Hugging Face's may hold the tied one a second time
         found.pop("lm_head.embedding", None)
     missing, extra = sorted(set(shapes) - set(found)), sorted(set(found) - set(shapes))
     if missing or extra:
@@ -87,11 +117,13 @@ def to_engine(weights: Reads, shapes: Shapes, head_dim: int) -> Iterator[tuple[s
         yield target, _fit(target, change(renamed[name]()), tuple(shape), head_dim)
 
 
-def _rule(name: str) -> tuple[str, _Op]:
+def _rule(name: str, shapes: Shapes) -> tuple[str, _Op]:
     """The engine's name of a tensor, and what is done to the array."""
     for pattern, target, change in _RULES:
         if match := re.fullmatch(pattern, name):
-            return match.expand(target), change
+            called = match.expand(target)
+            other = called.replace(".o_proj.", ".c_proj.")
+            return (other if other in shapes else called), change
     raise _no_rule(name)
 
 
