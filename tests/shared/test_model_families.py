@@ -10,10 +10,11 @@ import pytest
 
 from shared.errors import ConfigError
 from shared.models import names
-from shared.models.config import ModelConfig
+from shared.models.config import Experts, ModelConfig
 from tests.support import decoder_reference, families, models
 
 LLAMA = families.case("llama-scaled").written
+MOE = families.case("qwen3-moe").written
 QWEN2 = families.case("qwen2").written
 SCALED = LLAMA["rope_parameters"]
 
@@ -71,6 +72,28 @@ def test_defaults_are_those_of_transformers() -> None:
     for model in (llama, qwen2):
         assert (model.rope_theta, model.rms_norm_eps, model.tie_word_embeddings) == (10000.0, 1e-6, False)
     assert ModelConfig.parse({"model_type": "llama", **sizes, "head_dim": None}) == llama
+
+
+def test_experts_are_read_from_both_spellings_and_refused_where_they_are_not_computed() -> None:
+    """transformers 5 writes num_local_experts, 4 num_experts; defaults are those of `Qwen3MoeConfig()` of both."""
+    plain = {k: v for k, v in MOE.items() if k != "num_local_experts"}
+    model = ModelConfig.parse(MOE)
+    assert model.experts == Experts(6, 2, 32, norm_topk_prob=True)
+    assert model == ModelConfig.parse(plain | {"num_experts": 6})
+    assert model.difference(ModelConfig.parse(MOE | {"norm_topk_prob": False})) == "experts"
+    few = {
+        k: v for k, v in plain.items() if k not in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    }
+    assert ModelConfig.parse(few).experts == Experts(128, 8, 768, norm_topk_prob=False)
+    for change, named in (
+        ({"num_experts": 7}, "num_experts and num_local_experts differ"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok=7 is more than num_experts=6"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers="),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob is 1, expected true or false"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            ModelConfig.parse(MOE | change)
 
 
 def test_smollm2_as_it_is_published() -> None:
