@@ -16,6 +16,7 @@ from services.trainer.learner.scoring import Scorer, objective, params_of
 from services.trainer.learner.train_step import Learner
 from services.trainer.models import decoder, family
 from services.trainer.models.initial_weights import leaves_of
+from services.trainer.models.lora import LoraOptions
 from shared.errors import ConfigError
 from shared.models import names
 from shared.models.config import ModelConfig
@@ -101,6 +102,12 @@ def test_experts_are_divided_over_the_mesh(tmp_path: Path) -> None:
     up = model.layers[0].mlp.up_proj.get_value()
     assert up.sharding.shard_shape(up.shape) == (3, 48, 16)
     np.testing.assert_allclose(logprobs(model, case.ids), case.logprobs, atol=1e-5)
+
+
+def test_adapters_of_experts_alone_are_refused() -> None:
+    described, mesh = ModelConfig.parse(families.case("qwen3-moe").written), family.make_mesh((1, 1), ("fsdp", "tp"))
+    with pytest.raises(ConfigError, match="names no projection"):
+        family.abstract(described, "float32", "none", mesh, LoraOptions(2, 4.0, ("up_proj", "down_proj")))
 
 
 def test_random_weights_of_a_family_with_biases_begin_without_them(tmp_path: Path) -> None:

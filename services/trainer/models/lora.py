@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from services.trainer.models.initial_weights import Leaves
+from shared.errors import ConfigError
 from shared.models import adapter
 
 _LINEAR = "BTI,IO->BTO"
@@ -77,17 +78,26 @@ class AdaptedProjection(nnx.Module):
 
 def adapt(model: Any, options: LoraOptions) -> None:
     """Puts adapters beside the projections of every layer, in place; the parameters of the base become those of the
-    activations' dtype, because they are published in it and do not change any more.
+    activations' dtype, because they are published in it and do not change any more. Experts get none.
+
+    Raises ConfigError if no projection of the model would get one.
     """
-    dtype = model.config.dtype
+    dtype, adapted = model.config.dtype, 0
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         variable.set_value(variable.get_value().astype(dtype))
     for layer in model.layers:
         for part in (layer.attn, layer.mlp):
             for target in options.target_modules:
                 projection = getattr(part, target, None)
-                if projection is not None and not isinstance(projection, nnx.Param):  # one of experts gets none
+                if projection is not None and not isinstance(projection, nnx.Param):
                     setattr(part, target, _adapted(projection, options, dtype))
+                    adapted += 1
+    if not adapted:
+        raise ConfigError(
+            f"trainer.lora.target_modules={list(options.target_modules)} names no projection of this model that can"
+            " have adapters",
+            "experts have none: name q_proj, k_proj, v_proj or o_proj",
+        )
 
 
 def _adapted(projection: Any, options: LoraOptions, dtype: Any) -> AdaptedProjection:
