@@ -93,6 +93,15 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     experts: Experts | None = None
 
+    @property
+    def n_numbers(self) -> int:
+        """Of all matrices, norms and biases: at most so many numbers are in the model's weights."""
+        d, ffn, size = self.hidden_size, self.intermediate_size, self.head_dim
+        of_heads = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * size
+        block = (d + 1) * of_heads + 3 * (d + 1) * ffn + 4 * d + 2 * size
+        embeddings = 1 if self.tie_word_embeddings else 2
+        return embeddings * self.vocab_size * d + self.num_hidden_layers * block + d
+
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Reads config.json and, if there is one, generation_config.json. Raises ConfigError naming the file and the

@@ -22,9 +22,9 @@ from shared.run.weights import ManifestLeaf, Probe
 from shared.services_schema import Limits
 from shared.web.http import create_app, problem_response
 from shared.weights.chunks import ChunkFolder, cut, in_order, reads
-from shared.weights.manifest import Chunk, PublishedManifest, WeightOffer, WeightTree
+from shared.weights.manifest import Chunk, PublishedAdapter, PublishedManifest, WeightOffer, WeightTree
 from shared.weights.serving import Uplink
-from tests.support import models
+from tests.support import families, models
 from tests.support.asgi import served
 from tests.support.engine import FakeEngine
 
@@ -32,6 +32,8 @@ CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_siz
 MODEL = ModelConfig.parse(CONFIG)
 PROBE = Probe((1, 2, 3), (-0.5, -1.5), 1e-3)
 V = [f"e000001-s00000{step}" for step in range(6)]
+HUGE = WeightTree((ManifestLeaf("w", (9 * 2**21,), "float32"),), (Chunk("0" * 64, 2**23),) * 9)
+"""72 MiB, of which there is not a byte."""
 
 
 @dataclass
@@ -179,6 +181,8 @@ async def test_one_version_may_come_by_both_ways(updates, trainer):
         ({"run": "other"}, "of run 'other'"),
         ({"model": CONFIG | {"rope_theta": 7.0}}, "of another model"),
         ({"version": V[3]}, f"the manifest of {V[3]} was offered as that of {V[2]}"),
+        ({"weights": HUGE}, "has 75497472 bytes"),
+        ({"adapter": PublishedAdapter(4, 8.0, HUGE)}, "has 75497472 bytes"),
         ({"probe": Probe((1, 9), (-0.5,), None)}, "the probe holds token 9"),
     ],
 )
@@ -187,6 +191,13 @@ async def test_what_is_not_of_this_run_and_model_is_not_pulled(updates, engine, 
     with pytest.raises(WeightsError, match=message):
         await updates.update(trainer.offer(V[2], 2, **changes), None)
     assert (updates.current, engine.loaded, updates.why_not_ready()) == (V[1], [V[1]], None)
+
+
+@pytest.mark.parametrize("name", families.NAMES)
+def test_a_model_says_how_many_numbers_it_has_at_most(name):
+    case = families.case(name)
+    n = sum(value.size for value in case.weights.values())
+    assert n <= ModelConfig.parse(case.config).n_numbers <= 1.1 * n
 
 
 async def test_a_manifest_that_is_none_is_refused(updates, trainer):

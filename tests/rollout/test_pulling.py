@@ -23,6 +23,7 @@ from shared.clients.weights import WeightSource
 from shared.errors import StorageFull, Unavailable, VolleyError
 from shared.services_schema import Limits
 from shared.web.http import create_app, problem_response
+from shared.weights import serving
 from shared.weights.chunks import ChunkFolder
 from shared.weights.delta import encode
 from shared.weights.manifest import Chunk, Delta
@@ -39,7 +40,7 @@ BY_DIGEST = {chunk.blake3: data for chunk, data in zip(CHUNKS, DATA, strict=True
 def impatient(monkeypatch):
     monkeypatch.setattr(pulling, "PATIENCE_S", 2.0)
     monkeypatch.setattr(pulling, "PATIENCE_FIRST_S", 2.0)
-    monkeypatch.setattr(pulling, "_SLOW_S", 0.3)
+    monkeypatch.setattr(pulling, "SLOW_S", 0.3)
     monkeypatch.setattr(pulling, "SLOWEST_BYTES_PER_S", 2**20)
 
 
@@ -278,6 +279,41 @@ async def test_an_uplink_sends_what_it_has_to_so_many_at_once(tmp_path):
         assert (await client.get("/weights/chunks/..%2Fsecret")).status_code == 404
         assert (await client.get("/weights/chunks/secret")).status_code == 422
         assert (await client.get(path)).status_code == 200  # what failed holds no place
+
+
+def asked_by(address: str) -> Request:
+    return Request({"type": "http", "headers": [], "client": (address, 1)})
+
+
+async def test_one_address_never_has_all_transfers_of_a_source(folder):
+    uplink, digest = Uplink(lambda _: DATA[0], 4), CHUNKS[0].blake3
+    for _ in range(2):
+        await uplink.answer(asked_by("10.0.0.1"), digest)
+    with pytest.raises(Unavailable, match="2 transfers are under way"):
+        await uplink.answer(asked_by("10.0.0.1"), digest)
+    for _ in range(2):
+        await uplink.answer(asked_by("10.0.0.2"), digest)
+    with pytest.raises(Unavailable, match="4 transfers are under way"):
+        await uplink.answer(asked_by("10.0.0.3"), digest)
+
+
+async def test_who_does_not_read_is_cut_off_and_holds_no_place(monkeypatch):
+    monkeypatch.setattr(serving, "SLOW_S", 0.05)
+    monkeypatch.setattr(serving, "SLOWEST_BYTES_PER_S", 2**30)
+    uplink, digest, scope = Uplink(lambda _: DATA[0], 1), CHUNKS[0].blake3, asked_by("10.0.0.1").scope
+    sent = list[str]()
+
+    async def send(message) -> None:
+        sent.append(message["type"])
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def receive():
+        raise AssertionError
+
+    await (await uplink.answer(asked_by("10.0.0.1"), digest))(scope, receive, send)
+    assert sent == ["http.response.start", "http.response.body"]
+    await uplink.answer(asked_by("10.0.0.2"), digest)
 
 
 async def test_deltas_make_chunks_of_what_is_there(puller, folder):

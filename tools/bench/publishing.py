@@ -33,7 +33,7 @@ from services.trainer.publishing.publications import Publications, PublishedVers
 from services.trainer.publishing.routes import PublishingState
 from shared.clients.rollout import RolloutClient
 from shared.errors import VolleyError
-from shared.run.weights import ManifestLeaf
+from shared.run.weights import ManifestLeaf, Probe
 from shared.services_schema import Limits, ServicesSection
 from shared.types import WeightVersion
 from shared.web.http import create_app
@@ -45,6 +45,8 @@ from tools.bench.result import BenchResult, emit
 _READY_S = 600.0
 _MOVED = 0.01
 _RUN = "publishing"
+_PROBE = Probe(tuple(range(1, 65)), (-10.0,) * 63, 1e3)
+"""Of as many tokens as a trainer's; any answer will do, what is measured is how long it takes."""
 
 
 def config_of(layers: int, hidden: int) -> dict[str, Any]:
@@ -97,7 +99,7 @@ class Bench:
     def publish(self, config: Mapping[str, Any]) -> PublishedVersion:
         self._step += 1
         arrays = {name: partial(np.asarray, value) for name, value in self._weights.items()}
-        return self.publications.publish(WeightVersion(1, self._step), self._leaves, arrays, config, None)
+        return self.publications.publish(WeightVersion(1, self._step), self._leaves, arrays, config, _PROBE)
 
     def move(self, *, all_of_them: bool) -> None:
         """The next step's weights."""

@@ -17,6 +17,8 @@ from shared.run.weights import Manifest, ManifestFile
 from shared.types import WeightVersion
 from shared.weights.manifest import PublishedManifest, WeightTree
 
+_NUMBER_BYTES, _BESIDE_BYTES = 4, 2**26  # adapters of a small model may be larger than it is
+
 
 def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
     """What to stage from a checkpoint (its manifest or its folder) of this run and model, or from a Hugging Face
@@ -62,6 +64,7 @@ def examine_published(manifest: PublishedManifest, folder: Path, model: ModelCon
     """
     _same_run(manifest.version, manifest.run, run)
     _same_model(manifest, model)
+    _bounded(manifest, model)
     ids, logprobs = _probe(manifest, model.vocab_size)
     adapter, base = manifest.adapter, None
     if adapter is not None:
@@ -78,6 +81,16 @@ def examine_published(manifest: PublishedManifest, folder: Path, model: ModelCon
         probe_noise=manifest.probe.noise if manifest.probe else None,
         base=base,
     )
+
+
+def _bounded(manifest: PublishedManifest, model: ModelConfig) -> None:
+    """Nothing is pulled of a version that is larger than the model's weights can be: a float32 for each number.
+
+    Raises WeightsError.
+    """
+    for tree in manifest.trees:
+        if tree.n_bytes > (most := _NUMBER_BYTES * model.n_numbers + _BESIDE_BYTES):
+            raise WeightsError(f"{manifest.version} has {tree.n_bytes} bytes, this server's model has {most} at most")
 
 
 def _files(tree: WeightTree) -> tuple[ManifestFile, ...]:

@@ -25,11 +25,10 @@ from shared.process import telemetry
 from shared.weights.chunks import ChunkFolder
 from shared.weights.delta import apply
 from shared.weights.manifest import Chunk, Delta
+from shared.weights.serving import SLOW_S, SLOWEST_BYTES_PER_S
 
 N_AT_ONCE = 4
 PATIENCE_S, PATIENCE_FIRST_S = 10.0, 3.0
-SLOWEST_BYTES_PER_S = 2**18
-_SLOW_S = 5.0
 _PROGRESS_BYTES = 2**16
 _LACKS_S, _LACKS_MOST_S = 0.05, 0.5
 _AVOID_S: Mapping[str, float] = {"wrong": 60.0, "long": 60.0, "short": 5.0, "slow": 30.0, "broken": 0.2, "refused": 5.0}
@@ -206,7 +205,7 @@ class _Pull:
 
         source.n_transfers += 1
         try:
-            async with asyncio.timeout(_SLOW_S + (chunk.size - start) / SLOWEST_BYTES_PER_S):
+            async with asyncio.timeout(SLOW_S + (chunk.size - start) / SLOWEST_BYTES_PER_S):
                 await source.client.chunk(chunk.blake3, take, start)
             if len(data) < chunk.size:
                 self._avoid(source, "short", f"chunk {chunk.blake3} ends after {len(data)} of {chunk.size} bytes")

@@ -1,7 +1,8 @@
 """Log-probabilities of a given text, under the serving weights or others: are they what the trainer meant?
 
-Runs as prefills of an already compiled shape, one part of the text after another: position i is asked for the
-log-probability of token i + 1, and a batch answers for as many positions as requests may run.
+Runs as prefills of one compiled shape, one part of the text after another: position i is asked for the log-probability
+of token i + 1. A batch answers for as many positions as requests may run, at least for those of a probe, which is then
+one pass over the weights.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutSche
 from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows
 
 _PASSES = 8
+_PROBE_ROWS = 64
 
 
 def score(
@@ -27,7 +29,7 @@ def score(
     m is n - 1, or less where the engine's context or `passes` of its largest batch end; None if that is none.
     `leaves` are weights to use instead of the serving ones.
     """
-    page, rows = scheduler.page_size, scheduler.max_running_requests
+    page, rows = scheduler.page_size, _rows(scheduler)
     rows = rows // page * page or rows
     n = min(len(ids) - 1, passes * rows, scheduler.model_config.context_len, scheduler.max_total_num_tokens)
     if n < 1:
@@ -49,13 +51,20 @@ def score(
     return np.concatenate(found)
 
 
+def _rows(scheduler: RolloutScheduler) -> int:
+    """Positions that a batch answers for: no more than a prefill has tokens, and places for them."""
+    manager = scheduler.tp_worker.compilation_manager
+    most = min(_PROBE_ROWS, manager.token_buckets[-1], manager.cache_loc_buckets[-1])
+    return max(scheduler.max_running_requests, most)
+
+
 def _batch(scheduler: RolloutScheduler, ids: np.ndarray, start: int, slots: np.ndarray) -> tuple[Any, SamplingRows]:
     """One request that has `start` tokens in the pool and adds all of `ids` but the last; `slots` are of old and new
     tokens.
     """
     manager, n = scheduler.tp_worker.compilation_manager, len(ids) - 1
-    size = manager.max_padded_batch_size
-    tokens = next(bucket for bucket in manager.token_buckets if bucket >= n)
+    size = max(manager.max_padded_batch_size, _rows(scheduler))
+    tokens = next(bucket for bucket in manager.token_buckets if bucket >= max(n, size))
     batch = manager._make_dummy_batch(
         size, tokens, ForwardMode.EXTEND, manager.cache_loc_buckets[-1], dp_size=1, per_dp_bs_size=size
     )
