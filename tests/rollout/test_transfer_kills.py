@@ -1,11 +1,15 @@
-"""kill -9 of trainer and server, again and again in the middle of transfers: right weights, or the old ones."""
+"""kill -9 of trainer, servers that pull from it and from each other, and their connections, again and again in the
+middle of transfers: right weights, or the old ones. Real services over HTTP, around engines that load weights and
+compute nothing.
+"""
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -15,7 +19,7 @@ import pytest
 from services.cli.layout import PROJECT
 from tests.rollout.server import wait_until
 from tests.support import models
-from tests.support.net import free_port
+from tests.support.net import HTTP, free_port
 
 CONFIG = models.tiny_config(
     hidden_size=8, intermediate_size=8, vocab_size=400_000
@@ -23,7 +27,7 @@ CONFIG = models.tiny_config(
 N_KILLS = 10
 
 
-def trainer_program(root: Path, port: int) -> None:
+def trainer_program(root: Path, port: int, *sources_of_all: str) -> None:
     """Publishes version after version, each with a seed that is its step, and serves them slowly."""
     import asyncio
     from functools import partial
@@ -56,7 +60,7 @@ def trainer_program(root: Path, port: int) -> None:
         app = create_app("trainer", limits=Limits(), tokens=None, ready=lambda: None, roles=routes.ROLES)
 
         async def sources() -> tuple[str, ...]:
-            return (f"http://127.0.0.1:{port}",)
+            return sources_of_all
 
         def slowly(digest: str) -> bytes:
             time.sleep(0.1)
@@ -73,62 +77,119 @@ def trainer_program(root: Path, port: int) -> None:
     asyncio.run(serve())
 
 
-@contextmanager
-def running(*command: str) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, *command], cwd=PROJECT, stderr=subprocess.DEVNULL) as process:
+class Wire:
+    """Passes connections on to a port, until they are `cut`."""
+
+    def __init__(self, target: int) -> None:
+        self._target, self._open = target, list[socket.socket]()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near = self._listener.accept()[0]
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:
+                    near.close()
+                    continue
+                self._open += [near, far]
+                for a, b in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=(a, b), daemon=True).start()
+
+    def _pass_on(self, a: socket.socket, b: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := a.recv(2**16):
+                b.sendall(data)
+        _end(a, b)
+
+    def cut(self) -> None:
+        _end(*self._open)
+        self._open.clear()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+
+def _end(*sockets: socket.socket) -> None:
+    for one in sockets:
+        with contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+        one.close()
+
+
+class Server:
+    """A rollout server that may be killed and comes back; what it has said that it serves is in `seen`."""
+
+    def __init__(self, folder: Path, model: Path, trainer_port: int, seen: set[tuple[str, str]]) -> None:
+        self._port, self._seen = free_port(), seen
+        folder.mkdir()
+        config = folder / "run.yaml"
+        config.write_text(
+            f"run: {{name: test, dir: {folder / 'host'}}}\nmodel: {{path: {model}}}\ndata: {{env: none}}\n"
+            f"services: {{rollout: {{port: {self._port}}}, trainer: {{port: {trainer_port}}}}}\n"
+        )
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._command = [sys.executable, "-m", "tools.simulated.rollout", "--config", str(config)]
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(self._command, cwd=PROJECT, stderr=subprocess.DEVNULL)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def restart(self) -> None:
+        self.kill()
+        self._start()
+
+    def serves(self) -> tuple[str, str] | None:
         try:
-            yield process
-        finally:
-            process.kill()
+            told = HTTP.get(f"{self.url}/weights", timeout=10).json()
+        except (httpx.HTTPError, ValueError):
+            return None
+        if told.get("current") is None:
+            return None
+        self._seen.add((told["current"], told["digest"]))
+        return told["current"], told["digest"]
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_kills_in_the_middle_of_transfers_leave_right_weights_or_the_old_ones(tmp_path: Path) -> None:
-    port, trainer_port = free_port(), free_port()
-    model = models.write_hf(tmp_path / "model", CONFIG)
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        f"run: {{name: test, dir: {tmp_path / 'host'}}}\nmodel: {{path: {model}}}\ndata: {{env: none}}\n"
-        f"services: {{rollout: {{port: {port}}}, trainer: {{port: {trainer_port}}}}}\n"
-    )
-    url, rng = f"http://127.0.0.1:{port}", np.random.default_rng(0)
-    trainer = ("-m", "tests.rollout.test_transfer_kills", str(tmp_path), str(trainer_port))
-    server = ("-m", "tools.simulated.rollout", "--config", str(config))
-    seen = set[tuple[str, str]]()
-
-    def serves() -> tuple[str, str] | None:
-        try:
-            told = httpx.get(f"{url}/weights", timeout=10, trust_env=False).json()
-        except (httpx.HTTPError, ValueError):
-            return None
-        if told.get("current") is not None:
-            seen.add((told["current"], told["digest"]))
-            return told["current"], told["digest"]
-        return None
-
-    def moved_on_from(before: tuple[str, str] | None) -> bool:
-        return (now := serves()) is not None and now != before
-
-    with running(*server) as first:
-        rollout = first
-        for kill in range(N_KILLS):
-            with running(*trainer):
-                before = serves()
-                wait_until(lambda before=before: moved_on_from(before), 60)
-                deadline = time.monotonic() + rng.uniform(0, 2)
-                while time.monotonic() < deadline:
-                    serves()
-            if kill % 3 == 2:
-                rollout.kill()
-                rollout.wait()
-                rollout = subprocess.Popen([sys.executable, *server], cwd=PROJECT, stderr=subprocess.DEVNULL)
-        rollout.kill()
-        rollout.wait()
+    trainer_port, rng, seen = free_port(), np.random.default_rng(0), set[tuple[str, str]]()
+    model, wire = models.write_hf(tmp_path / "model", CONFIG), Wire(trainer_port)
+    servers = [Server(tmp_path / name, model, wire.port, seen) for name in ("one", "peer")]
+    sources = [f"http://127.0.0.1:{wire.port}", *(server.url for server in servers)]
+    trainer = [sys.executable, "-m", "tests.rollout.test_transfer_kills", str(tmp_path), str(trainer_port), *sources]
+    try:
+        for _ in range(N_KILLS):
+            before = [server.serves() for server in servers]
+            with subprocess.Popen(trainer, cwd=PROJECT, stderr=subprocess.DEVNULL) as process:
+                try:
+                    for server, old in zip(servers, before, strict=True):
+                        wait_until(lambda server=server, old=old: server.serves() not in (None, old), 60)
+                    for fault in rng.permutation(np.array([wire.cut, *(server.restart for server in servers)])):
+                        deadline = time.monotonic() + rng.uniform(0, 0.7)
+                        while time.monotonic() < deadline:
+                            for server in servers:
+                                server.serves()
+                        fault()
+                finally:
+                    process.kill()
+    finally:
+        wire.close()
+        for server in servers:
+            server.kill()
     published = {tuple(json.loads(line)) for line in (tmp_path / "digests").read_text().splitlines()}
     assert seen <= published
     assert len(seen) >= N_KILLS
 
 
 if __name__ == "__main__":
-    trainer_program(Path(sys.argv[1]), int(sys.argv[2]))
+    trainer_program(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
