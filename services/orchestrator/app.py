@@ -12,6 +12,7 @@ from services.orchestrator.episodes.teacher import EpisodeTeaching, TeachingBudg
 from services.orchestrator.orchestrator import Orchestrator
 from services.orchestrator.routes import ROLES, router
 from services.orchestrator.schedule.gate import ReservationGate
+from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.servers.fleet import Discover, DiscoveredServer, Fleet
 from services.orchestrator.settings import OrchestratorSettings, from_config
@@ -20,6 +21,7 @@ from shared.clients.env import EnvClient
 from shared.clients.keys import read_key
 from shared.clients.rollout import RolloutClient
 from shared.clients.teacher import TeacherClient
+from shared.clients.trainer import TrainerClient
 from shared.files.spending import SpendingStore
 from shared.models.chat import ChatTokenizer
 from shared.models.hub import model_folder
@@ -53,6 +55,9 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         environments = await stack.enter_async_context(
             EnvClient(settings.env_url, token=token, ca_file=settings.ca_file)
         )
+        trainer = await stack.enter_async_context(
+            TrainerClient(settings.trainer_url, token=token, ca_file=settings.ca_file)
+        )
         balancer = Balancer(settings.terms.max_staleness)
         discover = _discover(Registry(redis, settings.run), settings.rollout_urls)
         fleet = await stack.enter_async_context(
@@ -68,13 +73,15 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
             teaching=await stack.enter_async_context(_teaching(settings, tokenizer, status)),
         )
         queue = TicketQueue(redis, settings.run)
+        handover = RecordHandover(trainer, RunFolder(settings.folder), status)
+        gate = ReservationGate()
         orchestrator = Orchestrator(
-            settings, queue, environments, tokenizer, balancer, status, ReservationGate(), dispatcher
+            settings, queue, environments, tokenizer, balancer, status, gate, dispatcher, trainer, handover
         )
         app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=ROLES)
         app.state.orchestrator = orchestrator
         app.include_router(router)
-        yield RunningService(app, [fleet.watch, orchestrator.work])
+        yield RunningService(app, [fleet.watch, orchestrator.work, handover.watch])
 
 
 @asynccontextmanager

@@ -14,12 +14,14 @@ from services.orchestrator.evaluation.records import as_rows
 from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.mixture.mixture import ConfiguredMixture, RunMixture
 from services.orchestrator.schedule.gate import ReservationGate
+from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.schedule.run_schedule import RunSchedule, wait_for_tasks
 from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
+from shared.clients.trainer import TrainerClient
 from shared.errors import VolleyError, first_error
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry, wedge
@@ -45,6 +47,8 @@ class Orchestrator:
     status: RunStatus
     gate: ReservationGate
     dispatcher: Dispatcher
+    trainer: TrainerClient
+    handover: RecordHandover
     schedule: RunSchedule | None = None
     evaluator: Evaluator | None = None
     mixture: RunMixture | None = None
@@ -138,12 +142,13 @@ class Orchestrator:
             self._ticket_loop(mixture),
             self.evaluator,
             max_steps=settings.max_steps,
-            checkpoints=folder.checkpoints,
+            lineage=self.trainer.lineage,
         )
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(mixture.watch())
             await self.schedule.follow()
             watching.cancel()
+        await self.handover.finish()
 
     async def _n_issued(self) -> int:
         return (await self.queue.state()).issued

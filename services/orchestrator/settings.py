@@ -18,8 +18,9 @@ from shared.services_schema import Limits, TokenFiles
 
 @dataclass(frozen=True, slots=True)
 class OrchestratorSettings:
-    """`folder` is the run's; `sampling` holds temperature, top_p and top_k of training episodes. `env` is the main
-    one of the environments, `members` are all that the run begins with. `teacher` is None where nobody is asked.
+    """`folder` is this host's for the run, `trainer_url` has the run's own. `sampling` holds temperature, top_p and
+    top_k of training episodes. `env` is the main one of the environments, `members` are all that the run begins
+    with. `teacher` is None where nobody is asked.
     """
 
     run: str
@@ -30,6 +31,7 @@ class OrchestratorSettings:
     members: Mapping[str, Member]
     curriculum: CurriculumConfig | None
     env_url: str
+    trainer_url: str
     rollout_urls: tuple[str, ...]
     redis_url: str
     redis_password_file: Path | None
@@ -69,6 +71,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         members=configured(config.data),
         curriculum=config.data.curriculum,
         env_url=services.base_url("env"),
+        trainer_url=services.base_url("trainer"),
         rollout_urls=services.rollout_urls,
         redis_url=services.redis_url,
         redis_password_file=services.redis_password_file,

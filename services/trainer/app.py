@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from redis.asyncio import Redis
 
+from services.trainer import records
 from services.trainer import settings as from_run
 from services.trainer.learner.opening import BackendInputs, OpenedBackend
 from services.trainer.loop.interfaces import Collaborators
@@ -118,12 +119,18 @@ async def open_trainer(
             publish=publisher.publish,
         )
         app = create_app(
-            "trainer", limits=settings.limits, tokens=callers, ready=status.not_ready, roles=ROLES | publishing.ROLES
+            "trainer",
+            limits=settings.limits,
+            tokens=callers,
+            ready=status.not_ready,
+            roles=ROLES | publishing.ROLES | records.ROLES,
         )
         app.state.status = status
         app.state.publishing = PublishingState(publications, Uplink(publications.read), publisher.sources)
         app.include_router(router)
         app.include_router(publishing.router)
+        app.state.records = records.RecordsState(folder)
+        app.include_router(records.router)
         yield RunningService(app, [TrainerWorker(from_run.plan(config, opened.tokens, origin), parts, status).run])
 
 

@@ -96,7 +96,13 @@ KNOWN: dict[str, dict[str, list[Any]]] = {
         "stream": [False],
     },
     "orchestrator": {"name": [RUN]},
-    "trainer": {"digest": ["0" * 64, "..", "0" * 63 + "g"]},
+    "trainer": {
+        "digest": ["0" * 64, "..", "0" * 63 + "g"],
+        "record": ["evals", "samples", "mixture", "ledger"],
+        "lines": [['{"step": 0}'], ["{}", "{}"], ["[]"], ['{"a":\n1}'], []],
+        "epoch": [0, 1, -1],
+        "step": [0, 3, 2**40],
+    },
 }
 
 

@@ -17,6 +17,7 @@ from shared.queue.queue import Finished, TicketQueue
 from shared.types import Group
 from tests.support.asgi import served
 from tests.support.engine import RolloutDouble
+from tests.support.records import records_app
 from tests.support.redis import begun, configured
 from tests.support.tokenizer import FOLDER
 
@@ -70,7 +71,9 @@ async def system(folder, redis_url, rollouts, **sections):
         env = await stack.enter_async_context(env_app.open_env(env_settings.from_config(settings)))
         env_url = await stack.enter_async_context(served(env.app))
         urls = [await stack.enter_async_context(served(rollout.app())) for rollout in rollouts]
+        trainer_url = await stack.enter_async_context(served(records_app(folder / "demo")))
         services = {**configured(redis_url, folder), "env": {"port": 1, "url": env_url}, "rollout_urls": urls}
+        services |= {"trainer": {"url": trainer_url}}
         service = await stack.enter_async_context(
             open_orchestrator(from_config(run_config(folder, services=services, **sections)))
         )

@@ -21,6 +21,7 @@ from shared import codec
 from tests.orchestrator.test_component import TrainerClient, evals, run_config
 from tests.support.asgi import served
 from tests.support.engine import RolloutDouble
+from tests.support.records import records_app
 from tests.support.redis import configured
 
 
@@ -95,7 +96,9 @@ async def live_run(folder, redis_url, rollouts):
         submissions = Submissions(env.app)
         env_url = await stack.enter_async_context(served(submissions))
         urls = [await stack.enter_async_context(served(rollout.app())) for rollout in rollouts]
+        trainer_url = await stack.enter_async_context(served(records_app(folder / "demo")))
         services = {**configured(redis_url, folder), "env": {"port": 1, "url": env_url}, "rollout_urls": urls}
+        services |= {"trainer": {"url": trainer_url}}
         settings = from_config(run_config(folder, services=services, **sections))
         service = await stack.enter_async_context(open_orchestrator(settings))
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

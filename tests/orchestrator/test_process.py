@@ -15,6 +15,7 @@ from tests.orchestrator.test_component import run_config
 from tests.support.asgi import served
 from tests.support.engine import RolloutDouble
 from tests.support.net import free_port
+from tests.support.records import records_app
 from tests.support.redis import begun, configured
 
 
@@ -29,11 +30,13 @@ async def test_sigterm_gives_back_tickets_and_deletes_episodes(tmp_path, redis, 
         env = await stack.enter_async_context(env_app.open_env(env_settings.from_config(run_config(tmp_path))))
         env_url = await stack.enter_async_context(served(env.app))
         rollout_url = await stack.enter_async_context(served(slow.app()))
+        trainer_url = await stack.enter_async_context(served(records_app(tmp_path / "demo")))
         services = {
             **configured(redis_url, tmp_path),
             "env": {"port": 1, "url": env_url},
             "rollout_urls": [rollout_url],
             "orchestrator": {"port": free_port()},
+            "trainer": {"url": trainer_url},
         }
         file = tmp_path / "run.yaml"
         file.write_text(

@@ -9,11 +9,12 @@ from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator
 from services.orchestrator.schedule.gate import ReservationGate
-from services.orchestrator.schedule.lineage import lineage_at
 from services.orchestrator.schedule.run_schedule import RunSchedule
 from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
 from services.orchestrator.status import RunStatus
 from shared.errors import VolleyError
+from shared.run.folder import RunFolder
+from shared.run.lineage import lineage_at
 from shared.run.state import initial_state
 from shared.run.weights import MANIFEST
 from shared.types import Group, WeightVersion
@@ -42,7 +43,11 @@ class RunUnderTest:
             run_group=lambda ticket, need: run_group(dispatcher, plan(2), ticket, need),
         )
         parts = (queue, self.balancer, self.status, gate, loop, self.evaluator)
-        self.schedule = RunSchedule(*parts, max_steps=max_steps, checkpoints=folder / "checkpoints")
+        self.schedule = RunSchedule(*parts, max_steps=max_steps, lineage=self._lineage)
+        self._folder = RunFolder(folder)
+
+    async def _lineage(self, version):
+        return lineage_at(self._folder, version)
 
     def serve(self, epoch, step):
         (server,) = self.balancer.servers
@@ -159,12 +164,12 @@ def checkpoint(root, epoch, step, lineage):
 
 
 def test_the_lineage_is_that_of_the_newest_checkpoint(tmp_path):
-    root = tmp_path / "checkpoints"
-    assert lineage_at(root, WeightVersion(3, 7)) == ((3, 0),)
+    root, run = tmp_path / "checkpoints", RunFolder(tmp_path)
+    assert lineage_at(run, WeightVersion(3, 7)) == ((3, 0),)
     checkpoint(root, 1, 6, [(1, 0)])
-    assert lineage_at(root, WeightVersion(1, 6)) == ((1, 0),)
-    assert lineage_at(root, WeightVersion(2, 4)) == ((1, 0), (2, 4))
+    assert lineage_at(run, WeightVersion(1, 6)) == ((1, 0),)
+    assert lineage_at(run, WeightVersion(2, 4)) == ((1, 0), (2, 4))
     newest = checkpoint(root, 2, 5, [(1, 0), (2, 4)])
-    assert lineage_at(root, WeightVersion(2, 4)) == ((1, 0), (2, 4))
+    assert lineage_at(run, WeightVersion(2, 4)) == ((1, 0), (2, 4))
     (newest / "state.json").write_text("{")
-    assert lineage_at(root, WeightVersion(2, 5)) == ((1, 0), (2, 5))
+    assert lineage_at(run, WeightVersion(2, 5)) == ((1, 0), (2, 5))

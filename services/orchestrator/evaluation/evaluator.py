@@ -35,7 +35,6 @@ from services.orchestrator.evaluation.records import (
     read_records,
     summarize,
 )
-from services.orchestrator.schedule.lineage import Lineage
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.errors import StorageUnavailable, Unavailable, VolleyError
@@ -43,6 +42,7 @@ from shared.files import locks
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
 from shared.run.folder import RunFolder
+from shared.run.lineage import Lineage
 from shared.types import Trajectory
 
 SPLIT = "eval"

@@ -18,10 +18,10 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from services.orchestrator.schedule.lineage import Lineage
 from shared.errors import DecodeError, StorageUnavailable
 from shared.files import storage
 from shared.process import telemetry
+from shared.run.lineage import Lineage
 from shared.run.state import in_lineage
 from shared.types import ASSISTANT, Trajectory, WeightVersion
 

@@ -10,19 +10,19 @@ an evaluation of such weights ends without a record.
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 from services.orchestrator.evaluation.evaluator import Evaluator
 from services.orchestrator.schedule.gate import ReservationGate
-from services.orchestrator.schedule.lineage import Lineage, lineage_at
 from services.orchestrator.schedule.ticket_loop import TicketLoop, TicketSource
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
-from shared.errors import QueueUnavailable, Unavailable
+from shared.errors import QueueUnavailable, Unavailable, VolleyError
 from shared.process import telemetry
 from shared.process.wedge import Wait
 from shared.queue.records import QueueState
+from shared.run.lineage import Lineage
 from shared.run.mixture import SplitSizes
 from shared.run.state import in_lineage
 from shared.types import WeightVersion
@@ -45,7 +45,8 @@ class RunSchedule:
     """One run from here to its end. `state` is the newest snapshot of the queue.
 
     Args:
-        checkpoints: where the trainer's checkpoints are.
+        lineage: of the run whose queue is at a version, as the trainer says. May raise VolleyError; then it is asked
+            again, and nothing of the new epoch is acted on before.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class RunSchedule:
         evaluator: Evaluator,
         *,
         max_steps: int,
-        checkpoints: Path,
+        lineage: Callable[[WeightVersion], Awaitable[Lineage]],
     ) -> None:
         self._queue, self._balancer, self._status, self._gate = queue, balancer, status, gate
-        self._loop, self._evaluator, self._max_steps, self._checkpoints = loop, evaluator, max_steps, checkpoints
+        self._loop, self._evaluator, self._max_steps, self._lineage_at = loop, evaluator, max_steps, lineage
         self.state: QueueState | None = None
         self._lineage: Lineage = ()
         self._epoch = -1
@@ -108,8 +109,12 @@ class RunSchedule:
             except QueueUnavailable as error:
                 self._status.waiting = Wait("redis", str(error))
             else:
-                await self._saw(state, held)
-                self._fresh.set()
+                try:
+                    await self._saw(state, held)
+                except VolleyError as error:
+                    self._status.waiting = Wait("trainer", f"the run's lineage is not known: {error}")
+                else:
+                    self._fresh.set()
             await asyncio.sleep(_POLL_S)
 
     async def _saw(self, state: QueueState, held: tuple[int, ...]) -> None:
@@ -120,10 +125,7 @@ class RunSchedule:
         if state.ready:
             version = WeightVersion(state.epoch, state.version)
             if state.epoch != self._epoch:
-                self._lineage, self._epoch = (
-                    await asyncio.to_thread(lineage_at, self._checkpoints, version),
-                    state.epoch,
-                )
+                self._lineage, self._epoch = await self._lineage_at(version), state.epoch
                 self._evaluator.follow(self._lineage)
             self._loop.saw(state, held)
             self._bound(version.step)

@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from services.orchestrator.schedule.lineage import Lineage
 from shared.clients.rollout import Generation, ServerWeights
 from shared.errors import Party
+from shared.run.lineage import Lineage
 from shared.run.state import in_lineage
 from shared.types import WeightVersion
 

@@ -1,8 +1,6 @@
-"""Which weights the run still stands on: the trainer's incarnations, from its newest checkpoint."""
+"""Which weights a run still stands on: the trainer's incarnations, from its newest checkpoint or commit record."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from shared.run import commits
 from shared.run.folder import RunFolder
@@ -12,13 +10,13 @@ type Lineage = tuple[tuple[int, int], ...]
 """(epoch, step it began at), oldest first; see `shared.run.state.in_lineage`."""
 
 
-def lineage_at(checkpoints: Path, version: WeightVersion) -> Lineage:
-    """The lineage of a run whose queue is at `version`. Blocks on disk.
+def lineage_at(folder: RunFolder, version: WeightVersion) -> Lineage:
+    """The lineage of the run whose queue is at `version`. Blocks on disk.
 
     The queue's step rises only after a checkpoint of its epoch is durable; so while there are only older ones, the
     epoch began right there. Where no checkpoint can be read, only weights of this epoch count.
     """
-    newest = commits.newest(RunFolder(checkpoints.parent))
+    newest = commits.newest(folder)
     if newest is None:
         return ((version.epoch, 0),)
     found = newest.lineage

@@ -1,0 +1,90 @@
+"""What the orchestrator recorded, handed to the trainer, whose folder is the run's.
+
+Invariant: a line is durable in the orchestrator's own folder first, and is handed over until the trainer has answered;
+the trainer takes a line once. So neither's death loses or doubles one, and the run ends only when it has all of them.
+Where both have one folder, the trainer finds every line there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import orjson
+
+from services.orchestrator.status import RunStatus
+from shared.clients.trainer import Record, TrainerClient
+from shared.errors import VolleyError
+from shared.files.reading import ended_lines, open_file
+from shared.process import telemetry
+from shared.process.wedge import Wait
+from shared.run.folder import RunFolder
+
+_POLL_S = 1.0
+_MOST_BYTES = 2**20
+_log = telemetry.Log("records")
+
+
+class RecordHandover:
+    """Evaluations, their samples, and changes of the mixture; after a start all that the folder has."""
+
+    def __init__(self, trainer: TrainerClient, folder: RunFolder, status: RunStatus) -> None:
+        self._trainer, self._status = trainer, status
+        self._paths: dict[Record, Path] = {"samples": folder.samples, "evals": folder.evals, "mixture": folder.mixture}
+        self._offsets = dict.fromkeys(self._paths, 0)
+        self._alone = asyncio.Lock()
+
+    async def watch(self) -> None:
+        """Hands over what is added. Ends only by cancellation."""
+        while True:
+            await self.finish()
+            await asyncio.sleep(_POLL_S)
+
+    async def finish(self) -> None:
+        """Returns when the trainer has everything."""
+        waits: Wait | None = None
+        while True:
+            try:
+                async with self._alone:
+                    for record, path in self._paths.items():
+                        await self._hand_over(record, path)
+            except (VolleyError, OSError) as error:
+                waits = self._status.waiting = Wait("trainer", f"records are not handed over: {error}")
+                _log.warning("the trainer has not taken records", reason=str(error))
+            else:
+                if waits is not None and self._status.waiting is waits:
+                    self._status.waiting = None
+                return
+            await asyncio.sleep(_POLL_S)
+
+    async def _hand_over(self, record: Record, path: Path) -> None:
+        lines = await asyncio.to_thread(_lines, path, self._offsets[record])
+        while lines:
+            taken, size, n_bytes = list[str](), 0, 0
+            while lines and (not taken or n_bytes + lines[0][0] <= _MOST_BYTES):
+                length, line = lines.pop(0)
+                size, n_bytes = size + length, n_bytes + length
+                if line is not None:
+                    taken.append(line)
+            if taken:
+                await self._trainer.hand_over(record, taken)
+            self._offsets[record] += size
+
+
+def _lines(path: Path, offset: int) -> list[tuple[int, str | None]]:
+    """Bytes and text of each whole line from `offset` on; None for one that is no JSON object."""
+    try:
+        with open_file(path) as file:
+            file.seek(offset)
+            return [(size, text) for size, line in ended_lines(file) for text in _text(line)]
+    except FileNotFoundError:
+        return []
+
+
+def _text(line: bytes) -> Iterator[str | None]:
+    try:
+        text = line.decode().strip()
+        yield text if isinstance(orjson.loads(text), dict) else None
+    except ValueError:
+        yield None

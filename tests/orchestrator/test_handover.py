@@ -1,0 +1,82 @@
+"""Records of an orchestrator with a folder of its own, handed to the trainer over HTTP."""
+
+import asyncio
+
+import pytest
+
+from services.orchestrator.schedule.handover import RecordHandover
+from services.orchestrator.status import RunStatus
+from shared.clients.trainer import TrainerClient
+from shared.errors import VolleyError
+from shared.run.folder import RunFolder
+from shared.types import WeightVersion
+from tests.support.asgi import served
+from tests.support.net import free_port
+from tests.support.records import records_app
+
+
+def folders(tmp_path):
+    for name in ("own", "run"):
+        (tmp_path / name).mkdir()
+    return RunFolder(tmp_path / "own"), RunFolder(tmp_path / "run")
+
+
+async def test_every_line_is_in_the_trainers_folder_once_and_in_order(tmp_path):
+    own, run = folders(tmp_path)
+    own.evals.write_bytes(b'{"step":0}\nbroken\n   \n{"step":2}\n{"step":')
+    own.mixture.write_bytes(b'{"from_ticket":3}\n')
+    run.evals.write_bytes(b'{"step":0}\n{"st')
+    async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
+        handover = RecordHandover(trainer, own, RunStatus())
+        await handover.finish()
+        with own.evals.open("ab") as file:
+            file.write(b'4}\n{"step":6}\n')
+        await handover.finish()
+        await RecordHandover(trainer, own, RunStatus()).finish()  # another process: all of it again
+    lines = [line for line in run.evals.read_bytes().splitlines() if line.strip()]
+    assert lines == [b'{"step":0}', b'{"step":2}', b'{"step":4}', b'{"step":6}']
+    assert run.mixture.read_bytes() == own.mixture.read_bytes()
+    assert not run.samples.exists()
+
+
+async def test_a_folder_of_both_keeps_its_lines_as_they_are(tmp_path):
+    _, run = folders(tmp_path)
+    text = b"".join(b'{"step":%d}\n' % i for i in range(3))
+    run.evals.write_bytes(text)
+    async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
+        await RecordHandover(trainer, run, RunStatus()).finish()
+    assert run.evals.read_bytes() == text
+
+
+async def test_many_lines_go_in_several_requests(tmp_path):
+    own, run = folders(tmp_path)
+    own.samples.write_bytes(b"".join(b'{"step":%d,"text":"%s"}\n' % (i, b"x" * 300_000) for i in range(9)))
+    async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
+        await RecordHandover(trainer, own, RunStatus()).finish()
+    assert run.samples.read_bytes() == own.samples.read_bytes()
+
+
+async def test_a_trainer_that_is_away_is_waited_for(tmp_path):
+    own, run = folders(tmp_path)
+    own.evals.write_bytes(b'{"step":0}\n')
+    port, status = free_port(), RunStatus()
+    async with TrainerClient(f"http://127.0.0.1:{port}") as trainer:
+        task = asyncio.create_task(RecordHandover(trainer, own, status).finish())
+        while not (status.waiting and "not handed over" in status.waiting.why):
+            await asyncio.sleep(0.01)
+        async with served(records_app(run.path), port=port):
+            await asyncio.wait_for(task, 60)
+    assert status.waiting is None
+    assert run.evals.read_bytes() == own.evals.read_bytes()
+
+
+async def test_the_trainer_tells_the_lineage_and_refuses_what_is_no_line(tmp_path):
+    _, run = folders(tmp_path)
+    async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
+        assert await trainer.lineage(WeightVersion(3, 7)) == ((3, 0),)
+        for line in ("[]", "{", '{"a":\n1}', "\ud800"):
+            with pytest.raises(VolleyError):
+                await trainer.post("/records/evals", {"lines": [line.encode(errors="replace").decode()]})
+        with pytest.raises(VolleyError):
+            await trainer.post("/records/ledger", {"lines": ["{}"]})
+    assert not run.evals.exists()
