@@ -1,0 +1,128 @@
+"""Every service with a folder of its own, and nothing between them but Redis and HTTP; kill -9 of orchestrator and
+trainer.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from services.cli.commands.replay import replayed
+from services.cli.layout import PROJECT, python_of, variables_of
+from services.cli.reporting import jsonl
+from services.cli.verify.command import verify
+from shared.queue.server import ServerSpec, embedded_server
+from shared.run.folder import RunFolder
+from tests.support.net import free_port
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+CONFIG, N_STEPS = PROJECT / "tests/system/small.yaml", 6
+PROGRAMS = {"env": "base", "rollout": "rollout", "orchestrator": "base", "trainer": "trainer"}
+
+
+class SeparateServices:
+    """Programs that each have a folder for `run.dir` and as the working directory."""
+
+    def __init__(self, folder: Path, redis: ServerSpec) -> None:
+        self._root, self._running = folder, dict[str, subprocess.Popen[bytes]]()
+        self._ports = {name: free_port() for name in PROGRAMS}
+        password = folder / "redis_password"
+        password.write_text(redis.url.partition("://:")[2].partition("@")[0])
+        password.chmod(0o600)
+        self._overrides = [
+            f"model.path={PROJECT / 'configs/models/tiny'}",
+            f"trainer.max_steps={N_STEPS}",
+            "orchestrator.eval_every_n_steps=2",
+            f"services.redis_url=redis://127.0.0.1:{redis.url.rpartition(':')[2].partition('/')[0]}/0",
+            f"services.redis_password_file={password}",
+            *(f"services.{name}.port={port}" for name, port in self._ports.items()),
+        ]
+
+    def folder(self, name: str) -> RunFolder:
+        return RunFolder(self._root / name / "system")
+
+    def start(self, name: str, module: str, environment: str) -> subprocess.Popen[bytes]:
+        own = self._root / name
+        own.mkdir(exist_ok=True)
+        with (own / "log").open("ab") as log:
+            self._running[name] = subprocess.Popen(
+                [python_of(environment), "-m", module, "--config", CONFIG, *self._overrides, f"run.dir={own}"],
+                cwd=own,
+                stdout=log,
+                stderr=log,
+                env={**variables_of(environment, cpu=True), "PYTHONPATH": str(PROJECT)},
+            )
+        return self._running[name]
+
+    def follow(self) -> subprocess.Popen[bytes]:
+        """Progress and report, with the trainer's folder."""
+        command = [python_of("base"), "-m", "services.cli", "follow", "--config", CONFIG]
+        environment = {**variables_of("base", cpu=True), "PYTHONPATH": str(PROJECT)}
+        with (self._root / "log").open("ab") as log:
+            self._running["follow"] = subprocess.Popen(
+                [*command, *self._overrides, f"run.dir={self._root / 'trainer'}"],
+                cwd=self._root,
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+        return self._running["follow"]
+
+    def kill(self, name: str) -> None:
+        self._running[name].kill()
+        self._running[name].wait()
+
+    def until_trained(self, step: int) -> None:
+        """Raises AssertionError, with the logs, after four minutes."""
+        deadline, metrics = time.monotonic() + 240, self.folder("trainer").metrics
+        while not metrics.exists() or len(metrics.read_bytes().splitlines()) < step:
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.1)
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in (self._root / "log", *self._root.glob("*/log")))
+
+    def stop(self) -> None:
+        for process in self._running.values():
+            process.terminate()
+        for process in self._running.values():
+            try:
+                process.wait(40)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def separate_services(folder: Path) -> Iterator[SeparateServices]:
+    with embedded_server(folder / "redis") as redis, ExitStack() as stack:
+        services = SeparateServices(folder, redis)
+        stack.callback(services.stop)
+        for name, environment in PROGRAMS.items():
+            services.start(name, f"services.{name}", environment)
+        yield services
+
+
+def test_services_without_a_common_folder_survive_the_loss_of_orchestrator_and_trainer(tmp_path: Path) -> None:
+    with separate_services(tmp_path) as services:
+        following = services.follow()
+        for step, victim in ((1, "orchestrator"), (3, "trainer")):
+            services.until_trained(step)
+            services.kill(victim)
+            services.start(victim, f"services.{victim}", PROGRAMS[victim])
+        assert following.wait(300) == 0, services.logs()
+        run, own = services.folder("trainer"), services.folder("orchestrator")
+        result = verify(run)
+        assert result["ok"], result["violations"]
+        assert (result["lost"], result["doubly_trained"]) == (0, 0)
+    assert [row["step"] for row in jsonl.read(run.evals)] == [0, 2, 4, 6]
+    assert (run.evals.read_bytes(), run.samples.read_bytes()) == (own.evals.read_bytes(), own.samples.read_bytes())
+    written = {path.name for path in own.path.iterdir()}
+    assert written <= {"evals.jsonl", "evals.lock", "samples.jsonl", "mixture.jsonl", "mixture.lock"}, written
+    assert not services.folder("rollout").checkpoints.exists()
+    assert replayed(run, ["--from-step", "0"], None, show=False)["ok"]
