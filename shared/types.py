@@ -62,6 +62,10 @@ class WeightVersion:
         return cls.parse(name) if _VERSION.match(name) else None
 
 
+type Lineage = tuple[tuple[int, int], ...]
+"""(epoch, step it began at) of a trainer's incarnations, oldest first; see `shared.run.state.in_lineage`."""
+
+
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Positions [start, end) were sampled by `version`."""

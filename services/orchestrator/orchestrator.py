@@ -142,7 +142,7 @@ class Orchestrator:
             self._ticket_loop(mixture),
             self.evaluator,
             max_steps=settings.max_steps,
-            lineage=self.trainer.lineage,
+            begun=self.handover.follow,
         )
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(mixture.watch())

@@ -117,6 +117,7 @@ async def open_trainer(
             executor=thread,
             warm_start=lambda: opened.warm_start(environments, status, thread),
             publish=publisher.publish,
+            beginning=publications.beginning,
         )
         app = create_app(
             "trainer",

@@ -1,4 +1,4 @@
-"""HTTP to the run's folder, which is the trainer's alone: the lineage, and records that the orchestrator hands over.
+"""HTTP to the run's folder, which is the trainer's alone: records that the orchestrator hands over.
 
 Invariant: a line is in the folder once, however often it is handed over, and durable before the answer. So whoever
 makes a record repeats it until it is answered, and a folder that both share holds it once as well.
@@ -12,28 +12,20 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import orjson
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from shared.errors import InputError
 from shared.files import storage
 from shared.run.folder import RunFolder
-from shared.run.lineage import lineage_at
-from shared.types import WeightVersion
 from shared.web.access import Role
 from shared.web.http import read_model, respond
 from shared.web.openapi import declares
 
 router = APIRouter(tags=["trainer"])
-ROLES = {"GET /lineage": Role.SERVICE, "POST /records/{record}": Role.SERVICE}
-_LINEAGE = {
-    "type": "object",
-    "properties": {"lineage": {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}}},
-    "required": ["lineage"],
-}
+ROLES = {"POST /records/{record}": Role.SERVICE}
 _ADDED = {"type": "object", "properties": {"added": {"type": "integer"}}, "required": ["added"]}
-Number = Annotated[int, Query(ge=0, lt=2**31)]
 
 
 class LinesBody(BaseModel):
@@ -58,13 +50,6 @@ async def _state(request: Request) -> RecordsState:
 Here = Annotated[RecordsState, Depends(_state)]
 
 
-@router.get("/lineage", openapi_extra=declares(answer=_LINEAGE))
-async def lineage(request: Request, state: Here, epoch: Number, step: Number) -> Response:
-    """(epoch, step it began at) of the trainer's incarnations, oldest first, while the queue is at this version."""
-    found = await asyncio.to_thread(lineage_at, state.folder, WeightVersion(epoch, step))
-    return respond(request, {"lineage": [list(one) for one in found]})
-
-
 @router.post("/records/{record}", openapi_extra=declares(body=LinesBody, answer=_ADDED))
 async def add(request: Request, record: Literal["evals", "samples", "mixture"], state: Here) -> Response:
     """Appends the lines that the run's folder does not have yet; they are durable when this is answered."""
@@ -72,10 +57,10 @@ async def add(request: Request, record: Literal["evals", "samples", "mixture"], 
     path = {"evals": state.folder.evals, "samples": state.folder.samples, "mixture": state.folder.mixture}[record]
 
     def append() -> int:
-        storage.blank_torn_line(path)
         known = set(storage.whole_lines(path))
         new = [line for line in dict.fromkeys(lines) if line not in known]
-        if new:
+        if new:  # never in a folder of both, where the orchestrator may be writing
+            storage.blank_torn_line(path)
             storage.append(path, b"".join(line + b"\n" for line in new), durable=True)
         return len(new)
 

@@ -24,6 +24,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import orjson
 from redis.asyncio import Redis
 
 from shared.errors import Fenced
@@ -32,6 +33,7 @@ from shared.queue.client import MAX_BLOCK_MS, command, transaction
 from shared.queue.progress import TicketProgress
 from shared.queue.records import Finished, Published, PublishRefusal, QueueState, Reservation, StreamEntry
 from shared.queue.scripts import Keys, Scripts
+from shared.types import Lineage
 
 __all__ = ["Finished", "PublishRefusal", "Published", "QueueState", "Reservation", "StreamEntry", "TicketQueue"]
 
@@ -161,12 +163,17 @@ class TicketQueue:
         self._lineage = _Lineage(epoch=int(row[0]), fence=fence, progress=progress, version=version)
         return self._lineage.epoch
 
-    async def open(self, epoch: int) -> None:
+    async def open(self, epoch: int, incarnations: Lineage = (), beginning: str = "") -> None:
         """Repairs the queue that this epoch has begun, in bounded pieces, and opens it: finished tickets are removed,
         lost ones will be issued again, all others are delivered again. May be repeated. Raises Fenced.
+
+        Args:
+            incarnations: the run's lineage, this epoch included; by default this epoch alone, from step 0.
+            beginning: names the beginning of the run.
         """
         lineage = self._owned(epoch)
-        while not await self._scripts.fenced("open_chunk", lineage.fence, [_CHUNK]):
+        told = [orjson.dumps(incarnations or ((epoch, 0),)).decode(), beginning]
+        while not await self._scripts.fenced("open_chunk", lineage.fence, [_CHUNK, *told]):
             pass
         counts = await command(self._redis, "HGETALL", self.keys.tries)
         lineage.tries.update({int(ticket): int(n) for ticket, n in counts.items()})
@@ -290,9 +297,16 @@ class TicketQueue:
         )
         names = ("issued", "low", "version", "epoch", "void", "reissued", "duplicates", "strays")
         counts = {name: int(raw.get(name.encode(), 0)) for name in names}
-        refused = raw.get(b"refused", b"").decode(errors="replace")
         return QueueState(
-            **counts, ready=raw.get(b"ready") == b"1", depth=depth, leased=leased, done=done, dead=dead, refused=refused
+            **counts,
+            ready=raw.get(b"ready") == b"1",
+            depth=depth,
+            leased=leased,
+            done=done,
+            dead=dead,
+            refused=raw.get(b"refused", b"").decode(errors="replace"),
+            lineage=tuple((epoch, step) for epoch, step in orjson.loads(raw.get(b"lineage", b"[]"))),
+            beginning=raw.get(b"beginning", b"").decode(errors="replace"),
         )
 
     def _owned(self, epoch: int) -> _Lineage:

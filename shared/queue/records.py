@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shared.types import Lineage
+
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
@@ -61,6 +63,8 @@ class QueueState:
     `version`, `low` and `void` are the trainer's last commit; `depth` counts queued groups (read, but not yet committed
     ones included), `leased` tickets out for generation or waiting to be issued again, `done` finished tickets above
     `low`, `dead` kept poisoned entries. `refused` is why the trainer has stopped training, empty if it has not.
+    `lineage` is that of the run since this epoch was opened, `beginning` names the beginning of the run: one that was
+    emptied and begun anew has another; both are empty where the trainer has not told.
     The counters `reissued`, `duplicates` (published twice) and `strays` (published, never issued)
     only grow.
     """
@@ -79,3 +83,5 @@ class QueueState:
     duplicates: int
     strays: int
     refused: str = ""
+    lineage: Lineage = ()
+    beginning: str = ""

@@ -64,6 +64,10 @@ class RunFolder:
         return self.path / "environments"
 
     @property
+    def beginning(self) -> Path:
+        return self.published / "beginning"
+
+    @property
     def archive(self) -> Path:
         return self.path / "archive"
 

@@ -7,9 +7,8 @@ import pytest
 from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.status import RunStatus
 from shared.clients.trainer import TrainerClient
-from shared.errors import VolleyError
+from shared.errors import ConfigError, VolleyError
 from shared.run.folder import RunFolder
-from shared.types import WeightVersion
 from tests.support.asgi import served
 from tests.support.net import free_port
 from tests.support.records import records_app
@@ -70,13 +69,30 @@ async def test_a_trainer_that_is_away_is_waited_for(tmp_path):
     assert run.evals.read_bytes() == own.evals.read_bytes()
 
 
-async def test_the_trainer_tells_the_lineage_and_refuses_what_is_no_line(tmp_path):
+async def test_the_trainer_refuses_what_is_no_line(tmp_path):
     _, run = folders(tmp_path)
     async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
-        assert await trainer.lineage(WeightVersion(3, 7)) == ((3, 0),)
         for line in ("[]", "{", '{"a":\n1}', "\ud800"):
             with pytest.raises(VolleyError):
                 await trainer.post("/records/evals", {"lines": [line.encode(errors="replace").decode()]})
         with pytest.raises(VolleyError):
             await trainer.post("/records/ledger", {"lines": ["{}"]})
     assert not run.evals.exists()
+
+
+async def test_records_of_another_beginning_of_the_run_are_not_handed_over(tmp_path):
+    """The trainer's folder was emptied, the orchestrator's was not."""
+    own, run = folders(tmp_path)
+    async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
+        await RecordHandover(trainer, own, RunStatus()).follow("first")
+        own.evals.write_bytes(b'{"step":0}\n')
+        again = RecordHandover(trainer, own, RunStatus())
+        watching = asyncio.create_task(again.watch())
+        with pytest.raises(ConfigError, match="another beginning"):
+            await again.follow("second")
+        watching.cancel()
+        assert not run.evals.exists()
+        same = RecordHandover(trainer, own, RunStatus())
+        await same.follow("first")
+        await same.finish()
+    assert run.evals.read_bytes() == own.evals.read_bytes()

@@ -13,10 +13,6 @@ from services.orchestrator.schedule.run_schedule import RunSchedule
 from services.orchestrator.schedule.ticket_loop import Admission, TicketLoop
 from services.orchestrator.status import RunStatus
 from shared.errors import VolleyError
-from shared.run.folder import RunFolder
-from shared.run.lineage import lineage_at
-from shared.run.state import initial_state
-from shared.run.weights import MANIFEST
 from shared.types import Group, WeightVersion
 from tests.orchestrator.fakes import MemoryQueue, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan
 from tests.support.tokenizer import tiny_tokenizer
@@ -43,11 +39,11 @@ class RunUnderTest:
             run_group=lambda ticket, need: run_group(dispatcher, plan(2), ticket, need),
         )
         parts = (queue, self.balancer, self.status, gate, loop, self.evaluator)
-        self.schedule = RunSchedule(*parts, max_steps=max_steps, lineage=self._lineage)
-        self._folder = RunFolder(folder)
+        self.schedule = RunSchedule(*parts, max_steps=max_steps, begun=self._begun)
+        self.beginnings = []
 
-    async def _lineage(self, version):
-        return lineage_at(self._folder, version)
+    async def _begun(self, beginning):
+        self.beginnings.append(beginning)
 
     def serve(self, epoch, step):
         (server,) = self.balancer.servers
@@ -151,25 +147,3 @@ async def keep_well(run):
     while True:
         run.serve(1, 0)
         await asyncio.sleep(0.01)
-
-
-def checkpoint(root, epoch, step, lineage):
-    folder = root / str(WeightVersion(epoch, step))
-    folder.mkdir(parents=True)
-    state = initial_state(0).under(1, keep_reference=False)
-    text = state.to_json(epoch=epoch, step=step, lineage=lineage, optimizer_files=[])
-    (folder / "state.json").write_bytes(text)
-    (folder / MANIFEST).write_text("{}")
-    return folder
-
-
-def test_the_lineage_is_that_of_the_newest_checkpoint(tmp_path):
-    root, run = tmp_path / "checkpoints", RunFolder(tmp_path)
-    assert lineage_at(run, WeightVersion(3, 7)) == ((3, 0),)
-    checkpoint(root, 1, 6, [(1, 0)])
-    assert lineage_at(run, WeightVersion(1, 6)) == ((1, 0),)
-    assert lineage_at(run, WeightVersion(2, 4)) == ((1, 0), (2, 4))
-    newest = checkpoint(root, 2, 5, [(1, 0), (2, 4)])
-    assert lineage_at(run, WeightVersion(2, 4)) == ((1, 0), (2, 4))
-    (newest / "state.json").write_text("{")
-    assert lineage_at(run, WeightVersion(2, 5)) == ((1, 0), (2, 5))

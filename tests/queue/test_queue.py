@@ -281,6 +281,17 @@ async def test_a_server_that_forgot_the_end_of_an_opening_fences_its_trainer(que
         await queue.commit(epoch, 0, [], 0)
 
 
+async def test_who_opens_the_queue_tells_of_which_run_it_is(queue: TicketQueue):
+    assert (await queue.state()).lineage == ()
+    epoch = await queue.begin(low=0, version=4, issued=0, void=0, done=(), epoch=1)
+    await queue.open(epoch, ((1, 0), (epoch, 4)), "f00d")
+    state = await queue.state()
+    assert (state.ready, state.lineage, state.beginning) == (True, ((1, 0), (2, 4)), "f00d")
+    later = await queue.begin(low=0, version=4, issued=0, void=0, done=(), epoch=epoch)
+    await queue.open(later)
+    assert (await queue.state()).lineage == ((later, 0),)
+
+
 async def test_a_trainer_that_was_replaced_does_not_open_the_queue(queue: TicketQueue, redis: Redis):
     old = await queue.begin(low=0, version=0, issued=0, void=0, done=(), epoch=0)
     await TicketQueue(redis, "run").begin(low=0, version=0, issued=0, void=0, done=(), epoch=old)

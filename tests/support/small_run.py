@@ -204,6 +204,7 @@ class Incarnation:
             executor,
             _nothing,
             _published,
+            lambda: "anew",
         )
         rules = AdmissionRules("arrival", ETA, 32, 96, SIZE, filter_options(run.trainer.filters))
         settings, original = pinned.relevant(run), pinned.original(folder / "run.json")

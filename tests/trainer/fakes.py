@@ -28,7 +28,7 @@ from shared.queue.records import StreamEntry
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog
 from shared.run.state import TrainerState
-from shared.types import Group, WeightVersion
+from shared.types import Group, Lineage, WeightVersion
 from shared.weights.manifest import Chunk
 from tests.support.small_run import step_metrics
 from tests.trainer.support import group
@@ -170,7 +170,7 @@ class FakeQueue:
         self.events.append(f"put back {ticket}")
         self.entries.append(StreamEntry(f"{ticket}-1", ticket, payload, 1))
 
-    async def open(self, epoch: int) -> None:
+    async def open(self, epoch: int, incarnations: Lineage = (), beginning: str = "") -> None:
         await self._answer()
         self.events.append("open")
 
@@ -271,6 +271,7 @@ class Bench:
             self.executor,
             warm_start,
             publish,
+            lambda: "anew",
         )
         rules = AdmissionRules(self.order, self.max_staleness, 32, 96, 2, self.filters)
         plan = TrainPlan(

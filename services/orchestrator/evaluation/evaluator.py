@@ -42,8 +42,7 @@ from shared.files import locks
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
 from shared.run.folder import RunFolder
-from shared.run.lineage import Lineage
-from shared.types import Trajectory
+from shared.types import Lineage, Trajectory
 
 SPLIT = "eval"
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 1}

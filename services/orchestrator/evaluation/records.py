@@ -21,9 +21,8 @@ from pydantic import TypeAdapter, ValidationError
 from shared.errors import DecodeError, StorageUnavailable
 from shared.files import storage
 from shared.process import telemetry
-from shared.run.lineage import Lineage
 from shared.run.state import in_lineage
-from shared.types import ASSISTANT, Trajectory, WeightVersion
+from shared.types import ASSISTANT, Lineage, Trajectory, WeightVersion
 
 _RETRY_S = 1.0
 _log = telemetry.Log("records")

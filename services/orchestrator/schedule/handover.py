@@ -15,7 +15,8 @@ import orjson
 
 from services.orchestrator.status import RunStatus
 from shared.clients.trainer import Record, TrainerClient
-from shared.errors import VolleyError
+from shared.errors import ConfigError, VolleyError
+from shared.files import storage
 from shared.files.reading import ended_lines, open_file
 from shared.process import telemetry
 from shared.process.wedge import Wait
@@ -33,10 +34,19 @@ class RecordHandover:
         self._trainer, self._status = trainer, status
         self._paths: dict[Record, Path] = {"samples": folder.samples, "evals": folder.evals, "mixture": folder.mixture}
         self._offsets = dict.fromkeys(self._paths, 0)
-        self._alone = asyncio.Lock()
+        self._beginning, self._alone, self._begun = folder.beginning, asyncio.Lock(), asyncio.Event()
+
+    async def follow(self, beginning: str) -> None:
+        """From here on records go to the trainer of this beginning of the run. Raises ConfigError if those in the
+        folder are of another.
+        """
+        if beginning:
+            await asyncio.to_thread(_keep, self._beginning, beginning)
+        self._begun.set()
 
     async def watch(self) -> None:
         """Hands over what is added. Ends only by cancellation."""
+        await self._begun.wait()
         while True:
             await self.finish()
             await asyncio.sleep(_POLL_S)
@@ -70,6 +80,18 @@ class RecordHandover:
             if taken:
                 await self._trainer.hand_over(record, taken)
             self._offsets[record] += size
+
+
+def _keep(path: Path, beginning: str) -> None:
+    with storage.storage(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            storage.replace(path, beginning.encode())
+        if path.read_text() != beginning:
+            raise ConfigError(
+                f"{path.parent.parent} holds records of another beginning of the run",
+                "where a run is begun anew, the orchestrator's folder is emptied as well as the trainer's",
+            )
 
 
 def _lines(path: Path, offset: int) -> list[tuple[int, str | None]]:

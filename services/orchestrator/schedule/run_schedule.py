@@ -18,14 +18,13 @@ from services.orchestrator.schedule.ticket_loop import TicketLoop, TicketSource
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
-from shared.errors import QueueUnavailable, Unavailable, VolleyError
+from shared.errors import QueueUnavailable, Unavailable
 from shared.process import telemetry
 from shared.process.wedge import Wait
 from shared.queue.records import QueueState
-from shared.run.lineage import Lineage
 from shared.run.mixture import SplitSizes
 from shared.run.state import in_lineage
-from shared.types import WeightVersion
+from shared.types import Lineage, WeightVersion
 
 _POLL_S = 0.25
 _log = telemetry.Log("run")
@@ -45,8 +44,7 @@ class RunSchedule:
     """One run from here to its end. `state` is the newest snapshot of the queue.
 
     Args:
-        lineage: of the run whose queue is at a version, as the trainer says. May raise VolleyError; then it is asked
-            again, and nothing of the new epoch is acted on before.
+        begun: is told which beginning of the run a new epoch is of, before anything else is.
     """
 
     def __init__(
@@ -59,10 +57,10 @@ class RunSchedule:
         evaluator: Evaluator,
         *,
         max_steps: int,
-        lineage: Callable[[WeightVersion], Awaitable[Lineage]],
+        begun: Callable[[str], Awaitable[None]],
     ) -> None:
         self._queue, self._balancer, self._status, self._gate = queue, balancer, status, gate
-        self._loop, self._evaluator, self._max_steps, self._lineage_at = loop, evaluator, max_steps, lineage
+        self._loop, self._evaluator, self._max_steps, self._begun = loop, evaluator, max_steps, begun
         self.state: QueueState | None = None
         self._lineage: Lineage = ()
         self._epoch = -1
@@ -111,8 +109,8 @@ class RunSchedule:
             else:
                 try:
                     await self._saw(state, held)
-                except VolleyError as error:
-                    self._status.waiting = Wait("trainer", f"the run's lineage is not known: {error}")
+                except Unavailable as error:
+                    self._status.waiting = Wait("disk", str(error))
                 else:
                     self._fresh.set()
             await asyncio.sleep(_POLL_S)
@@ -125,7 +123,8 @@ class RunSchedule:
         if state.ready:
             version = WeightVersion(state.epoch, state.version)
             if state.epoch != self._epoch:
-                self._lineage, self._epoch = await self._lineage_at(version), state.epoch
+                await self._begun(state.beginning)
+                self._lineage, self._epoch = state.lineage or ((state.epoch, 0),), state.epoch
                 self._evaluator.follow(self._lineage)
             self._loop.saw(state, held)
             self._bound(version.step)

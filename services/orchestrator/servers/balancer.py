@@ -23,9 +23,8 @@ import numpy as np
 
 from shared.clients.rollout import Generation, ServerWeights
 from shared.errors import Party
-from shared.run.lineage import Lineage
 from shared.run.state import in_lineage
-from shared.types import WeightVersion
+from shared.types import Lineage, WeightVersion
 
 _OVERLOAD_FACTOR, _OVERLOAD_SLACK = 1.5, 4
 _COOL_DOWN_S, _COOL_DOWN_CAP_S = 0.5, 8.0

@@ -26,7 +26,7 @@ from shared.run.archive import Archive
 from shared.run.commits import CommitLog
 from shared.run.pinned import Flat
 from shared.run.state import TrainerState
-from shared.types import WeightVersion
+from shared.types import Lineage, WeightVersion
 
 OnNonFinite = Literal["stop", "skip"]
 _PAUSE_S, _PAUSE_CAP_S = 0.1, 3.0
@@ -40,7 +40,7 @@ class TrainQueue(Protocol):
         self, low: int, version: int, issued: int, void: int, done: Iterable[int], epoch: int, above: int
     ) -> int: ...
 
-    async def open(self, epoch: int) -> None: ...
+    async def open(self, epoch: int, incarnations: Lineage = (), beginning: str = "") -> None: ...
 
     async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[StreamEntry]: ...
 
@@ -162,7 +162,7 @@ class TrainPlan:
 @dataclass(frozen=True, slots=True)
 class Collaborators:
     """What the loop works with. `warm_start` ends early when a stop is asked for; `publish` tells the servers of a
-    version.
+    version, `beginning` names the beginning of the run.
     """
 
     backend: Backend
@@ -177,6 +177,7 @@ class Collaborators:
     executor: Executor
     warm_start: Callable[[], Awaitable[None]]
     publish: Callable[[PublishedVersion], Awaitable[Sequence[Delivery]]]
+    beginning: Callable[[], str]
 
 
 class Waiter:

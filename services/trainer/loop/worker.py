@@ -98,6 +98,7 @@ class TrainerWorker:
         Until it is fenced, an older trainer may have made steps durable that we don't know of. Then we begin again,
         from these; the queue opens only when there are none, so that nobody sees the run go back and come again.
         """
+        beginning = await self._waiter.patiently(lambda: asyncio.to_thread(self._parts.beginning))
         for _ in range(_BEGINNINGS):
             if not await asyncio.to_thread(self._is_newest, found):  # to begin from an older one would forget groups
                 found = await self._recovery.recover()
@@ -107,12 +108,15 @@ class TrainerWorker:
             if not await self._claim(epoch):
                 continue
             if await asyncio.to_thread(self._is_newest, found) and await asyncio.to_thread(self._known, found) == known:
-                await self._waiter.answer(lambda epoch=epoch: self._parts.queue.open(epoch))
+                begun = self._begun(known, epoch)
+                await self._waiter.answer(
+                    lambda epoch=epoch, begun=begun: self._parts.queue.open(epoch, begun.lineage, beginning)
+                )
                 self._epoch = epoch
                 if found is not None and (found.undone or found.lost):
                     self._status.branched = found.why
                     await self._put_back(found, known)
-                return found, self._begun(known, epoch)
+                return found, begun
         raise Unavailable("other trainers of this run begin at the same time", "let one of them work")
 
     async def _claim(self, epoch: int) -> bool:

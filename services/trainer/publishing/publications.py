@@ -104,9 +104,7 @@ class Publications:
         started = time.perf_counter()
         store = self._open(version.epoch)
         weights, take_s = self._written(store, leaves, arrays, self._last)
-        told = PublishedManifest(
-            self._run, self._beginning(), str(version), weights, model, probe, time.time(), adapter
-        )
+        told = PublishedManifest(self._run, self.beginning(), str(version), weights, model, probe, time.time(), adapter)
         manifest, data = self._with_deltas(told)
         deltas = manifest.deltas
         digest, self._last = store.put(data), weights
@@ -193,8 +191,8 @@ class Publications:
                     shutil.rmtree(path, ignore_errors=True)
         return self._chunks
 
-    def _beginning(self) -> str:
-        """Of the run: drawn once in its folder."""
+    def beginning(self) -> str:
+        """Of the run: drawn once in its folder. Blocks on disk."""
         path = self._root / _BEGINNING
         with storage.storage(self._root):
             if not path.exists():

@@ -1,4 +1,4 @@
--- ARGV: fence, limit. Repairs about `limit` tickets; the position is kept here, so any call may be repeated.
+-- ARGV: fence, limit, lineage, beginning (both as they are told to readers). Repairs about `limit` tickets; the position is kept here, so any call may be repeated.
 -- Returns 1 when the queue is open, 0 when there is more to do, -1 if fenced.
 if redis.call('HGET', ST, 'fence') ~= ARGV[1] then return -1 end
 local group, limit = 't' .. ARGV[1], tonumber(ARGV[2])
@@ -51,6 +51,6 @@ for ticket = tonumber(cursor) + 1, last do
 end
 if last < issued then return move('lost', last) end
 move('open', 0)
-redis.call('HSET', ST, 'ready', 1)
+redis.call('HSET', ST, 'lineage', ARGV[3], 'beginning', ARGV[4], 'ready', 1)
 wake()
 return 1
