@@ -194,7 +194,8 @@ class Publications:
     def beginning(self) -> str:
         """Of the run: drawn once in its folder. Blocks on disk."""
         path = self._root / _BEGINNING
-        with storage.storage(self._root):
+        with storage.storage(self._root.parent):
+            self._root.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 storage.replace(path, secrets.token_hex(8).encode())
             return path.read_text()
