@@ -37,7 +37,7 @@ from shared.run.archive import Archive
 from shared.run.commits import CommitLog
 from shared.run.state import TrainerState
 from shared.schema import RunConfig
-from shared.types import Group, Trajectory, VersionSpan, WeightVersion
+from shared.types import Group, Lineage, Trajectory, VersionSpan, WeightVersion
 from shared.weights.manifest import Chunk
 from tools.simulated.trainer import NumpyArrays
 
@@ -156,7 +156,7 @@ class SmallRun:
     async def begin(self, low: int, version: int, issued: int, void: int, done: Any, epoch: int, above: int) -> int:
         return max(epoch, above) + 1
 
-    async def open(self, epoch: int) -> None: ...
+    async def open(self, epoch: int, incarnations: Lineage = (), beginning: str = "") -> None: ...
 
     async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[StreamEntry]:
         await asyncio.sleep(0.002)
