@@ -123,6 +123,8 @@ def test_services_without_a_common_folder_survive_the_loss_of_orchestrator_and_t
     assert [row["step"] for row in jsonl.read(run.evals)] == [0, 2, 4, 6]
     assert (run.evals.read_bytes(), run.samples.read_bytes()) == (own.evals.read_bytes(), own.samples.read_bytes())
     written = {path.name for path in own.path.iterdir()}
-    assert written <= {"evals.jsonl", "evals.lock", "samples.jsonl", "mixture.jsonl", "mixture.lock"}, written
+    assert written <= {"evals.jsonl", "evals.lock", "samples.jsonl", "mixture.jsonl", "mixture.lock", "published"}, (
+        written
+    )
     assert not services.folder("rollout").checkpoints.exists()
     assert replayed(run, ["--from-step", "0"], None, show=False)["ok"]
