@@ -96,9 +96,12 @@ class ModelConfig:
     @property
     def n_numbers(self) -> int:
         """Of all matrices, norms and biases: at most so many numbers are in the model's weights."""
-        d, ffn, size = self.hidden_size, self.intermediate_size, self.head_dim
+        d, size, experts = self.hidden_size, self.head_dim, self.experts
         of_heads = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * size
-        block = (d + 1) * of_heads + 3 * (d + 1) * ffn + 4 * d + 2 * size
+        mlp = 3 * (d + 1) * self.intermediate_size
+        if experts is not None:
+            mlp = experts.num_experts * (d + 3 * (d + 1) * experts.moe_intermediate_size)
+        block = (d + 1) * of_heads + mlp + 4 * d + 2 * size
         embeddings = 1 if self.tie_word_embeddings else 2
         return embeddings * self.vocab_size * d + self.num_hidden_layers * block + d
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import blake3
 import httpx
+import orjson
 import pytest
 from fastapi import Request
 from fastapi.responses import Response
@@ -186,6 +187,31 @@ async def test_where_all_lie_nothing_is_kept_and_they_are_named(puller, folder, 
         with pytest.raises(Unavailable, match=liar.url):
             await puller.pull(CHUNKS[:2], [liar.url])
     assert list(folder.folder.iterdir()) == []
+
+
+async def test_a_source_that_has_enough_to_do_is_waited_for_and_named(puller, folder, monkeypatch):
+    """All servers may be behind one address, and the trainer the only one they reach."""
+    monkeypatch.setattr(pulling, "PATIENCE_FIRST_S", 0.2)
+    busy = orjson.dumps({"type": "unavailable", "detail": "8 transfers are under way", "retry_after_s": 0.1})
+    answers = [0]
+
+    async def at_first_busy(writer, data, start):
+        answers[0] += 1
+        if answers[0] > 4:
+            await honest(writer, data, start)
+            return
+        writer.write(
+            b"HTTP/1.1 503 Busy\r\nContent-Type: application/problem+json\r\nRetry-After: 0\r\n"
+            b"Content-Length: %d\r\n\r\n" % len(busy) + busy
+        )
+
+    async with sources(at_first_busy) as (source,):
+        await puller.pull(CHUNKS[:1], [source.url])
+        assert folder.read(CHUNKS[0].blake3) == DATA[0]
+        monkeypatch.setattr(pulling, "PATIENCE_BUSY_S", 0.2)
+        answers[0] = -100
+        with pytest.raises(Unavailable, match="under way"):
+            await puller.pull(CHUNKS[1:2], [source.url])
 
 
 async def test_what_has_arrived_is_not_asked_for_again(puller, folder):

@@ -89,6 +89,17 @@ def test_arrays_that_are_not_those_that_were_committed_are_loaded_anew(engine):
     assert engine.scheduler.runner.model_state_leaves == ARRAYS
 
 
+def test_arrays_that_lost_a_bit_are_loaded_anew(engine):
+    """The very arrays, with other contents: an audit distrusts them, and the watcher stages their version again."""
+    engine.serve("v1", "same")
+    engine.scheduler.runner.model_state_leaves[0] = flipped = "array A"
+    assert engine.worker._known[0][0] is flipped
+    again = engine.serve("v1", "same")
+    assert engine.n_loaded == 2
+    assert again["checksum"] == f"checksum of {ARRAYS}"
+    assert engine.scheduler.runner.model_state_leaves == ARRAYS
+
+
 def test_only_digests_of_published_weights_are_compared(engine):
     """That of a Hugging Face folder is of sizes and times."""
     engine.serve("v1", "same")

@@ -28,7 +28,7 @@ from shared.weights.manifest import Chunk, Delta
 from shared.weights.serving import SLOW_S, SLOWEST_BYTES_PER_S
 
 N_AT_ONCE = 4
-PATIENCE_S, PATIENCE_FIRST_S = 10.0, 3.0
+PATIENCE_S, PATIENCE_FIRST_S, PATIENCE_BUSY_S = 10.0, 3.0, 30.0
 _PROGRESS_BYTES = 2**16
 _LACKS_S, _LACKS_MOST_S = 0.05, 0.5
 _AVOID_S: Mapping[str, float] = {"wrong": 60.0, "long": 60.0, "short": 5.0, "slow": 30.0, "broken": 0.2, "refused": 5.0}
@@ -59,6 +59,7 @@ class Source:
     n_failures: int = 0
     avoided: float = 0.0
     reason: str = ""
+    is_busy: bool = False
 
 
 @dataclass
@@ -83,8 +84,9 @@ class ChunkPuller:
         """All of them are in the folder then, some of them made of others by the deltas on their `way`. Returns how
         many bytes were pulled for that.
 
-        Raises Unavailable if no source sends anything for `PATIENCE_S` (`PATIENCE_FIRST_S` at first), or none is left,
-        naming what they did; and StorageFull. What was pulled until then stays.
+        Raises Unavailable if no source sends anything for `PATIENCE_S` (`PATIENCE_FIRST_S` at first, `PATIENCE_BUSY_S`
+        while one has enough to do), or none is left, naming what they did; and StorageFull. What was pulled until then
+        stays.
         """
         missing = await asyncio.to_thread(lambda: [chunk for chunk in wanted if chunk.blake3 not in self.chunks])
         random.shuffle(missing)
@@ -180,6 +182,8 @@ class _Pull:
         while True:
             now = time.monotonic()
             deadline = self._last_byte + (PATIENCE_S if self._n_blocks else PATIENCE_FIRST_S)
+            if any(s.is_busy for s in self.sources):
+                deadline = self._last_byte + PATIENCE_BUSY_S
             free = [s for s in self.sources if s.avoided <= now and download.lacking.get(s, (0, 0.0))[1] <= now]
             if free:
                 return min(free, key=lambda s: (s.n_transfers, s.is_trainer, random.random()))
@@ -209,7 +213,7 @@ class _Pull:
                 await source.client.chunk(chunk.blake3, take, start)
             if len(data) < chunk.size:
                 self._avoid(source, "short", f"chunk {chunk.blake3} ends after {len(data)} of {chunk.size} bytes")
-            source.n_failures = 0
+            source.n_failures, source.is_busy = 0, False
         except TooMuch:
             download.data, download.givers = bytearray(), set()
             self._avoid(source, "long", f"chunk {chunk.blake3} is longer than {chunk.size} bytes")
@@ -224,7 +228,9 @@ class _Pull:
 
     def _failed(self, download: _Download, source: Source, error: VolleyError) -> None:
         """Who has not got a chunk, or enough to do, is asked again soon; less and less often."""
-        if isinstance(error, NotFound) or (isinstance(error, Unavailable) and error.retry_after_s < 1):
+        source.is_busy = isinstance(error, Unavailable) and error.retry_after_s < 1
+        if isinstance(error, NotFound) or source.is_busy:
+            source.reason = str(error) if source.is_busy else ""
             n, _ = download.lacking.get(source, (0, 0.0))
             wait_s = min(_LACKS_MOST_S, _LACKS_S * 2**n)
             download.lacking[source] = n + 1, time.monotonic() + wait_s * random.uniform(0.5, 1.0)
@@ -234,6 +240,6 @@ class _Pull:
     def _avoid(self, source: Source, kind: str, reason: str) -> None:
         source.n_failures += 1
         seconds = _AVOID_S[kind] * (2 ** min(source.n_failures - 1, 5) if kind == "broken" else 1)
-        source.avoided, source.reason = time.monotonic() + seconds, reason
+        source.avoided, source.reason, source.is_busy = time.monotonic() + seconds, reason, False
         metrics.AVOIDED.labels(kind).inc()
         _log.warning("source avoided", url=source.url, kind=kind, reason=reason, seconds=seconds)
