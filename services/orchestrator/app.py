@@ -76,7 +76,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         handover = RecordHandover(trainer, RunFolder(settings.folder), status)
         gate = ReservationGate()
         orchestrator = Orchestrator(
-            settings, queue, environments, tokenizer, balancer, status, gate, dispatcher, trainer, handover
+            settings, queue, environments, tokenizer, balancer, status, gate, dispatcher, handover
         )
         app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=ROLES)
         app.state.orchestrator = orchestrator

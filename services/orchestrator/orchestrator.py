@@ -21,7 +21,6 @@ from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.settings import OrchestratorSettings
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
-from shared.clients.trainer import TrainerClient
 from shared.errors import VolleyError, first_error
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry, wedge
@@ -47,7 +46,6 @@ class Orchestrator:
     status: RunStatus
     gate: ReservationGate
     dispatcher: Dispatcher
-    trainer: TrainerClient
     handover: RecordHandover
     schedule: RunSchedule | None = None
     evaluator: Evaluator | None = None
