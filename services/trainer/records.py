@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import orjson
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Path, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -48,10 +48,13 @@ async def _state(request: Request) -> RecordsState:
 
 
 Here = Annotated[RecordsState, Depends(_state)]
+type Record = Annotated[
+    Literal["evals", "samples", "mixture"], Path(openapi_examples={"evaluations": {"value": "evals"}})
+]
 
 
 @router.post("/records/{record}", openapi_extra=declares(body=LinesBody, answer=_ADDED))
-async def add(request: Request, record: Literal["evals", "samples", "mixture"], state: Here) -> Response:
+async def add(request: Request, record: Record, state: Here) -> Response:
     """Appends the lines that the run's folder does not have yet; they are durable when this is answered."""
     lines = [_line(text) for text in (await read_model(request, LinesBody)).lines]
     path = {"evals": state.folder.evals, "samples": state.folder.samples, "mixture": state.folder.mixture}[record]

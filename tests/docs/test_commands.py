@@ -4,6 +4,7 @@ to their parser.
 A line that nobody here knows how to run fails.
 """
 
+import itertools
 import os
 import re
 import shlex
@@ -130,6 +131,11 @@ def docker(command, variables):
         return
     services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
     assert command[0] == "compose"
+    if command[1] == "run":
+        *given, service = itertools.takewhile(lambda word: word != "volley", command[2:])
+        assert (set(given) <= {"--rm", "--no-deps"}, service in services) == (True, True), command
+        parser().parse_args(command[command.index("volley") + 1 :])
+        return
     flags = {"up": {"--scale"}, "down": {"--volumes"}, "logs": {"-f"}, "cp": set()}[command[1]]
     for word in command[2:]:
         assert word in flags or re.split("[=:]", word)[0] in services or word.startswith("./"), word
