@@ -32,8 +32,8 @@ def redis(tmp_path: Path) -> Iterator[str]:
         yield spec.url
 
 
-def without_faults(folder: Path) -> dict[str, np.ndarray]:
-    backend = SimulatedBackend(CheckpointFolders(folder, "r", 3, NumpyArrays()), {}, 3)
+def without_faults(folder: Path, learning_rate: float) -> dict[str, np.ndarray]:
+    backend = SimulatedBackend(CheckpointFolders(folder, "r", 3, NumpyArrays()), {}, 3, learning_rate=learning_rate)
     backend.build()
     for step in range(STEPS):
         groups = [deterministic(ticket, "e000001-s000000") for ticket in range(BATCH * step + 1, BATCH * step + 3)]
@@ -60,7 +60,9 @@ def test_killed_between_any_two_parts_of_a_step(tmp_path: Path, redis: str, monk
             process.start()
         process.wait(lambda s: s["phase"] == "done")
         assert process.terminate() == 0
-    expected = without_faults(tmp_path / "calm")
+    expected = without_faults(
+        tmp_path / "calm", load([tmp_path / "config.yaml"]).config.trainer.optimizer_config.learning_rate
+    )
     newest = CheckpointFolders(tmp_path / "r" / "checkpoints", "r", 3, NumpyArrays()).newest()
     assert newest is not None
     assert newest.state.step == STEPS
