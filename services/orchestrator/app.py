@@ -74,9 +74,8 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         )
         queue = TicketQueue(redis, settings.run)
         handover = RecordHandover(trainer, RunFolder(settings.folder), status)
-        gate = ReservationGate()
         orchestrator = Orchestrator(
-            settings, queue, environments, tokenizer, balancer, status, gate, dispatcher, handover
+            settings, queue, environments, tokenizer, balancer, status, ReservationGate(), dispatcher, handover
         )
         app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=ROLES)
         app.state.orchestrator = orchestrator

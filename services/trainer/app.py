@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from fastapi import FastAPI
 from redis.asyncio import Redis
 
 from services.trainer import records
@@ -42,7 +43,7 @@ from shared.run.commits import CommitLog
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from shared.types import WeightVersion
-from shared.web.access import Role, read_tokens
+from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 from shared.weights.serving import Uplink
 
@@ -119,20 +120,20 @@ async def open_trainer(
             publish=publisher.publish,
             beginning=publications.beginning,
         )
-        app = create_app(
-            "trainer",
-            limits=settings.limits,
-            tokens=callers,
-            ready=status.not_ready,
-            roles=ROLES | publishing.ROLES | records.ROLES,
-        )
-        app.state.status = status
+        app = _app(settings, callers, status)
         app.state.publishing = PublishingState(publications, Uplink(publications.read), publisher.sources)
-        app.include_router(router)
-        app.include_router(publishing.router)
         app.state.records = records.RecordsState(folder)
-        app.include_router(records.router)
         yield RunningService(app, [TrainerWorker(from_run.plan(config, opened.tokens, origin), parts, status).run])
+
+
+def _app(settings: TrainerSettings, callers: AccessTokens | None, status: TrainerStatus) -> FastAPI:
+    """The state of `publishing` and `records` is not there yet."""
+    roles = ROLES | publishing.ROLES | records.ROLES
+    app = create_app("trainer", limits=settings.limits, tokens=callers, ready=status.not_ready, roles=roles)
+    app.state.status = status
+    for one in (router, publishing.router, records.router):
+        app.include_router(one)
+    return app
 
 
 def _servers(redis: Redis, settings: TrainerSettings) -> Callable[[], Awaitable[Served]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 import orjson
 from fastapi import APIRouter, Depends, Path, Request
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shared.errors import InputError
 from shared.files import storage
-from shared.run.folder import RunFolder
+from shared.run.folder import Record, RunFolder
 from shared.web.access import Role
 from shared.web.http import read_model, respond
 from shared.web.openapi import declares
@@ -48,16 +48,14 @@ async def _state(request: Request) -> RecordsState:
 
 
 Here = Annotated[RecordsState, Depends(_state)]
-type Record = Annotated[
-    Literal["evals", "samples", "mixture"], Path(openapi_examples={"evaluations": {"value": "evals"}})
-]
+Named = Annotated[Record, Path(openapi_examples={"evaluations": {"value": "evals"}})]
 
 
 @router.post("/records/{record}", openapi_extra=declares(body=LinesBody, answer=_ADDED))
-async def add(request: Request, record: Record, state: Here) -> Response:
+async def add(request: Request, record: Named, state: Here) -> Response:
     """Appends the lines that the run's folder does not have yet; they are durable when this is answered."""
     lines = [_line(text) for text in (await read_model(request, LinesBody)).lines]
-    path = {"evals": state.folder.evals, "samples": state.folder.samples, "mixture": state.folder.mixture}[record]
+    path = state.folder.handed_over[record]
 
     def append() -> int:
         known = set(storage.whole_lines(path))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from shared.clients.base import HttpClient
-
-type Record = Literal["evals", "samples", "mixture"]
+from shared.run.folder import Record
 
 
 class TrainerClient(HttpClient):

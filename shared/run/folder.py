@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+BEGINNING = "beginning"
+type Record = Literal["samples", "evals", "mixture"]
+"""What the orchestrator writes, and hands over to the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ class RunFolder:
 
     @property
     def beginning(self) -> Path:
-        return self.published / "beginning"
+        return self.published / BEGINNING
 
     @property
     def archive(self) -> Path:
@@ -94,6 +100,10 @@ class RunFolder:
     @property
     def mixture(self) -> Path:
         return self.path / "mixture.jsonl"
+
+    @property
+    def handed_over(self) -> Mapping[Record, Path]:
+        return {"samples": self.samples, "evals": self.evals, "mixture": self.mixture}
 
     @property
     def summary(self) -> Path:

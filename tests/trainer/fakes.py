@@ -147,6 +147,7 @@ class FakeQueue:
     fenced_after: int = 10**6
     attended: int = 0
     began: int = 0
+    told: tuple[Lineage, str] = ((), "")
 
     def put(self, made: Group) -> None:
         self.entries.append(StreamEntry(f"{made.ticket}-0", made.ticket, made.encode(), 1))
@@ -173,6 +174,7 @@ class FakeQueue:
     async def open(self, epoch: int, incarnations: Lineage = (), beginning: str = "") -> None:
         await self._answer()
         self.events.append("open")
+        self.told = incarnations, beginning
 
     async def leave(self, epoch: int, refused: str = "") -> None:
         await self._answer()

@@ -27,13 +27,17 @@ async def crashed_after(bench: Bench, step: int) -> None:
     bench.interval, bench.max_staleness, bench.max_steps = 99, 9, 9
     bench.status = TrainerStatus("r", 9)
     bench.feed(*range(1, 2 * step + 1))
+    await crash(bench, 2 * step)
+
+
+async def crash(bench: Bench, n_trained: int) -> None:
+    """The trainer ends once it has trained so many tickets, and its stop makes no checkpoint."""
     running = asyncio.ensure_future(bench.worker().run())
-    await bench.until(lambda: bench.status.tickets.get("trained") == 2 * step)
-    bench.backend.full = 10**6  # the stop makes no checkpoint
+    await bench.until(lambda: bench.status.tickets.get("trained") == n_trained)
+    bench.backend.full = 10**6
     await stopped(running)
-    bench.backend.full = 0
+    bench.backend.full, bench.status = 0, TrainerStatus("r", 9)
     bench.events.clear()
-    bench.status = TrainerStatus("r", 9)
 
 
 async def run_until_step(bench: Bench, step: int) -> None:
@@ -69,13 +73,8 @@ async def test_the_log_is_trained_again_and_nothing_is_undone(bench: Bench):
 async def test_a_second_crash_goes_through_the_log_of_both_epochs(bench: Bench):
     await crashed_after(bench, 2)
     bench.feed(5, 6, version="e000001-s000002")
-    running = asyncio.ensure_future(bench.worker().run())
-    await bench.until(lambda: bench.status.tickets.get("trained") == 2)
-    bench.backend.full = 10**6
-    await stopped(running)
-    bench.backend.full, bench.status = 0, TrainerStatus("r", 9)
+    await crash(bench, 2)
     bench.backend.checkpoint = bench.backend.states[E1[0]]  # the one of the second epoch is damaged
-    bench.events.clear()
     bench.feed(7, 8, version="e000002-s000003")
     await run_until_step(bench, 4)
     assert bench.backend.weights == list(range(1, 9))
@@ -199,12 +198,7 @@ async def test_logged_steps_are_trained_under_the_settings_they_were_made_with(b
     await crashed_after(bench, 2)
     bench.settings = {**SETTINGS, RATE: 2.0}
     bench.feed(5, 6, version="e000001-s000002")
-    running = asyncio.ensure_future(bench.worker().run())
-    await bench.until(lambda: bench.status.tickets.get("trained") == 2)
-    bench.backend.full = 10**6
-    await stopped(running)
-    bench.backend.full, bench.status = 0, TrainerStatus("r", 9)
-    bench.events.clear()
+    await crash(bench, 2)
     bench.settings = {**SETTINGS, RATE: 3.0}
     bench.backend.checkpoint = bench.backend.states[E1[0]]
     bench.feed(7, 8, version="e000002-s000003")
@@ -219,6 +213,7 @@ async def test_logged_steps_are_trained_under_the_settings_they_were_made_with(b
     state = commits.read(bench.archive.root, WeightVersion(3, 4)).state
     assert state.settings[1:] == ((2, {RATE: 2.0}), (3, {RATE: 3.0}))
     assert state.lineage == ((1, 0), (2, 2), (3, 3))
+    assert bench.queue.told == (state.lineage, "anew")
 
 
 async def test_settings_that_cannot_be_put_in_force_again_branch_the_lineage(bench: Bench):

@@ -14,13 +14,13 @@ from pathlib import Path
 import orjson
 
 from services.orchestrator.status import RunStatus
-from shared.clients.trainer import Record, TrainerClient
+from shared.clients.trainer import TrainerClient
 from shared.errors import ConfigError, VolleyError
 from shared.files import storage
 from shared.files.reading import ended_lines, open_file
 from shared.process import telemetry
 from shared.process.wedge import Wait
-from shared.run.folder import RunFolder
+from shared.run.folder import Record, RunFolder
 
 _POLL_S = 1.0
 _MOST_BYTES = 2**20
@@ -32,8 +32,8 @@ class RecordHandover:
 
     def __init__(self, trainer: TrainerClient, folder: RunFolder, status: RunStatus) -> None:
         self._trainer, self._status = trainer, status
-        self._paths: dict[Record, Path] = {"samples": folder.samples, "evals": folder.evals, "mixture": folder.mixture}
-        self._offsets = dict.fromkeys(self._paths, 0)
+        self._paths = folder.handed_over
+        self._offsets = dict[Record, int].fromkeys(self._paths, 0)
         self._beginning, self._alone, self._begun = folder.beginning, asyncio.Lock(), asyncio.Event()
 
     async def follow(self, beginning: str) -> None:

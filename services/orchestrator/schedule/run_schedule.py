@@ -18,7 +18,7 @@ from services.orchestrator.schedule.ticket_loop import TicketLoop, TicketSource
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.status import RunStatus
 from shared.clients.env import EnvClient
-from shared.errors import QueueUnavailable, Unavailable
+from shared.errors import Unavailable
 from shared.process import telemetry
 from shared.process.wedge import Wait
 from shared.queue.records import QueueState
@@ -103,16 +103,11 @@ class RunSchedule:
         while True:
             held = self._loop.held
             try:
-                state = await self._queue.state()
-            except QueueUnavailable as error:
-                self._status.waiting = Wait("redis", str(error))
+                await self._saw(await self._queue.state(), held)
+            except Unavailable as error:
+                self._status.waiting = Wait(error.waits_on or "disk", str(error))
             else:
-                try:
-                    await self._saw(state, held)
-                except Unavailable as error:
-                    self._status.waiting = Wait("disk", str(error))
-                else:
-                    self._fresh.set()
+                self._fresh.set()
             await asyncio.sleep(_POLL_S)
 
     async def _saw(self, state: QueueState, held: tuple[int, ...]) -> None:

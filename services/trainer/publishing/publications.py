@@ -23,6 +23,7 @@ import numpy as np
 
 from shared.errors import NotFound
 from shared.files import storage
+from shared.run.folder import BEGINNING
 from shared.run.weights import ManifestLeaf, Probe
 from shared.types import WeightVersion
 from shared.weights.chunks import ChunkFolder, cut, in_order
@@ -37,7 +38,6 @@ from shared.weights.manifest import (
     leaf_bytes,
 )
 
-_BEGINNING = "beginning"
 _MIN_KEPT, _MAX_KEPT = 2, 4
 _ASKED_S = 10.0
 _N_DELTAS = 8
@@ -193,7 +193,7 @@ class Publications:
 
     def beginning(self) -> str:
         """Of the run: drawn once in its folder. Blocks on disk."""
-        path = self._root / _BEGINNING
+        path = self._root / BEGINNING
         with storage.storage(self._root.parent):
             self._root.mkdir(parents=True, exist_ok=True)
             if not path.exists():

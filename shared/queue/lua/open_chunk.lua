@@ -1,4 +1,5 @@
--- ARGV: fence, limit, lineage, beginning (both as they are told to readers). Repairs about `limit` tickets; the position is kept here, so any call may be repeated.
+-- ARGV: fence, limit, lineage, beginning (both as they are told to readers). Repairs about `limit` tickets; the
+-- position is kept here, so any call may be repeated.
 -- Returns 1 when the queue is open, 0 when there is more to do, -1 if fenced.
 if redis.call('HGET', ST, 'fence') ~= ARGV[1] then return -1 end
 local group, limit = 't' .. ARGV[1], tonumber(ARGV[2])
