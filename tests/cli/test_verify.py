@@ -381,6 +381,23 @@ def test_steps_beyond_the_newest_checkpoint_are_named_as_undone(run: RunFolder):
     assert "undone: ticket 11, step 5 of epoch 2" in command.told(result)
 
 
+def test_records_that_a_running_trainer_removes_meanwhile_are_missed_by_nobody(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+):
+    read, before = commits.read, commits.versions(run.archive)
+
+    def then_forgotten(root: Path, version: WeightVersion) -> commits.CommitRecord:
+        record = read(root, version)
+        commits.CommitLog(root, RUN).forget(before[-1].step)
+        return record
+
+    monkeypatch.setattr(commits, "read", then_forgotten)
+    result = verify(run)
+    assert commits.versions(run.archive) == before[-1:]
+    assert len(before) > 2
+    assert result["ok"], result["violations"]
+
+
 def test_what_a_late_trainer_wrote_does_not_count(run: RunFolder):
     zombie = WeightVersion(1, 3)
     Archive(run.archive, RUN).write(zombie, [group(7, WeightVersion(1, 2)).encode()])

@@ -21,7 +21,7 @@ _MOST_MISSING = 100
 def retained(folder: RunFolder, run: str) -> tuple[list[CommitRecord], list[Violation]]:
     """The whole records, oldest first, and what is wrong with the others, but for those that a later trainer undid.
 
-    One that a running trainer removes meanwhile is neither.
+    One that a running trainer removes meanwhile is neither, nor are the earlier ones: it removes the oldest first.
     """
     found, violations = list[CommitRecord](), list[Violation]()
     there = commits.versions(folder.archive)
@@ -35,6 +35,8 @@ def retained(folder: RunFolder, run: str) -> tuple[list[CommitRecord], list[Viol
         except VolleyError as error:
             if path.exists():
                 violations.append(_of(version, error.detail, path.relative_to(folder.path).as_posix()))
+            else:
+                found.clear()
             continue
         if record.run == run:
             found.append(record)
