@@ -14,12 +14,12 @@ from services.trainer import records
 from services.trainer import settings as from_run
 from services.trainer.learner.opening import BackendInputs, OpenedBackend
 from services.trainer.loop.interfaces import Collaborators
-from services.trainer.loop.publisher import Publisher, Served
 from services.trainer.loop.worker import TrainerWorker
 from services.trainer.multihost.app import open_follower
 from services.trainer.multihost.options import group_options
 from services.trainer.publishing import routes as publishing
 from services.trainer.publishing.publications import Publications
+from services.trainer.publishing.publisher import Publisher, Served
 from services.trainer.publishing.routes import PublishingState
 from services.trainer.routes import ROLES, router
 from services.trainer.settings import TrainerSettings
@@ -32,6 +32,7 @@ from shared.clients.rollout import RolloutClient
 from shared.findings import findings
 from shared.models.chat import ChatTokenizer
 from shared.models.hub import keep, model_folder
+from shared.models.origin import Origin
 from shared.process import telemetry
 from shared.process.boot import RunningService
 from shared.process.imports import uncollected
@@ -77,9 +78,7 @@ async def open_trainer(
     """Raises ConfigError."""
     for finding in findings(config):
         _log.warning("the configuration means less than it says", finding=finding)
-    origin = await asyncio.to_thread(keep, config)
-    if origin is not None:
-        config = config.model_copy(update={"model": config.model.model_copy(update={"path": origin.path})})
+    config, origin = await asyncio.to_thread(_of_its_origin, config)
     settings = from_run.from_config(config)
     callers = read_tokens(settings.token_files)
     token, admin = (callers.of(Role.SERVICE), callers.of(Role.ADMIN)) if callers else (None, None)
@@ -124,6 +123,14 @@ async def open_trainer(
         app.state.publishing = PublishingState(publications, Uplink(publications.read), publisher.sources)
         app.state.records = records.RecordsState(folder)
         yield RunningService(app, [TrainerWorker(from_run.plan(config, opened.tokens, origin), parts, status).run])
+
+
+def _of_its_origin(config: RunConfig) -> tuple[RunConfig, Origin | None]:
+    """With the model of the run that it begins from; the run's folder keeps which that is. Raises ConfigError."""
+    origin = keep(config)
+    if origin is None:
+        return config, None
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": origin.path})}), origin
 
 
 def _app(settings: TrainerSettings, callers: AccessTokens | None, status: TrainerStatus) -> FastAPI:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from services.trainer.algorithms.registry import algorithm, ppo, taught
-from services.trainer.learner.batch import BatchLayout
+from services.trainer.batches.batch import BatchLayout
 from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.policy import PolicyOptions

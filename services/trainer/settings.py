@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from services.trainer.loop.filters import FilterOptions
-from services.trainer.loop.group_buffer import AdmissionRules
+from services.trainer.groups.filters import FilterOptions
+from services.trainer.groups.group_buffer import AdmissionRules
 from services.trainer.loop.interfaces import TrainPlan
 from shared.errors import ConfigError
 from shared.models.origin import Origin

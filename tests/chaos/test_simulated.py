@@ -12,7 +12,7 @@ import pytest
 
 from services.rollout.engines.base import EngineInfo, EngineSpec, GenerateRequest, SamplingParams, StagedWeights
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.loop.group_buffer import ready_group
+from services.trainer.groups.group_buffer import ready_group
 from shared.errors import Unavailable, WeightsError
 from shared.run.state import initial_state
 from shared.run.weights import digest_files, read_manifest

@@ -21,7 +21,8 @@ from services.cli.commands.train import fresh_name
 from services.cli.layout import PROJECT
 from services.cli.runs import elapsed as worked
 from services.cli.runs import record as runs
-from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders
+from services.trainer.checkpoints.contents import CheckpointContents
+from services.trainer.checkpoints.store import CheckpointFolders
 from shared.config import LoadedConfig, rooted, validate
 from shared.errors import ConfigError, StorageDenied
 from shared.run.folder import RunFolder

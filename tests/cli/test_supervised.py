@@ -111,7 +111,8 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def saved(folder: RunFolder, state: TrainerState) -> None:
     """A checkpoint without weights."""
-    from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders
+    from services.trainer.checkpoints.contents import CheckpointContents
+    from services.trainer.checkpoints.store import CheckpointFolders
     from tools.simulated.trainer import NumpyArrays
 
     checkpoints = CheckpointFolders(folder.checkpoints, "r", 3, NumpyArrays())

@@ -18,7 +18,7 @@ from services.cli.commands import status
 from services.cli.reporting import jsonl
 from services.cli.runs import addresses
 from services.cli.runs import record as runs
-from services.trainer.loop.group_buffer import AdmissionRules, GroupBuffer
+from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
 from shared import codec
 from shared.errors import ConfigError, DecodeError, VolleyError, WeightsError
 from shared.queue.progress import TicketProgress
@@ -223,7 +223,7 @@ def test_an_archive_that_holds_too_much_costs_little(
 
 
 def test_a_group_too_large_for_the_archive_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.trainer.loop.group_buffer.MAX_GROUP_BYTES", 100)
+    monkeypatch.setattr("services.trainer.groups.group_buffer.MAX_GROUP_BYTES", 100)
     intake = GroupBuffer(
         TicketProgress(), [(1, 0)], AdmissionRules("arrival", max_staleness=1, longest=64, vocab_size=512, group_size=4)
     )

@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from services.trainer.loop.group_buffer import AdmissionRules, GroupBuffer
+from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
 from shared import codec
 from shared.errors import DecodeError
 from shared.queue.progress import TicketProgress

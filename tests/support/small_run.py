@@ -19,9 +19,10 @@ import numpy as np
 import yaml
 
 from services.cli.runs.record import claimed, finished
-from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders, RestoredCheckpoint
+from services.trainer.checkpoints.contents import CheckpointContents, RestoredCheckpoint
+from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.groups.group_buffer import AdmissionRules, ReadyGroup
 from services.trainer.learner.metrics import StepMetrics, of_groups
-from services.trainer.loop.group_buffer import AdmissionRules, ReadyGroup
 from services.trainer.loop.interfaces import Collaborators, OnNonFinite, TrainPlan, TrainQueue
 from services.trainer.loop.worker import TrainerWorker
 from services.trainer.publishing.publications import PublishedVersion

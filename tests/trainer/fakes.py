@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from services.trainer.groups.filters import NO_FILTERS, FilterOptions
+from services.trainer.groups.group_buffer import AdmissionRules, Order
 from services.trainer.learner.metrics import StepMetrics
-from services.trainer.loop.filters import NO_FILTERS, FilterOptions
-from services.trainer.loop.group_buffer import AdmissionRules, Order
 from services.trainer.loop.interfaces import Collaborators, OnNonFinite, TrainPlan
 from services.trainer.loop.worker import TrainerWorker
 from services.trainer.publishing.publications import PublishedVersion

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from services.trainer.learner.batch import Row
+from services.trainer.batches.batch import Row
 from services.trainer.models import family
 from shared.models.config import ModelConfig
 from shared.models.names import from_hf, hf_name

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from services.trainer.learner.batch import (
+from services.trainer.batches.batch import (
     BatchLayout,
     Row,
     arranged,

@@ -9,8 +9,9 @@ import numpy as np
 import orjson
 import pytest
 
+from services.trainer.checkpoints.contents import CheckpointContents, RestoredCheckpoint
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
-from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders, RestoredCheckpoint
+from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.replay.recorded import RecordedStep
 from shared.errors import ConfigError, Fenced, StorageFull, Unavailable, WeightsError
 from shared.run import ledger, weights

@@ -13,7 +13,7 @@ import pytest
 from services.cli.runs.record import claimed, finished
 from services.cli.verify.command import verify
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.loop.group_buffer import ready_group
+from services.trainer.groups.group_buffer import ready_group
 from shared.config import load
 from shared.queue.server import embedded_server
 from shared.types import WeightVersion

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from services.trainer.algorithms.registry import algorithm, ppo, taught
 from services.trainer.algorithms.terms.algorithm import Episode
 from services.trainer.algorithms.terms.rewards import reverse_kl
-from services.trainer.learner.batch import Batch
+from services.trainer.batches.batch import Batch
+from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
 from services.trainer.learner.logprobs import TokenScores
 from services.trainer.learner.metrics import of_teacher
-from services.trainer.loop.group_buffer import AdmissionRules, GroupBuffer
 from shared import algorithm_schema as schema
 from shared.queue.progress import TicketProgress
 from shared.queue.records import StreamEntry

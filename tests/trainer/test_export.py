@@ -14,8 +14,9 @@ import yaml
 from safetensors.numpy import load_file
 
 from services.trainer.checkpoints import export
+from services.trainer.checkpoints.contents import CheckpointContents
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
-from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders
+from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.models.initial_weights import leaves_of
 from shared.errors import ConfigError, WeightsError
 from shared.models.chat import ChatTokenizer

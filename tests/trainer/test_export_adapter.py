@@ -15,8 +15,9 @@ from safetensors.numpy import load_file
 from services.cli.verify.checkpoints import retained
 from services.cli.verify.violation import ViolationKind
 from services.trainer.checkpoints import export
+from services.trainer.checkpoints.contents import CheckpointContents
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
-from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders
+from services.trainer.checkpoints.store import CheckpointFolders
 from shared.errors import ConfigError
 from shared.run.state import initial_state
 from shared.run.weights import BASE, Adapter

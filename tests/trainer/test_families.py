@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from services.trainer.algorithms.supervised import supervised_loss
-from services.trainer.learner.batch import BatchLayout, Row, micro_batches, row_weights
+from services.trainer.batches.batch import BatchLayout, Row, micro_batches, row_weights
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import Scorer, objective, params_of
 from services.trainer.learner.train_step import Learner

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from services.trainer.loop.filters import FilterOptions, has_variance, shares_without_variance
-from services.trainer.loop.group_buffer import AdmissionRules, GroupBuffer
+from services.trainer.groups.filters import FilterOptions, has_variance, shares_without_variance
+from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
 from services.trainer.settlement.ledger import LedgerFile
 from shared.queue.progress import TicketProgress
 from shared.queue.records import StreamEntry

@@ -1,4 +1,4 @@
-from services.trainer.loop.group_buffer import AdmissionRules, GroupBuffer
+from services.trainer.groups.group_buffer import AdmissionRules, GroupBuffer
 from shared.queue.progress import TicketProgress
 from shared.queue.records import StreamEntry
 from shared.types import Group

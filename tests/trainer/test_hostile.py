@@ -10,8 +10,9 @@ import numpy as np
 import orjson
 import pytest
 
+from services.trainer.checkpoints.contents import CheckpointContents
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
-from services.trainer.checkpoints.store import CheckpointContents, CheckpointFolders, restore
+from services.trainer.checkpoints.store import CheckpointFolders, restore
 from shared.errors import VolleyError, WeightsError
 from shared.run import state
 from shared.run.weights import MANIFEST, digest, digest_files, read_manifest, write_manifest

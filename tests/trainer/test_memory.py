@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from services.trainer.learner import memory
+from services.trainer.batches.batch import BatchLayout
 from services.trainer.learner.backend import TunixBackend
-from services.trainer.learner.batch import BatchLayout
 from services.trainer.learner.policy import Policy, PolicyOptions
 from services.trainer.models.options import ModelOptions
 from services.trainer.options import LoraOptions
+from services.trainer.planning import memory
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from tests.support import families, models

@@ -13,11 +13,12 @@ import pytest
 
 from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
 from services.trainer.algorithms.terms.surrogate import Clip
-from services.trainer.learner.batch import Batch, BatchLayout, micro_batches, row_weights
+from services.trainer.batches.batch import Batch, BatchLayout, micro_batches, row_weights
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import Scorer, objective, params_of
 from services.trainer.learner.train_step import Learner
-from services.trainer.models import family, qwen3
+from services.trainer.models import family
+from services.trainer.models.families import qwen3
 from services.trainer.models.initial_weights import leaves_of, random_leaves
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig

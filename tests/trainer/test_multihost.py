@@ -16,16 +16,16 @@ import orjson
 import pytest
 import yaml
 
+from services.trainer.batches.batch import BatchLayout
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.learner.batch import BatchLayout
-from services.trainer.learner.memory import MemoryEstimate
-from services.trainer.learner.plan import plan
 from services.trainer.models.options import ModelOptions
 from services.trainer.multihost.connection import Connection, greet, welcome
 from services.trainer.multihost.options import GroupOptions, group_options
 from services.trainer.multihost.processes import Follower, Leader, follow, stream, together
 from services.trainer.multihost.publications import FollowingPublications, LeadingPublications
+from services.trainer.planning.memory import MemoryEstimate
+from services.trainer.planning.plan import plan
 from services.trainer.publishing.publications import Publications
 from shared import config
 from shared.errors import ConfigError, Forbidden, NonFinite, ProcessesMissing, ProcessLost, StorageFull, VolleyError

@@ -20,7 +20,7 @@ from services.trainer.algorithms.registry import algorithm, ppo
 from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
-from services.trainer.learner.batch import (
+from services.trainer.batches.batch import (
     Batch,
     BatchLayout,
     Row,
@@ -31,8 +31,8 @@ from services.trainer.learner.batch import (
     row_weights,
     supervised_row,
 )
+from services.trainer.batches.packing import MicroBatch, RowShapes
 from services.trainer.learner.logprobs import TokenScores
-from services.trainer.learner.packing import MicroBatch, RowShapes
 from services.trainer.learner.scoring import Scorer, objective, params_of
 from services.trainer.learner.train_step import Params
 from services.trainer.models import attention
@@ -262,7 +262,7 @@ def test_a_step_of_the_whole_policy_is_that_of_a_sequence_a_row(name: str):
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["llama-scaled", "qwen2", "qwen3-moe"])
 def test_every_family_turns_by_the_positions_in_the_sequence(family: str, tmp_path):
-    from services.trainer.learner.batch import micro_batches
+    from services.trainer.batches.batch import micro_batches
     from tests.trainer.test_families import load
 
     case = families.case(family)

@@ -15,11 +15,11 @@ from services.trainer.algorithms.terms.actor import ActorOptions
 from services.trainer.algorithms.terms.algorithm import EpisodeGroup
 from services.trainer.algorithms.terms.policy_gradient import RewardOptions
 from services.trainer.algorithms.terms.surrogate import Clip
-from services.trainer.learner.batch import BatchLayout
+from services.trainer.batches.batch import BatchLayout
+from services.trainer.groups.group_buffer import ReadyGroup, ready_group
 from services.trainer.learner.critic import CriticSetup
 from services.trainer.learner.optimizer import OptimizerOptions, schedule
 from services.trainer.learner.policy import Policy, PolicyOptions
-from services.trainer.loop.group_buffer import ReadyGroup, ready_group
 from shared.algorithm_schema import GrpoSection, PpoSection
 from shared.errors import NonFinite, WeightsError
 from shared.types import WeightVersion

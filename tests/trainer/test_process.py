@@ -15,7 +15,8 @@ import pytest
 
 from services.cli.runs.record import claimed, finished
 from services.cli.verify.command import verify
-from services.trainer.checkpoints.store import CheckpointFolders, RestoredCheckpoint
+from services.trainer.checkpoints.contents import RestoredCheckpoint
+from services.trainer.checkpoints.store import CheckpointFolders
 from shared.config import load
 from shared.queue.server import embedded_server, prepare, running
 from tests.trainer.process import BATCH, SIMULATED, producing, trainer

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from services.trainer.loop import publisher as publishing
-from services.trainer.loop.publisher import HandoverPublisher, Publisher
+from services.trainer.publishing import publisher as publishing
 from services.trainer.publishing.publications import PublishedVersion
+from services.trainer.publishing.publisher import HandoverPublisher, Publisher
 from services.trainer.status import TrainerStatus
 from shared.errors import QueueUnavailable, ServiceUnreachable
 from shared.types import WeightVersion

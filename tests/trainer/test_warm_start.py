@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from services.trainer.batches.batch import BatchLayout
 from services.trainer.conversations.data import DataSettings, load
 from services.trainer.conversations.dataset import Example, tokenized
 from services.trainer.conversations.demonstrations import as_records, fetch
-from services.trainer.learner.batch import BatchLayout
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.scoring import params_of
 from services.trainer.loop.interfaces import Waiter

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from services.trainer.groups.group_buffer import ReadyGroup, ready_group
 from services.trainer.learner.policy import Policy
-from services.trainer.loop.group_buffer import ReadyGroup, ready_group
 from services.trainer.options import policy_options
 from services.trainer.settings import TokenLimits
 from shared.models.config import ModelConfig

@@ -19,7 +19,7 @@ import orjson
 
 from services.trainer.algorithms.terms.actor import ActorOptions, actor_loss
 from services.trainer.algorithms.terms.surrogate import Clip
-from services.trainer.learner.batch import Batch, BatchLayout, Row, micro_batches, row_weights
+from services.trainer.batches.batch import Batch, BatchLayout, Row, micro_batches, row_weights
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import objective, params_of
 from services.trainer.learner.train_step import Learner

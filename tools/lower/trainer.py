@@ -21,13 +21,13 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 
 from services.trainer import options
-from services.trainer.learner import memory
 from services.trainer.learner.optimizer import make_optimizer
 from services.trainer.learner.policy import PolicyOptions
 from services.trainer.learner.scoring import divided, objective, params_of
 from services.trainer.learner.train_step import ROW_AXES, Params, applied, gradient
 from services.trainer.models.family import Model, abstract
 from services.trainer.models.options import ModelOptions
+from services.trainer.planning import memory
 from services.trainer.settings import TokenLimits
 from shared import config
 from shared.models.config import ModelConfig

@@ -23,7 +23,7 @@ import numpy as np
 
 from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.statistics import Statistics
-from services.trainer.learner.batch import Batch
+from services.trainer.batches.batch import Batch
 from services.trainer.learner.logprobs import TokenScores
 
 

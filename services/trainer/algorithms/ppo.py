@@ -27,7 +27,7 @@ from services.trainer.algorithms.terms.advantages import bounded, gae, whitened
 from services.trainer.algorithms.terms.algorithm import Episode, EpisodeGroup, Needs
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient, RewardOptions
 from services.trainer.algorithms.terms.statistics import Statistics
-from services.trainer.learner.batch import Batch
+from services.trainer.batches.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)

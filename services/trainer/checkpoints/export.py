@@ -18,8 +18,9 @@ import numpy as np
 import orjson
 from safetensors.numpy import save_file
 
+from services.trainer.checkpoints.contents import HostArray
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
-from services.trainer.checkpoints.store import HostArray, read_base
+from services.trainer.checkpoints.store import read_base
 from shared.errors import ConfigError, VolleyError, WeightsError, problem
 from shared.files.storage import storage
 from shared.models import adapter, hub, origin

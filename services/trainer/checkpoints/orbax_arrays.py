@@ -10,7 +10,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from services.trainer.checkpoints.store import Arrays, HostArray
+from services.trainer.checkpoints.contents import Arrays, HostArray
 from services.trainer.checkpoints.stored_arrays import open_arrays, os_error
 
 

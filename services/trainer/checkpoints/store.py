@@ -21,12 +21,20 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from services.trainer.checkpoints.contents import (
+    Array,
+    ArrayFiles,
+    Arrays,
+    CheckpointContents,
+    HostArray,
+    RestoredCheckpoint,
+)
 from shared.errors import ConfigError, Forbidden, Unavailable, WeightsError
 from shared.files import storage
 from shared.models.origin import Origin
@@ -36,63 +44,13 @@ from shared.run import state as states
 from shared.run.best import best_version
 from shared.run.folder import RunFolder
 from shared.run.state import OPTIMIZER, TrainerState
-from shared.run.weights import BAD, Adapter, BaseWeights, Manifest, ManifestFile, ManifestLeaf, Probe
+from shared.run.weights import BAD, Adapter, BaseWeights, Manifest, ManifestFile, ManifestLeaf
 from shared.types import WeightVersion
 
 PARAMS = "params"
 _MASTER = "master"
 _DRAFT = ".tmp-"
 _log = telemetry.Log("checkpoint")
-
-
-class Array(Protocol):
-    """Of numpy, or of JAX on its devices."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> Any: ...
-
-
-type Arrays = Mapping[str, Array]
-type HostArray = Any
-"""Of numpy, or an array with `shape` and `dtype` that lies in a file: `[index]` reads that part, numpy.asarray all."""
-
-
-class ArrayFiles(Protocol):
-    """Writes named arrays below a folder that does not exist yet, and reads them back."""
-
-    def write(self, folder: Path, arrays: Arrays) -> None: ...
-
-    def read(self, folder: Path) -> dict[str, HostArray]:
-        """Raises WeightsError if the folder does not hold arrays, Unavailable, and OSError."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointContents:
-    """`params` as published; `optimizer` by name; `master` are the float32 parameters if `params` are not,
-    else None. With an `adapter`, `params` are those of adapters.
-    """
-
-    params: Arrays
-    optimizer: Arrays
-    master: Arrays | None
-    model: Mapping[str, Any]
-    probe: Probe | None
-    adapter: Adapter | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RestoredCheckpoint:
-    """A checkpoint; `params` are float32, with an `adapter` those of adapters."""
-
-    folder: Path
-    state: TrainerState
-    params: Mapping[str, HostArray]
-    optimizer: Mapping[str, HostArray]
-    adapter: Adapter | None = None
 
 
 class CheckpointFolders:

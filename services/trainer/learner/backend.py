@@ -17,20 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from services.trainer.checkpoints.store import Arrays, CheckpointContents, HostArray, RestoredCheckpoint
+from services.trainer.batches.batch import BatchLayout
+from services.trainer.checkpoints.contents import Arrays, CheckpointContents, HostArray, RestoredCheckpoint
 from services.trainer.conversations.dataset import Example
-from services.trainer.learner import memory
-from services.trainer.learner.batch import BatchLayout
+from services.trainer.groups.group_buffer import ReadyGroup
 from services.trainer.learner.metrics import StepMetrics
-from services.trainer.learner.plan import plan
 from services.trainer.learner.policy import Policy, PolicyOptions
 from services.trainer.learner.published import on_host
 from services.trainer.learner.scoring import params_of
-from services.trainer.loop.group_buffer import ReadyGroup
 from services.trainer.models.family import Model, build, make_mesh
 from services.trainer.models.initial_weights import Leaves, leaves_of
 from services.trainer.models.lora import initial_adapter
 from services.trainer.models.options import ModelOptions
+from services.trainer.planning import memory
+from services.trainer.planning.plan import plan
 from services.trainer.publishing.publications import Arrays as Takes
 from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.supervised import training

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from services.trainer.algorithms.terms.algorithm import ActorCritic
-from services.trainer.learner.batch import Batch
+from services.trainer.batches.batch import Batch
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import bound_to, divided, params_of
 from services.trainer.learner.train_step import Learner, Objective, Params, Update, snapshot

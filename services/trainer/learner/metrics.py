@@ -11,7 +11,7 @@ import numpy as np
 
 from services.trainer.algorithms.terms.advantages import moments
 from services.trainer.algorithms.terms.rewards import reverse_kl
-from services.trainer.loop.group_buffer import ReadyGroup
+from services.trainer.groups.group_buffer import ReadyGroup
 from shared.types import Group, Trajectory
 
 _MOST_COMPONENTS = 64

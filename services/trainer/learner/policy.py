@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 
 from services.trainer.algorithms.terms.algorithm import Algorithm, Episode
-from services.trainer.checkpoints.store import CheckpointContents, HostArray
-from services.trainer.learner import metrics
-from services.trainer.learner.batch import (
+from services.trainer.batches.batch import (
     Aggregation,
     Batch,
     BatchLayout,
@@ -29,6 +27,9 @@ from services.trainer.learner.batch import (
     policy_row,
     row_weights,
 )
+from services.trainer.checkpoints.contents import CheckpointContents, HostArray
+from services.trainer.groups.group_buffer import ReadyGroup
+from services.trainer.learner import metrics
 from services.trainer.learner.checksum import checksum
 from services.trainer.learner.critic import Critic, CriticSetup
 from services.trainer.learner.metrics import StepMetrics
@@ -36,7 +37,6 @@ from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.published import PublishedWeights
 from services.trainer.learner.scoring import Scorer, divided, objective, params_of, without_adapters
 from services.trainer.learner.train_step import Learner, Objective, Params, Update, placed_as, snapshot
-from services.trainer.loop.group_buffer import ReadyGroup
 from services.trainer.models.family import Model
 from services.trainer.publishing.publications import Arrays
 from shared.run.weights import ManifestLeaf, Probe

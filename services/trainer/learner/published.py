@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from services.trainer.checkpoints.store import CheckpointContents
+from services.trainer.checkpoints.contents import CheckpointContents
 from services.trainer.learner.scoring import Scorer
 from services.trainer.learner.train_step import Learner, Params
 from services.trainer.models.sharding import to_host

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from services.trainer.algorithms.terms.statistics import Statistics
-from services.trainer.learner.batch import Batch
+from services.trainer.batches.batch import Batch
 from services.trainer.learner.logprobs import Entropy, TokenScores, token_scores
 from services.trainer.learner.train_step import ROW_AXES, Objective, Params
 from services.trainer.models.attention import Packing

@@ -20,7 +20,7 @@ import optax
 
 from services.trainer.algorithms.terms import statistics
 from services.trainer.algorithms.terms.statistics import Statistics
-from services.trainer.learner.batch import Batch
+from services.trainer.batches.batch import Batch
 from services.trainer.models.sharding import place, placed_tree, replicated
 from shared.errors import WeightsError
 

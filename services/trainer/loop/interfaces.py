@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from services.trainer.groups.filters import starved
+from services.trainer.groups.group_buffer import AdmissionRules, ReadyGroup
 from services.trainer.learner.metrics import StepMetrics
-from services.trainer.loop.filters import starved
-from services.trainer.loop.group_buffer import AdmissionRules, ReadyGroup
-from services.trainer.loop.publisher import Delivery
 from services.trainer.publishing.publications import PublishedVersion
+from services.trainer.publishing.publisher import Delivery
 from services.trainer.settlement.ledger import LedgerFile, StepLog
 from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from services.trainer.groups.filters import shares_without_variance
+from services.trainer.groups.group_buffer import GroupBuffer, ReadyGroup
 from services.trainer.learner.metrics import StepMetrics, of_components, of_environments, of_teacher
-from services.trainer.loop.filters import shares_without_variance
-from services.trainer.loop.group_buffer import GroupBuffer, ReadyGroup
 from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
-from services.trainer.loop.recovery import LoggedSteps
+from services.trainer.recovery.recovery import LoggedSteps
 from services.trainer.settlement.refusals import RefusedStep
 from services.trainer.settlement.settlement import Settlement
 from services.trainer.status import TrainerStatus

@@ -12,12 +12,12 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 
-from services.trainer.loop.checkpointer import Checkpointer
-from services.trainer.loop.group_buffer import GroupBuffer, ReadyGroup
-from services.trainer.loop.group_reader import GroupReader
+from services.trainer.groups.group_buffer import GroupBuffer, ReadyGroup
+from services.trainer.groups.group_reader import GroupReader
 from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
-from services.trainer.loop.publisher import HandoverPublisher
 from services.trainer.loop.step_runner import StepRunner
+from services.trainer.publishing.publisher import HandoverPublisher
+from services.trainer.recovery.checkpointer import Checkpointer
 from services.trainer.settlement.settlement import Settlement
 from services.trainer.status import TrainerStatus
 from shared.errors import Unavailable

@@ -14,9 +14,9 @@ from functools import partial
 
 from services.trainer.loop import lifecycle
 from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
-from services.trainer.loop.publisher import HandoverPublisher
-from services.trainer.loop.recovery import Recovered, Recovery
 from services.trainer.loop.train_loop import TrainLoop
+from services.trainer.publishing.publisher import HandoverPublisher
+from services.trainer.recovery.recovery import Recovered, Recovery
 from services.trainer.settlement.ledger import FencedLog
 from services.trainer.status import TrainerStatus
 from shared.errors import DecodeError, Fenced, Unavailable

@@ -39,7 +39,7 @@ class FamilyModule(Protocol):
 
 def _module(model: ModelConfig) -> FamilyModule:
     """Imported when it is first needed: Tunix's models take a second each."""
-    return cast(FamilyModule, import_module(f"{__package__}.{model.model_type}"))
+    return cast(FamilyModule, import_module(f"{__package__}.families.{model.model_type}"))
 
 
 def tunix_sizes(model: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -14,16 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer.checkpoints import store
+from services.trainer.checkpoints.contents import Arrays, CheckpointContents, HostArray, RestoredCheckpoint
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
-from services.trainer.checkpoints.store import (
-    PARAMS,
-    Arrays,
-    CheckpointContents,
-    CheckpointFolders,
-    HostArray,
-    RestoredCheckpoint,
-    training_arrays,
-)
+from services.trainer.checkpoints.store import PARAMS, CheckpointFolders, training_arrays
 from services.trainer.multihost.processes import Follower, Leader
 from shared.errors import VolleyError
 from shared.files.storage import storage

@@ -64,7 +64,7 @@ def _parsed(text: bytes, where: str) -> tuple[str, list[str]]:
 
 def _again(folder: Path, stored: LoadedConfig, version: WeightVersion, file: Path) -> tuple[str, ...]:
     """What is not finite after the step; empty if it all is."""
-    from services.trainer.loop.group_buffer import ready_group
+    from services.trainer.groups.group_buffer import ready_group
     from services.trainer.replay.rebuild import RebuiltPolicy
 
     run = stored.config.run.name

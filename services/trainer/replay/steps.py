@@ -81,7 +81,7 @@ def replay(folder: Path, first: int, last: int | None) -> dict[str, Any]:
     stored = config.stored(folder)
     recorded = RecordedStep.read(folder, stored.config.run.name)
     steps = recorded.bounds(first, last)
-    from services.trainer.loop.group_buffer import ready_group
+    from services.trainer.groups.group_buffer import ready_group
     from services.trainer.replay.rebuild import RebuiltPolicy, tensors_of
 
     rebuilt = RebuiltPolicy(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import orjson
 
-from services.trainer.loop.group_buffer import ReadyGroup
+from services.trainer.groups.group_buffer import ReadyGroup
 from shared.errors import NonFinite
 from shared.files import storage
 from shared.run import archive

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from services.trainer.loop.group_buffer import DroppedGroup, GroupBuffer, ReadyGroup
+from services.trainer.groups.group_buffer import DroppedGroup, GroupBuffer, ReadyGroup
 from services.trainer.loop.interfaces import Collaborators, Waiter
 from services.trainer.settlement.ledger import FencedLog
 from services.trainer.settlement.pending import Line, PendingWork

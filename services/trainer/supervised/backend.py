@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from services.trainer.checkpoints.store import CheckpointFolders, RestoredCheckpoint
+from services.trainer.checkpoints.contents import RestoredCheckpoint
+from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.conversations.dataset import Example
 from services.trainer.learner.backend import built, with_adapters
 from services.trainer.learner.published import PublishedWeights

@@ -15,9 +15,7 @@ import numpy as np
 
 from services.trainer.algorithms.dpo import PairTerms, pair_terms, weighted_likelihood
 from services.trainer.algorithms.supervised import supervised_loss
-from services.trainer.checkpoints.store import HostArray
-from services.trainer.conversations.dataset import Example
-from services.trainer.learner.batch import (
+from services.trainer.batches.batch import (
     Batch,
     BatchLayout,
     Row,
@@ -27,6 +25,8 @@ from services.trainer.learner.batch import (
     row_weights,
     supervised_row,
 )
+from services.trainer.checkpoints.contents import HostArray
+from services.trainer.conversations.dataset import Example
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import Loss, Scorer, divided, objective, params_of, without_adapters
 from services.trainer.learner.train_step import Learner, Params, placed_as, snapshot

@@ -8,8 +8,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from services.trainer.batches.batch import BatchLayout
 from services.trainer.conversations.dataset import Example, batches, n_steps
-from services.trainer.learner.batch import BatchLayout
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.published import named
 from services.trainer.learner.scoring import put_into

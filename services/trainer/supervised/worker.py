@@ -19,7 +19,7 @@ from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.conversations.data import RunData
 from services.trainer.loop import lifecycle
 from services.trainer.loop.interfaces import Waiter
-from services.trainer.loop.resuming import under_settings
+from services.trainer.recovery.resuming import under_settings
 from services.trainer.settlement.ledger import FencedLog, StepLog
 from services.trainer.status import TrainerStatus
 from services.trainer.supervised.loop import Backend, SupervisedLoop, SupervisedPlan

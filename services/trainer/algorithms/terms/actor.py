@@ -15,7 +15,7 @@ from services.trainer.algorithms.terms.importance import NONE, Correction
 from services.trainer.algorithms.terms.kl import KlMode
 from services.trainer.algorithms.terms.statistics import Statistic, Statistics
 from services.trainer.algorithms.terms.surrogate import Clip
-from services.trainer.learner.batch import Batch
+from services.trainer.batches.batch import Batch
 from services.trainer.learner.logprobs import TokenScores
 
 

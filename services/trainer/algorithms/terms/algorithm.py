@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from services.trainer.algorithms.terms.statistics import Statistics
-from services.trainer.learner.batch import Batch
+from services.trainer.batches.batch import Batch
 from services.trainer.learner.logprobs import TokenScores
 from shared.types import Trajectory
 

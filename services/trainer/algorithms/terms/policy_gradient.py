@@ -14,7 +14,7 @@ from services.trainer.algorithms.terms.advantages import Estimator, group_relati
 from services.trainer.algorithms.terms.algorithm import Episode, EpisodeGroup, Needs
 from services.trainer.algorithms.terms.rewards import Credit, Normalization, Overlong
 from services.trainer.algorithms.terms.statistics import Statistics
-from services.trainer.learner.batch import Batch
+from services.trainer.batches.batch import Batch
 from services.trainer.learner.logprobs import TokenScores
 from shared.types import Trajectory
 

@@ -10,8 +10,8 @@ from typing import Any
 from flax import nnx
 from tunix.models.qwen3 import model as tunix_qwen3
 
+from services.trainer.models.families.qwen3 import Qwen3
 from services.trainer.models.family import Remat, tunix_sizes
-from services.trainer.models.qwen3 import Qwen3
 from shared.models.config import ModelConfig
 
 

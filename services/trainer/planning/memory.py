@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.extend import core
 
-from services.trainer.learner.batch import BatchLayout, micro_batches, supervised_row
+from services.trainer.batches.batch import BatchLayout, micro_batches, supervised_row
 from services.trainer.learner.policy import PolicyOptions
 from services.trainer.learner.scoring import divided, objective, params_of
 from services.trainer.learner.train_step import gradient

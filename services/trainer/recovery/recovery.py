@@ -13,9 +13,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.trainer.loop.group_buffer import ready_group
+from services.trainer.groups.group_buffer import ready_group
 from services.trainer.loop.interfaces import Backend, Collaborators, TrainPlan, Waiter
-from services.trainer.loop.resuming import under_settings
+from services.trainer.recovery.resuming import under_settings
 from services.trainer.status import TrainerStatus
 from shared.errors import ConfigError, DecodeError, NonFinite, WeightsError
 from shared.process import telemetry

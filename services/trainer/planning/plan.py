@@ -6,9 +6,9 @@ import math
 
 import jax
 
-from services.trainer.learner.batch import BatchLayout
-from services.trainer.learner.memory import MemoryEstimate
+from services.trainer.batches.batch import BatchLayout
 from services.trainer.models.options import ModelOptions
+from services.trainer.planning.memory import MemoryEstimate
 
 _MIB = 2**20
 

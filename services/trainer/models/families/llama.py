@@ -6,7 +6,7 @@ is the same architecture with three biases more, and calls the parameters by the
 
 from __future__ import annotations
 
-from services.trainer.models import qwen2
+from services.trainer.models.families import qwen2
 from services.trainer.models.family import Remat
 from shared.models.config import ModelConfig
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from services.trainer.loop.filters import NO_FILTERS, FilterOptions, verdict
+from services.trainer.groups.filters import NO_FILTERS, FilterOptions, verdict
 from shared.errors import DecodeError, Untrainable
 from shared.outcomes import FilterRule
 from shared.process.offload import by_size

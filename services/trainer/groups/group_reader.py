@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from services.trainer.loop.group_buffer import GroupBuffer
+from services.trainer.groups.group_buffer import GroupBuffer
 from services.trainer.loop.interfaces import TrainPlan, TrainQueue, Waiter
 from services.trainer.settlement.settlement import Settlement
 from services.trainer.status import TrainerStatus

@@ -19,7 +19,7 @@ from typing import Literal
 import jax
 import numpy as np
 
-from services.trainer.learner.packing import MicroBatch, Place, RowShapes, packed
+from services.trainer.batches.packing import MicroBatch, Place, RowShapes, packed
 from services.trainer.models.attention import Packing
 from shared.errors import DecodeError
 from shared.types import Trajectory, WeightVersion
