@@ -1,4 +1,4 @@
-"""How many values a body may hold and how deep they may lie, found before any of them is made.
+"""How many values a body may hold and how deep they may lie, found before any of them is made; how long a text may be.
 
 A byte of msgpack can become an empty dict of 64 bytes, a byte of JSON a list: a bound on bytes alone bounds neither
 memory nor time. Both checks walk over the bytes without making values, hop over text and arrays, and stop at the bound.
@@ -126,3 +126,13 @@ def _too_many(what: str, max_objects: int) -> DecodeError:
 
 def _too_deep(what: str) -> DecodeError:
     return DecodeError(f"{what} is nested more than {MAX_DEPTH} deep", "send a flatter one")
+
+
+def shortened(text: str, most: int) -> str:
+    """The beginning and the end of a text that is longer than `most` characters, and how much lies between."""
+    text = text.encode("utf-8", "replace").decode()
+    if len(text) <= most:
+        return text
+    tail = most // 3
+    head = most - tail
+    return f"{text[:head]}\n[… {len(text) - most} of {len(text)} characters left out …]\n{text[-tail:]}"

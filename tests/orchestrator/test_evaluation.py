@@ -15,6 +15,7 @@ from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, Held
 from services.orchestrator.evaluation.records import read_records
 from services.orchestrator.status import RunStatus
 from shared.errors import NotFound, Unavailable
+from shared.models.chat import ChatTokenizer
 from shared.types import WeightVersion
 from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of
 from tests.support.tokenizer import tiny_tokenizer
@@ -44,6 +45,14 @@ async def test_the_record_is_written_and_samples_beside_it(tmp_path):
     samples = [orjson.loads(row) for row in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 4
     assert "<|im_start|>assistant" in samples[0]["text"]
+
+
+async def test_the_text_of_a_sample_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(ChatTokenizer, "decode", lambda self, ids: "word " * 60_000)
+    await evaluator(tmp_path).run(0)
+    sample = orjson.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
+    assert 2**18 <= len(sample["text"]) <= 2**18 + 100
+    assert "characters left out" in sample["text"]
 
 
 async def test_sampling_is_greedy(tmp_path):

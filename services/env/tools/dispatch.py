@@ -14,6 +14,7 @@ from services.env.backends.base import Busy
 from services.env.tools.base import ToolDescription, ToolFault, ToolSession
 from services.env.tools.calls import ToolCall
 from services.env.tools.settings import ToolUse
+from shared.bounds import shortened
 from shared.errors import RateLimited, VolleyError, first_error
 from shared.process import telemetry
 
@@ -129,13 +130,3 @@ class EpisodeTools:
             raise ToolFault(f"it was not carried out: the calls before it took more than {TURN_S:g} s")
         arguments: Mapping[str, Any] = call.arguments or {}
         return await session.call(call.name, arguments, timeout_s)
-
-
-def shortened(text: str, most: int) -> str:
-    """The beginning and the end of a text that is longer than `most` characters, and how much lies between."""
-    text = text.encode("utf-8", "replace").decode()
-    if len(text) <= most:
-        return text
-    tail = most // 3
-    head = most - tail
-    return f"{text[:head]}\n[… {len(text) - most} of {len(text)} characters left out …]\n{text[-tail:]}"

@@ -37,6 +37,7 @@ from services.orchestrator.evaluation.records import (
 )
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
+from shared.bounds import shortened
 from shared.errors import StorageUnavailable, Unavailable, VolleyError
 from shared.files import locks
 from shared.models.chat import ChatTokenizer
@@ -47,6 +48,8 @@ from shared.types import Lineage, Trajectory
 SPLIT = "eval"
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 1}
 _N_SAMPLES = 4
+_MOST_TEXT = 2**18
+"""Characters of a sample: its line is handed over whole, and a body is bounded."""
 _LOCK_POLL_S = 0.5
 _log = telemetry.Log("evaluation")
 
@@ -223,5 +226,5 @@ class Evaluator:
             "reward": trajectory.reward,
             "status": trajectory.status,
             "end": trajectory.end,
-            "text": self._tokenizer.decode(trajectory.token_ids.tolist()),
+            "text": shortened(self._tokenizer.decode(trajectory.token_ids.tolist()), _MOST_TEXT),
         }

@@ -36,9 +36,8 @@ from services.env.backends.remote.paths import at_path
 from services.env.backends.remote.site import CONNECT_S, RemoteContext, RemoteDescription, RemoteSite
 from services.env.environments.base import MAX_REWARD, Demonstration, Info, Message, StepResult, check_task, user
 from services.env.tools.calls import CallFormat, ToolCall, before_calls, tool_calls_of
-from services.env.tools.dispatch import shortened
 from shared import codec
-from shared.bounds import MAX_OBJECTS
+from shared.bounds import MAX_OBJECTS, shortened
 from shared.clients.base import HttpClient, HttpReply
 from shared.errors import DecodeError, NotFound, StorageDenied, Unavailable, VolleyError
 from shared.process import offload
