@@ -369,9 +369,10 @@ def test_a_torn_last_line_was_promised_to_nobody(run: RunFolder):
     assert verify(run)["ok"]
 
 
-def test_steps_beyond_the_newest_checkpoint_are_named_as_undone(run: RunFolder):
+def test_steps_beyond_the_newest_checkpoint_of_a_run_without_records_are_named_as_undone(run: RunFolder):
     shutil.rmtree(run.path / HEAD)
-    commits.path_of(run.archive, E2[5]).unlink()
+    for version in commits.versions(run.archive):
+        commits.path_of(run.archive, version).unlink()
     edit_json(run.record, finished=False, final=None)
     result = verify(run)
     assert result["ok"]
@@ -396,6 +397,17 @@ def test_records_that_a_running_trainer_removes_meanwhile_are_missed_by_nobody(
     assert commits.versions(run.archive) == before[-1:]
     assert len(before) > 2
     assert result["ok"], result["violations"]
+
+
+def test_a_step_whose_record_is_gone_is_named(run: RunFolder):
+    shutil.rmtree(run.path / HEAD)
+    commits.path_of(run.archive, E2[5]).unlink()
+    edit_json(run.record, finished=False, final=None)
+    result = verify(run)
+    (violation,) = result["violations"]
+    assert (violation["kind"], violation["step"]) == (ViolationKind.COMMIT, 5)
+    assert "its record is gone" in violation["detail"]
+    assert {line["step"] for line in result["undone"]} == {5}
 
 
 def test_what_a_late_trainer_wrote_does_not_count(run: RunFolder):

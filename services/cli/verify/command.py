@@ -79,6 +79,7 @@ def verify(folder: RunFolder) -> Result:
     findings.add(checkpoints.check(found, head, folder.checkpoints))
     findings.add(checkpoints.check_states(ancestors, folder.checkpoints, batch))
     findings.add(commits.check(logged, found, folder, head))
+    findings.add(commits.gone(logged, fates.undone, folder))
     findings.add(tickets.check(lines, fates, head, batch))
     max_staleness = run.grpo_config.off_policy_steps
     findings.add(tickets.beyond(lines, fates, head, tickets.LedgerReach.of(folder.archive, head, max_staleness, batch)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from services.cli.verify.checkpoints import RetainedCheckpoint
 from services.cli.verify.violation import Violation, ViolationKind
@@ -70,6 +71,21 @@ def check(
     if n_missing > _MOST_MISSING:
         more = n_missing - _MOST_MISSING
         yield Violation(ViolationKind.COMMIT, f"and {more} more steps without a record", n=more)
+
+
+def gone(
+    records: Sequence[CommitRecord], undone: Sequence[Mapping[str, Any]], folder: RunFolder
+) -> Iterator[Violation]:
+    """Steps whose tickets the ledger tells of as trained, and that nothing durable is as new as: their records were
+    there before those lines. `undone` was read before this is called; a run without records had none.
+    """
+    durable = commits.committed(folder)
+    if not records or not durable:
+        return
+    newest = durable[-1]
+    for version in sorted({WeightVersion(line["epoch"], line["step"]) for line in undone})[:_MOST_MISSING]:
+        if version > newest:
+            yield _of(version, "its tickets were trained, but its record is gone; the next start undoes it")
 
 
 def _of(version: WeightVersion, detail: str, file: str | None = None) -> Violation:
