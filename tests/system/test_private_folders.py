@@ -20,17 +20,25 @@ from shared.queue.server import ServerSpec, embedded_server
 from shared.run.folder import RunFolder
 from tests.support.net import free_port
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 CONFIG, N_STEPS = PROJECT / "tests/system/small.yaml", 6
-PROGRAMS = {"env": "base", "rollout": "rollout", "orchestrator": "base", "trainer": "trainer"}
+REAL = {
+    "env": ("services.env", "base"),
+    "rollout": ("services.rollout", "rollout"),
+    "orchestrator": ("services.orchestrator", "base"),
+    "trainer": ("services.trainer", "trainer"),
+}
+SIMULATED = REAL | {"rollout": ("tools.simulated.rollout", "base"), "trainer": ("tools.simulated.trainer", "base")}
 
 
 class SeparateServices:
-    """Programs that each have a folder for `run.dir` and as the working directory."""
+    """Programs, by name a module and its environment, that each have a folder for `run.dir` and as the working
+    directory.
+    """
 
-    def __init__(self, folder: Path, redis: ServerSpec) -> None:
-        self._root, self._running = folder, dict[str, subprocess.Popen[bytes]]()
-        self._ports = {name: free_port() for name in PROGRAMS}
+    def __init__(self, folder: Path, redis: ServerSpec, programs: dict[str, tuple[str, str]], *overrides: str) -> None:
+        self._root, self._running, self._programs = folder, dict[str, subprocess.Popen[bytes]](), programs
+        self._ports = {name: free_port() for name in programs}
         password = folder / "redis_password"
         password.write_text(redis.url.partition("://:")[2].partition("@")[0])
         password.chmod(0o600)
@@ -38,6 +46,7 @@ class SeparateServices:
             f"model.path={PROJECT / 'configs/models/tiny'}",
             f"trainer.max_steps={N_STEPS}",
             "orchestrator.eval_every_n_steps=2",
+            *overrides,
             f"services.redis_url=redis://127.0.0.1:{redis.url.rpartition(':')[2].partition('/')[0]}/0",
             f"services.redis_password_file={password}",
             *(f"services.{name}.port={port}" for name, port in self._ports.items()),
@@ -46,8 +55,8 @@ class SeparateServices:
     def folder(self, name: str) -> RunFolder:
         return RunFolder(self._root / name / "system")
 
-    def start(self, name: str, module: str, environment: str) -> subprocess.Popen[bytes]:
-        own = self._root / name
+    def start(self, name: str) -> None:
+        own, (module, environment) = self._root / name, self._programs[name]
         own.mkdir(exist_ok=True)
         with (own / "log").open("ab") as log:
             self._running[name] = subprocess.Popen(
@@ -57,7 +66,6 @@ class SeparateServices:
                 stderr=log,
                 env={**variables_of(environment, cpu=True), "PYTHONPATH": str(PROJECT)},
             )
-        return self._running[name]
 
     def follow(self) -> subprocess.Popen[bytes]:
         """Progress and report, with the trainer's folder."""
@@ -99,27 +107,29 @@ class SeparateServices:
 
 
 @contextmanager
-def separate_services(folder: Path) -> Iterator[SeparateServices]:
+def separate_services(
+    folder: Path, programs: dict[str, tuple[str, str]], *overrides: str
+) -> Iterator[SeparateServices]:
     with embedded_server(folder / "redis") as redis, ExitStack() as stack:
-        services = SeparateServices(folder, redis)
+        services = SeparateServices(folder, redis, programs, *overrides)
         stack.callback(services.stop)
-        for name, environment in PROGRAMS.items():
-            services.start(name, f"services.{name}", environment)
+        for name in programs:
+            services.start(name)
         yield services
 
 
-def test_services_without_a_common_folder_survive_the_loss_of_orchestrator_and_trainer(tmp_path: Path) -> None:
-    with separate_services(tmp_path) as services:
-        following = services.follow()
-        for step, victim in ((1, "orchestrator"), (3, "trainer")):
-            services.until_trained(step)
-            services.kill(victim)
-            services.start(victim, f"services.{victim}", PROGRAMS[victim])
-        assert following.wait(300) == 0, services.logs()
-        run, own = services.folder("trainer"), services.folder("orchestrator")
-        result = verify(run)
-        assert result["ok"], result["violations"]
-        assert (result["lost"], result["doubly_trained"]) == (0, 0)
+def survives(services: SeparateServices, *victims: tuple[int, str]) -> RunFolder:
+    """The run's folder, after services were killed once a step was trained, and what it proves."""
+    following = services.follow()
+    for step, victim in victims:
+        services.until_trained(step)
+        services.kill(victim)
+        services.start(victim)
+    assert following.wait(300) == 0, services.logs()
+    run, own = services.folder("trainer"), services.folder("orchestrator")
+    result = verify(run)
+    assert result["ok"], result["violations"]
+    assert (result["lost"], result["doubly_trained"]) == (0, 0)
     assert [row["step"] for row in jsonl.read(run.evals)] == [0, 2, 4, 6]
     assert (run.evals.read_bytes(), run.samples.read_bytes()) == (own.evals.read_bytes(), own.samples.read_bytes())
     written = {path.name for path in own.path.iterdir()}
@@ -127,4 +137,16 @@ def test_services_without_a_common_folder_survive_the_loss_of_orchestrator_and_t
         written
     )
     assert not services.folder("rollout").checkpoints.exists()
+    return run
+
+
+def test_simulated_services_without_a_common_folder_survive_the_loss_of_each_but_env(tmp_path: Path) -> None:
+    with separate_services(tmp_path, SIMULATED, "sft.max_steps=0") as services:
+        survives(services, (1, "orchestrator"), (2, "rollout"), (3, "trainer"))
+
+
+@pytest.mark.long
+def test_services_without_a_common_folder_survive_the_loss_of_orchestrator_and_trainer(tmp_path: Path) -> None:
+    with separate_services(tmp_path, REAL) as services:
+        run = survives(services, (1, "orchestrator"), (3, "trainer"))
     assert replayed(run, ["--from-step", "4"], None, show=False)["ok"]
