@@ -161,14 +161,17 @@ def trainer(
 
 
 async def produce(redis_url: str, total: int, make: Any, *, max_staleness: int = ETA, run: str = "r") -> None:
-    """Serves tickets until cancelled; `make(ticket, version)` is the group, version that of the durable step."""
+    """Serves tickets until cancelled; `make(ticket, version)` is the group, version the one that was committed last:
+    number and epoch of one look at the queue, as a trainer may begin between two.
+    """
     redis = connect(redis_url)
     try:
         queue = TicketQueue(redis, run)
         while True:
             reserved = await queue.reserve_wait(30.0, BATCH, max_staleness, total, 0.5)
             if isinstance(reserved, Reservation):
-                version = WeightVersion((await queue.state()).epoch, reserved.version)
+                state = await queue.state()
+                version = WeightVersion(state.epoch, state.version)
                 await queue.publish(reserved.ticket, make(reserved.ticket, str(version)).encode())
     finally:
         await redis.aclose()

@@ -45,7 +45,8 @@ class TrainerRun:
         for _ in range(n * BATCH):
             reserved = await self.queue.reserve(600.0, BATCH, ETA, BATCH * STEPS)
             assert isinstance(reserved, Reservation)
-            version = WeightVersion((await self.queue.state()).epoch, reserved.version)
+            state = await self.queue.state()
+            version = WeightVersion(state.epoch, state.version)
             await self.queue.publish(reserved.ticket, group(reserved.ticket, version).encode())
 
     def head(self) -> states.TrainerState:
