@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from shared.algorithm_schema import AlgorithmSection, GrpoConfig, GrpoSection, OptimizerConfig, contradiction
+from shared.files import buckets
 from shared.reward_schema import EnvironmentRewards, missing_servers
 from shared.section import Section
 from shared.services_schema import ServicesSection
@@ -35,10 +36,13 @@ _MOST_LINES = 100_000
 
 
 class RunSection(Section):
-    """Identity of the run; its folder `dir/name` holds config, checkpoints, ledger, metrics and plots."""
+    """Identity of the run; its folder `dir/name` holds config, checkpoints, ledger, metrics and plots. Below
+    `bucket`, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`, rollout servers may take checkpoints from.
+    """
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     dir: Path = Path("runs")
+    bucket: str | None = Field(None, pattern=f"^{buckets.ADDRESS}$")
     seed: NonNegativeInt = 0
 
     @property

@@ -16,11 +16,13 @@ from services.rollout.api.generation import GenerationRunner
 from services.rollout.engines.base import BASE_VERSION, Engine, EngineSpec
 from services.rollout.engines.sglang_jax.client import open_engine as open_sglang
 from services.rollout.settings import RolloutSettings, from_config
+from services.rollout.weights.bucket import CheckpointBucket
 from services.rollout.weights.pulling import ChunkPuller
 from services.rollout.weights.serving import NothingServes, Serving
 from services.rollout.weights.updater import WeightUpdater
 from shared.clients.weights import WeightSource
 from shared.errors import DecodeError
+from shared.files.buckets import Bucket
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from shared.process.boot import RunningService
@@ -71,6 +73,7 @@ async def open_rollout(
             Serving(BASE_VERSION) if settings.engine.load_weights else NothingServes(),
             puller=puller,
             newest_offer=trainer.newest if trainer else None,
+            bucket=_bucket(settings),
         )
         generation = GenerationRunner(engine, settings.limits.grace_s, updates)
         app = build_app(settings, engine, updates, generation, tokens)
@@ -99,6 +102,13 @@ async def _sources(
 
     trainer = settings.trainer_url and await stack.enter_async_context(source(settings.trainer_url))
     return ChunkPuller(chunks, source, settings.url), trainer or None
+
+
+def _bucket(settings: RolloutSettings) -> CheckpointBucket | None:
+    """Copies of what lies there are made beside the folder for chunks."""
+    if settings.bucket is None or settings.pulled is None:
+        return None
+    return CheckpointBucket(Bucket(settings.bucket), settings.pulled.with_name(f"{settings.pulled.name}.bucket"))
 
 
 def build_app(

@@ -21,6 +21,7 @@ class RolloutSettings:
     weights_root: folder of the run's checkpoints, watched while no trainer answers; no path leads outside it.
     pulled: folder for the chunks of published versions, this process's alone; None takes none.
     trainer_url: who is asked for the newest version.
+    bucket: address below which versions of the run may be taken from a bucket.
     run, server_id, url: how the server registers in Redis, if `redis_url` is given.
     """
 
@@ -37,6 +38,7 @@ class RolloutSettings:
     limits: Limits
     pulled: Path | None = None
     trainer_url: str | None = None
+    bucket: str | None = None
 
 
 def from_config(config: RunConfig) -> RolloutSettings:
@@ -69,4 +71,5 @@ def from_config(config: RunConfig) -> RolloutSettings:
         limits=services.limits,
         pulled=RunFolder(config.run.folder).pulled(f"{socket.gethostname()}-{services.rollout.port}").absolute(),
         trainer_url=services.base_url("trainer"),
+        bucket=config.run.bucket,
     )

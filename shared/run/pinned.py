@@ -52,6 +52,7 @@ class Rule(NamedTuple):
 IRRELEVANT = (
     "services.",
     "run.dir",
+    "run.bucket",
     "data.sources",
     "orchestrator.max_concurrent_episodes",
     "orchestrator.lease_s",

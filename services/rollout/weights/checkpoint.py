@@ -89,8 +89,13 @@ def _bounded(manifest: PublishedManifest, model: ModelConfig) -> None:
     Raises WeightsError.
     """
     for tree in manifest.trees:
-        if tree.n_bytes > (most := _NUMBER_BYTES * model.n_numbers + _BESIDE_BYTES):
-            raise WeightsError(f"{manifest.version} has {tree.n_bytes} bytes, this server's model has {most} at most")
+        check_bytes(manifest.version, tree.n_bytes, model)
+
+
+def check_bytes(what: str, n_bytes: int, model: ModelConfig) -> None:
+    """Raises WeightsError for more than a float32 for each number of the model."""
+    if n_bytes > (most := _NUMBER_BYTES * model.n_numbers + _BESIDE_BYTES):
+        raise WeightsError(f"{what} has {n_bytes} bytes, this server's model has {most} at most")
 
 
 def _files(tree: WeightTree) -> tuple[ManifestFile, ...]:

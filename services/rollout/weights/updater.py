@@ -20,6 +20,7 @@ from pathlib import Path
 
 from services.rollout import metrics
 from services.rollout.engines.base import CommitMode, CommitResult, Engine, Live, LoadedWeights, StagedWeights
+from services.rollout.weights.bucket import CheckpointBucket
 from services.rollout.weights.checkpoint import examine, examine_published
 from services.rollout.weights.fence import VersionFence
 from services.rollout.weights.pulling import ChunkPuller
@@ -35,6 +36,7 @@ from shared.errors import (
     WeightsError,
     WeightsUnpublished,
 )
+from shared.files.buckets import is_address
 from shared.models.config import ModelConfig
 from shared.process import telemetry
 from shared.run import weights
@@ -68,6 +70,7 @@ class WeightUpdater:
         state: what the engine serves from the start.
         puller: takes published versions; None refuses them.
         newest_offer: asks the trainer for its newest version; raises VolleyError.
+        bucket: takes versions that lie there; None refuses their addresses.
 
     `staged` waits beside what serves; `_failed` is what the watcher does not try again at once.
     """
@@ -82,6 +85,7 @@ class WeightUpdater:
     staged: StagedUpdate | None = None
     puller: ChunkPuller | None = None
     newest_offer: Callable[[], Awaitable[WeightOffer]] | None = None
+    bucket: CheckpointBucket | None = None
     _announced: WeightVersion | None = None
     _failed: FailedVersion | None = None
     _fence: VersionFence = field(default_factory=VersionFence)
@@ -112,9 +116,10 @@ class WeightUpdater:
                 return WeightsUnpublished("no weights are published yet")
 
     async def stage(self, wanted: str | WeightOffer) -> StagedUpdate:
-        """Loads a published version, or a path: of a checkpoint's manifest or folder, or of a Hugging Face folder.
+        """Loads a published version, or a path: of a checkpoint's manifest or folder, or of a Hugging Face folder; or
+        the address of a checkpoint in the run's bucket.
 
-        Raises Forbidden, WeightsError, Conflict, Unavailable or OutOfMemory; then nothing is staged.
+        Raises Forbidden, NotFound, WeightsError, Conflict, Unavailable or OutOfMemory; then nothing is staged.
         """
         async with self._turns.turn():
             return await self._stage(wanted)
@@ -237,6 +242,8 @@ class WeightUpdater:
     async def _stage_path(self, path: str) -> StagedUpdate:
         if self.root is None:
             raise Forbidden("this server takes no weights", "start it with a run's configuration")
+        if is_address(path):
+            return await self._stage_copy(path)
         where = weights.confined(self.root, path)
         found = await asyncio.to_thread(examine, where, self.model, self.run)
         newest = await asyncio.to_thread(weights.newest, self.root)
@@ -249,6 +256,23 @@ class WeightUpdater:
         if (again.version, again.digest) != (found.version, found.digest):
             raise WeightsError(f"{found.version} changed while it was loaded")
         return _staged(found, where, loaded)
+
+    async def _stage_copy(self, address: str) -> StagedUpdate:
+        if self.bucket is None:
+            raise Forbidden(f"{address[:200]}: this run has no bucket", "set run.bucket")
+        start = time.perf_counter()
+        async with self.bucket.opened(address) as copy:
+            found = await asyncio.to_thread(copy.examine, self.model, self.run)
+            self._fence.check(found, self._announced, self._serving)
+            if (known := self._known(found)) is not None:
+                return known
+            self.staged = None
+            n_bytes = await asyncio.to_thread(copy.fetch, found)
+            metrics.PULLED.inc(n_bytes)
+            pulled = {"pull_s": time.perf_counter() - start, "pulled_bytes": n_bytes}
+            staged = _staged(found, None, await self.engine.stage(found))
+            await asyncio.to_thread(copy.check_unchanged)
+            return replace(staged, timings={**pulled, **staged.timings})
 
     async def _stage_offer(self, offer: WeightOffer) -> StagedUpdate:
         """What was pulled is there for the next try, and for other servers, whatever becomes of it here."""

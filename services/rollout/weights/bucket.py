@@ -1,0 +1,109 @@
+"""Versions in the run's bucket: copied into a folder of this server's own, out of which they are loaded as any other
+checkpoint.
+
+Nothing is copied that the manifest, which comes first, shows to be another run's or model's, or larger than the model's
+weights can be; of what is copied the engine takes the digests. The copy is gone when the weights are loaded, or cannot
+be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from services.rollout.engines.base import StagedWeights
+from services.rollout.weights.checkpoint import check_bytes, examine
+from shared.errors import Forbidden, Unavailable, WeightsError
+from shared.files.buckets import Bucket, is_address
+from shared.files.storage import storage
+from shared.models.config import ModelConfig
+from shared.run import weights
+
+
+class CheckpointBucket:
+    """Args: bucket: the run's; scratch: this server's folder for copies, emptied at the start."""
+
+    def __init__(self, bucket: Bucket, scratch: Path) -> None:
+        self._bucket, self._scratch = bucket, scratch
+        self.clear()
+
+    def clear(self) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    @asynccontextmanager
+    async def opened(self, address: str) -> AsyncIterator[CheckpointCopy]:
+        """A version below the bucket's address, by its own or by that of its manifest; so far its manifest is here.
+
+        Raises Forbidden for any other address, NotFound, WeightsError, Unavailable and StorageFull.
+        """
+        below = address.rstrip("/").removesuffix(f"/{weights.MANIFEST}").removeprefix(f"{self._bucket.address}/")
+        if is_address(below) or any(part in ("", ".", "..") for part in below.split("/")):
+            raise Forbidden(f"{address[:200]} is not in {self._bucket.address}", "this is the run's bucket: run.bucket")
+        copy = CheckpointCopy(self._bucket, below, self._scratch / secrets.token_hex(8))
+        try:
+            await asyncio.to_thread(copy.begin)
+            yield copy
+        finally:
+            await asyncio.to_thread(copy.remove)
+
+
+class CheckpointCopy:
+    """One version, `{root}/{version}/`, and what it is adapters of, as in a run's folder. Every method blocks."""
+
+    def __init__(self, bucket: Bucket, below: str, root: Path) -> None:
+        self._bucket, self._below, self._root = bucket, below, root
+        self.folder = root / Path(below).name
+        self._is_wanted, self._manifest = True, b""
+
+    def begin(self) -> None:
+        """Raises as `CheckpointBucket.opened`."""
+        self._manifest = self._read_manifest()
+        adapter = weights.Manifest.from_json(self._manifest).adapter
+        with storage(self._root.parent.parent):
+            self.folder.mkdir(parents=True)
+            (self.folder / weights.MANIFEST).write_bytes(self._manifest)
+            if adapter is not None:
+                weights.confined(self._root, adapter.base.folder(self._root)).mkdir(parents=True)
+
+    def examine(self, model: ModelConfig, run: str) -> StagedWeights:
+        """What to stage of it. Raises WeightsError, Forbidden."""
+        found = examine(self.folder, model, run)
+        check_bytes(found.version, sum(file.size for file in found.files), model)
+        if found.base is not None:
+            check_bytes(found.base.digest, sum(file.size for file in found.base.files), model)
+        return found
+
+    def fetch(self, found: StagedWeights) -> int:
+        """Its files, and returns how many bytes that were. Raises as `Bucket.download`, Forbidden for a name that leads
+        elsewhere, and StorageFull.
+        """
+        wanted = [(self._below, self.folder, file) for file in found.files]
+        if found.base is not None:
+            root = Path(self._below).parent / weights.BASE / found.base.digest
+            wanted += [(str(root), Path(found.base.folder), file) for file in found.base.files]
+        for below, folder, file in wanted:
+            path = weights.confined(folder, file.name)
+            with storage(self._root.parent.parent):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._bucket.download(f"{below}/{file.name}", path, file.size, self._check)
+        return sum(file.size for *_, file in wanted)
+
+    def remove(self) -> None:
+        self._is_wanted = False
+        shutil.rmtree(self._root, ignore_errors=True)
+
+    def check_unchanged(self) -> None:
+        """Raises WeightsError if the version is another one now than when it was opened, and as `begin`."""
+        if self._read_manifest() != self._manifest:
+            raise WeightsError(f"{self.folder.name} changed while it was loaded")
+
+    def _read_manifest(self) -> bytes:
+        return self._bucket.read(f"{self._below}/{weights.MANIFEST}", weights.MAX_MANIFEST_BYTES)
+
+    def _check(self) -> None:
+        if not self._is_wanted:
+            raise Unavailable(f"nobody waits for {self.folder.name} any more")

@@ -1,0 +1,28 @@
+"""A server of S3's protocol on a port of this machine, as a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+
+from tests.support.net import free_port, wait_http
+
+
+@contextmanager
+def s3_server() -> Iterator[dict[str, str]]:
+    """The environment variables with which it is found; it has the bucket `volley`."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_http(f"{url}/moto-api/")
+        httpx.put(f"{url}/volley", trust_env=False).raise_for_status()
+        yield {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "s3cret"}
+    finally:
+        process.kill()
+        process.wait()
