@@ -3,13 +3,18 @@
 Invariants: a file has its name only once it is whole and has that digest; nobody trusts that it still has: who makes
 arrays of chunks takes their digests again, of the bytes it uses. Nothing is made durable: what is lost is asked for
 again. A folder belongs to one process.
+
+The files of chunks that nobody needs any more are written over by the next ones: to fill pages that are in memory
+costs a fraction of what new ones do. A file is written over without a name, and only once whoever reads it has ended.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import accumulate, count
 from pathlib import Path
@@ -23,7 +28,7 @@ from shared.files.storage import storage
 from shared.run.weights import ManifestLeaf, unreadable
 from shared.weights.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Chunk, WeightTree, cuts, leaf_bytes
 
-_DRAFT = ".draft-"
+_DRAFT, _SPARE = ".draft-", ".spare-"
 _SHARED = 4
 
 
@@ -31,7 +36,11 @@ class ChunkFolder:
     """Every method blocks; they may run side by side."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self._drafts = folder, count()
+        self.folder, self._numbers = folder, count()
+        self._lock = threading.Lock()
+        self._reading = set[int]()
+        self._spares = list[tuple[int, Path]]()
+        """Of `CHUNK_BYTES` each; reads with a smaller number may still be at it."""
         with storage(folder.parent):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -55,37 +64,74 @@ class ChunkFolder:
         except (NotFound, WeightsError):
             return False
 
-    def add(self, chunk: Chunk, data: bytes | bytearray) -> bool:
+    def add(self, chunk: Chunk, data: bytes | memoryview) -> bool:
         """Whether the data are that chunk; then they are here. Raises as `put`."""
         if len(data) != chunk.size or blake3.blake3(data).hexdigest() != chunk.blake3:
             return False
         self._write(chunk.blake3, data)
         return True
 
-    def _write(self, digest: str, data: bytes | bytearray | memoryview) -> None:
-        draft = self.folder / f"{_DRAFT}{next(self._drafts)}"
+    def _write(self, digest: str, data: bytes | memoryview) -> None:
+        draft = self.folder / f"{_DRAFT}{next(self._numbers)}"
         with storage(self.folder):
             try:
-                draft.write_bytes(data)
+                with draft.open("r+b" if self._is_spare(draft, len(data)) else "wb") as file:
+                    file.write(data)
                 draft.rename(self.path(digest))
             except OSError:
                 draft.unlink(missing_ok=True)
                 raise
 
+    def _is_spare(self, draft: Path, size: int) -> bool:
+        """Whether `draft` is a file of that size now, of a chunk that was removed."""
+        with self._lock:
+            if size != CHUNK_BYTES or not self._spares or any(n < self._spares[-1][0] for n in self._reading):
+                return False
+            _, spare = self._spares.pop()
+        try:
+            spare.rename(draft)
+        except FileNotFoundError:
+            return False
+        return True
+
     def read(self, digest: str) -> bytes:
         """Raises NotFound, and WeightsError or Unavailable if it cannot be read."""
+        with self._read(digest) as path:
+            return read_file(path, MAX_MANIFEST_BYTES)
+
+    def read_into(self, digest: str, into: memoryview) -> int:
+        """How many bytes it has, or `into`, whichever is shorter. Raises as `read`."""
+        with self._read(digest) as path, open_file(path) as file:
+            return os.readv(file.fileno(), [into])
+
+    @contextmanager
+    def _read(self, digest: str) -> Iterator[Path]:
+        with self._lock:
+            self._reading.add(number := next(self._numbers))
         try:
-            return read_file(self.path(digest), MAX_MANIFEST_BYTES)
+            yield self.path(digest)
         except FileNotFoundError as error:
             raise NotFound(f"chunk {digest} is not here") from error
         except OSError as error:
             raise unreadable(f"chunk {digest}", error) from error
+        finally:
+            with self._lock:
+                self._reading.remove(number)
 
     def retain(self, digests: Collection[str]) -> None:
-        """Removes all others."""
-        for path in list(self.folder.iterdir()):
-            if path.name not in digests:
-                path.unlink(missing_ok=True)
+        """Removes all others; the files of at most as many stay, for the next chunks."""
+        with self._lock:
+            kept, self._spares = self._spares[: len(digests)], []
+        names = {path.name for _, path in kept}.union(digests)
+        for path in [path for path in self.folder.iterdir() if path.name not in names]:
+            with suppress(FileNotFoundError):
+                if len(kept) < len(digests) and path.stat().st_size == CHUNK_BYTES:
+                    spare = path.rename(self.folder / f"{_SPARE}{next(self._numbers)}")
+                    kept.append((next(self._numbers), spare))
+                else:
+                    path.unlink()
+        with self._lock:
+            self._spares += kept
 
     def clear(self) -> None:
         self.retain(())
@@ -97,7 +143,7 @@ def in_order(leaves: Iterable[ManifestLeaf]) -> list[ManifestLeaf]:
 
 
 def cut(leaves: Sequence[ManifestLeaf], arrays: Mapping[str, Callable[[], np.ndarray]]) -> Iterator[memoryview]:
-    """The chunks of a stream of arrays, which are made one at a time; each is good until the next is asked for.
+    """The chunks of a stream of arrays, which are made one at a time; a chunk may be a part of its array.
 
     Raises ValueError for an array that has not the bytes that its leaf says.
     """

@@ -35,8 +35,10 @@ def encode(base: bytes, data: bytes | memoryview, width: int) -> bytes | None:
     return zstandard.ZstdCompressor(level=1).compress(_HEAD.pack(width, len(at)) + planes.tobytes())
 
 
-def apply(base: bytes | bytearray, delta: bytes) -> bytearray:
-    """What `encode` was given. Raises ValueError for bytes that it did not make of such a base."""
+def apply(base: bytearray | memoryview, delta: bytes) -> None:
+    """Makes what `encode` was given of `base`, in place. Raises ValueError for bytes that it did not make of such a
+    base, which then is as it was.
+    """
     most = _HEAD.size + len(base) * (_GAP.itemsize + max(_WORDS)) // (_MOST * min(_WORDS)) + 1
     try:
         with zstandard.ZstdDecompressor().stream_reader(delta) as reader:
@@ -50,12 +52,10 @@ def apply(base: bytes | bytearray, delta: bytes) -> bytearray:
         raise ValueError("it is not as long as its head says")
     gaps = _words(plain, _HEAD.size, n, _GAP)
     bits = _words(plain, _HEAD.size + n * _GAP.itemsize, n, _WORDS[width])
-    made = bytearray(base)
-    words, at = np.frombuffer(made, _WORDS[width]), np.cumsum(gaps, dtype=np.int64) - 1
+    words, at = np.frombuffer(base, _WORDS[width]), np.cumsum(gaps, dtype=np.int64) - 1
     if n and (not gaps.all() or at[-1] >= len(words)):
         raise ValueError("it changes an element twice, or one that is not there")
     words[at] ^= bits
-    return made
 
 
 def _planes(words: np.ndarray) -> np.ndarray:

@@ -1,9 +1,12 @@
 """Published weights as bytes: trees cut into chunks, chunks made of others, manifests."""
 
+import threading
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import blake3
 import numpy as np
 import orjson
 import pytest
@@ -93,6 +96,50 @@ def test_only_data_with_its_digest_become_a_chunk(tmp_path):
     assert list(folder.folder.iterdir()) == []
 
 
+def test_the_next_chunks_are_written_over_those_that_nobody_needs(tmp_path):
+    folder = ChunkFolder(tmp_path / "chunks")
+    first, second, short = folder.put(b"a" * 64), folder.put(b"b" * 64), folder.put(b"c" * 63)
+    file = folder.path(first).stat().st_ino
+    folder.retain([second])
+    assert first not in folder
+    assert short not in folder
+    third, fourth = folder.put(b"d" * 64), folder.put(b"e" * 64)
+    assert folder.path(third).stat().st_ino == file
+    assert [folder.read(digest) for digest in (second, third, fourth)] == [b"b" * 64, b"d" * 64, b"e" * 64]
+    folder.retain([second])
+    folder.retain([second])
+    assert len(list(folder.folder.iterdir())) == 2  # no more room is kept than is used
+    folder.clear()
+    assert list(folder.folder.iterdir()) == []
+
+
+def test_nobody_reads_a_chunk_that_is_written_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**20)
+    folder = ChunkFolder(tmp_path / "chunks")
+    kept = folder.put(bytes(100))
+    versions = [bytes([i]) * 2**20 for i in range(6)]
+    newest, found = [folder.put(versions[0])], list[tuple[str, str]]()
+    ended = threading.Event()
+
+    def read():
+        while not ended.is_set():
+            with suppress(NotFound):
+                digest = newest[-1]
+                found.append((digest, blake3.blake3(folder.read(digest)).hexdigest()))
+
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for i in range(120):
+        newest.append(folder.put(versions[i % len(versions)]))
+        folder.retain([newest[-1], kept])
+    ended.set()
+    for reader in readers:
+        reader.join()
+    assert found
+    assert all(asked == got for asked, got in found)
+
+
 @pytest.mark.parametrize("width", [2, 4])
 def test_a_chunk_is_made_of_another_bit_by_bit(width):
     rng = np.random.default_rng(0)
@@ -101,7 +148,9 @@ def test_a_chunk_is_made_of_another_bit_by_bit(width):
         new = np.where(rng.random(n) < share, rng.integers(0, 2 ** (8 * width), n, dtype=f"u{width}"), base)
         made = delta.encode(base.tobytes(), new.tobytes(), width)
         assert made is not None
-        assert delta.apply(base.tobytes(), made) == new.tobytes()
+        data = bytearray(base.tobytes())
+        delta.apply(data, made)
+        assert data == new.tobytes()
 
 
 def test_where_most_elements_differ_there_is_no_delta():
@@ -121,13 +170,15 @@ def test_whatever_a_delta_holds_it_is_refused_or_makes_as_many_bytes():
         bad = bytearray(good)
         for _ in range(rng.integers(1, 4)):
             bad[rng.integers(len(bad))] = rng.integers(256)
+        data = bytearray(base)
         try:
-            assert len(delta.apply(base, bytes(bad))) == len(base)
+            delta.apply(data, bytes(bad))
         except ValueError:
             n_refused += 1
+            assert data == base
     assert n_refused
     with pytest.raises(ValueError, match="as long as its head says"):
-        delta.apply(base, delta.zstandard.compress(b"\0" * 2**26))  # 64 MiB are never made
+        delta.apply(bytearray(base), delta.zstandard.compress(b"\0" * 2**26))  # 64 MiB are never made
 
 
 def test_a_manifest_says_what_it_was_told(tmp_path):

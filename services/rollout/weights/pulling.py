@@ -64,10 +64,13 @@ class Source:
 
 @dataclass
 class _Download:
-    """A chunk on its way: the bytes that are here, who sent some of them, and who has not got it just now."""
+    """A chunk on its way: the first `n_bytes` of `into` are here, who sent some of them, and who has not got it just
+    now.
+    """
 
     chunk: Chunk
-    data: bytearray = field(default_factory=bytearray)
+    into: memoryview
+    n_bytes: int = 0
     givers: set[Source] = field(default_factory=set)
     lacking: dict[Source, tuple[int, float]] = field(default_factory=dict)
     is_mixed: bool = True  # whether several sources may send parts of it
@@ -94,8 +97,9 @@ class ChunkPuller:
             pull = _Pull(self.chunks, way, [await self._opened(stack, i, url) for i, url in self._others(sources)])
             try:
                 async with asyncio.TaskGroup() as group:
+                    room = max((chunk.size for chunk in missing), default=0)
                     for _ in range(min(N_AT_ONCE, len(missing))):
-                        group.create_task(pull.work(missing))
+                        group.create_task(pull.work(missing, memoryview(bytearray(room))))
             finally:
                 self._avoided |= {one.url: (one.avoided, one.reason) for one in pull.sources}
         if pull.failure is not None:
@@ -119,62 +123,63 @@ class _Pull:
         self.failure: VolleyError | None = None
         self._chunks, self._last_byte, self._n_blocks, self._fresh = chunks, time.monotonic(), 0, 0
 
-    async def work(self, missing: list[Chunk]) -> None:
-        """One of several that share the chunks still to come. What ends it is the `failure`, and not raised: Python
-        3.12.1 would count the cancellation of who waits for all of them as one that is still under way.
+    async def work(self, missing: list[Chunk], room: memoryview) -> None:
+        """One of several that share the chunks still to come, with `room` for one. What ends it is the `failure`, and
+        not raised: Python 3.12.1 would count the cancellation of who waits for all of them as one that is still under
+        way.
         """
         try:
             while missing:
                 chunk = missing.pop()
-                if not await self._is_made(chunk):
-                    await self._fetch(chunk)
+                if not await self._is_made(chunk, room):
+                    await self._fetch(chunk, room)
         except VolleyError as error:
             self.failure = self.failure or error
             missing.clear()
 
-    async def _is_made(self, chunk: Chunk) -> bool:
+    async def _is_made(self, chunk: Chunk, room: memoryview) -> bool:
         """Whether deltas have made it of a chunk that was here."""
         if not (deltas := await asyncio.to_thread(self._way, chunk)):
             return False
         try:
             for delta in deltas:
                 if delta.chunk.blake3 not in self._chunks:
-                    await self._fetch(delta.chunk)
+                    await self._fetch(delta.chunk, room)
         except Unavailable as error:
             _log.info("a delta cannot be had", chunk=chunk.blake3, reason=str(error))
             return False
-        if not await asyncio.to_thread(self._made, chunk, deltas):
+        if not await asyncio.to_thread(self._made, chunk, deltas, room):
             _log.warning("a delta does not make its chunk", chunk=chunk.blake3, base=deltas[0].base)
             return False
         return True
 
-    def _made(self, chunk: Chunk, deltas: Sequence[Delta]) -> bool:
+    def _made(self, chunk: Chunk, deltas: Sequence[Delta], room: memoryview) -> bool:
         """It blocks. Nothing is kept that is not the chunk: of a wrong base, or a wrong delta, it is pulled whole."""
         try:
-            data: bytes | bytearray = self._chunks.read(deltas[0].base)
+            data = room[: self._chunks.read_into(deltas[0].base, room)]
             for delta in deltas:
-                data = apply(data, self._chunks.read(delta.chunk.blake3))
+                apply(data, self._chunks.read(delta.chunk.blake3))
         except (ValueError, NotFound):
             return False
         return self._chunks.add(chunk, data)
 
-    async def _fetch(self, chunk: Chunk) -> None:
+    async def _fetch(self, chunk: Chunk, room: memoryview) -> None:
         """Raises Unavailable, StorageFull."""
-        download = _Download(chunk)
+        download = _Download(chunk, room[: chunk.size])
         while not await self._is_kept(download):
             await self._more(download, await self._choose(download))
         self.n_bytes += chunk.size
 
     async def _is_kept(self, download: _Download) -> bool:
         """Whether a chunk was whole and right; of a wrong one nothing is left."""
-        chunk, data = download.chunk, download.data
-        if len(data) < chunk.size:
+        chunk = download.chunk
+        if download.n_bytes < chunk.size:
             return False
-        if await asyncio.to_thread(self._chunks.add, chunk, data):
+        if await asyncio.to_thread(self._chunks.add, chunk, download.into):
             return True
         if len(download.givers) == 1:
             self._avoid(download.givers.pop(), "wrong", f"chunk {chunk.blake3} has another digest")
-        download.data, download.givers, download.is_mixed = bytearray(), set(), False
+        download.n_bytes, download.givers, download.is_mixed = 0, set(), False
         return False
 
     async def _choose(self, download: _Download) -> Source:
@@ -196,34 +201,35 @@ class _Pull:
         """As much of the chunk as the source sends."""
         chunk = download.chunk
         if not download.is_mixed:
-            download.data = bytearray()
-        start, data = len(download.data), download.data
+            download.n_bytes = 0
+        start = download.n_bytes
 
         def take(block: bytes) -> None:
-            if len(data) + len(block) > chunk.size:
+            if (end := download.n_bytes + len(block)) > chunk.size:
                 raise TooMuch
-            data.extend(block)
+            download.into[download.n_bytes : end] = block
+            download.n_bytes = end
             self._fresh += len(block)
-            if self._fresh >= _PROGRESS_BYTES or len(data) == chunk.size:  # a byte now and then is none
+            if self._fresh >= _PROGRESS_BYTES or end == chunk.size:  # a byte now and then is none
                 self._last_byte, self._n_blocks, self._fresh = time.monotonic(), self._n_blocks + 1, 0
 
         source.n_transfers += 1
         try:
             async with asyncio.timeout(SLOW_S + (chunk.size - start) / SLOWEST_BYTES_PER_S):
                 await source.client.chunk(chunk.blake3, take, start)
-            if len(data) < chunk.size:
-                self._avoid(source, "short", f"chunk {chunk.blake3} ends after {len(data)} of {chunk.size} bytes")
+            if (n := download.n_bytes) < chunk.size:
+                self._avoid(source, "short", f"chunk {chunk.blake3} ends after {n} of {chunk.size} bytes")
             source.n_failures, source.is_busy = 0, False
         except TooMuch:
-            download.data, download.givers = bytearray(), set()
+            download.n_bytes, download.givers = 0, set()
             self._avoid(source, "long", f"chunk {chunk.blake3} is longer than {chunk.size} bytes")
         except TimeoutError:
-            self._avoid(source, "slow", f"chunk {chunk.blake3}: {len(data) - start} bytes in time")
+            self._avoid(source, "slow", f"chunk {chunk.blake3}: {download.n_bytes - start} bytes in time")
         except VolleyError as error:
             self._failed(download, source, error)
         finally:
             source.n_transfers -= 1
-            if len(download.data) > start:
+            if download.n_bytes > start:
                 download.givers.add(source)
 
     def _failed(self, download: _Download, source: Source, error: VolleyError) -> None:

@@ -13,9 +13,11 @@ import secrets
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,8 @@ _MIN_KEPT, _MAX_KEPT = 2, 4
 _ASKED_S = 10.0
 _N_DELTAS = 8
 """A server that missed so many versions takes whole chunks."""
+_N_THREADS = 4
+"""That hash, compare and write chunks, while the next array is taken."""
 
 type Arrays = Mapping[str, Callable[[], np.ndarray]]
 """What takes each array to the host, by name, in the dtype it is published in."""
@@ -171,15 +175,18 @@ class Publications:
         leaves = in_order(leaves)
         width = min((leaf_bytes(leaf) // math.prod(leaf.shape) for leaf in leaves if math.prod(leaf.shape)), default=4)
         old = before.chunks if before is not None and before.leaves == tuple(leaves) else ()
-        chunks, deltas = list[Chunk](), dict[str, Delta]()
-        for i, data in enumerate(cut(leaves, {name: partial(timed, take) for name, take in arrays.items()})):
-            chunks.append(chunk := Chunk(store.put(data), len(data)))
-            if old and old[i] != chunk:
-                delta = encode(store.read(old[i].blake3), data, width)
-                if delta is not None:
-                    deltas[chunk.blake3] = Delta(old[i].blake3, Chunk(store.put(delta), len(delta)))
-        self._deltas.append(deltas)
-        return WeightTree(tuple(leaves), tuple(chunks)), taken
+
+        def keep(base: Chunk | None, data: memoryview) -> tuple[Chunk, Delta | None]:
+            chunk = Chunk(store.put(data), len(data))
+            if base is None or base == chunk:
+                return chunk, None
+            delta = encode(store.read(base.blake3), data, width)
+            return chunk, None if delta is None else Delta(base.blake3, Chunk(store.put(delta), len(delta)))
+
+        parts = cut(leaves, {name: partial(timed, take) for name, take in arrays.items()})
+        kept = list(_beside(keep, zip(chain(old, repeat(None)), parts, strict=False)))
+        self._deltas.append({chunk.blake3: delta for chunk, delta in kept if delta is not None})
+        return WeightTree(tuple(leaves), tuple(chunk for chunk, _ in kept)), taken
 
     def _open(self, epoch: int) -> ChunkFolder:
         """A new folder at the first call, and those of earlier trainers are gone."""
@@ -208,3 +215,15 @@ class Publications:
         self._kept = [*(one for one in older[:n_old] if one.asked > since), *older[n_old:], _Kept(chunks)]
         of_base = {chunk.blake3 for chunk in self._base.chunks} if self._base else set[str]()
         store.retain(of_base.union(*(one.chunks for one in self._kept)))
+
+
+def _beside[T](work: Callable[..., T], given: Iterable[tuple[Any, ...]]) -> Iterator[T]:
+    """`work` on each of `given`, in threads and in order; of `given` few are taken ahead."""
+    with ThreadPoolExecutor(_N_THREADS, "publish") as pool:
+        begun = deque[Future[T]]()
+        for one in given:
+            begun.append(pool.submit(work, *one))
+            if len(begun) > _N_THREADS:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
