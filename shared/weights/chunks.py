@@ -148,20 +148,21 @@ def cut(leaves: Sequence[ManifestLeaf], arrays: Mapping[str, Callable[[], np.nda
     Raises ValueError for an array that has not the bytes that its leaf says.
     """
     sizes = iter(cuts([leaf_bytes(leaf) for leaf in leaves]))
-    wanted, begun = next(sizes, 0), bytearray()
+    wanted, begun, n_begun = next(sizes, 0), bytearray(), 0
     for leaf in leaves:
         rest = _bytes_of(arrays[leaf.key]())
         if len(rest) != leaf_bytes(leaf):
             raise ValueError(f"{leaf.key} has {len(rest)} bytes, its leaf says {leaf_bytes(leaf)}")
         while len(rest):
-            if begun or len(rest) < wanted:
-                n = wanted - len(begun)
-                begun += rest[:n]
-                rest = rest[n:]
-                if len(begun) < wanted:
+            if n_begun or len(rest) < wanted:
+                begun = begun if n_begun else bytearray(wanted)
+                n = min(len(rest), wanted - n_begun)
+                begun[n_begun : n_begun + n] = rest[:n]
+                rest, n_begun = rest[n:], n_begun + n
+                if n_begun < wanted:
                     break
                 yield memoryview(begun)
-                begun = bytearray()
+                n_begun = 0
             else:
                 yield rest[:wanted]
                 rest = rest[wanted:]
