@@ -24,6 +24,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     3: np.dtype("u1"),
     4: np.dtype("<i8"),
     5: np.dtype("<f8"),
+    6: np.dtype("<u2"),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _PLAIN = 1  # msgpack's own time stamps, which `pack` never writes, become plain floats
@@ -51,7 +52,8 @@ def _decode(code: int, data: bytes) -> np.ndarray:
 
 
 def pack(value: Any) -> bytes:
-    """Encodes dicts, lists, scalars, strings, bytes and 1-D arrays (int32, float32, uint8, int64, float64)."""
+    """Encodes dicts, lists, scalars, strings, bytes and 1-D arrays (int32, float32, uint8, int64, float64,
+    uint16)."""
     packed: Any = msgpack.Packer(default=_encode, use_bin_type=True).pack(value)  # None only without autoreset
     return packed
 

@@ -52,12 +52,14 @@ class RunSection(Section):
 
 class ModelSection(Section):
     """`path` is a Hugging Face folder or hub id: config.json and tokenizer; without safetensors the
-    weights are random.
+    weights are random. With `routing_replay` the trainer sends the tokens of a model with experts to those that the
+    engine has sent them to (shared.routing), which costs a group layers times experts a token, in bytes a token.
     """
 
     path: str
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "block", "decoder"] = "none"
+    routing_replay: bool = True
 
 
 class MixtureEntry(Section):

@@ -5,7 +5,8 @@ Invariants of a trajectory, checked by `Trajectory.validate`:
 - `loss_mask` is 1 exactly on sampled tokens, `logprobs` is finite there and 0 elsewhere;
 - `teacher_logprobs`, where there are any, are finite on sampled tokens and 0 elsewhere;
 - `versions` covers exactly the sampled positions, in order and without overlap;
-- the three arrays have one length T, and the prompt is never sampled.
+- the three arrays have one length T, and the prompt is never sampled;
+- `routed_experts`, where there are any, are those of the first positions, at most T.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from shared import codec
+from shared import codec, routing
 from shared.errors import DecodeError, Untrainable
 from shared.outcomes import ENDS, FILTERS, End, FilterRule
 
@@ -91,6 +92,8 @@ class Trajectory:
 
     Shapes: `token_ids` int32 [T], `loss_mask` uint8 [T], `logprobs` float32 [T] (behaviour, natural log),
     `teacher_logprobs` float32 [T] (a teacher's, natural log; None where nobody was asked, and then not on the wire).
+    `routed_experts` are [n, L, k], of the first n positions, the experts that the engine sent them to (shared.routing;
+    None where nobody asked, and then not on the wire).
     `timings` are seconds. `status` is `completed` if the environment ended the episode, and `end` says how it ended
     (None in records that are older than it). `faults` counts turns by what the model did wrong in them, `failures` the
     failed attempts that this episode took, by class of error (see shared.outcomes).
@@ -116,6 +119,7 @@ class Trajectory:
     faults: Mapping[str, int] = field(default_factory=dict)
     failures: Mapping[str, int] = field(default_factory=dict)
     teacher_logprobs: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
     @property
     def n_sampled(self) -> int:
@@ -136,6 +140,8 @@ class Trajectory:
         sampled = self.loss_mask.astype(bool)
         for logprobs in (self.logprobs, self.teacher_logprobs):
             self._validate_logprobs(logprobs, sampled)
+        routed = self.routed_experts
+        _require(routed is None or len(routed) <= n, "there are experts of more positions than there are")
         covered = np.zeros(n, bool)
         for span in self.versions:
             WeightVersion.parse(span.version)
@@ -219,6 +225,9 @@ def _trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         record[name] = dict(record[name])
     if trajectory.teacher_logprobs is None:
         del record["teacher_logprobs"]
+    del record["routed_experts"]
+    if trajectory.routed_experts is not None:
+        record["routed_experts"] = routing.to_wire(trajectory.routed_experts)
     return record
 
 
@@ -246,6 +255,7 @@ def _trajectory(record: Any) -> Trajectory:
         faults=_counts(record.get("faults", {})),
         failures=_counts(record.get("failures", {})),
         teacher_logprobs=_array(record["teacher_logprobs"], "f4") if "teacher_logprobs" in record else None,
+        routed_experts=routing.from_wire(record["routed_experts"]) if "routed_experts" in record else None,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.runner import EpisodeRunner
@@ -24,6 +25,7 @@ from shared.clients.teacher import TeacherClient
 from shared.clients.trainer import TrainerClient
 from shared.files.spending import SpendingStore
 from shared.models.chat import ChatTokenizer
+from shared.models.config import ModelConfig
 from shared.models.hub import model_folder
 from shared.process.boot import RunningService
 from shared.queue.client import connect
@@ -47,7 +49,10 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
     """The service from plain settings. Raises ConfigError."""
     tokens = read_tokens(settings.token_files)
     token = tokens.of(Role.SERVICE) if tokens else None
-    tokenizer = await asyncio.to_thread(lambda: ChatTokenizer(model_folder(settings.model_path, settings.folder)))
+    folder = await asyncio.to_thread(model_folder, settings.model_path, settings.folder)
+    tokenizer = await asyncio.to_thread(ChatTokenizer, folder)
+    if settings.routing_replay:
+        settings = replace(settings, routing_replay=ModelConfig.read(folder).routing is not None)
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(
             connect(settings.redis_url, settings.redis_password_file, settings.ca_file)

@@ -20,7 +20,8 @@ from shared.services_schema import Limits, TokenFiles
 class OrchestratorSettings:
     """`folder` is this host's for the run, `trainer_url` has the run's own. `sampling` holds temperature, top_p and
     top_k of training episodes. `env` is the main one of the environments, `members` are all that the run begins
-    with. `teacher` is None where nobody is asked.
+    with. `teacher` is None where nobody is asked. With `routing_replay` the experts of training
+    episodes are asked for, if the model has any.
     """
 
     run: str
@@ -47,6 +48,7 @@ class OrchestratorSettings:
     n_eval_tasks: int
     eval_every: int | None
     teacher: TeacherServer | None = None
+    routing_replay: bool = False
 
     @property
     def n_groups(self) -> int:
@@ -93,6 +95,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         n_eval_tasks=config.data.n_eval_tasks,
         eval_every=orchestrator.eval_every_n_steps,
         teacher=services.orchestrator.teacher if config.algorithm.teacher_kl_coef else None,
+        routing_replay=config.model.routing_replay,
     )
 
 

@@ -13,6 +13,7 @@ from services.trainer.loop.interfaces import TrainPlan
 from shared.errors import ConfigError
 from shared.models.origin import Origin
 from shared.outcomes import FilterRule
+from shared.routing import RoutingShape
 from shared.run import pinned
 from shared.run.folder import RunFolder
 from shared.schema import FiltersConfig, RunConfig
@@ -21,10 +22,13 @@ from shared.services_schema import Limits, TokenFiles
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
-    """What the tokenizer and the model's config.json say: ids below `vocab_size`, `pad_id` fills rows."""
+    """What the tokenizer and the model's config.json say: ids below `vocab_size`, `pad_id` fills rows, and how
+    many experts there are, if any.
+    """
 
     vocab_size: int
     pad_id: int
+    routing: RoutingShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -
             group_size=grpo.num_generations,
             filters=filter_options(trainer.filters),
             has_teacher=config.algorithm.teacher_kl_coef > 0,
+            routing=tokens.routing,
         ),
         settings=pinned.relevant(config),
         original=pinned.original(RunFolder(config.run.folder).record),

@@ -17,6 +17,7 @@ import numpy as np
 from shared.bounds import MAX_OBJECTS
 from shared.clients.base import MALFORMED, HttpClient
 from shared.errors import DecodeError, Unavailable
+from shared.routing import from_wire
 from shared.types import VersionSpan, WeightVersion
 from shared.weights.manifest import WeightOffer
 
@@ -30,6 +31,8 @@ class Generation:
 
     Shapes: `output_ids` int32 [n], stop token included as sampled; `logprobs` float32 [n] (behaviour, natural log).
     `versions` are positions in the output. `finish_reason` is stop, length or abort; n may be 0 after an abort.
+    `routed_experts` [m, L, k] (shared.routing) are of the positions from the one that was asked for on, but the last;
+    None where none were asked for, or the server told none.
     """
 
     output_ids: np.ndarray
@@ -37,6 +40,7 @@ class Generation:
     versions: tuple[VersionSpan, ...]
     finish_reason: str
     cached_tokens: int = 0
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,13 @@ class RolloutClient(HttpClient):
     """Every method raises VolleyError: ServiceUnreachable, or what the server's problem body says."""
 
     async def generate(
-        self, input_ids: np.ndarray, sampling: Mapping[str, Any], rid: str, *, timeout_s: float | None = None
+        self,
+        input_ids: np.ndarray,
+        sampling: Mapping[str, Any],
+        rid: str,
+        *,
+        timeout_s: float | None = None,
+        routed_from: int | None = None,
     ) -> Generation:
         """Samples a continuation of `input_ids` (int32 [T]). Not idempotent, so never repeated here.
 
@@ -63,16 +73,21 @@ class RolloutClient(HttpClient):
                 sampling_seed.
             rid: name of the request for `abort`. Volley's servers compare whole ids, SGLang's own prefixes: use ids of
                 one length.
+            routed_from: the position from which on the experts are wanted; None wants none.
 
         Raises:
             Unavailable: the answer breaks an invariant of `Generation`.
         """
         body = {"input_ids": input_ids, "sampling_params": sampling, "rid": rid}
+        if routed_from is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routed_from}
         limit = int(sampling["max_new_tokens"])
         answer = await self.post("/generate", body, timeout_s=timeout_s, max_objects=MAX_OBJECTS + _ROW_OBJECTS * limit)
         try:
             generation = _generation(answer, len(input_ids))
             _check(generation, limit)
+            if generation.routed_experts is not None:
+                _check_routed(generation, len(input_ids), routed_from)
         except DecodeError as error:
             raise Unavailable(f"{self.base_url} answered no generation: {error.detail}") from error
         return generation
@@ -118,6 +133,7 @@ def _generation(answer: Any, n_prompt: int) -> Generation:
             ),
             finish_reason=str(meta["finish_reason"]["type"]),
             cached_tokens=int(meta.get("cached_tokens") or 0),
+            routed_experts=from_wire(meta["routed_experts"]) if "routed_experts" in meta else None,
         )
         seen = int(meta["prompt_tokens"])
     except MALFORMED as error:
@@ -170,6 +186,17 @@ def _check(generation: Generation, max_new_tokens: int) -> None:
         end = span.end
     if end != n:
         raise DecodeError(f"the version spans cover {end} of {n} tokens")
+
+
+def _check_routed(generation: Generation, n_prompt: int, first: int | None) -> None:
+    """A request that was aborted before its first token has those that were computed."""
+    n_sampled, n = (
+        len(generation.output_ids),
+        0 if generation.routed_experts is None else len(generation.routed_experts),
+    )
+    expected = 0 if first is None else n_prompt + n_sampled - 1 - first
+    if n > expected or (n < expected and n_sampled):
+        raise DecodeError(f"experts of {n} positions where those of {expected} were asked for")
 
 
 def _text(value: Any) -> str | None:

@@ -20,6 +20,7 @@ from shared.errors import ConfigError
 from shared.models import rope
 from shared.models.families import FAMILIES, NAMES, Family
 from shared.models.rope import Llama3Scaling, number, shown
+from shared.routing import RoutingShape
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _SUPPORTED = f"supported are {NAMES}: silu, no sliding window, no quantization"
@@ -92,6 +93,14 @@ class ModelConfig:
     initializer_range: float
     eos_token_ids: tuple[int, ...]
     experts: Experts | None = None
+
+    @property
+    def routing(self) -> RoutingShape | None:
+        """Of its experts, if it has any."""
+        experts = self.experts
+        if experts is None:
+            return None
+        return RoutingShape(self.num_hidden_layers, experts.num_experts, experts.num_experts_per_tok)
 
     @property
     def n_numbers(self) -> int:

@@ -53,7 +53,13 @@ class ScriptedEngine:
     running: set[str] = field(default_factory=set)
 
     async def generate(
-        self, input_ids: np.ndarray, sampling: Mapping[str, Any], rid: str, *, timeout_s: float | None = None
+        self,
+        input_ids: np.ndarray,
+        sampling: Mapping[str, Any],
+        rid: str,
+        *,
+        timeout_s: float | None = None,
+        routed_from: int | None = None,
     ) -> Generation:
         self.prompts.append(input_ids.copy())
         self.params.append(sampling)

@@ -23,7 +23,7 @@ _log = telemetry.Log("groups")
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
     """What all groups of a run share. `sampling` holds temperature, top_p and top_k; G is `group_size`; `task_of` says
-    which task a ticket is.
+    which task a ticket is; `routing` is that of `SamplingSpec`.
     """
 
     split: str
@@ -31,10 +31,13 @@ class GroupPlan:
     seed: int
     sampling: Mapping[str, Any]
     task_of: Callable[[int], Awaitable[TicketTask]]
+    routing: bool = False
 
     def specs(self, task: TicketTask, ticket: int, need: VersionBounds) -> list[SamplingSpec]:
         return [
-            SamplingSpec(task.env, self.split, task.index, ticket, sample_index, self.seed, self.sampling, need)
+            SamplingSpec(
+                task.env, self.split, task.index, ticket, sample_index, self.seed, self.sampling, need, self.routing
+            )
             for sample_index in range(self.group_size)
         ]
 

@@ -5,6 +5,8 @@ Invariants
 - Exact prefix: what is sent for a turn begins with exactly what was sent for the turn before and sampled after it.
   `prompt` checks this every turn against the copy it handed out.
 - Mask and log-probability are nonzero only on sampled tokens, and version spans cover exactly those.
+- The experts of a position, where they are told, are those of the first request that computed it: of a sampled token
+  those it was sampled with.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Recorder:
         self._prompt_len = len(prompt_ids)
         self._sent = self._ids
         self._spans: list[VersionSpan] = []
+        self._routed: list[np.ndarray] = []
         self._turns = [Turn(0, len(prompt_ids), PROMPT)]
         self._components: dict[str, float] = {}
         self._faults: Counter[str] = Counter()
@@ -48,10 +51,19 @@ class Recorder:
         self._sent.flags.writeable = False
         return self._sent
 
+    @property
+    def n_routed(self) -> int:
+        """Of how many positions, from the first on, the experts are known."""
+        return sum(map(len, self._routed))
+
     def add_sampled(self, generation: Generation) -> None:
-        """Appends what the model said in this turn, or one more part of it."""
+        """Appends what the model said in this turn, or one more part of it; its experts are those of the positions from
+        `n_routed` on.
+        """
         start = len(self)
         self._append(generation.output_ids, generation.logprobs, sampled=True)
+        if generation.routed_experts is not None:
+            self._routed.append(generation.routed_experts)
         for span in generation.versions:
             self._add_span(VersionSpan(span.version, start + span.start, start + span.end))
 
@@ -113,6 +125,7 @@ class Recorder:
             end=end,
             faults=dict(self._faults),
             failures=dict(failures),
+            routed_experts=np.concatenate(self._routed) if self._routed else None,
         )
 
     def _add_components(self, components: Mapping[str, float]) -> None:

@@ -46,7 +46,9 @@ class TokenBounds:
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """Which episode to run. `sampling` holds temperature, top_p and top_k; `ticket` 0 stands for an evaluation."""
+    """Which episode to run. `sampling` holds temperature, top_p and top_k; `ticket` 0 stands for an evaluation.
+    `routing`: the trainer wants to know the experts that tokens were sent to.
+    """
 
     env: str
     split: str
@@ -56,6 +58,7 @@ class SamplingSpec:
     seed: int
     sampling: Mapping[str, Any]
     need: VersionBounds
+    routing: bool = False
 
 
 @dataclass(slots=True)
@@ -164,7 +167,13 @@ class TurnSampler:
         ids, rid = episode.recorder.prompt(), uuid.uuid4().hex
         params = self._params(episode.spec, len(ids), max_new_tokens)
         try:
-            generation = await server.engine.generate(ids, params, rid, timeout_s=self._bounds.timeout_s)
+            generation = await server.engine.generate(
+                ids,
+                params,
+                rid,
+                timeout_s=self._bounds.timeout_s,
+                routed_from=episode.recorder.n_routed if episode.spec.routing else None,
+            )
         except asyncio.CancelledError:
             await _abort(server, rid)
             raise

@@ -34,7 +34,13 @@ class GenerateClient(Protocol):
     """The part of `RolloutClient` that is used here."""
 
     async def generate(
-        self, input_ids: np.ndarray, sampling: Mapping[str, Any], rid: str, *, timeout_s: float | None = None
+        self,
+        input_ids: np.ndarray,
+        sampling: Mapping[str, Any],
+        rid: str,
+        *,
+        timeout_s: float | None = None,
+        routed_from: int | None = None,
     ) -> Generation: ...
 
     async def abort(self, rid: str) -> None: ...

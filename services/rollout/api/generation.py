@@ -21,6 +21,7 @@ from services.rollout.engines.base import (
 )
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import InputError, RateLimited, Unavailable
+from shared.routing import to_wire
 
 CROWD = 16
 """So many times the requests that run at once may be in the service; those that do not run wait in the engine's queue.
@@ -175,6 +176,7 @@ def answer(result: GenerateResult, *, arrays: bool, with_logprobs: bool = True) 
             "completion_tokens": len(ids),
             "cached_tokens": result.cached_tokens,
             **({"output_token_logprobs": _rows(result, arrays)} if with_logprobs else {}),
+            **({} if (routed := result.routed_experts) is None else {"routed_experts": _routed(routed, arrays)}),
             "finish_reason": finish(result.finish),
             "weight_versions": [{"version": s.version, "start": s.start, "end": s.end} for s in result.versions],
             "weight_version": result.versions[-1].version if result.versions else None,
@@ -212,6 +214,11 @@ def _rows(result: GenerateResult, arrays: bool) -> Any:
     if arrays:
         return result.logprobs
     return [[p, t, None] for p, t in zip(result.logprobs.tolist(), result.output_ids.tolist(), strict=True)]
+
+
+def _routed(experts: np.ndarray, arrays: bool) -> dict[str, Any]:
+    told = to_wire(experts)
+    return told if arrays else {**told, "ids": told["ids"].tolist()}
 
 
 def finish(reason: FinishReason) -> dict[str, Any]:

@@ -82,6 +82,15 @@ _GENERATE: Schema = _object(
             "which on its tokens are told (0 where it is left out)",
             "minimum": -1,
         },
+        "return_routed_experts": {
+            "type": ["boolean", "null"],
+            "description": "of a model with experts, those that tokens were sent to; false where it is left out",
+        },
+        "routed_experts_start_len": {
+            "type": ["integer", "null"],
+            "description": "the position of the prompt from which on they are told (0 where it is left out)",
+            "minimum": 0,
+        },
         **{name: {"enum": list(values)} for name, values in validation.NEUTRAL_FIELDS.items()},
         validation.TEXTS: {"type": ["boolean", "null"], "description": "true only with max_new_tokens 0"},
     },
@@ -105,6 +114,10 @@ GENERATED = _object(
             },
             {
                 "id": {"type": "string"},
+                "routed_experts": _object(
+                    {"shape": {"type": "array", "items": _COUNT}, "ids": {"type": "array", "items": _COUNT}}
+                )
+                | {"description": "flat, of shape [positions, layers, experts a token]; the last token has none"},
                 "output_token_logprobs": {"type": "array", "items": {"anyOf": [_ROW, {"type": "number"}]}},
                 "input_token_logprobs": {
                     "type": "array",

@@ -12,6 +12,7 @@ import math
 import reprlib
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,18 @@ GREEDY_BELOW = 1e-4
 MAX_STOPS = 1024
 _MAX_NAME = 80
 _FIELDS = frozenset(
-    {"input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "stream", "text"}
+    {
+        "input_ids",
+        "sampling_params",
+        "rid",
+        "return_logprob",
+        "logprob_start_len",
+        "top_logprobs_num",
+        "stream",
+        "text",
+        "return_routed_experts",
+        "routed_experts_start_len",
+    }
 )
 TEXTS = "return_text_in_logprobs"
 NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
@@ -77,7 +89,8 @@ def generate_request(body: Mapping[str, Any], info: EngineInfo) -> GenerateReque
     ids = _checked_ids(body, info)
     _check_logprob_start(body.get("logprob_start_len"), len(ids))
     sampling = body.get("sampling_params")
-    return build(ids, sampling_params({} if sampling is None else sampling, info, len(ids)), body.get("rid"), info)
+    made = build(ids, sampling_params({} if sampling is None else sampling, info, len(ids)), body.get("rid"), info)
+    return replace(made, routed_from=_routed_from(body, len(ids)))
 
 
 def asks_to_score(body: Mapping[str, Any]) -> bool:
@@ -100,6 +113,8 @@ def score_request(body: Mapping[str, Any], info: EngineInfo) -> ScoreRequest:
         raise InputError("max_new_tokens=0 without return_logprob asks for nothing", "send return_logprob=true")
     if len(ids) > room(info):
         raise InputError(f"{len(ids)} tokens exceed the context: at most {room(info)} can be scored")
+    if _routed_from(body, len(ids)) is not None:
+        raise InputError("experts are told of what is sampled, and max_new_tokens is 0", "leave them out")
     start = _integer("logprob_start_len", body.get("logprob_start_len"), 0, 0, len(ids) - 1)
     return ScoreRequest(ids, start, _boolean(TEXTS, body.get(TEXTS)))
 
@@ -141,6 +156,12 @@ def _check_logprob_start(start: Any, n_prompt: int) -> None:
             f"logprob_start_len={start} asks for log-probabilities of the prompt, which come without sampled tokens",
             f"send max_new_tokens=0 with it, or leave it out (-1 and the prompt's length, {n_prompt}, ask for none)",
         )
+
+
+def _routed_from(body: Mapping[str, Any], n_prompt: int) -> int | None:
+    """From which position of the prompt on experts are wanted; None if none are. Raises InputError."""
+    start = _integer("routed_experts_start_len", body.get("routed_experts_start_len"), 0, 0, n_prompt)
+    return start if _boolean("return_routed_experts", body.get("return_routed_experts")) else None
 
 
 def build(ids: np.ndarray, sampling: SamplingParams, rid: str | None, info: EngineInfo) -> GenerateRequest:

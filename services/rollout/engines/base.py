@@ -77,11 +77,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateRequest:
-    """`input_ids`: int32[n], n >= 1, every id within the vocabulary. `rid` is unique among running requests."""
+    """`input_ids`: int32[n], n >= 1, every id within the vocabulary. `rid` is unique among running requests.
+    `routed_from`: the position from which on the experts are wanted that tokens were sent to; None wants none.
+    """
 
     rid: str
     input_ids: np.ndarray
     sampling: SamplingParams
+    routed_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +111,9 @@ class FinishReason:
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerateResult:
     """`output_ids`: int32[n]; `logprobs`: float32[n], natural logarithm at the request's temperature;
-    spans cover 0..n.
+    spans cover 0..n. `routed_experts` [m, L, k] (shared.routing): of the positions from `routed_from` on but the last,
+    which was not computed; each as it was when it was computed first, for later weights compute it again. None where
+    nobody asked, or the model has no experts.
     """
 
     rid: str
@@ -118,6 +123,7 @@ class GenerateResult:
     versions: tuple[VersionSpan, ...]
     prompt_tokens: int
     cached_tokens: int
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

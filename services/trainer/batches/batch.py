@@ -37,7 +37,9 @@ class Batch:
     sequences are packed; `packing` says where these lie, and is None of the former. reference, old: float32 [B, T]
     log-probabilities of the reference model and of the policy at the start of the step; values, returns: float32
     [B, T], what the critic expected before the token at the start of the step, and what it should have. None where the
-    objective does not need them.
+    objective does not need them. routed: int32 [B, T, L, k], the experts that the engine has sent the token at t to in
+    each layer, -1 where they are not known; None where they are of no token of the step. What several sequences begin
+    with, packed, is sent to those of the last one.
     """
 
     ids: np.ndarray
@@ -52,12 +54,24 @@ class Batch:
     old: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
+    routed: np.ndarray | None = None
 
 
 _OPTIONAL = ("reference", "old", "values", "returns")
 jax.tree_util.register_dataclass(
     Batch,
-    data_fields=["ids", "targets", "mask", "behaviour", "advantages", "current", "weight", "packing", *_OPTIONAL],
+    data_fields=[
+        "ids",
+        "targets",
+        "mask",
+        "behaviour",
+        "advantages",
+        "current",
+        "weight",
+        "packing",
+        *_OPTIONAL,
+        "routed",
+    ],
     meta_fields=[],
 )
 
@@ -65,7 +79,7 @@ jax.tree_util.register_dataclass(
 @dataclass(frozen=True, slots=True)
 class Row:
     """One sequence: ids int32 [T], mask [T], behaviour log-probabilities [T], current [T], advantages [T]; and [T] each
-    what `Batch` may have, in every row of a step or in none.
+    what `Batch` may have, in every row of a step or in none. routed: [n, L, k], of the first n tokens.
     """
 
     ids: np.ndarray
@@ -77,6 +91,7 @@ class Row:
     old: np.ndarray | None = None
     values: np.ndarray | None = None
     returns: np.ndarray | None = None
+    routed: np.ndarray | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -122,7 +137,8 @@ def policy_row(trajectory: Trajectory, trained: WeightVersion) -> Row:
     current = np.zeros(n, np.uint8)
     for span in trajectory.versions:
         current[span.start : span.end] = WeightVersion.parse(span.version).step == trained.step
-    return Row(trajectory.token_ids, trajectory.loss_mask, trajectory.logprobs, current, np.zeros(n))
+    t = trajectory
+    return Row(t.token_ids, t.loss_mask, t.logprobs, current, np.zeros(n), routed=t.routed_experts)
 
 
 def left_out(row: Row) -> Row:
@@ -214,7 +230,13 @@ def efficiency(parts: Sequence[MicroBatch]) -> dict[str, float]:
 def assembled(rows: Sequence[Row], weights: np.ndarray, parts: Sequence[MicroBatch], pad_id: int) -> list[Batch]:
     """The sequences in their places; each token has its sequence's weight [N]."""
     has = tuple(name for name in _OPTIONAL if rows and getattr(rows[0], name) is not None)
-    return [_assemble(rows, weights, part, pad_id, has) for part in parts]
+    sizes = next((row.routed.shape[1:] for row in rows if row.routed is not None), None)
+    made = [_assemble(rows, weights, part, pad_id, has) for part in parts]
+    return (
+        made
+        if sizes is None
+        else [replace(b, routed=_routed(rows, p, sizes)) for b, p in zip(made, parts, strict=True)]
+    )
 
 
 def _assemble(rows: Sequence[Row], weights: np.ndarray, part: MicroBatch, pad_id: int, has: Sequence[str]) -> Batch:
@@ -249,4 +271,14 @@ def _table(rows: Sequence[Row], name: str, part: MicroBatch) -> np.ndarray:
     made = np.zeros(part.shape, np.float32)
     for place in part.places:
         made[place.row, place.columns[:-1]] = getattr(rows[place.sequence], name)[1:]
+    return made
+
+
+def _routed(rows: Sequence[Row], part: MicroBatch, sizes: tuple[int, ...]) -> np.ndarray:
+    """int32 [B, T, *sizes]."""
+    made = np.full((*part.shape, *sizes), -1, np.int32)
+    for place in part.places:
+        known = rows[place.sequence].routed
+        if known is not None:
+            made[place.row, place.columns[: len(known)]] = known
     return made

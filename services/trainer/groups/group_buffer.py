@@ -19,6 +19,7 @@ from shared.outcomes import FilterRule
 from shared.process.offload import by_size
 from shared.queue.progress import TicketProgress
 from shared.queue.records import Finished, StreamEntry
+from shared.routing import RoutingShape
 from shared.run.archive import MAX_GROUP_BYTES
 from shared.run.state import in_lineage
 from shared.types import Group, WeightVersion
@@ -31,7 +32,8 @@ MAX_DELIVERIES = 3
 @dataclass(frozen=True, slots=True)
 class AdmissionRules:
     """What a group must satisfy. `max_staleness` in steps, `longest` in tokens, ids below `vocab_size`, at most
-    `group_size` episodes; `has_teacher`: with a teacher's log-probabilities.
+    `group_size` episodes; `has_teacher`: with a teacher's log-probabilities; experts, where a group brings
+    any, of the model that `routing` is of.
     """
 
     order: Order
@@ -41,6 +43,7 @@ class AdmissionRules:
     group_size: int
     filters: FilterOptions = NO_FILTERS
     has_teacher: bool = False
+    routing: RoutingShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +226,10 @@ class GroupBuffer:
                 )
             if int(trajectory.token_ids.max()) >= self._rules.vocab_size:
                 raise DecodeError(f"token id {int(trajectory.token_ids.max())} is outside the vocabulary")
+            if trajectory.routed_experts is not None:
+                if self._rules.routing is None:
+                    raise DecodeError("an episode comes with experts, and the model has none")
+                self._rules.routing.check(trajectory.routed_experts)
             if self._rules.has_teacher and trajectory.teacher_logprobs is None:
                 raise DecodeError("an episode comes without its teacher's log-probabilities")
 

@@ -217,7 +217,9 @@ class Policy:
         return assembled(rows, weights, parts, options.layout.pad_id), efficiency(parts)
 
     def _scored(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows with what the algorithm needs to know of their tokens."""
+        """The rows with what the algorithm needs to know of their tokens. The reference is another model, which sends
+        them to experts of its own choice.
+        """
         needs, layout = self._options.algorithm.needs, self._options.layout
         if not (needs.reference or needs.old or needs.values):
             return list(rows)
@@ -225,7 +227,7 @@ class Policy:
         batches = assembled(rows, np.zeros(len(rows)), parts, layout.pad_id)
         tables: dict[str, list[np.ndarray]] = {}
         if self._reference is not None:
-            tables["reference"] = [self._scorer.logprobs(self._reference, b) for b in batches]
+            tables["reference"] = [self._scorer.logprobs(self._reference, replace(b, routed=None)) for b in batches]
         if needs.old:
             tables["old"] = [self._scorer.logprobs(self._learner.params, b) for b in batches]
         if self._critic is not None:

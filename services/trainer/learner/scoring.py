@@ -10,19 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from services.trainer.algorithms.terms.statistics import Statistics
+from services.trainer.algorithms.terms.statistics import Statistics, mean
 from services.trainer.batches.batch import Batch
 from services.trainer.learner.logprobs import Entropy, TokenScores, token_scores
 from services.trainer.learner.train_step import ROW_AXES, Objective, Params
 from services.trainer.models.attention import Packing
-from services.trainer.models.decoder import hidden_states
+from services.trainer.models.decoder import hidden_states, routed_states
 from services.trainer.models.family import Model, float32_graph, head, leaf_name
 from services.trainer.models.sharding import placed_tree, replicated
 from shared.models import adapter
 
 type Loss = Callable[[TokenScores, Batch], tuple[jax.Array, Statistics]]
 type Bound = Callable[[Mapping[str, Any]], Model]
-type Score = Callable[[Params, jax.Array, jax.Array, Packing | None], jax.Array]
+type Score = Callable[[Params, jax.Array, jax.Array, Packing | None, jax.Array | None], jax.Array]
 
 
 def params_of(model: Model) -> Params:
@@ -58,8 +58,11 @@ def objective(model: Model, loss: Loss, temperature: float, entropy: Entropy = "
 
     def of_params(params: Params, batch: Batch) -> tuple[jax.Array, Statistics]:
         now = bound(params)
-        hidden = hidden_states(now, batch.ids, batch.packing)
-        return loss(token_scores(hidden, head(now), batch.targets, temperature, entropy), batch)
+        hidden, differing = routed_states(now, batch.ids, batch.packing, batch.routed)
+        value, told = loss(token_scores(hidden, head(now), batch.targets, temperature, entropy), batch)
+        if batch.routed is not None:
+            told = {**told, "routing_diff": mean(differing, batch.mask * (batch.routed[:, :, 0, 0] >= 0))}
+        return value, told
 
     return of_params
 
@@ -77,9 +80,9 @@ class Scorer:
 
     def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
         """float32 [B, T]: log-probabilities of `batch.targets`."""
-        ids, targets, packing = placed_tree((batch.ids, batch.targets, batch.packing), self._rows)
+        inputs = placed_tree((batch.ids, batch.targets, batch.packing, batch.routed), self._rows)
         with self._mesh:
-            return np.asarray(self._score(params, ids, targets, packing))
+            return np.asarray(self._score(params, *inputs))
 
     def probe(self, params: Params, ids: np.ndarray) -> tuple[np.ndarray, float]:
         """float32 [n-1]: log-probabilities of ids[1:] (int32 [n]) given what is before them, at temperature 1, computed
@@ -89,7 +92,7 @@ class Scorer:
         inputs, targets = ids[None, :-1], ids[None, 1:]
         with self._mesh:
             exact, own = (
-                np.asarray(score(params, inputs, targets, None))[0]
+                np.asarray(score(params, inputs, targets, None, None))[0]
                 for score in (self._score_exactly, self._score_plain)
             )
         with np.errstate(invalid="ignore"):  # of weights that compute no numbers, it is none
@@ -97,9 +100,12 @@ class Scorer:
 
 
 def _scorer(bound: Bound, temperature: float) -> Score:
-    def score(params: Params, ids: jax.Array, targets: jax.Array, packing: Packing | None) -> jax.Array:
+    def score(
+        params: Params, ids: jax.Array, targets: jax.Array, packing: Packing | None, routed: jax.Array | None
+    ) -> jax.Array:
         model = bound(params)
-        return token_scores(hidden_states(model, ids, packing), head(model), targets, temperature, "none").logprobs
+        hidden = hidden_states(model, ids, packing, routed)
+        return token_scores(hidden, head(model), targets, temperature, "none").logprobs
 
     return score
 
@@ -131,8 +137,10 @@ def _exact_scorer(model: Model) -> Score:
     def published(x: jax.Array) -> jax.Array:
         return jax.lax.reduce_precision(x, dtype.nexp, dtype.nmant)  # a cast there and back is optimized away
 
-    def score_exactly(params: Params, ids: jax.Array, targets: jax.Array, packing: Packing | None) -> jax.Array:
+    def score_exactly(
+        params: Params, ids: jax.Array, targets: jax.Array, packing: Packing | None, routed: jax.Array | None
+    ) -> jax.Array:
         with jax.default_matmul_precision("highest"):
-            return score(jax.tree.map(published, _merged(params, scale)), ids, targets, packing)
+            return score(jax.tree.map(published, _merged(params, scale)), ids, targets, packing, routed)
 
     return score_exactly

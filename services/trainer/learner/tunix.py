@@ -77,7 +77,7 @@ def _backend(
     model = replace(from_run.model_options(config, folder), origin=origin)
     described = ModelConfig.read(model.folder)
     check_vocabulary(tokenizer, described)
-    tokens = TokenLimits(described.vocab_size, tokenizer.pad_id)
+    tokens = TokenLimits(described.vocab_size, tokenizer.pad_id, described.routing)
     options = from_run.supervised_options(config, tokens) if config.sft.trains else None
     policy, warm_start = from_run.policy_options(config, tokens), options.layout if options else None
     backend = TunixBackend(

@@ -32,27 +32,47 @@ class _Places(NamedTuple):
     visible_until: jax.Array | None
 
 
-def hidden_states(model: Any, ids: jax.Array, packing: Packing | None = None) -> jax.Array:
-    """Normalized last hidden states [B, T, D] of ids int32 [B, T], right-padded or packed."""
+def hidden_states(
+    model: Any, ids: jax.Array, packing: Packing | None = None, routed: jax.Array | None = None
+) -> jax.Array:
+    """Normalized last hidden states [B, T, D] of ids int32 [B, T], right-padded or packed; `routed` as below."""
+    return routed_states(model, ids, packing, routed)[0]
+
+
+def routed_states(
+    model: Any, ids: jax.Array, packing: Packing | None, routed: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Hidden states, and float32 [B, T]: in which share of the layers a token's experts are others than the trainer's
+    own choice, 0 without `routed`.
+
+    Args:
+        routed: int32 [B, T, L, k], the experts in each layer that tokens are sent to, -1 where the router chooses.
+    """
     angles = attention.positions(ids, packing)[..., None].astype(jnp.float32)
     angles = (angles * np.float32(model.described.rope_frequencies()))[:, :, None]
     places = _Places(jnp.sin(angles), jnp.cos(angles), None if packing is None else packing.visible_until)
     layer = nnx.remat(_layer) if _remat(model) == "decoder" else _layer
     x = model.embedder.encode(ids)
-    for one in model.layers:
-        x = layer(one, x, places)
-    return model.final_norm(x)
+    differing = jnp.zeros(ids.shape, jnp.float32)
+    for i, one in enumerate(model.layers):
+        x, differs = layer(one, x, places, None if routed is None else routed[:, :, i])
+        differing += 0.0 if differs is None else differs
+    return model.final_norm(x), differing / len(model.layers)
 
 
 def _remat(part: Any) -> str:
     return part.config.remat_config.name.lower()
 
 
-def _layer(layer: Any, x: jax.Array, places: _Places) -> jax.Array:
+def _layer(layer: Any, x: jax.Array, places: _Places, given: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """And which tokens `given` sends to other experts than the router would."""
     attend = nnx.remat(_attend) if _remat(layer) == "block" else _attend
     x = x + attend(layer.attn, layer.input_layernorm(x), places)
     normed = layer.post_attention_layernorm(x)
-    return x + (experts.mixed(layer.mlp, normed) if hasattr(layer.mlp, "router") else layer.mlp(normed))
+    made, differs = (
+        experts.mixed(layer.mlp, normed, given) if hasattr(layer.mlp, "router") else (layer.mlp(normed), None)
+    )
+    return x + made, differs
 
 
 def _attend(attn: Any, x: jax.Array, places: _Places) -> jax.Array:

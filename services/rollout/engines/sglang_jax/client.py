@@ -43,6 +43,7 @@ from services.rollout.engines.sglang_jax.link import BEAT_S, Message, frame, spl
 from services.rollout.engines.sglang_jax.model_files import check_split, normalised
 from shared.errors import Conflict, EngineDied, Unavailable, from_problem
 from shared.models.config import ModelConfig
+from shared.routing import from_wire
 from shared.types import VersionSpan
 
 WORKER = "services.rollout.engines.sglang_jax.worker"
@@ -110,6 +111,7 @@ class SglangEngine(asyncio.Protocol):
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": sampling.ignore_eos,
                 "seed": sampling.sampling_seed,
+                "routed_from": request.routed_from,
             }
         )
         try:
@@ -330,4 +332,5 @@ def _result(message: Message) -> GenerateResult:
         versions=tuple(spans),
         prompt_tokens=message["prompt_tokens"],
         cached_tokens=message["cached_tokens"],
+        routed_experts=from_wire(message["routed_experts"]) if "routed_experts" in message else None,
     )

@@ -10,7 +10,9 @@ from sgl_jax.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sgl_jax.srt.sampling.sampling_params import SamplingParams as EngineSampling
 
 from services.rollout.engines.sglang_jax.link import Message
+from services.rollout.engines.sglang_jax.scheduling.routing import RoutingPool
 from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows
+from shared.routing import to_wire
 
 _ALL = np.iinfo(np.int32).max
 _WORD = 0xFFFFFFFF
@@ -49,6 +51,8 @@ class RolloutReq(Req):
         self.top_k: int = message["top_k"] if message["top_k"] > 0 else _ALL
         self.spans: list[tuple[str, int]] = []
         self._labelled = 0
+        self._routed_from: int | None = message["routed_from"]
+        self._routed: list[np.ndarray] = []
 
     def fill_row(self, rows: SamplingRows, i: int) -> None:
         rows.temperature_B[i], rows.top_p_B[i], rows.top_k_B[i] = self.temperature, self.top_p, self.top_k
@@ -66,8 +70,18 @@ class RolloutReq(Req):
             self.spans.append((version, new))
         return new
 
+    def route(self, pool: RoutingPool, slots: np.ndarray) -> None:
+        """Notes the experts of its positions, whose `slots` are int [n], as far as they are wanted and not known yet:
+        what is computed again, by later weights, changes nothing.
+        """
+        if self._routed_from is not None:
+            known = self._routed_from + sum(map(len, self._routed))
+            if known < len(slots):
+                self._routed.append(pool.of(slots[known:]))
+
     def result(self) -> Message:
-        return {
+        routed = {"routed_experts": to_wire(np.concatenate(self._routed))} if self._routed else {}
+        return routed | {
             "rid": self.rid,
             "output_ids": np.array(self.output_ids, np.int32),
             "logprobs": np.array(self.output_token_logprobs_val, np.float32),

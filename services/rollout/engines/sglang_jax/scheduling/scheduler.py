@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from sgl_jax.srt.layers.logits_processor import LogitsProcessorOutput
 from sgl_jax.srt.managers.io_struct import AbortReq
@@ -22,6 +23,7 @@ from sgl_jax.srt.mem_cache.base_prefix_cache import EvictParams
 
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
 from services.rollout.engines.sglang_jax.scheduling.requests import RolloutReq, dropped
+from services.rollout.engines.sglang_jax.scheduling.routing import RoutingPool, routing_of
 from services.rollout.engines.sglang_jax.scheduling.step import FusedStep, SamplingRows
 
 
@@ -37,6 +39,8 @@ class RolloutScheduler(Scheduler):
         self._done: list[Message] = []
         super().__init__(server_args, communication_backend=self)
         self.step = FusedStep(self.runner)
+        routing = routing_of(self.model_config.hf_config)
+        self._routing = routing and RoutingPool(self.max_total_num_tokens + self.page_size, routing)
         self._decode_first_n = 1  # a decode between two prefills: new requests gather, and running ones are not starved
 
     @property
@@ -80,7 +84,9 @@ class RolloutScheduler(Scheduler):
         rows = SamplingRows(len(worker_batch.seq_lens))
         for i, req in enumerate(info.reqs):
             req.fill_row(rows, i)
-        tokens_B, logprobs_B = self.step(worker_batch, rows)
+        tokens_B, logprobs_B, experts_TLK = self.step(worker_batch, rows)
+        if experts_TLK is not None:
+            self._route(worker_batch, info.reqs, experts_TLK)
         n = len(info.reqs)
         info.output_ids = tokens_B[:n]
         return GenerationBatchResult(
@@ -91,6 +97,13 @@ class RolloutScheduler(Scheduler):
             bid=worker_batch.bid,
             cache_miss_count=0,
         )
+
+    def _route(self, batch: Any, reqs: list[RolloutReq], experts_TLK: np.ndarray) -> None:
+        """While the requests still have their slots."""
+        assert self._routing is not None
+        self._routing.write(batch, experts_TLK)
+        for req, n in zip(reqs, batch.seq_lens, strict=False):
+            req.route(self._routing, self.req_to_token_pool.req_to_token[req.req_pool_idx, :n])
 
     def stream_output(self, reqs: list[RolloutReq], *_: Any, **__: Any) -> None:
         """Labels the step's new tokens and collects the requests that have ended. Called after every step."""

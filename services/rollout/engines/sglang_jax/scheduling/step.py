@@ -53,18 +53,19 @@ class FusedStep:
 
     def __call__(
         self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """int32[B] sampled tokens and float32[B] log-probabilities; B is the padded number of requests of `batch`.
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """int32[B] sampled tokens, float32[B] log-probabilities, and of a model with experts those that the tokens were
+        sent to, uint16[T, layers, k]; B and T are the padded numbers of requests and tokens of `batch`.
 
         `leaves` are weights to use instead of the serving ones.
         """
         runner = self._runner
         with jax.set_mesh(runner.mesh):
-            tokens, logprobs, pool = self._compiled(*self.arguments(batch, rows, leaves))
+            tokens, logprobs, experts, pool = self._compiled(*self.arguments(batch, rows, leaves))
         if runner.tp_size == 1 and isinstance(pool, list):
             pool = [jax.device_put(layer, runner.token_to_kv_pool.kv_sharding) for layer in pool]
         runner.memory_pools.replace_all(pool)
-        return jax.device_get((tokens, logprobs))
+        return jax.device_get((tokens, logprobs, experts))
 
     def arguments(
         self, batch: ModelWorkerBatch, rows: SamplingRows, leaves: list[jax.Array] | None = None
@@ -96,12 +97,15 @@ def compiled_step(mesh: jax.sharding.Mesh) -> Any:
         forward_batch: Any,
         metadata: Any,
         rows: tuple[Any, ...],
-    ) -> tuple[jax.Array, jax.Array, Any]:
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None, Any]:
         model = nnx.merge(model_def, jax.tree_util.tree_unflatten(state_def, leaves))
-        output, pool, *_ = model(forward_batch, memory_pools, metadata)
+        output, pool, _, experts = model(forward_batch, memory_pools, metadata)
         logits = jax.sharding.reshard(output.next_token_logits, NamedSharding(mesh, P()))
         tokens, logprobs = sample(logits, *rows)
-        return tokens, logprobs, pool
+        if experts is not None:
+            everywhere = NamedSharding(mesh, P())
+            experts = jnp.stack([jax.sharding.reshard(one, everywhere) for one in experts], axis=1).astype(jnp.uint16)
+        return tokens, logprobs, experts, pool
 
     return step
 

@@ -1,0 +1,62 @@
+"""Which experts of a mixture tokens were sent to: from the engine, through trajectories, to the trainer, which sends
+them to the same ones (R3, rollout routing replay: Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning
+Training and Inference Routers", 2025, arXiv 2510.11370).
+
+An array of them is [n, L, k]: of n positions, one after the other, the k experts in each of L layers, uint8 where there
+are at most 256 experts, else uint16. On the wire it is flat, beside its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shared.errors import DecodeError
+
+_DTYPES = (np.dtype("u1"), np.dtype("<u2"))
+_DIMENSIONS = 3
+
+
+class RoutingShape(NamedTuple):
+    """Of a model: `n_layers` with `n_experts` each, of which a token is sent to `per_token`."""
+
+    n_layers: int
+    n_experts: int
+    per_token: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest that holds every expert's number."""
+        return next(dtype for dtype in _DTYPES if self.n_experts <= np.iinfo(dtype).max + 1)
+
+    def check(self, routed: np.ndarray) -> None:
+        """Raises DecodeError for experts [n, L, k] that are not this model's, or twice the same of one token."""
+        if routed.shape[1:] != (self.n_layers, self.per_token):
+            raise DecodeError(
+                f"experts of {routed.shape[1]} layers, {routed.shape[2]} a token, where the model has {self.n_layers} "
+                f"and {self.per_token}"
+            )
+        if routed.size and int(routed.max()) >= self.n_experts:
+            raise DecodeError(f"expert {int(routed.max())} of a model with {self.n_experts}")
+        ordered = np.sort(routed, axis=-1)
+        if (ordered[..., 1:] == ordered[..., :-1]).any():
+            raise DecodeError("a token was sent to the same expert twice")
+
+
+def to_wire(routed: np.ndarray) -> dict[str, Any]:
+    """Of experts [n, L, k]."""
+    return {"shape": list(routed.shape), "ids": routed.reshape(-1)}
+
+
+def from_wire(value: Any) -> np.ndarray:
+    """[n, L, k] of what `to_wire` gave. Raises TypeError or ValueError."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected experts and their shape, got {type(value).__name__}")
+    shape, ids = value["shape"], value["ids"]
+    if not (isinstance(shape, list) and len(shape) == _DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)):
+        raise ValueError("the shape of the experts is none")
+    if not (isinstance(ids, np.ndarray) and ids.dtype in _DTYPES):
+        raise TypeError(f"expected an array of experts, got {type(ids).__name__}")
+    return ids.reshape(shape)
