@@ -16,7 +16,7 @@ import numpy as np
 from shared.errors import DecodeError
 
 _DTYPES = (np.dtype("u1"), np.dtype("<u2"))
-_DIMENSIONS = 3
+_DIMENSIONS, _MOST = 3, 2**31
 
 
 class RoutingShape(NamedTuple):
@@ -55,7 +55,9 @@ def from_wire(value: Any) -> np.ndarray:
     if not isinstance(value, Mapping):
         raise TypeError(f"expected experts and their shape, got {type(value).__name__}")
     shape, ids = value["shape"], value["ids"]
-    if not (isinstance(shape, list) and len(shape) == _DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)):
+    if not (
+        isinstance(shape, list) and len(shape) == _DIMENSIONS and all(type(n) is int and 0 <= n < _MOST for n in shape)
+    ):
         raise ValueError("the shape of the experts is none")
     if not (isinstance(ids, np.ndarray) and ids.dtype in _DTYPES):
         raise TypeError(f"expected an array of experts, got {type(ids).__name__}")

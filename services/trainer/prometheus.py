@@ -39,6 +39,12 @@ _SHARES = {
         "zero_variance_tokens": "sampled tokens whose group has equal rewards",
     }.items()
 }
+_ROUTING = Gauge(
+    "volley_trainer_routing_diff",
+    "Share of the layers, in the mean over tokens, whose experts are others than the trainer's choice; NaN without any"
+    " (of the last step)",
+    registry=REGISTRY,
+)
 _EPOCH = Gauge("volley_trainer_epoch", "Epoch of the trainer: how often one has begun on this run", registry=REGISTRY)
 _STEP = Gauge(
     "volley_trainer_step",
@@ -67,7 +73,7 @@ PART_SECONDS = Histogram(
     registry=REGISTRY,
 )
 
-for _gauge in (*_LAST.values(), *_SHARES.values()):
+for _gauge in (*_LAST.values(), *_SHARES.values(), _ROUTING):
     _gauge.set(math.nan)
 
 
@@ -76,6 +82,8 @@ def show(metrics: StepMetrics, epoch: int) -> None:
     for name, gauge in _LAST.items():
         value: Any = getattr(metrics, name)
         gauge.set(math.nan if value is None else value)
+    routing: Any = metrics.more.get("routing_diff")
+    _ROUTING.set(math.nan if routing is None else routing)
     _EPOCH.set(epoch)
     _STEP.set(metrics.step)
     _STEPS.inc()

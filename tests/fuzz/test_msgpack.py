@@ -20,6 +20,7 @@ from shared import codec
 from shared.errors import DecodeError
 from shared.queue.progress import TicketProgress
 from shared.queue.records import StreamEntry
+from shared.routing import RoutingShape
 from shared.types import Group, Trajectory, Turn, VersionSpan, WeightVersion
 from tests.fuzz.mutation import bombs, mutations
 
@@ -50,7 +51,11 @@ def trajectory(sample_index: int, n: int = 12) -> Trajectory:
     )
 
 
-SHOWN = dataclasses.replace(trajectory(1), teacher_logprobs=trajectory(1).logprobs * 2)
+SHOWN = dataclasses.replace(
+    trajectory(1),
+    teacher_logprobs=trajectory(1).logprobs * 2,
+    routed_experts=np.tile(np.array([3, 0, 5], np.uint8), (5, 2, 1)),
+)
 GROUP = Group(3, "frozen_lake", "train/7@63bfb0362518", (trajectory(0), SHOWN))
 CORPUS = [
     GROUP.encode(),
@@ -84,7 +89,7 @@ ODD: list[Any] = [
     b"xyz",
 ]
 ODD += [[], {}, [[]], {"a": 1}, {b"a": 1}]
-ODD += [np.zeros(n, dtype) for n in (0, 1, 12) for dtype in ("i4", "f4", "u1", "i8", "f8")]
+ODD += [np.zeros(n, dtype) for n in (0, 1, 12) for dtype in ("i4", "f4", "u1", "i8", "f8", "u2")]
 
 
 def clean(decode: Callable[[bytes], Any], body: bytes) -> Any:
@@ -96,9 +101,8 @@ def clean(decode: Callable[[bytes], Any], body: bytes) -> Any:
 
 
 def intake() -> GroupBuffer:
-    return GroupBuffer(
-        TicketProgress(), [(1, 0)], AdmissionRules("arrival", max_staleness=1, longest=64, vocab_size=512, group_size=4)
-    )
+    rules = AdmissionRules("arrival", 1, longest=64, vocab_size=512, group_size=4, routing=RoutingShape(2, 6, 3))
+    return GroupBuffer(TicketProgress(), [(1, 0)], rules)
 
 
 def rss() -> int:

@@ -66,6 +66,8 @@ KNOWN: dict[str, dict[str, list[Any]]] = {
         "rid": ["a", "b", "c"],
         "return_logprob": [True, True, False],
         "logprob_start_len": [0, 1, -1, 500],
+        "return_routed_experts": [True, False],
+        "routed_experts_start_len": [0, 2, -1, 500],
         "manifest": [
             *[FIRST] * 6,
             f"{FIRST}/manifest.json",

@@ -39,7 +39,9 @@ class Say:
 
 @dataclass
 class ScriptedEngine:
-    """Answers from a script, else from the sampling seed; raises what `failures` holds first."""
+    """Answers from a script, else from the sampling seed; raises what `failures` holds first. Experts that are asked
+    for are told with the number of the request, from 1 on, but not where that is in `tells_no_experts`.
+    """
 
     script: list[Say] = field(default_factory=list)
     version: WeightVersion | None = V0
@@ -51,6 +53,8 @@ class ScriptedEngine:
     params: list[Mapping[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     running: set[str] = field(default_factory=set)
+    routed_from: list[int | None] = field(default_factory=list)
+    tells_no_experts: set[int] = field(default_factory=set)
 
     async def generate(
         self,
@@ -62,6 +66,7 @@ class ScriptedEngine:
         routed_from: int | None = None,
     ) -> Generation:
         self.prompts.append(input_ids.copy())
+        self.routed_from.append(routed_from)
         self.params.append(sampling)
         self.running.add(rid)
         await asyncio.sleep(self.delay_s)
@@ -76,7 +81,11 @@ class ScriptedEngine:
         versions = say.versions or (str(self.version),)
         cuts = np.linspace(0, len(ids), len(versions) + 1).astype(int).tolist()
         spans = tuple(VersionSpan(v, a, b) for v, a, b in zip(versions, cuts, cuts[1:], strict=False) if b > a)
-        return Generation(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), spans, finish)
+        number, routed = len(self.prompts), None
+        if routed_from is not None and number not in self.tells_no_experts:
+            routed = np.full((len(input_ids) + len(ids) - 1 - routed_from, 2, 3), number, np.uint8)
+        logprobs = np.full(len(ids), -0.5, np.float32)
+        return Generation(np.array(ids, np.int32), logprobs, spans, finish, routed_experts=routed)
 
     async def abort(self, rid: str) -> None:
         self.aborted.append(rid)

@@ -13,6 +13,7 @@ from shared import codec
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.errors import Conflict, DecodeError, NotFound, ServiceUnreachable, Unavailable, problem
+from shared.routing import to_wire
 from shared.services_schema import Limits
 from shared.web.http import create_app
 from tests.support.asgi import served
@@ -85,6 +86,42 @@ async def test_a_broken_generation_makes_the_server_unavailable_and_is_never_dat
     async with rollout(answering(body)) as client:
         with pytest.raises(Unavailable, match=reason):
             await client.generate(IDS, PARAMS, "a")
+
+
+ROUTED = np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3)
+
+
+async def test_experts_come_from_the_position_that_was_asked_for():
+    seen = []
+    app = answering(changed(routed_experts=to_wire(ROUTED)))
+
+    @app.middleware("http")
+    async def note(request: Request, call_next):
+        seen.append(codec.unpack(await request.body()))
+        return await call_next(request)
+
+    async with rollout(app) as client:
+        found = await client.generate(IDS, PARAMS, "a", routed_from=2)
+    np.testing.assert_array_equal(found.routed_experts, ROUTED)
+    assert (seen[0]["return_routed_experts"], seen[0]["routed_experts_start_len"]) == (True, 2)
+    async with rollout(answering(GOOD)) as client:
+        assert (await client.generate(IDS, PARAMS, "a", routed_from=2)).routed_experts is None
+
+
+@pytest.mark.parametrize(
+    ("routed", "first", "reason"),
+    [
+        (to_wire(ROUTED), None, "experts of 5 positions where those of 0 were asked for"),
+        (to_wire(ROUTED), 1, "experts of 5 positions where those of 6 were asked for"),
+        (to_wire(ROUTED), 3, "experts of 5 positions where those of 4 were asked for"),
+        ({"shape": [5, 2, 4], "ids": ROUTED.reshape(-1)}, 2, "lacks or mistypes"),
+        ("AAAA", 2, "lacks or mistypes"),
+    ],
+)
+async def test_experts_of_other_positions_make_the_server_unavailable(routed, first, reason):
+    async with rollout(answering(changed(routed_experts=routed))) as client:
+        with pytest.raises(Unavailable, match=reason):
+            await client.generate(IDS, PARAMS, "a", routed_from=first)
 
 
 @asynccontextmanager

@@ -1,6 +1,7 @@
 """One episode, token by token: whatever the model and the environment do, the trajectory's invariants hold."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -317,3 +318,32 @@ def test_being_told_to_wait_costs_no_attempt():
     asyncio.run(runner_of(env, balancer).run(spec(), budget))
     assert budget.used == 0
     assert not balancer.servers[0].out
+
+
+@pytest.mark.parametrize("silent", [set(), {2}, {3}])
+def test_the_experts_of_a_position_are_those_of_the_first_request_that_told_them(silent):
+    """Three turns, and one of them cut in two parts: every position but the last has experts, from one request each."""
+    engine = ScriptedEngine([Say([60, 61], finish="abort"), Say([62, EOS])], tells_no_experts=silent)
+    env, bounds = ScriptedEnv(n_turns=3), BOUNDS
+    routed = replace(spec(), routing=True)
+    trajectory = asyncio.run(runner_of(env, balancer_of(engine), bounds).run(routed, TokenBudget(3)))
+    found, ends, asked = [], [], 0
+    for number, (prompt, said) in enumerate(zip(engine.prompts, engine.outputs, strict=True), start=1):
+        assert engine.routed_from[number - 1] == asked
+        if number not in silent:
+            asked = len(prompt) + len(said) - 1
+            found.append(number)
+            ends.append(asked)
+    assert trajectory.routed_experts is not None
+    assert len(engine.prompts) == 4
+    expected = np.repeat(found, np.diff([0, *ends]))
+    np.testing.assert_array_equal(
+        trajectory.routed_experts, np.broadcast_to(expected[:, None, None], (len(expected), 2, 3))
+    )
+    assert len(expected) == len(trajectory.token_ids) - 1
+
+
+def test_nobody_asks_for_experts_of_a_model_without_any():
+    engine = ScriptedEngine()
+    assert play(ScriptedEnv(n_turns=2), engine).routed_experts is None
+    assert engine.routed_from == [None, None]

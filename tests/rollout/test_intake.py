@@ -153,6 +153,7 @@ def test_given_tokens_are_scored_from_the_position_asked_for() -> None:
         ({"sampling_params": {"max_new_tokens": 0, "temperature": 0.7}}, "scored at temperature 1"),
         ({"sampling_params": {"max_new_tokens": 0, "regex": "a"}}, "regex"),
         ({"lora_path": "x"}, "lora_path"),
+        ({"return_routed_experts": True}, "experts are told of what is sampled"),
     ],
 )
 def test_a_wrong_request_for_scores_is_named(changed: dict[str, Any], named: str) -> None:
@@ -166,6 +167,18 @@ def test_log_probabilities_are_asked_for_with_a_boolean() -> None:
     for value in (7, 0, 1, "true", [], {}):
         with pytest.raises(InputError, match="return_logprob must be true or false"):
             wants_logprobs({"return_logprob": value})
+
+
+def test_experts_are_asked_for_from_a_position_of_the_prompt() -> None:
+    def asked(**fields: Any) -> int | None:
+        return generate_request({"input_ids": [1, 2], **fields}, INFO).routed_from
+
+    assert (asked(), asked(return_routed_experts=False, routed_experts_start_len=1)) == (None, None)
+    found = [asked(return_routed_experts=True, routed_experts_start_len=start) for start in (None, 0, 2)]
+    assert found == [0, 0, 2]
+    for wrong in ({"routed_experts_start_len": 3}, {"routed_experts_start_len": -1}, {"return_routed_experts": 1}):
+        with pytest.raises(InputError, match=r"^(return_routed_experts|routed_experts_start_len) must be"):
+            asked(**wrong)
 
 
 def test_a_long_wrong_value_is_named_in_short() -> None:

@@ -87,25 +87,54 @@ def _mlp(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, keep: Round) -> n
     return keep(keep(gate / (1 + np.exp(-gate)) * up) @ w[prefix + "down_proj.weight"].T)
 
 
-def _experts(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Config, keep: Round) -> np.ndarray:
-    """A token's most probable experts, by their probabilities."""
-    probabilities, out = _softmax(x @ w[prefix + "gate.weight"].T), np.zeros_like(x)
-    for token, of in enumerate(probabilities):
-        chosen = np.argsort(-of, kind="stable")[: config["num_experts_per_tok"]]
+def router(x: np.ndarray, kernel: np.ndarray, n_chosen: int) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities [T, E] of hidden states [T, D] by the router [E, D], and the most probable experts [T, k]."""
+    probabilities = _softmax(x @ kernel.T)
+    return probabilities, np.argsort(-probabilities, axis=-1, kind="stable")[:, :n_chosen]
+
+
+def _experts(
+    x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Config, keep: Round, routed: list[np.ndarray]
+) -> np.ndarray:
+    """A token's most probable experts, by their probabilities; they are added to `routed`."""
+    probabilities, most_probable = router(x, w[prefix + "gate.weight"], config["num_experts_per_tok"])
+    routed.append(most_probable)
+    return keep(
+        mixed(x, probabilities, most_probable, lambda i, one: _mlp(one, w, f"{prefix}experts.{i}.", keep), config)
+    )
+
+
+def mixed(
+    x: np.ndarray,
+    probabilities: np.ndarray,
+    experts: np.ndarray,
+    of_expert: Callable[[int, np.ndarray], np.ndarray],
+    config: Config,
+) -> np.ndarray:
+    """[T, D]: what the experts [T, k] make of each token, by their probabilities [T, E]."""
+    out = np.zeros_like(x)
+    for token, (of, chosen) in enumerate(zip(probabilities, experts, strict=True)):
         total = of[chosen].sum() if config["norm_topk_prob"] else 1.0
         for i in chosen:
-            out[token] += _mlp(x[token], w, f"{prefix}experts.{i}.", keep) * of[i] / total
-    return keep(out)
+            out[token] += of_expert(i, x[token]) * of[i] / total
+    return out
 
 
-def logits(weights: Weights, config: Config, ids: Sequence[int], keep: Round = _exact) -> np.ndarray:
-    """float64[T, vocabulary]: the scores of the next token after every prefix of `ids`.
+def logits(
+    weights: Weights,
+    config: Config,
+    ids: Sequence[int],
+    keep: Round = _exact,
+    routed: list[np.ndarray] | None = None,
+) -> np.ndarray:
+    """float64[T, vocabulary]: the scores of the next token after every prefix of `ids`. To `routed` the experts [T, k]
+    of each layer are added.
 
     Weights and what one operation hands to the next are rounded by `keep`: with `bfloat16`, as in a model of that
     dtype.
     """
     w = {name: keep(np.asarray(value, np.float64)) for name, value in weights.items()}
-    eps = config["rms_norm_eps"]
+    eps, routed = config["rms_norm_eps"], [] if routed is None else routed
     x = w["model.embed_tokens.weight"][np.asarray(ids)]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
@@ -117,7 +146,7 @@ def logits(weights: Weights, config: Config, ids: Sequence[int], keep: Round = _
         )
         normed = keep(_rms(x, w[prefix + "post_attention_layernorm.weight"], eps))
         if prefix + "mlp.gate.weight" in w:
-            x = keep(x + _experts(normed, w, prefix + "mlp.", config, keep))
+            x = keep(x + _experts(normed, w, prefix + "mlp.", config, keep, routed))
         else:
             x = keep(x + _mlp(normed, w, prefix + "mlp.", keep))
     head = w["model.embed_tokens.weight"] if config["tie_word_embeddings"] else w["lm_head.weight"]
