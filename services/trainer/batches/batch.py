@@ -37,9 +37,9 @@ class Batch:
     sequences are packed; `packing` says where these lie, and is None of the former. reference, old: float32 [B, T]
     log-probabilities of the reference model and of the policy at the start of the step; values, returns: float32
     [B, T], what the critic expected before the token at the start of the step, and what it should have. None where the
-    objective does not need them. routed: int32 [B, T, L, k], the experts that the engine has sent the token at t to in
-    each layer, -1 where they are not known; None where they are of no token of the step. What several sequences begin
-    with, packed, is sent to those of the last one.
+    objective does not need them. routed: int16 or int32 [B, T, L, k], the experts that the engine has sent the token at
+    t to in each layer, -1 where they are not known; None where they are of no token of the step. What several sequences
+    begin with, packed, is sent to those of the last one.
     """
 
     ids: np.ndarray
@@ -230,13 +230,11 @@ def efficiency(parts: Sequence[MicroBatch]) -> dict[str, float]:
 def assembled(rows: Sequence[Row], weights: np.ndarray, parts: Sequence[MicroBatch], pad_id: int) -> list[Batch]:
     """The sequences in their places; each token has its sequence's weight [N]."""
     has = tuple(name for name in _OPTIONAL if rows and getattr(rows[0], name) is not None)
-    sizes = next((row.routed.shape[1:] for row in rows if row.routed is not None), None)
     made = [_assemble(rows, weights, part, pad_id, has) for part in parts]
-    return (
-        made
-        if sizes is None
-        else [replace(b, routed=_routed(rows, p, sizes)) for b, p in zip(made, parts, strict=True)]
-    )
+    like = next((row.routed for row in rows if row.routed is not None), None)
+    if like is None:
+        return made
+    return [replace(batch, routed=_routed(rows, part, like)) for batch, part in zip(made, parts, strict=True)]
 
 
 def _assemble(rows: Sequence[Row], weights: np.ndarray, part: MicroBatch, pad_id: int, has: Sequence[str]) -> Batch:
@@ -274,9 +272,9 @@ def _table(rows: Sequence[Row], name: str, part: MicroBatch) -> np.ndarray:
     return made
 
 
-def _routed(rows: Sequence[Row], part: MicroBatch, sizes: tuple[int, ...]) -> np.ndarray:
-    """int32 [B, T, *sizes]."""
-    made = np.full((*part.shape, *sizes), -1, np.int32)
+def _routed(rows: Sequence[Row], part: MicroBatch, like: np.ndarray) -> np.ndarray:
+    """[B, T, L, k] of experts `like` [n, L, k], of the smallest dtype that also holds -1."""
+    made = np.full((*part.shape, *like.shape[1:]), -1, np.result_type(like.dtype, np.int8))
     for place in part.places:
         known = rows[place.sequence].routed
         if known is not None:

@@ -107,8 +107,22 @@ class GroupBuffer:
 
     async def receive(self, entries: Sequence[StreamEntry]) -> list[DroppedGroup]:
         """`offer` for each, in their order; large groups are decoded beside the event loop. Those that were dropped."""
-        groups = [await by_size(len(e.payload), lambda e=e: read(e)) if self._is_read(e) else None for e in entries]
+        groups = [
+            await by_size(len(e.payload), lambda e=e: self._decoded(e)) if self._is_read(e) else None for e in entries
+        ]
         return [dropped for dropped in map(self.offer, entries, groups) if dropped is not None]
+
+    def _decoded(self, entry: StreamEntry) -> Group | DecodeError:
+        """The group of an entry, or why it is none of this model; large ones take a while."""
+        try:
+            group = Group.decode(entry.payload)
+            for routed in (t.routed_experts for t in group.trajectories if t.routed_experts is not None):
+                if self._rules.routing is None:
+                    raise DecodeError("an episode comes with experts, and the model has none")
+                self._rules.routing.check(routed)
+        except DecodeError as error:
+            return error
+        return group
 
     def _is_read(self, entry: StreamEntry) -> bool:
         """Whether what it holds counts. What may have killed its readers is not looked at."""
@@ -118,8 +132,8 @@ class GroupBuffer:
         return self.progress.is_finished(entry.ticket) or entry.ticket in self._waiting
 
     def offer(self, entry: StreamEntry, group: Group | DecodeError | None = None) -> DroppedGroup | None:
-        """Takes an entry in; a `DroppedGroup` if its ticket ends here and now. `group`: what `read` made of it, if it
-        was read.
+        """Takes an entry in; a `DroppedGroup` if its ticket ends here and now. `group`: what `_decoded` made of
+        it, if it was read.
         """
         self.highest = max(self.highest, entry.ticket)
         if self._is_known(entry):
@@ -127,7 +141,7 @@ class GroupBuffer:
         if not self._is_read(entry):
             return self._drop(entry, "poison", f"{entry.deliveries - 1} trainers ended while they held it")
         try:
-            group = read(entry) if group is None else group
+            group = self._decoded(entry) if group is None else group
             if isinstance(group, DecodeError):
                 raise group
             self._check(group, entry)
@@ -226,10 +240,6 @@ class GroupBuffer:
                 )
             if int(trajectory.token_ids.max()) >= self._rules.vocab_size:
                 raise DecodeError(f"token id {int(trajectory.token_ids.max())} is outside the vocabulary")
-            if trajectory.routed_experts is not None:
-                if self._rules.routing is None:
-                    raise DecodeError("an episode comes with experts, and the model has none")
-                self._rules.routing.check(trajectory.routed_experts)
             if self._rules.has_teacher and trajectory.teacher_logprobs is None:
                 raise DecodeError("an episode comes without its teacher's log-probabilities")
 
@@ -245,14 +255,6 @@ class GroupBuffer:
         if rule is not None:
             self.n_filtered[rule] += 1
         return DroppedGroup(entry, reason, detail, versions, rule)
-
-
-def read(entry: StreamEntry) -> Group | DecodeError:
-    """The group of an entry, or why it is none."""
-    try:
-        return Group.decode(entry.payload)
-    except DecodeError as error:
-        return error
 
 
 def ready_group(group: Group, payload: bytes, entry_id: str) -> ReadyGroup:

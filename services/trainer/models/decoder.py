@@ -46,7 +46,7 @@ def routed_states(
     own choice, 0 without `routed`.
 
     Args:
-        routed: int32 [B, T, L, k], the experts in each layer that tokens are sent to, -1 where the router chooses.
+        routed: int [B, T, L, k], the experts in each layer that tokens are sent to, -1 where the router chooses.
     """
     angles = attention.positions(ids, packing)[..., None].astype(jnp.float32)
     angles = (angles * np.float32(model.described.rope_frequencies()))[:, :, None]

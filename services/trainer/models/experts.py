@@ -18,7 +18,7 @@ def mixed(mlp: Any, x: jax.Array, given: jax.Array | None = None) -> tuple[jax.A
 
     Args:
         mlp: Tunix's MoELayer, with `norm_topk_prob`: its router [D, E], and gate, up [E, D, F] and down [E, F, D].
-        given: int32 [B, T, k], the experts that a token is sent to, in any order, and -1 where the router chooses.
+        given: int [B, T, k], the experts that a token is sent to, in any order, and -1 where the router chooses.
             Their weights are its probabilities of them all the same, with their gradient (see shared.routing).
 
     Every expert is computed for every token, one after the other, and keeps nothing for the backward pass: the memory

@@ -51,7 +51,9 @@ class RolloutReq(Req):
         self.top_k: int = message["top_k"] if message["top_k"] > 0 else _ALL
         self.spans: list[tuple[str, int]] = []
         self._labelled = 0
-        self._routed_from: int | None = message["routed_from"]
+        self._routed_to: int | None = message[
+            "routed_from"
+        ]  # the first position whose experts are wanted and not known
         self._routed: list[np.ndarray] = []
 
     def fill_row(self, rows: SamplingRows, i: int) -> None:
@@ -74,10 +76,9 @@ class RolloutReq(Req):
         """Notes the experts of its positions, whose `slots` are int [n], as far as they are wanted and not known yet:
         what is computed again, by later weights, changes nothing.
         """
-        if self._routed_from is not None:
-            known = self._routed_from + sum(map(len, self._routed))
-            if known < len(slots):
-                self._routed.append(pool.of(slots[known:]))
+        if self._routed_to is not None and self._routed_to < len(slots):
+            self._routed.append(pool.of(slots[self._routed_to :]))
+            self._routed_to = len(slots)
 
     def result(self) -> Message:
         routed = {"routed_experts": to_wire(np.concatenate(self._routed))} if self._routed else {}
