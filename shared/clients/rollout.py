@@ -87,7 +87,8 @@ class RolloutClient(HttpClient):
             generation = _generation(answer, len(input_ids))
             _check(generation, limit)
             if generation.routed_experts is not None:
-                _check_routed(generation, len(input_ids), routed_from)
+                n_sampled = len(generation.output_ids)
+                _check_routed(len(generation.routed_experts), len(input_ids), n_sampled, routed_from)
         except DecodeError as error:
             raise Unavailable(f"{self.base_url} answered no generation: {error.detail}") from error
         return generation
@@ -188,12 +189,10 @@ def _check(generation: Generation, max_new_tokens: int) -> None:
         raise DecodeError(f"the version spans cover {end} of {n} tokens")
 
 
-def _check_routed(generation: Generation, n_prompt: int, first: int | None) -> None:
-    """A request that was aborted before its first token has those that were computed."""
-    n_sampled, n = (
-        len(generation.output_ids),
-        0 if generation.routed_experts is None else len(generation.routed_experts),
-    )
+def _check_routed(n: int, n_prompt: int, n_sampled: int, first: int | None) -> None:
+    """Of how many positions there are experts. A request that was aborted before its first token tells those that were
+    computed.
+    """
     expected = 0 if first is None else n_prompt + n_sampled - 1 - first
     if n > expected or (n < expected and n_sampled):
         raise DecodeError(f"experts of {n} positions where those of {expected} were asked for")

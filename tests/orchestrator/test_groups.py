@@ -1,6 +1,7 @@
 """Groups: complete or failed; a failure of the infrastructure is dispatched again and never becomes a reward."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -24,6 +25,14 @@ async def test_a_group_has_all_siblings_of_one_task_and_survives_the_wire():
     assert [t.sample_index for t in again.trajectories] == [0, 1, 2, 3]
     assert len({t.task for t in again.trajectories}) == 1
     assert len({t.token_ids.tobytes() for t in again.trajectories}) == 4
+
+
+async def test_every_sibling_has_its_experts_where_they_are_wanted():
+    engine = ScriptedEngine()
+    dispatcher = dispatcher_of(ScriptedEnv(), balancer_of(engine))
+    group = await run_group(dispatcher, replace(plan(4), routing=True), 1, NEED)
+    again = Group.decode(group.encode()).trajectories
+    assert [len(t.routed_experts) for t in again] == [len(t.token_ids) - 1 for t in again]
 
 
 async def test_siblings_run_at_once():
