@@ -23,7 +23,7 @@ from shared.models.rope import Llama3Scaling, number, shown
 from shared.routing import RoutingShape
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
-_SUPPORTED = f"supported are {NAMES}: silu, no sliding window, no quantization"
+_SUPPORTED = f"supported are {NAMES}: no quantization, and a sliding window in Gemma 2 alone"
 _REQUIRED = {
     "vocab_size": 1 << 24,
     "hidden_size": 1 << 18,
@@ -53,7 +53,10 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pruned_heads": (None, {}),
     "auto_map": (None,),
 }
-_SPELLED = ("model_type", "rope_scaling", "eos_token_ids", "experts")
+_GEMMA2_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+_GEMMA2_SIZES = {"query_pre_attn_scalar": 256, "sliding_window": 4096}
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_SPELLED = ("model_type", "rope_scaling", "eos_token_ids", "experts", "gemma2")
 _NOT_COMPUTED = ("max_position_embeddings", "initializer_range", "eos_token_ids")
 
 
@@ -67,6 +70,34 @@ class Experts:
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gemma2:
+    """What Gemma 2 computes beside what all do, under the names of a config.json.
+
+    Scores of attention are divided by √query_pre_attn_scalar. In the layers whose type is `sliding_attention` a token
+    sees the `sliding_window` last ones, itself among them. A soft cap c makes c · tanh(x / c) of scores, or of logits;
+    None: there is none.
+    """
+
+    query_pre_attn_scalar: int
+    sliding_window: int
+    layer_types: tuple[str, ...]
+    attn_logit_softcapping: float | None
+    final_logit_softcapping: float | None
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens one sees in this layer; None: all before it."""
+        return self.sliding_window if self._kind(layer) == _SLIDING else None
+
+    def to_hf(self, n_layers: int) -> dict[str, Any]:
+        """Of a model of so many layers."""
+        return asdict(self) | {"layer_types": [self._kind(layer) for layer in range(n_layers)]}
+
+    def _kind(self, layer: int) -> str:
+        """Of more layers than are named they repeat."""
+        return self.layer_types[layer % len(self.layer_types)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +124,7 @@ class ModelConfig:
     initializer_range: float
     eos_token_ids: tuple[int, ...]
     experts: Experts | None = None
+    gemma2: Gemma2 | None = None
 
     @property
     def routing(self) -> RoutingShape | None:
@@ -139,12 +171,13 @@ class ModelConfig:
             rms_norm_eps=number(given.get("rms_norm_eps", _DEFAULT_EPS), "rms_norm_eps", where, 1.0),
             rope_theta=theta,
             rope_scaling=scaling,
-            tie_word_embeddings=_boolean(given.get("tie_word_embeddings", False), "tie_word_embeddings", where),
+            tie_word_embeddings=_boolean(given.get("tie_word_embeddings", family.gemma2), "tie_word_embeddings", where),
             initializer_range=number(
                 given.get("initializer_range", _DEFAULT_INITIALIZER_RANGE), "initializer_range", where, 100.0
             ),
             eos_token_ids=tuple(sorted({*_eos_of(given, where), *more_eos})),
             experts=_experts(given, where) if family.experts else None,
+            gemma2=_gemma2(given, where) if family.gemma2 else None,
         )
         _check_together(found, given, where)
         return found
@@ -153,11 +186,21 @@ class ModelConfig:
         """A config.json that every version of transformers reads as this: θ at the top, nothing left to a default."""
         named = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _SPELLED}
         eos, family = list(self.eos_token_ids), self.family
-        constant = {"architectures": [family.architecture], "model_type": self.model_type, "hidden_act": "silu"}
+        constant = {
+            "architectures": [family.architecture],
+            "model_type": self.model_type,
+            "hidden_act": family.activation,
+        }
         scaling = {} if self.rope_scaling is None else {"rope_scaling": self.rope_scaling.to_hf()}
         experts = {} if self.experts is None else asdict(self.experts)
-        written = {**family.written, **experts, "attention_dropout": 0.0, "eos_token_id": eos or None}
+        gemma2 = {} if self.gemma2 is None else self.gemma2.to_hf(self.num_hidden_layers)
+        written = {**family.written, **experts, **gemma2, "attention_dropout": 0.0, "eos_token_id": eos or None}
         return constant | named | scaling | written
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """c of the logits c · tanh(x / c); None: they are x."""
+        return None if self.gemma2 is None else self.gemma2.final_logit_softcapping
 
     @property
     def family(self) -> Family:
@@ -233,13 +276,23 @@ def _experts(given: Mapping[str, Any], where: str) -> Experts:
     return Experts(n, per_tok, inner, _boolean(given.get("norm_topk_prob", False), "norm_topk_prob", where))
 
 
+def _gemma2(given: Mapping[str, Any], where: str) -> Gemma2:
+    """Raises ConfigError. Layers slide in turn, from the first on, where it is not said which do."""
+    layers = given.get("layer_types") or [_SLIDING if i % 2 == 0 else _FULL for i in range(given["num_hidden_layers"])]
+    caps = {key: given.get(key, default) for key, default in _GEMMA2_CAPS.items()}
+    scores, logits = (None if cap is None else number(cap, key, where, 1e6) for key, cap in caps.items())
+    scalar, window = (_size(given.get(key, default), key, where, 1 << 30) for key, default in _GEMMA2_SIZES.items())
+    return Gemma2(scalar, window, tuple(layers), scores, logits)
+
+
 def _refuse_unsupported(raw: Mapping[str, Any], family: Family, where: str) -> None:
     for key, neutral in {**_NEUTRAL, **family.neutral}.items():
         value = raw.get(key, neutral[0])
-        if not any(type(value) is type(one) and value == one for one in neutral):
+        computed = family.gemma2 and key in _GEMMA2_CAPS
+        if not computed and not any(type(value) is type(one) and value == one for one in neutral):
             raise _unsupported(key, value, where)
-    layers = raw.get("layer_types")
-    if layers is not None and layers != ["full_attention"] * len(layers if isinstance(layers, list) else ()):
+    layers, kinds = raw.get("layer_types"), (_FULL, _SLIDING) if family.gemma2 else (_FULL,)
+    if layers is not None and not (isinstance(layers, list) and all(one in kinds for one in cast(list[Any], layers))):
         raise _unsupported("layer_types", layers, where)
 
 

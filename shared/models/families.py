@@ -23,6 +23,9 @@ class Family:
         qk_norm: queries and keys are normalized by head.
         llama3_rope: `rope_type` "llama3" is computed.
         experts: every layer's feed-forward part is a mixture of experts.
+        gemma2: embeddings are scaled by √hidden_size and always tied, norms multiply by 1 + weight, and what attention
+            and feed-forward part give is normalized too; what its numbers are says `config.Gemma2`.
+        activation: of the feed-forward part.
     """
 
     architecture: str
@@ -33,6 +36,8 @@ class Family:
     qk_norm: bool = False
     llama3_rope: bool = False
     experts: bool = False
+    gemma2: bool = False
+    activation: str = "silu"
 
 
 # Defaults are those of the configuration classes of transformers 4.51 to 5.12.
@@ -76,8 +81,23 @@ FAMILIES: Mapping[str, Family] = {
         written={"attention_bias": False, "mlp_bias": False},
         llama3_rope=True,
     ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        defaults={"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192},
+        neutral={
+            "hidden_act": ("gelu_pytorch_tanh",),
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "attention_bias": (False,),
+            "tie_word_embeddings": (True,),
+            "use_bidirectional_attention": (None, False),
+        },
+        written={"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"},
+        gemma2=True,
+        activation="gelu_pytorch_tanh",
+    ),
 }
 NAMES = (
-    "dense Qwen3 (model_type qwen3), Qwen3-MoE (qwen3_moe), Qwen2 and 2.5 (qwen2), Llama 2 and 3 with SmolLM2 (llama)"
+    "dense Qwen3 (model_type qwen3), Qwen3-MoE (qwen3_moe), Qwen2 and 2.5 (qwen2), Llama 2 and 3 with SmolLM2 (llama),"
+    " Gemma 2 (gemma2)"
 )
 """For sentences."""

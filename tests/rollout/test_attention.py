@@ -1,6 +1,7 @@
 """Block attention against a plain float64 softmax, and float32 logits against the engine's rounding."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +16,28 @@ HEADS, KV, DIM, SLOTS = 4, 2, 128, 700
 rng = np.random.default_rng(0)
 
 
-def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, first: int, scale: float) -> np.ndarray:
+def reference(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    first: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> np.ndarray:
     """q: [n, H, D] at positions first…; k, v: [len, K, D]."""
     k, v = (np.repeat(x.astype(float), HEADS // KV, 1) for x in (k, v))
     scores = np.einsum("qhd,khd->hqk", q.astype(float), k) * scale
-    scores = np.where(np.arange(len(k))[None, None] <= (first + np.arange(len(q)))[None, :, None], scores, -np.inf)
+    scores = softcap * np.tanh(scores / softcap) if softcap else scores
+    ago = first + np.arange(len(q))[:, None] - np.arange(len(k))
+    scores = np.where((ago >= 0) & (ago < (window or len(k))), scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return np.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdims=True), v)
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 7, "softcap": 0.8}, {"window": 100}, {"softcap": 3.0}])
 @pytest.mark.parametrize("block_q", [1, 16])
-def test_ragged_requests_attend_to_their_own_past(block_q: int) -> None:
+def test_ragged_requests_attend_to_their_own_past(block_q: int, options: dict[str, Any]) -> None:
     """Lengths around the sizes of blocks, shared slots (a cached prefix), and padding."""
     seq_lens = np.array([1, 63, 64, 65, 200, 16, 0, 0], np.int32)
     query_lens = np.minimum(seq_lens, 1) if block_q == 1 else np.array([1, 63, 5, 33, 17, 16, 0, 0], np.int32)
@@ -45,6 +57,7 @@ def test_ragged_requests_attend_to_their_own_past(block_q: int) -> None:
         kv_heads=KV,
         scale=DIM**-0.5,
         block_q=block_q,
+        **options,
     )
     assert np.isfinite(out).all()
     at = 0
@@ -52,7 +65,9 @@ def test_ragged_requests_attend_to_their_own_past(block_q: int) -> None:
         if n:
             keys, values = pool[where, ::2], pool[where, 1::2]
             np.testing.assert_allclose(
-                out[at : at + n], reference(q[at : at + n], keys, values, length - n, DIM**-0.5), atol=2e-5
+                out[at : at + n],
+                reference(q[at : at + n], keys, values, length - n, DIM**-0.5, **options),
+                atol=2e-5,
             )
         at += n
 

@@ -10,9 +10,10 @@ import pytest
 
 from shared.errors import ConfigError
 from shared.models import names
-from shared.models.config import Experts, ModelConfig
+from shared.models.config import Experts, Gemma2, ModelConfig
 from tests.support import decoder_reference, families, models
 
+GEMMA = families.case("gemma2").written
 LLAMA = families.case("llama-scaled").written
 MOE = families.case("qwen3-moe").written
 QWEN2 = families.case("qwen2").written
@@ -96,6 +97,47 @@ def test_experts_are_read_from_both_spellings_and_refused_where_they_are_not_com
             ModelConfig.parse(MOE | change)
 
 
+def test_gemma_2_as_it_is_published() -> None:
+    """The config.json of google/gemma-2-2b-it; defaults are those of `Gemma2Config()` of transformers 4.57 and 5.23."""
+    published = {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0,
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "eos_token_id": [1, 107],
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304,
+        "initializer_range": 0.02,
+        "intermediate_size": 9216,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma2",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 256000,
+    }
+    model = ModelConfig.parse(published)
+    assert model.gemma2 == Gemma2(256, 4096, ("sliding_attention", "full_attention") * 13, 50.0, 30.0)
+    assert model.tie_word_embeddings
+    assert [model.gemma2.window(layer) for layer in (0, 1, 25)] == [4096, None, None]
+    few = {k: v for k, v in published.items() if k in ("model_type", "eos_token_id") or k.endswith("size")}
+    sizes = {"num_hidden_layers": 26, "num_attention_heads": 8}
+    assert ModelConfig.parse(few | sizes) == model
+    assert model.difference(ModelConfig.parse(published | {"attn_logit_softcapping": None})) == "gemma2"
+
+
 def test_smollm2_as_it_is_published() -> None:
     published = {
         "architectures": ["LlamaForCausalLM"],
@@ -150,7 +192,7 @@ def test_llamas_scaling_is_read_from_every_spelling() -> None:
         (LLAMA, {"attention_bias": True}, "attention_bias=True"),
         (LLAMA, {"mlp_bias": True}, "mlp_bias=True"),
         (LLAMA, {"architectures": ["MistralForCausalLM"]}, "is not that of model_type='llama'"),
-        (LLAMA, {"model_type": "gemma2"}, "model_type='gemma2' is not supported (supported are dense Qwen3"),
+        (LLAMA, {"model_type": "gemma3_text"}, "model_type='gemma3_text' is not supported (supported are dense Qwen3"),
         (LLAMA, {"model_type": ["llama"]}, "model_type=['llama']"),
         (LLAMA, {"hidden_size": 33, "head_dim": None}, "hidden_size=33 is no multiple of num_attention_heads=4"),
         (LLAMA, {"rope_parameters": SCALED | {"factor": 0}}, "rope_parameters.factor is 0"),
@@ -162,6 +204,16 @@ def test_llamas_scaling_is_read_from_every_spelling() -> None:
         (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn'"),
         (QWEN2, {"rope_parameters": SCALED}, "rope_parameters.rope_type='llama3'"),
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window=True"),
+        (QWEN2, {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types=['sliding_attention'"),
+        (LLAMA, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        (GEMMA, {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        (GEMMA, {"tie_word_embeddings": False}, "tie_word_embeddings=False"),
+        (GEMMA, {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        (GEMMA, {"layer_types": ["sliding_attention", "chunked_attention"]}, "layer_types="),
+        (GEMMA, {"layer_types": ["sliding_attention"]}, "layer_types has 1 entries, num_hidden_layers is 2"),
+        (GEMMA, {"sliding_window": None}, "sliding_window is None"),
+        (GEMMA, {"query_pre_attn_scalar": 24.5}, "query_pre_attn_scalar is 24.5"),
+        (GEMMA, {"final_logit_softcapping": 0.0}, "final_logit_softcapping is 0.0"),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(config: dict[str, Any], change: dict[str, Any], named: str) -> None:

@@ -1,6 +1,6 @@
-"""Independent float64 numpy forward of Hugging Face's Qwen3, Qwen3-MoE, Qwen2 and Llama, written from the papers'
-equations and config.json only. Which of them it is, the weights say: norms of queries and keys, biases, or routers to
-experts.
+"""Independent float64 numpy forward of Hugging Face's Qwen3, Qwen3-MoE, Qwen2, Llama and Gemma 2, written from the
+papers' equations and config.json only. Which of them it is, the weights say: norms of queries and keys, biases, routers
+to experts, or norms on both sides of the feed-forward part.
 
 Weights are a flat dict with Hugging Face's names and orientation ([out, in] for linear layers). Nothing here imports
 JAX, so an error in the engine or in the trainer cannot hide in a shared primitive.
@@ -65,7 +65,14 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def _attention(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Config, keep: Round) -> np.ndarray:
+def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
+def _attention(
+    x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Config, keep: Round, window: int | None = None
+) -> np.ndarray:
+    """With a `window` a token sees so many, itself among them."""
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     frequencies, eps, length = _frequencies(config), config["rms_norm_eps"], len(x)
     q, k, v = (
@@ -76,15 +83,38 @@ def _attention(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, config: Con
         q, k = (keep(_rms(t, w[f"{prefix}{n}_norm.weight"], eps)) for n, t in (("q", q), ("k", k)))
     q, k = keep(_rope(q, frequencies)), keep(_rope(k, frequencies))
     k, v = (np.repeat(t, heads // kv_heads, axis=1) for t in (k, v))
-    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim)
-    scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(config.get("query_pre_attn_scalar", dim))
+    seen = np.tril(np.ones((length, length), bool))
+    seen &= ~np.tril(seen, -(window or length))
+    scores = np.where(seen, _capped(scores, config.get("attn_logit_softcapping")), -np.inf)
     out = keep(np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(length, heads * dim))
     return keep(out @ w[prefix + "o_proj.weight"].T)
 
 
-def _mlp(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, keep: Round) -> np.ndarray:
+def _silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def _gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def _mlp(x: np.ndarray, w: dict[str, np.ndarray], prefix: str, keep: Round, activation: Round = _silu) -> np.ndarray:
     gate, up = keep(x @ w[prefix + "gate_proj.weight"].T), keep(x @ w[prefix + "up_proj.weight"].T)
-    return keep(keep(gate / (1 + np.exp(-gate)) * up) @ w[prefix + "down_proj.weight"].T)
+    return keep(keep(activation(gate) * up) @ w[prefix + "down_proj.weight"].T)
+
+
+def _gemma2_layer(x: np.ndarray, w: dict[str, np.ndarray], layer: int, config: Config, keep: Round) -> np.ndarray:
+    prefix, eps = f"model.layers.{layer}.", config["rms_norm_eps"]
+    window = config["sliding_window"] if config["layer_types"][layer] == "sliding_attention" else None
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return keep(_rms(x, 1 + w[f"{prefix}{name}_layernorm.weight"], eps))
+
+    attended = _attention(norm(x, "input"), w, prefix + "self_attn.", config, keep, window)
+    x = keep(x + norm(attended, "post_attention"))
+    fed = _mlp(norm(x, "pre_feedforward"), w, prefix + "mlp.", keep, _gelu)
+    return keep(x + norm(fed, "post_feedforward"))
 
 
 def router(x: np.ndarray, kernel: np.ndarray, n_chosen: int) -> tuple[np.ndarray, np.ndarray]:
@@ -135,9 +165,15 @@ def logits(
     """
     w = {name: keep(np.asarray(value, np.float64)) for name, value in weights.items()}
     eps, routed = config["rms_norm_eps"], [] if routed is None else routed
+    gemma = "model.layers.0.pre_feedforward_layernorm.weight" in w
     x = w["model.embed_tokens.weight"][np.asarray(ids)]
+    if gemma:
+        x = keep(x * keep(np.sqrt(np.float64(x.shape[-1]))))
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
+        if gemma:
+            x = _gemma2_layer(x, w, layer, config, keep)
+            continue
         x = keep(
             x
             + _attention(
@@ -150,7 +186,8 @@ def logits(
         else:
             x = keep(x + _mlp(normed, w, prefix + "mlp.", keep))
     head = w["model.embed_tokens.weight"] if config["tie_word_embeddings"] else w["lm_head.weight"]
-    return keep(_rms(x, w["model.norm.weight"], eps)) @ head.T
+    gain = w["model.norm.weight"] + (1 if gemma else 0)
+    return _capped(keep(_rms(x, gain, eps)) @ head.T, config.get("final_logit_softcapping"))
 
 
 def log_softmax(scores: np.ndarray, temperature: float = 1.0) -> np.ndarray:

@@ -51,7 +51,9 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Weights:
     def normal(*shape: int, scale: float = 0.08) -> np.ndarray:
         return (rng.standard_normal(shape) * scale).astype(np.float32)
 
-    weights = {"model.embed_tokens.weight": normal(vocab, dim, scale=0.3), "model.norm.weight": 1 + normal(dim)}
+    gemma = config["model_type"] == "gemma2"
+    about = 0 if gemma else 1  # norms multiply by 1 + weight there
+    weights = {"model.embed_tokens.weight": normal(vocab, dim, scale=0.3), "model.norm.weight": about + normal(dim)}
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = normal(vocab, dim, scale=0.3)
     shapes = {
@@ -75,13 +77,15 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Weights:
     gains = {"input_layernorm": dim, "post_attention_layernorm": dim}
     if config["model_type"] in ("qwen3", "qwen3_moe"):
         gains = {"self_attn.q_norm": head, "self_attn.k_norm": head} | gains
+    if gemma:
+        gains |= {"pre_feedforward_layernorm": dim, "post_feedforward_layernorm": dim}
     biases = {"q_proj": q, "k_proj": kv, "v_proj": kv} if config["model_type"] == "qwen2" else {}
     for layer in range(config["num_hidden_layers"]):
         for name, shape in shapes.items():
             scale = 0.3 if name == "mlp.gate" else 0.08
             weights[f"model.layers.{layer}.{name}.weight"] = normal(*shape, scale=scale)
         for name, size in gains.items():
-            weights[f"model.layers.{layer}.{name}.weight"] = 1 + normal(size)
+            weights[f"model.layers.{layer}.{name}.weight"] = about + normal(size)
         for name, size in biases.items():
             weights[f"model.layers.{layer}.self_attn.{name}.bias"] = normal(size, scale=0.5)
     return weights

@@ -8,24 +8,29 @@ import numpy as np
 import pytest
 
 from services.trainer.models import attention
+from services.trainer.models.attention import ScoreOptions
 
 B, N, K, H = 2, 4, 2, 8
 
 
-def seen(length: int, visible_until: np.ndarray | None) -> np.ndarray:
-    """bool [B, T, T], position by position."""
-    found = np.zeros((B, length, length), bool)
-    for row in range(B):
-        for i in range(length):
-            for j in range(i + 1):
-                found[row, i, j] = visible_until is None or i < visible_until[row, j]
-    return found
+PLAIN, GEMMA = ScoreOptions(), ScoreOptions(scale=0.3, softcap=1.5, window=70)
 
 
-def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def seen(length: int, visible_until: np.ndarray | None, window: int | None) -> np.ndarray:
+    """bool [B, T, T]; a window is counted among those that are seen without it."""
+    i, j = np.arange(length)[:, None], np.arange(length)
+    until = np.full((B, length), length) if visible_until is None else visible_until
+    found = (j <= i) & (i < until[:, None, :])
+    nearer = found[..., ::-1].cumsum(-1)[..., ::-1]
+    return found & (nearer <= (window or length))
+
+
+def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, options: ScoreOptions) -> np.ndarray:
     out = np.zeros_like(q)
     for head in range(N):
-        scores = np.einsum("bth,bsh->bts", q[:, :, head], k[:, :, head // (N // K)]) / np.sqrt(H)
+        scores = np.einsum("bth,bsh->bts", q[:, :, head], k[:, :, head // (N // K)])
+        scores *= options.scale or 1 / np.sqrt(H)
+        scores = options.softcap * np.tanh(scores / options.softcap) if options.softcap else scores
         scores = np.where(mask, scores, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
@@ -34,28 +39,36 @@ def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray) -> 
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("length", [40, 300, 530])
-def test_blocks_give_what_all_positions_at_once_give(length: int, packed: bool):
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [(40, PLAIN), (300, PLAIN), (530, PLAIN), (300, GEMMA), pytest.param(530, GEMMA, marks=pytest.mark.long)],
+)
+def test_blocks_give_what_all_positions_at_once_give(length: int, options: ScoreOptions, packed: bool):
     rng = np.random.default_rng(length)
     q, k, v = (rng.normal(size=(B, length, n, H)) for n in (N, K, K))
-    until = None
+    until, positions = None, None
     if packed:  # a prompt that two answers share, and a sequence of its own
         shared, first, second = length // 4, length // 2, 3 * length // 4
         ends = np.repeat([second, first, second, length], [shared, first - shared, second - first, length - second])
         until = np.tile(ends.astype(np.int32), (B, 1))
-    mask = seen(length, until)
+        positions = np.arange(length, dtype=np.int32)[None].repeat(B, 0)
+        positions[:, second:] -= second
+        positions[:, first:second] -= first - shared
+    mask = seen(length, until, options.window)
     low = [x.astype(np.float32) for x in (q, k, v)]
-    found = jax.jit(attention.attend)(*low, until)
-    np.testing.assert_allclose(found, reference(q, k, v, mask), atol=2e-6)
+    attend = partial(attention.attend, options=options, positions=positions)
+    found = jax.jit(attend)(*low, until)
+    np.testing.assert_allclose(found, reference(q, k, v, mask, options), atol=2e-6)
 
     def total(attend, *parts):
         return jnp.sum(jnp.sin(attend(*parts)))
 
     def at_once(q, k, v):
         grouped = q.reshape(B, length, K, N // K, H)
-        return attention._block(grouped, k, v, until, 0).reshape(q.shape)
+        places = np.arange(length)[None] if positions is None else positions
+        return attention._block(grouped, k, v, until, places, first=0, options=options).reshape(q.shape)
 
-    of_blocks = jax.grad(partial(total, lambda *parts: attention.attend(*parts, until)), argnums=(0, 1, 2))(*low)
+    of_blocks = jax.grad(partial(total, lambda *parts: attend(*parts, until)), argnums=(0, 1, 2))(*low)
     for ours, theirs in zip(of_blocks, jax.grad(partial(total, at_once), argnums=(0, 1, 2))(*low), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=3e-6, atol=5e-6)
 

@@ -47,7 +47,13 @@ def make_run(folder: Path, case: families.FamilyCase, dtype: type) -> dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("llama-scaled", np.float32), ("qwen3-moe", np.float32), ("qwen2-tied", ml_dtypes.bfloat16)]
+    ("name", "dtype"),
+    [
+        ("llama-scaled", np.float32),
+        ("qwen3-moe", np.float32),
+        ("qwen2-tied", ml_dtypes.bfloat16),
+        ("gemma2", np.float32),
+    ],
 )
 def test_what_is_exported_is_loaded_as_the_same_arrays(name: str, dtype: type, tmp_path: Path) -> None:
     case = families.case(name)

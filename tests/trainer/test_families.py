@@ -7,14 +7,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from services.trainer.algorithms.supervised import supervised_loss
 from services.trainer.batches.batch import BatchLayout, Row, micro_batches, row_weights
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import Scorer, objective, params_of
 from services.trainer.learner.train_step import Learner
-from services.trainer.models import decoder, family
+from services.trainer.models import family
 from services.trainer.models.initial_weights import leaves_of
 from services.trainer.models.lora import LoraOptions
 from shared.errors import ConfigError
@@ -32,20 +31,21 @@ def load(folder: Path, dtype: str = "float32", mesh: tuple[int, int] = (1, 1)) -
     )
 
 
+def rows_of(ids: np.ndarray) -> list[Row]:
+    ones = np.ones(len(ids), np.uint8)
+    return [Row(ids, ones, np.zeros(len(ids), np.float32), ones, np.zeros(len(ids)))]
+
+
 def logprobs(model: family.Model, ids: np.ndarray) -> np.ndarray:
-    """float32 [n - 1]."""
-    with model.embedder.input_embedding.get_value().sharding.mesh:
-        hidden = jax.jit(lambda state: decoder.hidden_states(nnx.merge(nnx.graphdef(model), state), ids[None]))(
-            nnx.state(model)
-        )
-        table = jax.nn.log_softmax((hidden[0] @ family.head(model).T).astype(np.float32), -1)
-    return np.asarray(table)[np.arange(len(ids) - 1), ids[1:]]
+    """float32 [n - 1]; two rows, for a mesh that divides them."""
+    batch = micro_batches(2 * rows_of(ids), np.ones(2), BatchLayout((48,), 2, 0), 1)[0]
+    return Scorer(model, 1.0).logprobs(params_of(model), batch)[0, : len(ids) - 1]
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("llama-scaled", "qwen3-moe") else pytest.param(name, marks=pytest.mark.long)
+        name if name in ("llama-scaled", "qwen3-moe", "gemma2") else pytest.param(name, marks=pytest.mark.long)
         for name in families.NAMES
     ],
 )
@@ -59,7 +59,7 @@ def test_the_trainer_computes_what_transformers_computes(name: str, tmp_path: Pa
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama-tied", "qwen2"])
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "gemma2"])
 def test_activations_in_bfloat16_stay_close(name: str, tmp_path: Path) -> None:
     case = families.case(name)
     found = logprobs(load(models.write_hf(tmp_path / "hf", case.written, case.weights), "bfloat16"), case.ids)
@@ -74,14 +74,13 @@ def test_biases_are_sharded_with_their_heads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("llama-tied", "qwen3-moe")), "qwen2"]
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("llama-tied", "qwen3-moe", "gemma2")), "qwen2"]
 )
 def test_a_step_changes_every_parameter_and_no_bias_appears(name: str, tmp_path: Path) -> None:
     case = families.case(name)
     model = load(models.write_hf(tmp_path / "hf", case.written, case.weights))
     learner = Learner(params_of(model), make_optimizer(OPTIMIZER), objective(model, supervised_loss, 1.0))
-    ones = np.ones(len(case.ids), np.uint8)
-    rows = [Row(case.ids, ones, np.zeros(len(case.ids), np.float32), ones, np.zeros(len(case.ids)))]
+    rows = rows_of(case.ids)
     before = {leaf: np.asarray(value) for leaf, value in learner.params.items()}
     batches = micro_batches(rows, row_weights(rows, "token-mean", 1), BatchLayout((48,), 1, 0), 1)
     first = learner.update(batches)

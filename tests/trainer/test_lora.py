@@ -83,7 +83,9 @@ def test_the_probe_is_that_of_the_merged_weights(mesh: tuple[int, int]) -> None:
     assert probe.noise < 2e-5  # the adapters' own arithmetic, which never merges, agrees
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama-tied", marks=pytest.mark.long), "qwen2"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("llama-tied", "gemma2")), "qwen2"]
+)
 def test_every_family_has_adapters_of_its_projections(name: str, tmp_path: Path) -> None:
     case = families.case(name)
     described, mesh = ModelConfig.parse(case.written), family.make_mesh((1, 1), ("fsdp", "tp"))

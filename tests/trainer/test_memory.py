@@ -83,7 +83,7 @@ def test_many_layers_are_reckoned_from_a_few() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "qwen3", "gemma2"])
 @pytest.mark.parametrize("remat", ["none", "block", "decoder"])
 def test_the_estimate_is_near_what_xla_allots(name: str, remat: str) -> None:
     """Also: each policy of rematerialization saves something in each family."""

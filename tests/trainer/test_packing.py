@@ -36,7 +36,7 @@ from services.trainer.learner.logprobs import TokenScores
 from services.trainer.learner.scoring import Scorer, objective, params_of
 from services.trainer.learner.train_step import Params
 from services.trainer.models import attention
-from services.trainer.models.family import make_mesh
+from services.trainer.models.family import Model, make_mesh
 from shared import algorithm_schema as schema
 from shared.errors import DecodeError
 from tests.support import families, models
@@ -159,14 +159,19 @@ def test_rows_are_as_long_as_pays_and_cut_to_what_they_hold():
         arranged([supervised_row([1] * 1025, [1] * 1025)], layout, 0)
 
 
+GEMMA = families.case("gemma2").config
+"""Sees seven tokens in every other layer, of rows that are longer."""
+
+
 @cache
-def scorer() -> tuple[Scorer, Params]:
-    model = model_of(models.random_weights(CONFIG, seed=1), CONFIG)
-    return Scorer(model, 1.0), params_of(model)
+def of(family: str) -> tuple[Model, Scorer, Params]:
+    config = CONFIG if family == "qwen3" else GEMMA
+    model = model_of(models.random_weights(config, seed=1), config)
+    return model, Scorer(model, 1.0), params_of(model)
 
 
-def logprobs(rows: Sequence[Row], parts: Sequence[MicroBatch]) -> list[np.ndarray]:
-    score, params = scorer()
+def logprobs(rows: Sequence[Row], parts: Sequence[MicroBatch], family: str = "qwen3") -> list[np.ndarray]:
+    _, score, params = of(family)
     batches = assembled(rows, np.ones(len(rows)), parts, 0)
     return by_row([score.logprobs(params, batch) for batch in batches], rows, parts)
 
@@ -182,12 +187,26 @@ def test_a_changed_sequence_changes_no_other_by_a_single_bit():
         assert np.array_equal(a, b) == (i != 4)
 
 
-def test_log_probabilities_are_those_of_a_sequence_a_row():
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_log_probabilities_are_those_of_a_sequence_a_row(family: str):
     rows = ragged(5)
     (alone, _), (together, _) = both(rows)
     assert sum(part.n_tokens for part in together) < sum(len(one.ids) for one in rows)
-    for a, b in zip(logprobs(rows, alone), logprobs(rows, together), strict=True):
+    for a, b in zip(logprobs(rows, alone, family), logprobs(rows, together, family), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.long
+def test_the_gradient_through_sliding_windows_is_that_of_a_sequence_a_row():
+    (_, alone), (_, together) = both(ragged(5))
+    model, _, params = of("gemma2")
+    gradient = jax.jit(jax.grad(lambda p, batch: objective(model, supervised_loss, 1.0)(p, batch)[0]))
+    a, b = (
+        jax.tree.map(lambda *parts: sum(parts), *(gradient(params, one) for one in way)) for way in (alone, together)
+    )
+    for name in params:
+        scale = np.abs(a[name]).max()
+        np.testing.assert_allclose(b[name] / scale, a[name] / scale, atol=1e-5, err_msg=name)
 
 
 def scattered(table: np.ndarray, parts: Sequence[MicroBatch], into: Sequence[MicroBatch]) -> list[np.ndarray]:

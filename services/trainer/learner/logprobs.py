@@ -24,7 +24,14 @@ class TokenScores(NamedTuple):
 
 
 def token_scores(
-    hidden: jax.Array, head: jax.Array, targets: jax.Array, temperature: float, entropy: Entropy, *, chunk: int = CHUNK
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    temperature: float,
+    entropy: Entropy,
+    *,
+    softcap: float | None = None,
+    chunk: int = CHUNK,
 ) -> TokenScores:
     """Scores targets int32 [B, T] under softmax(hidden @ head.T / temperature).
 
@@ -32,6 +39,7 @@ def token_scores(
         hidden: [B, T, D]; position t predicts targets[:, t].
         head: [V, D].
         entropy: whether the entropy, in nats, is computed, and has a gradient.
+        softcap: c, where the logits x = hidden @ head.T are c · tanh(x / c) before they are divided.
         chunk: positions per scan step; T is padded up to a multiple of it.
     """
     batch, length, dim = hidden.shape
@@ -43,7 +51,8 @@ def token_scores(
 
     @jax.checkpoint
     def score(hidden_c: jax.Array, targets_c: jax.Array) -> TokenScores:
-        logits = jnp.einsum("bcd,vd->bcv", hidden_c, head, preferred_element_type=jnp.float32) / temperature
+        logits = jnp.einsum("bcd,vd->bcv", hidden_c, head, preferred_element_type=jnp.float32)
+        logits = (logits if softcap is None else softcap * jnp.tanh(logits / softcap)) / temperature
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         chosen = jnp.take_along_axis(logits, targets_c[..., None], axis=-1)[..., 0]
         if entropy == "none":

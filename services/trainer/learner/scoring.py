@@ -59,7 +59,7 @@ def objective(model: Model, loss: Loss, temperature: float, entropy: Entropy = "
     def of_params(params: Params, batch: Batch) -> tuple[jax.Array, Statistics]:
         now = bound(params)
         hidden, differing = routed_states(now, batch.ids, batch.packing, batch.routed)
-        value, told = loss(token_scores(hidden, head(now), batch.targets, temperature, entropy), batch)
+        value, told = loss(_scored(now, hidden, batch.targets, temperature, entropy), batch)
         if batch.routed is not None:
             told = {**told, "routing_diff": mean(differing, batch.mask * (batch.routed[:, :, 0, 0] >= 0))}
         return value, told
@@ -105,9 +105,14 @@ def _scorer(bound: Bound, temperature: float) -> Score:
     ) -> jax.Array:
         model = bound(params)
         hidden = hidden_states(model, ids, packing, routed)
-        return token_scores(hidden, head(model), targets, temperature, "none").logprobs
+        return _scored(model, hidden, targets, temperature, "none").logprobs
 
     return score
+
+
+def _scored(model: Model, hidden: jax.Array, targets: jax.Array, temperature: float, entropy: Entropy) -> TokenScores:
+    softcap = model.described.logit_softcap
+    return token_scores(hidden, head(model), targets, temperature, entropy, softcap=softcap)
 
 
 def without_adapters(params: Params) -> Params:

@@ -19,14 +19,17 @@ from flax import nnx
 from tunix.models.qwen3.model import shard
 
 from services.trainer.models import attention, experts
-from services.trainer.models.attention import Packing
+from services.trainer.models.attention import Packing, ScoreOptions
 
 _BIASES = {"q_proj": "q_bias", "k_proj": "k_bias", "v_proj": "v_bias"}
 
 
 class _Places(NamedTuple):
-    """Where tokens are: sine and cosine float32 [B or 1, T, 1, H/2], and who sees them (see `attention`)."""
+    """Where tokens are: int32 [B or 1, T] in their sequences, with sine and cosine float32 [B or 1, T, 1, H/2], and who
+    sees them (see `attention`).
+    """
 
+    positions: jax.Array
     sin: jax.Array
     cos: jax.Array
     visible_until: jax.Array | None
@@ -48,9 +51,11 @@ def routed_states(
     Args:
         routed: int [B, T, L, k], the experts in each layer that tokens are sent to, -1 where the router chooses.
     """
-    angles = attention.positions(ids, packing)[..., None].astype(jnp.float32)
-    angles = (angles * np.float32(model.described.rope_frequencies()))[:, :, None]
-    places = _Places(jnp.sin(angles), jnp.cos(angles), None if packing is None else packing.visible_until)
+    positions = attention.positions(ids, packing)
+    angles = positions[..., None].astype(jnp.float32) * np.float32(model.described.rope_frequencies())
+    angles = angles[:, :, None]
+    visible_until = None if packing is None else packing.visible_until
+    places = _Places(positions, jnp.sin(angles), jnp.cos(angles), visible_until)
     layer = nnx.remat(_layer) if _remat(model) == "decoder" else _layer
     x = model.embedder.encode(ids)
     differing = jnp.zeros(ids.shape, jnp.float32)
@@ -67,7 +72,11 @@ def _remat(part: Any) -> str:
 def _layer(layer: Any, x: jax.Array, places: _Places, given: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """And which tokens `given` sends to other experts than the router would."""
     attend = nnx.remat(_attend) if _remat(layer) == "block" else _attend
-    x = x + attend(layer.attn, layer.input_layernorm(x), places)
+    attended = attend(layer.attn, layer.input_layernorm(x), places)
+    if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma: what goes onto the residual stream is normalized as well
+        x = x + layer.post_attention_layernorm(attended)
+        return x + layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(x))), None
+    x = x + attended
     normed = layer.post_attention_layernorm(x)
     made, differs = (
         experts.mixed(layer.mlp, normed, given) if hasattr(layer.mlp, "router") else (layer.mlp(normed), None)
@@ -79,7 +88,9 @@ def _attend(attn: Any, x: jax.Array, places: _Places) -> jax.Array:
     q, k, v = (shard(_projected(attn, name, x), attn.shd_config.act_btnh) for name in _BIASES)
     if hasattr(attn, "q_norm"):
         q, k = attn.q_norm(q), attn.k_norm(k)
-    mixed = attention.attend(_turned(q, places), _turned(k, places), v, places.visible_until)
+    scores = getattr(attn, "scores", ScoreOptions())
+    turned = _turned(q, places), _turned(k, places)
+    mixed = attention.attend(*turned, v, places.visible_until, scores, places.positions)
     return shard(attn.o_proj(mixed), attn.shd_config.act_btd)
 
 

@@ -38,14 +38,14 @@ def leaves_of(folder: Path, model: ModelConfig, seed: int) -> Leaves:
 
 def random_leaves(model: ModelConfig, seed: int) -> Leaves:
     """Normal weights with the config's initializer_range; projections onto the residual stream are scaled by 1/sqrt(2
-    L), biases are 0 and norms 1.
+    L), biases are 0 and norms those that change nothing: 1, or 0 where they multiply by 1 + weight.
 
     Every leaf has a generator of its own, seeded by its name, so values depend on neither order nor sharding.
     """
 
     def leaf(name: str, size: tuple[int, ...]) -> np.ndarray:
         if name.endswith("norm.w"):
-            return np.ones(size, np.float32)
+            return np.full(size, 0.0 if model.gemma2 else 1.0, np.float32)
         if name.endswith("_bias"):
             return np.zeros(size, np.float32)
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])

@@ -114,6 +114,7 @@ def _server_args(spec: EngineSpec, runs_on: str) -> ServerArgs:
         precompile_bs_paddings=list(bs),
         page_size=PAGE_SIZE if spec.device == "tpu" else 1,
         attention_backend="fa" if spec.device == "tpu" else "native",
+        disable_hybrid_swa_memory=True,  # one pool for all layers: a prefix is cached whole, or not at all
         disable_precompile=True,
         disable_overlap_schedule=True,
         random_seed=0,

@@ -25,8 +25,8 @@ BLOCK_Q = 16
 
 
 class BlockAttention(NativeAttention):
-    """Drop-in for `NativeAttention`: causal self-attention over the paged pool, page size 1, no sliding window, no
-    sinks.
+    """Drop-in for `NativeAttention`: causal self-attention over the paged pool, page size 1, no sinks. The engine's
+    own knows no soft cap.
     """
 
     def __call__(
@@ -38,7 +38,13 @@ class BlockAttention(NativeAttention):
         pool = token_to_kv_pool.kv_buffer[layer.layer_id - token_to_kv_pool.start_layer]
         heads, buffer = P("data", "tensor", None), jax.typeof(pool).sharding.spec
         attend = jax.shard_map(
-            partial(write_and_attend, scale=layer.scaling, block_q=1 if decode else BLOCK_Q),
+            partial(
+                write_and_attend,
+                scale=layer.scaling,
+                window=layer.sliding_window_size,
+                softcap=layer.logit_cap,
+                block_q=1 if decode else BLOCK_Q,
+            ),
             mesh=self.mesh,
             in_specs=(heads, heads, heads, buffer, P(), P(), P(), P()),
             out_specs=(heads, buffer),
@@ -74,6 +80,8 @@ def write_and_attend(
     *,
     scale: float,
     block_q: int,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Writes the new keys and values [T, K, D] to slots `out_cache_loc` (int32[T]; -1 is padding), then attends.
 
@@ -88,10 +96,8 @@ def write_and_attend(
         new, mode="drop"
     )  # in place only while the pool keeps its shape: a reshape here copies it twice
     rows = pool.reshape(-1, width)
-    return (
-        attend_blocks(q, rows, cache_loc, seq_lens, query_lens, kv_heads=kv_heads, scale=scale, block_q=block_q),
-        pool,
-    )
+    attend = partial(attend_blocks, kv_heads=kv_heads, scale=scale, block_q=block_q, window=window, softcap=softcap)
+    return attend(q, rows, cache_loc, seq_lens, query_lens), pool
 
 
 def attend_blocks(
@@ -104,6 +110,8 @@ def attend_blocks(
     kv_heads: int,
     scale: float,
     block_q: int,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Causal attention of the last `query_lens[b]` of `seq_lens[b]` tokens of each request.
 
@@ -114,6 +122,8 @@ def attend_blocks(
         seq_lens, query_lens: int32[B]; 0 for padding, which comes last.
         scale: factor on the scores.
         block_q: queries handled at once.
+        window: how many tokens one sees, itself among them; None: all before it.
+        softcap: c, where scores x are c · tanh(x / c).
     Returns: [T, H, D] in q's dtype; rows of padding are arbitrary but finite.
     """
     tokens, n_heads, dim = q.shape
@@ -121,6 +131,8 @@ def attend_blocks(
     slots = jnp.pad(cache_loc, (0, BLOCK_K))
     query_starts = jnp.cumsum(query_lens) - query_lens
     key_starts = jnp.cumsum(seq_lens) - seq_lens
+
+    one_block = partial(_one_block, scale=scale, window=window, softcap=softcap)
 
     def request(b: jax.Array, out: jax.Array) -> jax.Array:
         first = seq_lens[b] - query_lens[b]
@@ -130,7 +142,7 @@ def attend_blocks(
             positions = first + i * block_q + jnp.arange(block_q)
             q_block = jax.lax.dynamic_slice_in_dim(grouped, at, block_q)
             n_keys = jnp.minimum(positions[-1] + 1, seq_lens[b])
-            block = _one_block(q_block, rows, slots, key_starts[b], positions, n_keys, scale)
+            block = one_block(q_block, rows, slots, key_starts[b], positions, n_keys)
             return jax.lax.dynamic_update_slice_in_dim(out, block.astype(out.dtype), at, 0)
 
         return jax.lax.fori_loop(0, (query_lens[b] + block_q - 1) // block_q, queries, out)
@@ -146,10 +158,13 @@ def _one_block(
     key_start: jax.Array,
     positions: jax.Array,
     n_keys: jax.Array,
+    *,
     scale: float,
+    window: int | None,
+    softcap: float | None,
 ) -> jax.Array:
-    """Online softmax of one block of queries [Q, K, G, D] at `positions` [Q] over keys 0..n_keys;
-    float32[Q, K, G, D].
+    """Online softmax of one block of queries [Q, K, G, D] at `positions` [Q], ascending, over keys 0..n_keys;
+    float32[Q, K, G, D]. What a query has of a block of keys without one that it sees is faded to 0 by the next.
     """
     n_q, kv_heads, group, dim = q.shape
     q_KDN = q.astype(jnp.float32).transpose(1, 3, 0, 2).reshape(kv_heads, dim, n_q * group)
@@ -163,7 +178,10 @@ def _one_block(
         k = rows.at[index].get(mode="promise_in_bounds")[..., :dim].astype(jnp.float32)
         v = rows.at[index + 1].get(mode="promise_in_bounds")[..., :dim].astype(jnp.float32)
         scores = jnp.matmul(k, q_KDN).transpose(0, 2, 1) * scale
-        visible = (i * BLOCK_K + jnp.arange(BLOCK_K))[None, :] <= causal_N[:, None]
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        ago = causal_N[:, None] - (i * BLOCK_K + jnp.arange(BLOCK_K))[None, :]
+        visible = ago >= 0 if window is None else (ago >= 0) & (ago < window)
         scores = jnp.where(visible, scores, -1e30)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         weights, fade = jnp.exp(scores - new_top), jnp.exp(top - new_top)
@@ -172,6 +190,7 @@ def _one_block(
 
     n = n_q * group
     start = (jnp.full((kv_heads, n, 1), -1e30), jnp.zeros((kv_heads, n, 1)), jnp.zeros((kv_heads, n, dim)))
-    _, total, mixed = jax.lax.fori_loop(0, (n_keys + BLOCK_K - 1) // BLOCK_K, keys, start)
+    oldest = 0 if window is None else jnp.maximum(positions[0] - window + 1, 0) // BLOCK_K
+    _, total, mixed = jax.lax.fori_loop(oldest, (n_keys + BLOCK_K - 1) // BLOCK_K, keys, start)
     out = mixed / jnp.maximum(total, 1e-30)
     return out.reshape(kv_heads, n_q, group, dim).transpose(1, 0, 2, 3)

@@ -10,7 +10,7 @@
 | ….moe_gate.kernel [D, E]              | ….mlp.gate.weight, transposed  |
 | ….mlp.{wi_0,wi_1,wo} [E, in, out]     | ….mlp.experts.0.{gate,up,down}_proj.weight and so on, transposed |
 
-Where a model has experts, the engine calls o_proj c_proj.
+Where a model has experts, the engine calls o_proj c_proj; where it is a Gemma, the scale of a norm weight.
 A checkpoint whose parameters have Tunix's names is read as what shared.models.names makes of it.
 """
 
@@ -122,8 +122,8 @@ def _rule(name: str, shapes: Shapes) -> tuple[str, _Op]:
     for pattern, target, change in _RULES:
         if match := re.fullmatch(pattern, name):
             called = match.expand(target)
-            other = called.replace(".o_proj.", ".c_proj.")
-            return (other if other in shapes else called), change
+            spelled = (called, called.replace(".o_proj.", ".c_proj."), re.sub(r"norm\.scale$", "norm.weight", called))
+            return next((one for one in spelled if one in shapes), called), change
     raise _no_rule(name)
 
 
