@@ -199,6 +199,8 @@ class TrainerSection(Section):
     what they begin with in common once, and a micro-batch has at most so many positions. `on_nonfinite` says what
     follows when a step gives numbers that are not finite, which is never saved: the run stops, or goes on without its
     groups. With `lora` adapters alone are trained, of the weights that the run begins with (RL: after its warm start).
+    With `offload_reference` the reference of a KL term or of DPO lies in the host's memory, and on the devices for its
+    passes alone; with `lora` there is nothing to bring.
     """
 
     max_steps: PositiveInt = 10
@@ -212,6 +214,7 @@ class TrainerSection(Section):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     filters: FiltersConfig = FiltersConfig()
     lora: LoraSection | None = None
+    offload_reference: bool = False
     mesh: MeshSection = MeshSection()
 
     @model_validator(mode="after")

@@ -79,6 +79,7 @@ def policy_options(config: RunConfig, tokens: TokenLimits) -> PolicyOptions:
         optimizer=optimizer_options(trainer.optimizer_config, max(1, updates - waits * grpo.num_iterations)),
         published_dtype=config.model.dtype,
         critic=critic,
+        offload_reference=trainer.offload_reference,
     )
 
 
@@ -93,6 +94,7 @@ def supervised_options(config: RunConfig, tokens: TokenLimits) -> SupervisedOpti
         layout=layout(config, tokens, sft.batch_size * (1 if beta is None else 2)),
         optimizer=optimizer_options(sft.optimizer_config, sft.max_steps),
         beta=beta,
+        offload_reference=config.trainer.offload_reference,
     )
 
 

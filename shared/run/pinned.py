@@ -57,9 +57,10 @@ IRRELEVANT = (
     "orchestrator.max_concurrent_episodes",
     "orchestrator.lease_s",
     "orchestrator.episode_timeout_s",
+    "trainer.offload_reference",
 )
-"""Addresses and limits: they decide nothing about what is trained, and are recorded nowhere. What a name in data.env
-stands for is told by the digest in that name.
+"""Addresses, limits, and where memory is taken: they decide nothing about what is trained, and are recorded nowhere.
+What a name in data.env stands for is told by the digest in that name.
 """
 
 RULES = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,12 +83,40 @@ def test_many_layers_are_reckoned_from_a_few() -> None:
     assert found > memory._traced(traced, MODEL, POLICY)
 
 
+EXPERTS = ModelConfig.parse(
+    {
+        "model_type": "qwen3_moe",
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 128,
+        "norm_topk_prob": True,
+    }
+)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "qwen3", "gemma2"])
-@pytest.mark.parametrize("remat", ["none", "block", "decoder"])
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        *itertools.product(["llama-tied", "qwen2", "qwen3"], ["none", "block", "decoder"]),
+        ("gemma2", "block"),
+        ("gemma2", "decoder"),
+        ("qwen3-moe", "block"),
+        ("experts", "none"),
+        ("experts", "decoder"),
+    ],
+)
 def test_the_estimate_is_near_what_xla_allots(name: str, remat: str) -> None:
     """Also: each policy of rematerialization saves something in each family."""
-    described = SHAPE if name == "qwen3" else ModelConfig.parse(families.case(name).written)
+    known = {"qwen3": SHAPE, "experts": EXPERTS}
+    described = known[name] if name in known else ModelConfig.parse(families.case(name).written)
     described = replace(described, num_hidden_layers=3)
     policy = replace(POLICY, layout=BatchLayout((128,), 8, 0))
     model = replace(MODEL, remat=remat)

@@ -35,8 +35,8 @@ from services.trainer.learner.critic import Critic, CriticSetup
 from services.trainer.learner.metrics import StepMetrics
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.published import PublishedWeights
-from services.trainer.learner.scoring import Scorer, divided, objective, params_of, without_adapters
-from services.trainer.learner.train_step import Learner, Objective, Params, Update, placed_as, snapshot
+from services.trainer.learner.scoring import Reference, Scorer, divided, objective, params_of
+from services.trainer.learner.train_step import Learner, Objective, Params, Update
 from services.trainer.models.family import Model
 from services.trainer.publishing.publications import Arrays
 from shared.run.weights import ManifestLeaf, Probe
@@ -50,7 +50,8 @@ class PolicyOptions:
     """`n_iterations` are optimizer updates on the data of one step; `max_response_length` scales
     `sequence-mean-token-scale`.
 
-    `rows_per_step` is groups times episodes; `published_dtype` that of checkpointed parameters.
+    `rows_per_step` is groups times episodes; `published_dtype` that of checkpointed parameters. With
+    `offload_reference` the reference lies in the host's memory but for its passes.
     """
 
     algorithm: Algorithm
@@ -63,6 +64,7 @@ class PolicyOptions:
     optimizer: OptimizerOptions
     published_dtype: str
     critic: CriticSetup | None = None
+    offload_reference: bool = False
 
 
 class Policy:
@@ -87,10 +89,10 @@ class Policy:
         trained, frozen = divided(params_of(model))
         self._learner = Learner(trained, make_optimizer(options.optimizer), _objective(model, options), frozen)
         self._probed: Probe | None = None  # of the present weights, once they are known to be finite
-        self._reference: Params | None = None
+        self._reference: Reference | None = None
         self._critic = Critic(model, options.critic) if options.critic else None
         if options.algorithm.needs.reference:
-            self._reference = self._frozen_policy(reference)
+            self._reference = Reference(self._learner, reference, offload=options.offload_reference)
 
     def under(self, options: PolicyOptions) -> None:
         """What follows is trained with the loss and the optimizer of these options, which may differ from the present
@@ -100,13 +102,6 @@ class Policy:
         self._learner.under(make_optimizer(options.optimizer), _objective(self._model, options))
         if self._critic is not None and options.critic is not None:
             self._critic.under(options.critic)
-
-    def _frozen_policy(self, reference: Mapping[str, HostArray] | None) -> Params:
-        """With adapters it is their base, which is shared."""
-        present = self._learner.params
-        if self._learner.frozen:
-            return without_adapters(present)
-        return snapshot(present) if reference is None else placed_as(present, reference)
 
     def step(self, held: Sequence[ReadyGroup], before: WeightVersion) -> StepMetrics:
         """Trains on complete groups; `before` is the version of the present weights, its step + 1 that of the result.
@@ -145,7 +140,7 @@ class Policy:
         layout = self._options.layout
         parts = arranged(rows, layout, layout.n_micro(len(rows)))
         batches = assembled(rows, np.zeros(len(rows)), parts, layout.pad_id)
-        scored = [self._scorer.logprobs(self._learner.params, batch) for batch in batches]
+        scored = self._logprobs(self._learner.params, batches)
         ours = iter(zip(rows, by_row(scored, rows, parts), strict=True))
         return [_mean_difference([next(ours) for _ in h.group.trajectories]) for h in held]
 
@@ -227,13 +222,17 @@ class Policy:
         batches = assembled(rows, np.zeros(len(rows)), parts, layout.pad_id)
         tables: dict[str, list[np.ndarray]] = {}
         if self._reference is not None:
-            tables["reference"] = [self._scorer.logprobs(self._reference, replace(b, routed=None)) for b in batches]
+            unrouted = [replace(b, routed=None) for b in batches]
+            tables["reference"] = self._logprobs(self._reference.params(), unrouted)
         if needs.old:
-            tables["old"] = [self._scorer.logprobs(self._learner.params, b) for b in batches]
+            tables["old"] = self._logprobs(self._learner.params, batches)
         if self._critic is not None:
             tables["values"] = [self._critic.values(b) for b in batches]
         found = {name: by_row(made, rows, parts) for name, made in tables.items()}
         return [replace(row, **{name: made[i] for name, made in found.items()}) for i, row in enumerate(rows)]
+
+    def _logprobs(self, params: Params, batches: Sequence[Batch]) -> list[np.ndarray]:
+        return [self._scorer.logprobs(params, batch) for batch in batches]
 
 
 def _objective(model: Model, options: PolicyOptions) -> Objective:

@@ -13,16 +13,18 @@ from flax import nnx
 from services.trainer.algorithms.terms.statistics import Statistics, mean
 from services.trainer.batches.batch import Batch
 from services.trainer.learner.logprobs import Entropy, TokenScores, token_scores
-from services.trainer.learner.train_step import ROW_AXES, Objective, Params
+from services.trainer.learner.train_step import ROW_AXES, Learner, Objective, Params, placed_as, snapshot
 from services.trainer.models.attention import Packing
 from services.trainer.models.decoder import hidden_states, routed_states
 from services.trainer.models.family import Model, float32_graph, head, leaf_name
-from services.trainer.models.sharding import placed_tree, replicated
+from services.trainer.models.sharding import place, placed_tree, replicated
 from shared.models import adapter
 
 type Loss = Callable[[TokenScores, Batch], tuple[jax.Array, Statistics]]
 type Bound = Callable[[Mapping[str, Any]], Model]
 type Score = Callable[[Params, jax.Array, jax.Array, Packing | None, jax.Array | None], jax.Array]
+_HOST = "pinned_host"
+"""The host's memory that devices read, as JAX calls it on every platform."""
 
 
 def params_of(model: Model) -> Params:
@@ -118,6 +120,32 @@ def _scored(model: Model, hidden: jax.Array, targets: jax.Array, temperature: fl
 def without_adapters(params: Params) -> Params:
     """The base model: its parameters are shared, and adapters of zeros change nothing."""
     return {name: jnp.zeros_like(value) if adapter.is_adapter(name) else value for name, value in params.items()}
+
+
+class Reference:
+    """The policy as it was at some time, which stays.
+
+    Args:
+        values: its parameters by leaf name; None takes the learner's present ones. Of a model with adapters it is their
+            base, which is shared with the learner.
+        offload: between its passes it lies in the host's memory; bit by bit the same.
+    """
+
+    def __init__(self, learner: Learner, values: Mapping[str, Any] | None = None, *, offload: bool = False) -> None:
+        present = learner.params
+        self._on_devices = {name: value.sharding for name, value in present.items()}
+        if learner.frozen:
+            self._params = without_adapters(present)
+        elif offload:
+            hosts = {name: sharding.with_memory_kind(_HOST) for name, sharding in self._on_devices.items()}
+            from_ = present if values is None else values
+            self._params = {name: place(from_[name], hosts[name], value.dtype) for name, value in present.items()}
+        else:
+            self._params = snapshot(present) if values is None else placed_as(present, values)
+
+    def params(self) -> Params:
+        """On the devices; of those that lie in the host's memory copies, for one pass."""
+        return {name: jax.device_put(value, self._on_devices[name]) for name, value in self._params.items()}
 
 
 def divided(params: Params) -> tuple[Params, Params]:

@@ -45,8 +45,8 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """In bytes, on each device: `kept` is there all the time, by what it is; a `phase` needs so much beside it (the
-    warm start instead of it). `host_copies` are in host memory while a checkpoint is written, beside the steps: where
-    the devices are the host, they are part of what a step needs.
+    warm start instead of it). `host_copies` are in host memory while a checkpoint is written, beside the steps, and
+    `host_reference` all the time: where the devices are the host, they are part of what a step needs.
     """
 
     kept: Mapping[str, int]
@@ -55,11 +55,12 @@ class MemoryEstimate:
     published: int
     host_copies: int
     on_host: bool = False
+    host_reference: int = 0
 
     @property
     def phases(self) -> dict[str, int]:
         """The most that each phase holds."""
-        kept = sum(self.kept.values())
+        kept = sum(self.kept.values()) + (self.host_reference if self.on_host else 0)
         beside = self.host_copies if self.on_host else 0
         found = {"step": kept + sum(self.step.values()) + beside, "checkpoint": kept + self.published}
         return found | ({"warm start": sum(self.warm_start.values())} if self.warm_start else {})
@@ -72,7 +73,8 @@ class MemoryEstimate:
         """In MiB, for a log and for /status."""
         phase = max(self.phases, key=self.phases.__getitem__)
         parts = dict(self.warm_start) if phase == "warm start" else {**self.kept, **self.step}
-        parts |= {"host copies of a checkpoint": self.host_copies, f"most ({phase})": self.peak}
+        parts |= {"reference on the host": self.host_reference, "host copies of a checkpoint": self.host_copies}
+        parts[f"most ({phase})"] = self.peak
         return {name: round(n / _MIB, 1) for name, n in parts.items() if n}
 
 
@@ -87,10 +89,11 @@ def estimate(
     trained = [n for name, (n, _) in leaves.items() if model.lora is None or adapter.is_adapter(name)]
     n_trained, n_params = sum(trained), sum(n * size for n, size in leaves.values())
     critic = n_trained if policy.critic else 0
+    reference = n_params if needs.reference and model.lora is None else 0
     kept = {
         "parameters": n_params,
         "optimizer": 4 * _MOMENTS * n_trained,
-        "reference": n_params if needs.reference and model.lora is None else 0,
+        "reference": 0 if policy.offload_reference else reference,  # its pass is over before there are gradients
         "critic": 4 * (1 + _MOMENTS) * critic,
     }
     activations = _activations(described, model, policy)
@@ -101,7 +104,8 @@ def estimate(
     copies = sum(n for n in (4 * n_trained, kept["optimizer"], kept["critic"], rounded * n_trained))
     warming = _warm_start(described, model, policy, activations, warm_start)
     on_host = jax.devices()[0].platform == "cpu"
-    return MemoryEstimate(kept, step, warming, rounded * n_trained, copies, on_host)
+    aside = reference - kept["reference"]
+    return MemoryEstimate(kept, step, warming, rounded * n_trained, copies, on_host, aside)
 
 
 def _warm_start(
@@ -163,6 +167,8 @@ def knobs(
     made = [(knob, found.peak - _tried(described, m, p, warm_start).peak) for knob, m, p in tries]
     if found.kept["reference"]:
         made.append(("algorithm.beta=0", found.kept["reference"]))
+        if not found.on_host:
+            made.append(("trainer.offload_reference=true", found.kept["reference"]))
     return made
 
 

@@ -73,7 +73,7 @@ class SupervisedBackend:
             return Imitation(model, updates)
         start = self._restored.state.reference if self._restored and model.lora is None else None
         reference = None if start is None else self._checkpoints.params_of(start)
-        return Preferences(model, updates, options.beta, reference)
+        return Preferences(model, updates, options.beta, reference, offload=options.offload_reference)
 
     def step(self) -> SupervisedMetrics | None:
         """The next one; None after the last. Raises NonFinite."""

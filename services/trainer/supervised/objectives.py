@@ -28,8 +28,8 @@ from services.trainer.batches.batch import (
 from services.trainer.checkpoints.contents import HostArray
 from services.trainer.conversations.dataset import Example
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
-from services.trainer.learner.scoring import Loss, Scorer, divided, objective, params_of, without_adapters
-from services.trainer.learner.train_step import Learner, Params, placed_as, snapshot
+from services.trainer.learner.scoring import Loss, Reference, Scorer, divided, objective, params_of
+from services.trainer.learner.train_step import Learner, Params
 from services.trainer.models.family import Model
 
 type Measures = Mapping[str, float]
@@ -108,18 +108,21 @@ class Preferences:
     Args:
         reference: parameters by leaf name of the policy at the start; None takes the model's present ones. With
             adapters it is their base, which stays as it is.
+        offload: the reference lies in the host's memory but for its passes.
     """
 
     def __init__(
-        self, model: Model, options: UpdateOptions, beta: float, reference: Mapping[str, HostArray] | None
+        self,
+        model: Model,
+        options: UpdateOptions,
+        beta: float,
+        reference: Mapping[str, HostArray] | None,
+        *,
+        offload: bool = False,
     ) -> None:
         self._updates, self._beta = _Updates(model, weighted_likelihood, options), beta
         self.learner, self.scorer = self._updates.learner, self._updates.scorer
-        present = self.learner.params
-        if self.learner.frozen:
-            self._reference = without_adapters(present)
-        else:
-            self._reference = snapshot(present) if reference is None else placed_as(present, reference)
+        self._reference = Reference(self.learner, reference, offload=offload)
 
     def update(self, examples: Sequence[Example]) -> Measures:
         terms, batches = self.weighted(examples)
@@ -144,8 +147,8 @@ class Preferences:
     def _terms(self, rows: Sequence[Row]) -> PairTerms:
         """Of rows of pairs in turn, chosen and rejected."""
         policy, reference = (
-            self._updates.sequence_logprobs(params, rows).reshape(-1, 2)
-            for params in (self.learner.params, self._reference)
+            self._updates.sequence_logprobs(params(), rows).reshape(-1, 2)
+            for params in (lambda: self.learner.params, self._reference.params)
         )
         return pair_terms(policy, reference, self._beta)
 

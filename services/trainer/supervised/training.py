@@ -22,7 +22,7 @@ from shared.errors import NonFinite
 @dataclass(frozen=True, slots=True)
 class SupervisedOptions:
     """`max_steps` (0: as many as `epochs` need) of `batch_size` conversations, or of pairs where there is a `beta` of
-    DPO.
+    DPO, whose reference lies in the host's memory with `offload_reference`.
     """
 
     max_steps: int
@@ -32,6 +32,7 @@ class SupervisedOptions:
     layout: BatchLayout
     optimizer: OptimizerOptions
     beta: float | None = None
+    offload_reference: bool = False
 
     def steps(self, n_examples: int) -> int:
         return n_steps(self.max_steps, self.epochs, n_examples, self.batch_size)
