@@ -33,7 +33,8 @@ class ChatTokenizer:
 
     Attributes:
         vocab_size: number of ids, including special ones.
-        eos_id: the token that ends an assistant turn.
+        eos_id: the token that ends an assistant turn: `eos_token`, or another special token with which the template
+            closes it, as Gemma's does.
         pad_id: a token that is never part of a conversation.
     """
 
@@ -46,7 +47,10 @@ class ChatTokenizer:
                 f"{tokenizer_file} is missing", "model.path must name a Hugging Face folder with a tokenizer"
             )
         self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        self._eos = _token_text(self._settings, "eos_token", folder)
+        self._template = compile_template(_template_text(self._settings, folder))
+        eos = _token_text(self._settings, "eos_token", folder)
+        self._special(eos, folder)
+        self._eos = self._turn_end(eos)
         self.eos_id = self._special(self._eos, folder)
         self.pad_id = self._special(_token_text(self._settings, "pad_token", folder), folder)
         if self.pad_id == self.eos_id:
@@ -54,7 +58,15 @@ class ChatTokenizer:
                 f"{folder}: pad_token and eos_token are the same token", "training needs a pad token of its own"
             )
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        self._template = compile_template(_template_text(self._settings, folder))
+
+    def _turn_end(self, eos: str) -> str:
+        try:
+            closing = self._closing
+        except InputError:  # which whoever renders a conversation is told
+            return eos
+        special = (one.content for one in self._tokenizer.get_added_tokens_decoder().values() if one.special)
+        found = [one for one in special if closing.startswith(one)]
+        return eos if closing.startswith(eos) else max(found, key=len, default=eos)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; special tokens written in it are recognised, none is added. Raises InputError for what is no

@@ -56,6 +56,39 @@ def test_a_demonstration_equals_the_rollout_it_demonstrates(turns):
     assert (ids, mask) == (expected, expected_mask)
 
 
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
+    "{% else %}{% set role = message['role'] %}{% endif %}"
+    "{{ '<|start|>' + role + '\n' + message['content'] | trim + '<|stop|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>model\n' }}{% endif %}"
+)
+
+
+def test_a_template_may_close_turns_with_another_special_token_than_eos(tmp_path):
+    """Gemma's, as it is published, but for the names of its tokens."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, tmp_path)
+    added = json.loads((TINY / "tokenizer.json").read_text())
+    first = 1 + max(added["model"]["vocab"].values())
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added["added_tokens"] += [
+        {"id": first + i, "content": text, **plain} for i, text in enumerate(("<|start|>", "<|stop|>"))
+    ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(added))
+    (tmp_path / "chat_template.jinja").write_text(GEMMA)
+    gemma = ChatTokenizer(tmp_path)
+    assert gemma.token(gemma.eos_id) == "<|stop|>"
+    ids = [*gemma.render_prompt([user("a")]), *gemma.encode("b"), gemma.eos_id]
+    ids += gemma.render_continuation([user("c")], ended=True)
+    assert ids == gemma.render_prompt([user("a"), said("b"), user("c")])
+    with pytest.raises(InputError, match="System role not supported"):
+        gemma.render_prompt([{"role": "system", "content": "x"}, user("a")])
+
+
 def test_what_the_assistant_said_has_no_end_token():
     assert TOKENIZER.message_text([*TOKENIZER.encode("Right"), TOKENIZER.eos_id]) == "Right"
     assert TOKENIZER.message_text(TOKENIZER.encode("Right")) == "Right"
