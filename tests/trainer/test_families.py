@@ -14,7 +14,7 @@ from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import Scorer, objective, params_of
 from services.trainer.learner.train_step import Learner
 from services.trainer.models import family
-from services.trainer.models.initial_weights import leaves_of
+from services.trainer.models.initial_weights import leaves_of, random_leaves
 from services.trainer.models.lora import LoraOptions
 from shared.errors import ConfigError
 from shared.models import names
@@ -112,6 +112,12 @@ def test_adapters_of_experts_alone_are_refused() -> None:
 def test_random_weights_of_a_family_with_biases_begin_without_them(tmp_path: Path) -> None:
     folder = models.write_hf(tmp_path / "hf", families.case("qwen2").written)
     assert not np.asarray(load(folder).layers[1].attn.k_bias.get_value()).any()
+
+
+def test_random_norms_begin_as_those_that_change_nothing() -> None:
+    for name, about in (("gemma2", 0.0), ("qwen2", 1.0)):
+        leaf = random_leaves(ModelConfig.parse(families.case(name).written), seed=0)
+        assert (leaf("layers.0.post_attention_layernorm.w", (5,)) == np.full(5, about)).all()
 
 
 def test_weights_of_another_family_are_refused(tmp_path: Path) -> None:
