@@ -32,10 +32,10 @@ def redis(tmp_path: Path) -> Iterator[str]:
         yield spec.url
 
 
-def without_faults(folder: Path, learning_rate: float, n_steps: int = STEPS) -> dict[str, np.ndarray]:
+def without_faults(folder: Path, learning_rate: float) -> dict[str, np.ndarray]:
     backend = SimulatedBackend(CheckpointFolders(folder, "r", 3, NumpyArrays()), {}, 3, learning_rate=learning_rate)
     backend.build()
-    for step in range(n_steps):
+    for step in range(STEPS):
         groups = [deterministic(ticket, "e000001-s000000") for ticket in range(BATCH * step + 1, BATCH * step + 3)]
         backend.step([ready_group(one, b"", "") for one in groups], WeightVersion(1, step))
     return backend.params

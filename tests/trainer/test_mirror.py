@@ -4,6 +4,7 @@ makes of it whose folder is gone.
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import signal
 import subprocess
@@ -21,8 +22,10 @@ import pytest
 from services.cli.runs.record import claimed, finished
 from services.cli.verify.command import verify
 from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.groups.group_buffer import ready_group
 from services.trainer.recovery import mirror as mirrors
 from services.trainer.recovery.mirror import CheckpointMirror
+from services.trainer.status import TrainerStatus
 from shared.config import load
 from shared.errors import Fenced, WeightsError
 from shared.files.buckets import Bucket
@@ -30,12 +33,11 @@ from shared.queue.server import embedded_server
 from shared.run import archive
 from shared.run.commits import CommitLog
 from shared.run.folder import RunFolder
-from shared.run.state import initial_state
+from shared.run.state import TrainerState, epoch_of, initial_state
 from shared.run.weights import MANIFEST
-from shared.types import WeightVersion
+from shared.types import Group, WeightVersion
 from tests.support.bucket import s3_server
 from tests.trainer.process import BATCH, SIMULATED, producing, trainer
-from tests.trainer.test_crash_points import without_faults
 from tools.simulated.trainer import NumpyArrays, SimulatedBackend
 
 STEPS = 12
@@ -87,6 +89,20 @@ def test_a_folder_that_is_lost_comes_back_as_it_was(bucket: Bucket, tmp_path: Pa
     assert made.restore() == WeightVersion(1, 5)
     assert tree(tmp_path / "r") == before
     assert made.restore() is None  # nothing to do
+
+
+async def test_a_bucket_that_is_away_gets_it_later(bucket: Bucket, tmp_path: Path) -> None:
+    """A bucket that is away for a while is asked again."""
+    made, status = mirror(bucket, tmp_path / "r", 1), TrainerStatus("r", 9)
+    away, bucket.address = bucket.address, "s3://nowhere"
+    async with made.running(status):
+        made.wanted(WeightVersion(1, 1))
+        while "there is no such bucket" not in (status.waiting_for or ""):
+            await asyncio.sleep(0.01)
+        bucket.address = away
+        made.wanted(WeightVersion(1, 1))
+    assert [key.split("/")[1] for key in bucket.keys("checkpoints") if key.endswith(MANIFEST)] == ["e000001-s000001"]
+    assert status.waiting_for is None
 
 
 def test_what_is_not_retained_is_removed_after_a_newer_one_is_whole(bucket: Bucket, tmp_path: Path) -> None:
@@ -170,6 +186,12 @@ def test_a_trainer_that_was_replaced_keeps_nothing_there(bucket: Bucket, tmp_pat
     assert not [key for key in bucket.keys("checkpoints") if key.endswith(MANIFEST)]
 
 
+def test_a_version_that_was_removed_is_named(bucket: Bucket, tmp_path: Path) -> None:
+    made = mirror(bucket, tmp_path / "r", 1)
+    with pytest.raises(WeightsError):
+        made.keep(WeightVersion(1, 0))
+
+
 def test_nobody_overwrites_a_version(bucket: Bucket, tmp_path: Path) -> None:
     """Not even one that has the same epoch; the same manifest is its own, whose answer was lost."""
     made = mirror(bucket, tmp_path / "a", 1)
@@ -223,7 +245,9 @@ def test_killed_between_any_two_objects_it_leaves_the_one_before(bucket: Bucket,
 
 
 def test_a_trainer_goes_on_without_its_folder(bucket: Bucket, tmp_path: Path) -> None:
-    """Killed, and its folder removed; with the bits of a run without faults in the end, and proven."""
+    """Killed, and its folder removed: the run is proven in the end, and its log, also of the steps before, gives its
+    weights.
+    """
     options = {
         "run__bucket": bucket.address,
         "trainer__max_steps": STEPS,
@@ -240,17 +264,28 @@ def test_a_trainer_goes_on_without_its_folder(bucket: Bucket, tmp_path: Path) ->
         process.start()
         process.wait(lambda s: s["phase"] == "done")
         assert process.terminate() == 0
-    rate = load([tmp_path / "config.yaml"]).config.trainer.optimizer_config.learning_rate
-    expected = without_faults(tmp_path / "calm", rate, STEPS)
     newest = CheckpointFolders(tmp_path / "r" / "checkpoints", "r", 3, NumpyArrays()).newest()
     assert newest is not None
-    assert newest.state.epoch == 2
+    assert (newest.state.epoch, newest.state.step) == (2, STEPS)
+    expected = trained_again(tmp_path, newest.state)
     assert all(np.array_equal(newest.params[name], expected[name]) for name in expected)
     assert _is_kept(bucket, STEPS)
     with claimed(load([tmp_path / "config.yaml"])) as claim:
         finished(claim.folder, claim.record)
     result = verify(claim.folder)
     assert result["ok"], result["violations"]
+
+
+def trained_again(folder: Path, state: TrainerState) -> dict[str, np.ndarray]:
+    """From the first step on, by the archive."""
+    rate = load([folder / "config.yaml"]).config.trainer.optimizer_config.learning_rate
+    backend = SimulatedBackend(CheckpointFolders(folder / "again", "r", 3, NumpyArrays()), {}, 3, learning_rate=rate)
+    backend.build()
+    for step in range(1, state.step + 1):
+        made = WeightVersion(epoch_of(step, state.lineage) or 0, step)
+        groups = [Group.decode(payload) for payload in archive.read(folder / "r" / "archive", "r", made)]
+        backend.step([ready_group(one, b"", "") for one in groups], WeightVersion(made.epoch, step - 1))
+    return backend.params
 
 
 def _is_kept(bucket: Bucket, step: int) -> bool:

@@ -98,7 +98,9 @@ class CheckpointMirror:
         """False if there is no time to try it again."""
         try:
             await asyncio.to_thread(self.keep, version)
-        except (Unavailable, Forbidden, NotFound) as error:
+        except WeightsError as error:
+            _log.warning("checkpoint passed over", version=str(version), reason=str(error))
+        except (Unavailable, Forbidden, NotFound, OSError) as error:
             _log.warning("checkpoint not kept", version=str(version), reason=str(error))
             if self._closing:
                 return False
@@ -112,16 +114,19 @@ class CheckpointMirror:
         return True
 
     def keep(self, version: WeightVersion) -> None:
-        """The checkpoint and its log are in the bucket; those that are not retained any more are not. Nothing is done
-        for one that is not there any more. Raises Fenced if a later epoch was claimed.
+        """The checkpoint and its log are in the bucket; those that are not retained any more are not.
+
+        Raises WeightsError if it is damaged, or was removed, and Fenced if a later epoch was claimed.
         """
-        with suppress(FileNotFoundError):  # the trainer has removed it: a newer one comes
+        try:
             self._keep_log(version)
             state = states.read(self._root / str(version))[0]
             for name in dict.fromkeys((state.reference, str(version))):
                 if name is not None:
                     self._keep_files(name, version.epoch)
-            self._retain(version)
+        except FileNotFoundError as error:
+            raise WeightsError(f"{version} was removed", "a newer one comes") from error
+        self._retain(version)
 
     def _keep_files(self, name: str, epoch: int) -> None:
         """Of one checkpoint, once."""
