@@ -23,6 +23,7 @@ from shared import codec
 from shared.errors import ConfigError, DecodeError, VolleyError, WeightsError
 from shared.queue.progress import TicketProgress
 from shared.queue.records import StreamEntry
+from shared.routing import RoutingShape
 from shared.run import archive, ledger, state, weights
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
@@ -224,10 +225,10 @@ def test_an_archive_that_holds_too_much_costs_little(
 
 def test_a_group_too_large_for_the_archive_is_poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.trainer.groups.group_buffer.MAX_GROUP_BYTES", 100)
-    intake = GroupBuffer(
-        TicketProgress(), [(1, 0)], AdmissionRules("arrival", max_staleness=1, longest=64, vocab_size=512, group_size=4)
+    rules = AdmissionRules(
+        "arrival", max_staleness=1, longest=64, vocab_size=512, group_size=4, routing=RoutingShape(2, 8, 3)
     )
-    void = intake.offer(StreamEntry("1-0", 3, GROUP.encode(), 1))
+    void = GroupBuffer(TicketProgress(), [(1, 0)], rules).offer(StreamEntry("1-0", 3, GROUP.encode(), 1))
     assert void is not None
     assert void.reason == "poison"
     assert "could not be archived" in void.detail
