@@ -163,6 +163,10 @@ class WeightsUnpublished(Unavailable):
     title, waits_on = "No weights yet", "trainer"
 
 
+class AnotherBeginning(Unavailable):
+    title, waits_on = "Another beginning of the run", "trainer"
+
+
 class ServiceUnreachable(Unavailable):
     title = "Service unreachable"
 

@@ -106,6 +106,11 @@ class RunFolder:
         return {"samples": self.samples, "evals": self.evals, "mixture": self.mixture}
 
     @property
+    def recorded_beginning(self) -> Path:
+        """Of which beginning of the run those are, where the orchestrator has a folder of its own as well."""
+        return self.path / "evals.beginning"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 

@@ -7,7 +7,7 @@ import pytest
 from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.status import RunStatus
 from shared.clients.trainer import TrainerClient
-from shared.errors import ConfigError, VolleyError
+from shared.errors import AnotherBeginning, VolleyError
 from shared.run.folder import RunFolder
 from tests.support.asgi import served
 from tests.support.net import free_port
@@ -80,6 +80,20 @@ async def test_the_trainer_refuses_what_is_no_line(tmp_path):
     assert not run.evals.exists()
 
 
+async def test_a_folder_without_records_takes_whatever_beginning_comes(tmp_path):
+    """The queue of the run's earlier beginning is there until the trainer opens its own."""
+    own, run = folders(tmp_path)
+    async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
+        handover = RecordHandover(trainer, own, RunStatus())
+        await handover.follow("earlier")
+        await handover.follow("this")
+        own.evals.write_bytes(b'{"step":0}\n')
+        await handover.follow("this")
+        with pytest.raises(AnotherBeginning):
+            await RecordHandover(trainer, own, RunStatus()).follow("earlier")
+    assert not (own.published / "beginning").exists()
+
+
 async def test_records_of_another_beginning_of_the_run_are_not_handed_over(tmp_path):
     """The trainer's folder was emptied, the orchestrator's was not."""
     own, run = folders(tmp_path)
@@ -88,7 +102,7 @@ async def test_records_of_another_beginning_of_the_run_are_not_handed_over(tmp_p
         own.evals.write_bytes(b'{"step":0}\n')
         again = RecordHandover(trainer, own, RunStatus())
         watching = asyncio.create_task(again.watch())
-        with pytest.raises(ConfigError, match="another beginning"):
+        with pytest.raises(AnotherBeginning, match="another beginning"):
             await again.follow("second")
         watching.cancel()
         assert not run.evals.exists()

@@ -133,9 +133,14 @@ def survives(services: SeparateServices, *victims: tuple[int, str]) -> RunFolder
     assert [row["step"] for row in jsonl.read(run.evals)] == [0, 2, 4, 6]
     assert (run.evals.read_bytes(), run.samples.read_bytes()) == (own.evals.read_bytes(), own.samples.read_bytes())
     written = {path.name for path in own.path.iterdir()}
-    assert written <= {"evals.jsonl", "evals.lock", "samples.jsonl", "mixture.jsonl", "mixture.lock", "published"}, (
-        written
-    )
+    assert written <= {
+        "evals.jsonl",
+        "evals.lock",
+        "samples.jsonl",
+        "mixture.jsonl",
+        "mixture.lock",
+        "evals.beginning",
+    }, written
     assert not services.folder("rollout").checkpoints.exists()
     return run
 

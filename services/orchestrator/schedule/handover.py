@@ -15,7 +15,7 @@ import orjson
 
 from services.orchestrator.status import RunStatus
 from shared.clients.trainer import TrainerClient
-from shared.errors import ConfigError, VolleyError
+from shared.errors import AnotherBeginning, VolleyError
 from shared.files import storage
 from shared.files.reading import ended_lines, open_file
 from shared.process import telemetry
@@ -34,14 +34,14 @@ class RecordHandover:
         self._trainer, self._status = trainer, status
         self._paths = folder.handed_over
         self._offsets = dict[Record, int].fromkeys(self._paths, 0)
-        self._beginning, self._alone, self._begun = folder.beginning, asyncio.Lock(), asyncio.Event()
+        self._folder, self._alone, self._begun = folder, asyncio.Lock(), asyncio.Event()
 
     async def follow(self, beginning: str) -> None:
-        """From here on records go to the trainer of this beginning of the run. Raises ConfigError if those in the
-        folder are of another.
+        """From here on records go to the trainer of this beginning of the run. Raises AnotherBeginning while those in
+        the folder are of another.
         """
         if beginning:
-            await asyncio.to_thread(_keep, self._beginning, beginning)
+            await asyncio.to_thread(_keep, self._folder, beginning)
         self._begun.set()
 
     async def watch(self) -> None:
@@ -82,16 +82,20 @@ class RecordHandover:
             self._offsets[record] += size
 
 
-def _keep(path: Path, beginning: str) -> None:
-    with storage.storage(path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            storage.replace(path, beginning.encode())
-        if path.read_text() != beginning:
-            raise ConfigError(
-                f"{path.parent.parent} holds records of another beginning of the run",
-                "where a run is begun anew, the orchestrator's folder is emptied as well as the trainer's",
+def _keep(folder: RunFolder, beginning: str) -> None:
+    """A folder without records is of any beginning: what was read first may have been left in the queue."""
+    path = folder.recorded_beginning
+    with storage.storage(folder.path):
+        folder.path.mkdir(parents=True, exist_ok=True)
+        known = path.read_text() if path.exists() else beginning
+        if known != beginning and any(record.exists() for record in folder.handed_over.values()):
+            raise AnotherBeginning(
+                f"{folder.path} holds records of another beginning of the run than the queue",
+                "a trainer that begins the run tells the queue when it is ready; else, where the trainer's folder was"
+                " emptied, empty this one as well",
             )
+        if known != beginning or not path.exists():
+            storage.replace(path, beginning.encode())
 
 
 def _lines(path: Path, offset: int) -> list[tuple[int, str | None]]:
