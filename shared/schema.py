@@ -37,8 +37,7 @@ _MOST_LINES = 100_000
 
 class RunSection(Section):
     """Identity of the run; its folder `dir/name` holds config, checkpoints, ledger, metrics and plots. Below
-    `bucket`, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`, the trainer keeps checkpoints and log as well, and rollout
-    servers may take checkpoints from there.
+    `bucket`, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`, rollout servers may take checkpoints from.
     """
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")

@@ -21,7 +21,6 @@ from services.trainer.publishing import routes as publishing
 from services.trainer.publishing.publications import Publications
 from services.trainer.publishing.publisher import Publisher, Served
 from services.trainer.publishing.routes import PublishingState
-from services.trainer.recovery.mirror import CheckpointMirror
 from services.trainer.routes import ROLES, router
 from services.trainer.settings import TrainerSettings
 from services.trainer.settlement.ledger import LedgerFile, StepLog
@@ -30,7 +29,6 @@ from services.trainer.status import TrainerStatus
 from services.trainer.supervised.app import open_supervised
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
-from shared.files.buckets import Bucket
 from shared.findings import findings
 from shared.models.chat import ChatTokenizer
 from shared.models.hub import keep, model_folder
@@ -120,7 +118,6 @@ async def open_trainer(
             warm_start=lambda: opened.warm_start(environments, status, thread),
             publish=publisher.publish,
             beginning=publications.beginning,
-            mirror=CheckpointMirror(Bucket(settings.bucket), folder) if settings.bucket else None,
         )
         app = _app(settings, callers, status)
         app.state.publishing = PublishingState(publications, Uplink(publications.read), publisher.sources)

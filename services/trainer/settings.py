@@ -49,7 +49,6 @@ class TrainerSettings:
     rollout_urls: tuple[str, ...]
     update_mode: str
     limits: Limits
-    bucket: str | None = None
 
 
 def from_config(config: RunConfig) -> TrainerSettings:
@@ -73,7 +72,6 @@ def from_config(config: RunConfig) -> TrainerSettings:
         rollout_urls=services.rollout_urls,
         update_mode=config.rollout.update_mode,
         limits=services.limits,
-        bucket=config.run.bucket,
     )
 
 

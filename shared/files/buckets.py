@@ -53,45 +53,41 @@ class Bucket:
                 raise WeightsError(f"{self.address}/{key} has {size} bytes, more than {most}")
             return bytes(found.bytes())
 
-    def download(self, key: str, path: Path, size: int | None = None, check: Callable[[], None] = lambda: None) -> None:
+    def download(self, key: str, path: Path, size: int, check: Callable[[], None] = lambda: None) -> None:
         """The object as a file, a few parts of it at once. `check` is called before each part, and raises what is to
         end this.
 
-        Raises WeightsError if it has another size than a given one, or becomes another object meanwhile; and OSError.
+        Raises WeightsError if it has another size, or becomes another object meanwhile; and OSError.
         """
         import obstore
 
         with self._translated(key):
             store = self._store()
             meta = obstore.head(store, key)
-            if size not in (None, meta["size"]):
+            if meta["size"] != size:
                 raise WeightsError(f"{self.address}/{key} has {meta['size']} bytes, expected {size}")
             with path.open("wb", buffering=0) as file, ThreadPoolExecutor(_N_AT_ONCE) as threads:
 
                 def part(start: int) -> None:
                     check()
-                    only = {"range": (start, min(start + PART_BYTES, meta["size"])), "if_match": meta["e_tag"]}
+                    only = {"range": (start, min(start + PART_BYTES, size)), "if_match": meta["e_tag"]}
                     data = memoryview(obstore.get(store, key, options=only).bytes())
                     while data:
                         n = os.pwrite(file.fileno(), data, start)
                         data, start = data[n:], start + n
 
-                for _ in threads.map(part, range(0, meta["size"], PART_BYTES)):
+                for _ in threads.map(part, range(0, size, PART_BYTES)):
                     pass
 
     def upload(self, key: str, source: Path | bytes, *, new: bool = False) -> None:
-        """The object is there whole or not at all; a file is sent in parts. Raises Conflict if bytes that must be `new`
-        are there already, which the bucket itself decides; and OSError.
+        """The object is there whole or not at all. Raises Conflict if it is there already and must be `new`, which the
+        bucket itself decides; and OSError.
         """
         import obstore
 
         with self._translated(key):
             mode: Any = "create" if new else "overwrite"
-            if isinstance(source, bytes):
-                obstore.put(self._store(), key, source, mode=mode, use_multipart=False)
-            else:
-                with source.open("rb") as file:
-                    obstore.put(self._store(), key, file)
+            obstore.put(self._store(), key, source, mode=mode, use_multipart=False if new else None)
 
     def keys(self, below: str) -> list[str]:
         """Of all objects whose key begins with `below` and a slash, in order."""

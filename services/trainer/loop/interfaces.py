@@ -15,7 +15,6 @@ from services.trainer.groups.group_buffer import AdmissionRules, ReadyGroup
 from services.trainer.learner.metrics import StepMetrics
 from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.publishing.publisher import Delivery
-from services.trainer.recovery.mirror import CheckpointMirror
 from services.trainer.settlement.ledger import LedgerFile, StepLog
 from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
@@ -163,7 +162,7 @@ class TrainPlan:
 @dataclass(frozen=True, slots=True)
 class Collaborators:
     """What the loop works with. `warm_start` ends early when a stop is asked for; `publish` tells the servers of a
-    version, `beginning` names the beginning of the run, `mirror` keeps checkpoints in a bucket as well.
+    version, `beginning` names the beginning of the run.
     """
 
     backend: Backend
@@ -179,7 +178,6 @@ class Collaborators:
     warm_start: Callable[[], Awaitable[None]]
     publish: Callable[[PublishedVersion], Awaitable[Sequence[Delivery]]]
     beginning: Callable[[], str]
-    mirror: CheckpointMirror | None = None
 
 
 class Waiter:

@@ -59,8 +59,6 @@ class TrainerWorker:
 
     async def _life(self, group: asyncio.TaskGroup) -> None:
         status, parts = self._status, self._parts
-        if (mirror := parts.mirror) is not None:
-            await self._waiter.patiently(lambda: asyncio.to_thread(mirror.restore))
         found = await self._recovery.recover()
         if found is None:
             status.phase = "warm start"
@@ -79,13 +77,7 @@ class TrainerWorker:
         )
         published = await self._waiter.patiently(lambda: self._waiter.blocking(parts.backend.publish, state.version))
         publisher.start(published, {})
-        loop = TrainLoop(self._plan, parts, status, self._waiter, state, saved, publisher)
-        if (mirror := parts.mirror) is None:
-            await loop.run()
-        else:
-            mirror.wanted(saved)
-            async with mirror.running(status):
-                await loop.run()
+        await TrainLoop(self._plan, parts, status, self._waiter, state, saved, publisher).run()
         await self._leave()
         status.phase = "stopped"
 
@@ -133,9 +125,8 @@ class TrainerWorker:
         drafts.
         """
         parts, waiter = self._parts, self._waiter
-        for claims in (parts.archive, *([parts.mirror] if parts.mirror else [])):
-            if not await waiter.patiently(lambda claims=claims: asyncio.to_thread(claims.claim, epoch)):
-                return False
+        if not await waiter.patiently(lambda: asyncio.to_thread(parts.archive.claim, epoch)):
+            return False
         await waiter.patiently(lambda: asyncio.to_thread(parts.commits.fence, epoch))
         await waiter.patiently(lambda: asyncio.to_thread(parts.checkpoints.fence, epoch))
         await asyncio.to_thread(parts.archive.check_newest, epoch)
@@ -170,8 +161,6 @@ class TrainerWorker:
 
     async def _begin(self, known: TrainerState) -> int:
         above = await asyncio.to_thread(self._parts.archive.last_epoch)
-        if (mirror := self._parts.mirror) is not None:
-            above = max(above, await self._waiter.patiently(lambda: asyncio.to_thread(mirror.last_epoch)))
         progress = (known.low, known.step, known.issued, known.void, known.done)
         return await self._waiter.answer(lambda: self._parts.queue.begin(*progress, known.epoch, above))
 

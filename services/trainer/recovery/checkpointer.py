@@ -97,8 +97,6 @@ class Checkpointer:
             return error
         status.waits.pop(self, None)
         self._settlement.saved(state.version)
-        if (mirror := self._parts.mirror) is not None:
-            mirror.wanted(state.version)
         status.saved(state.step)
         status.timed("save", time.perf_counter() - started)
         await asyncio.to_thread(self._forget, state.epoch)
