@@ -31,8 +31,8 @@ class RoutingShape(NamedTuple):
         """The smallest that holds every expert's number."""
         return next(dtype for dtype in _DTYPES if self.n_experts <= np.iinfo(dtype).max + 1)
 
-    def check(self, routed: np.ndarray) -> None:
-        """Raises DecodeError for experts [n, L, k] that are not this model's, or twice the same of one token."""
+    def check_bounds(self, routed: np.ndarray) -> None:
+        """Raises DecodeError for experts [n, L, k] that are not this model's."""
         if routed.shape[1:] != (self.n_layers, self.per_token):
             raise DecodeError(
                 f"experts of {routed.shape[1]} layers, {routed.shape[2]} a token, where the model has {self.n_layers} "
@@ -40,6 +40,10 @@ class RoutingShape(NamedTuple):
             )
         if routed.size and int(routed.max()) >= self.n_experts:
             raise DecodeError(f"expert {int(routed.max())} of a model with {self.n_experts}")
+
+    def check(self, routed: np.ndarray) -> None:
+        """Raises as `check_bounds`, and for the same expert twice of one token."""
+        self.check_bounds(routed)
         ordered = np.sort(routed, axis=-1)
         if (ordered[..., 1:] == ordered[..., :-1]).any():
             raise DecodeError("a token was sent to the same expert twice")

@@ -52,7 +52,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
     folder = await asyncio.to_thread(model_folder, settings.model_path, settings.folder)
     tokenizer = await asyncio.to_thread(ChatTokenizer, folder)
     if settings.routing_replay:
-        settings = replace(settings, routing_replay=ModelConfig.read(folder).routing is not None)
+        settings = replace(settings, routing=ModelConfig.read(folder).routing)
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(
             connect(settings.redis_url, settings.redis_password_file, settings.ca_file)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,11 +66,12 @@ class Bucket:
             meta = obstore.head(store, key)
             if meta["size"] != size:
                 raise WeightsError(f"{self.address}/{key} has {meta['size']} bytes, expected {size}")
+            unchanged = {"if_match": meta["e_tag"]} if meta["e_tag"] else {}
             with path.open("wb", buffering=0) as file, ThreadPoolExecutor(_N_AT_ONCE) as threads:
 
                 def part(start: int) -> None:
                     check()
-                    only = {"range": (start, min(start + PART_BYTES, size)), "if_match": meta["e_tag"]}
+                    only: Any = {"range": (start, min(start + PART_BYTES, size)), **unchanged}
                     data = memoryview(obstore.get(store, key, options=only).bytes())
                     while data:
                         n = os.pwrite(file.fileno(), data, start)
@@ -78,34 +79,6 @@ class Bucket:
 
                 for _ in threads.map(part, range(0, size, PART_BYTES)):
                     pass
-
-    def upload(self, key: str, source: Path | bytes, *, new: bool = False) -> None:
-        """The object is there whole or not at all. Raises Conflict if it is there already and must be `new`, which the
-        bucket itself decides; and OSError.
-        """
-        import obstore
-
-        with self._translated(key):
-            mode: Any = "create" if new else "overwrite"
-            obstore.put(self._store(), key, source, mode=mode, use_multipart=False if new else None)
-
-    def keys(self, below: str) -> list[str]:
-        """Of all objects whose key begins with `below` and a slash, in order."""
-        import obstore
-
-        with self._translated(below):
-            return sorted(meta["path"] for batch in obstore.list(self._store(), below) for meta in batch)
-
-    def remove(self, keys: Sequence[str]) -> None:
-        """In this order; what is not there any more is passed over."""
-        import obstore
-
-        for key in keys:
-            try:
-                with self._translated(key):
-                    obstore.delete(self._store(), key)
-            except NotFound:
-                continue
 
     def _store(self) -> Any:
         from obstore.store import from_url

@@ -38,7 +38,7 @@ class ChunkFolder:
     def __init__(self, folder: Path) -> None:
         self.folder, self._numbers = folder, count()
         self._lock = threading.Lock()
-        self._reading = set[int]()
+        self._reading, self._writing = set[int](), set[str]()
         self._spares = list[tuple[int, Path]]()
         """Of `CHUNK_BYTES` each; reads with a smaller number may still be at it."""
         with storage(folder.parent):
@@ -73,7 +73,7 @@ class ChunkFolder:
 
     def _write(self, digest: str, data: bytes | memoryview) -> None:
         draft = self.folder / f"{_DRAFT}{next(self._numbers)}"
-        with storage(self.folder):
+        with storage(self.folder), self._kept(draft):
             try:
                 with draft.open("r+b" if self._is_spare(draft, len(data)) else "wb") as file:
                     file.write(data)
@@ -81,6 +81,17 @@ class ChunkFolder:
             except OSError:
                 draft.unlink(missing_ok=True)
                 raise
+
+    @contextmanager
+    def _kept(self, draft: Path) -> Iterator[None]:
+        """Inside, it is no file that nobody wants."""
+        with self._lock:
+            self._writing.add(draft.name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._writing.remove(draft.name)
 
     def _is_spare(self, draft: Path, size: int) -> bool:
         """Whether `draft` is a file of that size now, of a chunk that was removed."""
@@ -120,10 +131,11 @@ class ChunkFolder:
 
     def retain(self, digests: Collection[str]) -> None:
         """Removes all others; the files of at most as many stay, for the next chunks."""
+        there = list(self.folder.iterdir())
         with self._lock:
             kept, self._spares = self._spares[: len(digests)], []
-        names = {path.name for _, path in kept}.union(digests)
-        for path in [path for path in self.folder.iterdir() if path.name not in names]:
+            names = {path.name for _, path in kept}.union(digests, self._writing)
+        for path in [path for path in there if path.name not in names]:
             with suppress(FileNotFoundError):
                 if len(kept) < len(digests) and path.stat().st_size == CHUNK_BYTES:
                     spare = path.rename(self.folder / f"{_SPARE}{next(self._numbers)}")

@@ -113,6 +113,33 @@ def test_the_next_chunks_are_written_over_those_that_nobody_needs(tmp_path):
     assert list(folder.folder.iterdir()) == []
 
 
+def test_a_file_that_is_being_written_is_taken_by_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 64)
+    folder = ChunkFolder(tmp_path / "chunks")
+    kept = folder.put(b"a" * 64)
+    folder.put(b"b" * 64)
+    folder.retain([kept, "another"])  # there is a file to write over
+    writing, go_on, rename = threading.Event(), threading.Event(), Path.rename
+
+    def later(path, target):
+        if path.name.startswith(".draft-"):
+            writing.set()
+            assert go_on.wait(60)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", later)
+    thread = threading.Thread(target=folder.put, args=(b"c" * 64,))
+    thread.start()
+    assert writing.wait(60)
+    drafts = list(folder.folder.glob(".draft-*"))
+    folder.retain([kept, "another"])
+    assert list(folder.folder.glob(".draft-*")) == drafts
+    assert len(drafts) == 1
+    go_on.set()
+    thread.join()
+    assert folder.read(blake3.blake3(b"c" * 64).hexdigest()) == b"c" * 64
+
+
 def test_nobody_reads_a_chunk_that_is_written_over(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**20)
     folder = ChunkFolder(tmp_path / "chunks")

@@ -1,4 +1,4 @@
-"""A server of S3's protocol on a port of this machine, as a process."""
+"""A server of S3's protocol on a port of this machine, as a process, and what is put there."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
+import obstore
+from obstore.store import from_url
 
+from shared.files.buckets import Bucket
 from tests.support.net import free_port, wait_http
 
 
@@ -26,3 +30,16 @@ def s3_server() -> Iterator[dict[str, str]]:
     finally:
         process.kill()
         process.wait()
+
+
+class WritableBucket(Bucket):
+    """As whoever copies checkpoints there sees it."""
+
+    def upload(self, key: str, source: Path | bytes) -> None:
+        obstore.put(self._own(), key, source)
+
+    def remove(self, key: str) -> None:
+        obstore.delete(self._own(), key)
+
+    def _own(self):
+        return from_url(self.address, client_options={"allow_http": True})

@@ -113,6 +113,21 @@ def test_deltas_lead_from_the_last_versions_to_the_newest(tmp_path):
     assert newest.way(wanted, lambda digest: digest == too_old.blake3) == []
 
 
+@pytest.mark.parametrize("n_left", [None, 100])
+def test_what_becomes_of_old_chunks_keeps_no_version_from_being_published(tmp_path, n_left):
+    """They were removed, or cut short: there are no deltas then."""
+    made, (first, second) = Publications(tmp_path / "p", "r"), steps(2)
+    published(made, 1, first)
+    for path in filter(Path.is_file, (tmp_path / "p").rglob("*")):
+        if n_left is None:
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:n_left])
+    version = published(made, 2, second)
+    assert version.delta_bytes == 0
+    assert had(made, version, tmp_path / "had").tobytes() == second.tobytes()
+
+
 def test_float32_that_moves_everywhere_has_no_deltas(tmp_path):
     made, weights = Publications(tmp_path, "r"), np.random.default_rng(0).normal(size=N).astype(np.float32)
     published(made, 0, weights)

@@ -14,6 +14,7 @@ from services.orchestrator.episodes.turn import SamplingSpec
 from services.orchestrator.servers.balancer import VersionBounds
 from shared.errors import VolleyError, first_error
 from shared.process import telemetry
+from shared.routing import RoutingShape
 from shared.run.seeding import TicketTask
 from shared.types import Group, Trajectory
 
@@ -31,7 +32,7 @@ class GroupPlan:
     seed: int
     sampling: Mapping[str, Any]
     task_of: Callable[[int], Awaitable[TicketTask]]
-    routing: bool = False
+    routing: RoutingShape | None = None
 
     def specs(self, task: TicketTask, ticket: int, need: VersionBounds) -> list[SamplingSpec]:
         return [

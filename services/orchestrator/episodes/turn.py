@@ -22,6 +22,7 @@ from services.orchestrator.servers.balancer import Balancer, ServerLoad, Version
 from services.orchestrator.status import RunStatus
 from shared.clients.rollout import Generation
 from shared.errors import RateLimited, Unavailable, VolleyError
+from shared.routing import RoutingShape
 from shared.run import seeding
 from shared.types import WeightVersion
 
@@ -47,7 +48,7 @@ class TokenBounds:
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
     """Which episode to run. `sampling` holds temperature, top_p and top_k; `ticket` 0 stands for an evaluation.
-    `routing`: the trainer wants to know the experts that tokens were sent to.
+    `routing`: of the model, where the trainer wants to know the experts that tokens were sent to.
     """
 
     env: str
@@ -58,7 +59,7 @@ class SamplingSpec:
     seed: int
     sampling: Mapping[str, Any]
     need: VersionBounds
-    routing: bool = False
+    routing: RoutingShape | None = None
 
 
 @dataclass(slots=True)
@@ -174,6 +175,8 @@ class TurnSampler:
                 timeout_s=self._bounds.timeout_s,
                 routed_from=episode.recorder.n_routed if episode.spec.routing else None,
             )
+            if episode.spec.routing is not None and generation.routed_experts is not None:
+                episode.spec.routing.check_bounds(generation.routed_experts)
         except asyncio.CancelledError:
             await _abort(server, rid)
             raise

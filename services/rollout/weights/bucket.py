@@ -9,11 +9,12 @@ be.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from services.rollout.engines.base import StagedWeights
 from services.rollout.weights.checkpoint import check_bytes, examine
@@ -22,6 +23,8 @@ from shared.files.buckets import Bucket, is_address
 from shared.files.storage import storage
 from shared.models.config import ModelConfig
 from shared.run import weights
+
+_PART = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._=+@-]{1,200}")
 
 
 class CheckpointBucket:
@@ -41,7 +44,7 @@ class CheckpointBucket:
         Raises Forbidden for any other address, NotFound, WeightsError, Unavailable and StorageFull.
         """
         below = address.rstrip("/").removesuffix(f"/{weights.MANIFEST}").removeprefix(f"{self._bucket.address}/")
-        if is_address(below) or any(part in ("", ".", "..") for part in below.split("/")):
+        if is_address(below) or not all(map(_PART.fullmatch, below.split("/"))):
             raise Forbidden(f"{address[:200]} is not in {self._bucket.address}", "this is the run's bucket: run.bucket")
         copy = CheckpointCopy(self._bucket, below, self._scratch / secrets.token_hex(8))
         try:
@@ -72,6 +75,7 @@ class CheckpointCopy:
     def examine(self, model: ModelConfig, run: str) -> StagedWeights:
         """What to stage of it. Raises WeightsError, Forbidden."""
         found = examine(self.folder, model, run)
+        _check_names(file.name for file in (*found.files, *(found.base.files if found.base else ())))
         check_bytes(found.version, sum(file.size for file in found.files), model)
         if found.base is not None:
             check_bytes(found.base.digest, sum(file.size for file in found.base.files), model)
@@ -107,3 +111,14 @@ class CheckpointCopy:
     def _check(self) -> None:
         if not self._is_wanted:
             raise Unavailable(f"nobody waits for {self.folder.name} any more")
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raises WeightsError for those that cannot all be files of one folder beside its manifest."""
+    files = {weights.MANIFEST}
+    for name in names:
+        if not all(map(_PART.fullmatch, name.split("/"))):
+            raise WeightsError(f"the manifest names a file {name[:100]!r}")
+        files.add(name)
+    if any(str(parent) in files for name in files for parent in PurePosixPath(name).parents):
+        raise WeightsError("the manifest names a file that is a folder of others")

@@ -39,7 +39,7 @@ class Batch:
     [B, T], what the critic expected before the token at the start of the step, and what it should have. None where the
     objective does not need them. routed: int16 or int32 [B, T, L, k], the experts that the engine has sent the token at
     t to in each layer, -1 where they are not known; None where they are of no token of the step. What several sequences
-    begin with, packed, is sent to those of the last one.
+    begin with is packed once only where its experts are the same as well.
     """
 
     ids: np.ndarray
@@ -189,7 +189,7 @@ def arranged(rows: Sequence[Row], layout: BatchLayout, n_micro: int) -> list[Mic
     if layout.tokens is not None:
         shapes = RowShapes(layout.buckets, layout.tokens, layout.shards)
         layout.bucket(max((len(row.ids) for row in rows), default=1))
-        return packed([row.ids for row in rows], [row.own_from for row in rows], shapes) if rows else []
+        return packed(_distinct(rows), [row.own_from for row in rows], shapes) if rows else []
     if len(rows) > n_micro * layout.rows:
         raise DecodeError(
             f"{len(rows)} sequences do not fit into {n_micro} x {layout.rows} rows",
@@ -198,6 +198,20 @@ def arranged(rows: Sequence[Row], layout: BatchLayout, n_micro: int) -> list[Mic
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i].ids))
     parts = [order[i * layout.rows : (i + 1) * layout.rows] for i in range(n_micro)]
     return [_padded(rows, part, layout) for part in parts]
+
+
+def _distinct(rows: Sequence[Row]) -> list[np.ndarray]:
+    """int32 [n] of each row: equal numbers where tokens and their experts are equal, for only these share a place."""
+    if all(row.routed is None for row in rows):
+        return [row.ids for row in rows]
+    number: dict[bytes, int] = {}
+
+    def numbered(row: Row) -> np.ndarray:
+        known = () if row.routed is None else row.routed
+        keys = [token.tobytes() + (known[t].tobytes() if t < len(known) else b"") for t, token in enumerate(row.ids)]
+        return np.array([number.setdefault(key, len(number)) for key in keys], np.int32)
+
+    return [numbered(row) for row in rows]
 
 
 def _padded(rows: Sequence[Row], part: Sequence[int], layout: BatchLayout) -> MicroBatch:

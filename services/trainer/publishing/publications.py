@@ -180,7 +180,10 @@ class Publications:
             chunk = Chunk(store.put(data), len(data))
             if base is None or base == chunk:
                 return chunk, None
-            delta = encode(store.read(base.blake3), data, width)
+            try:
+                delta = encode(store.read(base.blake3), data, width)
+            except (NotFound, ValueError):  # somebody removed it, or cut it short: the chunk itself is there
+                return chunk, None
             return chunk, None if delta is None else Delta(base.blake3, Chunk(store.put(delta), len(delta)))
 
         parts = cut(leaves, {name: partial(timed, take) for name, take in arrays.items()})
