@@ -51,8 +51,8 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
     token = tokens.of(Role.SERVICE) if tokens else None
     folder = await asyncio.to_thread(model_folder, settings.model_path, settings.folder)
     tokenizer = await asyncio.to_thread(ChatTokenizer, folder)
-    if settings.routing_replay:
-        settings = replace(settings, routing=ModelConfig.read(folder).routing)
+    routing = ModelConfig.read(folder).routing if settings.routing_replay else None
+    settings = replace(settings, routing_replay=routing is not None)
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(
             connect(settings.redis_url, settings.redis_password_file, settings.ca_file)
@@ -66,7 +66,11 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         balancer = Balancer(settings.terms.max_staleness)
         discover = _discover(Registry(redis, settings.run), settings.rollout_urls)
         fleet = await stack.enter_async_context(
-            Fleet(balancer, discover, lambda url: RolloutClient(url, token=token, ca_file=settings.ca_file))
+            Fleet(
+                balancer,
+                discover,
+                lambda url: RolloutClient(url, token=token, ca_file=settings.ca_file, routing=routing),
+            )
         )
         status = RunStatus()
         dispatcher = Dispatcher(

@@ -154,7 +154,7 @@ class Orchestrator:
     def _ticket_loop(self, mixture: RunMixture) -> TicketLoop:
         settings = self.settings
         plan = GroupPlan(
-            "train", settings.group_size, settings.seed, settings.sampling, mixture.task_of, settings.routing
+            "train", settings.group_size, settings.seed, settings.sampling, mixture.task_of, settings.routing_replay
         )
         return TicketLoop(
             self.queue,

@@ -10,7 +10,6 @@ from typing import Any
 from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.schedule.ticket_loop import Admission
 from shared.errors import ConfigError
-from shared.routing import RoutingShape
 from shared.run.shares import Member, configured
 from shared.schema import CurriculumConfig, RunConfig
 from shared.server_schema import TeacherServer
@@ -22,7 +21,7 @@ class OrchestratorSettings:
     """`folder` is this host's for the run, `trainer_url` has the run's own. `sampling` holds temperature, top_p and
     top_k of training episodes. `env` is the main one of the environments, `members` are all that the run begins
     with. `teacher` is None where nobody is asked. With `routing_replay` the experts of training
-    episodes are asked for, if the model has any: `routing`, which its folder tells.
+    episodes are asked for, if the model has any.
     """
 
     run: str
@@ -50,7 +49,6 @@ class OrchestratorSettings:
     eval_every: int | None
     teacher: TeacherServer | None = None
     routing_replay: bool = False
-    routing: RoutingShape | None = None
 
     @property
     def n_groups(self) -> int:

@@ -121,7 +121,6 @@ async def open_trainer(
         )
         app = _app(settings, callers, status)
         app.state.publishing = PublishingState(publications, Uplink(publications.read), publisher.sources)
-        app.state.records = records.RecordsState(folder)
         yield RunningService(app, [TrainerWorker(from_run.plan(config, opened.tokens, origin), parts, status).run])
 
 
@@ -134,10 +133,10 @@ def _of_its_origin(config: RunConfig) -> tuple[RunConfig, Origin | None]:
 
 
 def _app(settings: TrainerSettings, callers: AccessTokens | None, status: TrainerStatus) -> FastAPI:
-    """The state of `publishing` and `records` is not there yet."""
+    """The state of `publishing` is not there yet."""
     roles = ROLES | publishing.ROLES | records.ROLES
     app = create_app("trainer", limits=settings.limits, tokens=callers, ready=status.not_ready, roles=roles)
-    app.state.status = status
+    app.state.status, app.state.records = status, records.RecordsState(RunFolder(settings.run_folder))
     for one in (router, publishing.router, records.router):
         app.include_router(one)
     return app

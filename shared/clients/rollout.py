@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shared.bounds import MAX_OBJECTS
 from shared.clients.base import MALFORMED, HttpClient
 from shared.errors import DecodeError, Unavailable
-from shared.routing import from_wire
+from shared.routing import RoutingShape, from_wire
 from shared.types import VersionSpan, WeightVersion
 from shared.weights.manifest import WeightOffer
+
+if TYPE_CHECKING:
+    from httpx import AsyncBaseTransport
 
 _WEIGHTS_TIMEOUT_S = 600.0
 _ROW_OBJECTS = 8  # of a token in SGLang's JSON: its id, and a row of three
@@ -55,7 +58,23 @@ class ServerWeights:
 
 
 class RolloutClient(HttpClient):
-    """Every method raises VolleyError: ServiceUnreachable, or what the server's problem body says."""
+    """Every method raises VolleyError: ServiceUnreachable, or what the server's problem body says.
+
+    Args:
+        routing: of the run's model, if it has experts; those of another model are no answer.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        token: str | None = None,
+        ca_file: Path | None = None,
+        transport: AsyncBaseTransport | None = None,
+        routing: RoutingShape | None = None,
+    ) -> None:
+        super().__init__(base_url, token=token, ca_file=ca_file, transport=transport)
+        self._routing = routing
 
     async def generate(
         self,
@@ -89,6 +108,8 @@ class RolloutClient(HttpClient):
             if generation.routed_experts is not None:
                 n_sampled = len(generation.output_ids)
                 _check_routed(len(generation.routed_experts), len(input_ids), n_sampled, routed_from)
+                if self._routing is not None:
+                    self._routing.check_bounds(generation.routed_experts)
         except DecodeError as error:
             raise Unavailable(f"{self.base_url} answered no generation: {error.detail}") from error
         return generation

@@ -70,10 +70,6 @@ class RunFolder:
         return self.path / "environments"
 
     @property
-    def beginning(self) -> Path:
-        return self.published / BEGINNING
-
-    @property
     def archive(self) -> Path:
         return self.path / "archive"
 

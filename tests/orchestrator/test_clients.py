@@ -13,7 +13,7 @@ from shared import codec
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.errors import Conflict, DecodeError, NotFound, ServiceUnreachable, Unavailable, problem
-from shared.routing import to_wire
+from shared.routing import RoutingShape, to_wire
 from shared.services_schema import Limits
 from shared.web.http import create_app
 from tests.support.asgi import served
@@ -122,6 +122,19 @@ async def test_experts_of_other_positions_make_the_server_unavailable(routed, fi
     async with rollout(answering(changed(routed_experts=routed))) as client:
         with pytest.raises(Unavailable, match=reason):
             await client.generate(IDS, PARAMS, "a", routed_from=first)
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"), [((2, 30, 2), "2 layers, 3 a token"), ((1, 30, 3), "2 layers"), ((2, 29, 3), "expert 29")]
+)
+async def test_experts_of_another_model_make_the_server_unavailable(shape, reason):
+    app = answering(changed(routed_experts=to_wire(ROUTED)))
+    transport = httpx.ASGITransport(app)
+    async with RolloutClient("http://rollout", transport=transport, routing=RoutingShape(2, 30, 3)) as client:
+        assert (await client.generate(IDS, PARAMS, "a", routed_from=2)).routed_experts is not None
+    async with RolloutClient("http://rollout", transport=transport, routing=RoutingShape(*shape)) as client:
+        with pytest.raises(Unavailable, match=reason):
+            await client.generate(IDS, PARAMS, "a", routed_from=2)
 
 
 @asynccontextmanager

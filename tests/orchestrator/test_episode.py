@@ -21,7 +21,6 @@ from services.orchestrator.servers.balancer import VersionBounds
 from shared.clients.env import StepReply
 from shared.clients.rollout import Generation
 from shared.errors import Conflict, NotFound, RateLimited, ServiceUnreachable, Unavailable
-from shared.routing import RoutingShape
 from shared.types import VersionSpan, WeightVersion
 from tests.orchestrator.fakes import BOUNDS, Say, ScriptedEngine, ScriptedEnv, balancer_of, runner_of, spec, unreachable
 from tests.support.tokenizer import tiny_tokenizer
@@ -326,7 +325,7 @@ def test_the_experts_of_a_position_are_those_of_the_first_request_that_told_them
     """Three turns, and one of them cut in two parts: every position but the last has experts, from one request each."""
     engine = ScriptedEngine([Say([60, 61], finish="abort"), Say([62, EOS])], tells_no_experts=silent)
     env, bounds = ScriptedEnv(n_turns=3), BOUNDS
-    routed = replace(spec(), routing=RoutingShape(2, 256, 3))
+    routed = replace(spec(), routing=True)
     trajectory = asyncio.run(runner_of(env, balancer_of(engine), bounds).run(routed, TokenBudget(3)))
     found, ends, asked = [], [], 0
     for number, (prompt, said) in enumerate(zip(engine.prompts, engine.outputs, strict=True), start=1):

@@ -9,7 +9,6 @@ from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.servers.balancer import VersionBounds
 from shared.errors import NotFound, ServiceUnreachable, VolleyError
-from shared.routing import RoutingShape
 from shared.types import Group, WeightVersion
 from tests.orchestrator.fakes import ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, spec, unreachable
 
@@ -31,7 +30,7 @@ async def test_a_group_has_all_siblings_of_one_task_and_survives_the_wire():
 async def test_every_sibling_has_its_experts_where_they_are_wanted():
     engine = ScriptedEngine()
     dispatcher = dispatcher_of(ScriptedEnv(), balancer_of(engine))
-    group = await run_group(dispatcher, replace(plan(4), routing=RoutingShape(2, 256, 3)), 1, NEED)
+    group = await run_group(dispatcher, replace(plan(4), routing=True), 1, NEED)
     again = Group.decode(group.encode()).trajectories
     assert [len(t.routed_experts) for t in again] == [len(t.token_ids) - 1 for t in again]
 

@@ -14,7 +14,6 @@ from services.orchestrator.episodes.turn import SamplingSpec
 from services.orchestrator.servers.balancer import VersionBounds
 from shared.errors import VolleyError, first_error
 from shared.process import telemetry
-from shared.routing import RoutingShape
 from shared.run.seeding import TicketTask
 from shared.types import Group, Trajectory
 
@@ -32,7 +31,7 @@ class GroupPlan:
     seed: int
     sampling: Mapping[str, Any]
     task_of: Callable[[int], Awaitable[TicketTask]]
-    routing: RoutingShape | None = None
+    routing: bool = False
 
     def specs(self, task: TicketTask, ticket: int, need: VersionBounds) -> list[SamplingSpec]:
         return [

@@ -22,7 +22,6 @@ from services.orchestrator.servers.balancer import Balancer, ServerLoad, Version
 from services.orchestrator.status import RunStatus
 from shared.clients.rollout import Generation
 from shared.errors import RateLimited, Unavailable, VolleyError
-from shared.routing import RoutingShape
 from shared.run import seeding
 from shared.types import WeightVersion
 
@@ -48,7 +47,7 @@ class TokenBounds:
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
     """Which episode to run. `sampling` holds temperature, top_p and top_k; `ticket` 0 stands for an evaluation.
-    `routing`: of the model, where the trainer wants to know the experts that tokens were sent to.
+    `routing`: the trainer wants to know the experts that tokens were sent to.
     """
 
     env: str
@@ -59,7 +58,7 @@ class SamplingSpec:
     seed: int
     sampling: Mapping[str, Any]
     need: VersionBounds
-    routing: RoutingShape | None = None
+    routing: bool = False
 
 
 @dataclass(slots=True)
@@ -175,8 +174,6 @@ class TurnSampler:
                 timeout_s=self._bounds.timeout_s,
                 routed_from=episode.recorder.n_routed if episode.spec.routing else None,
             )
-            if episode.spec.routing is not None and generation.routed_experts is not None:
-                episode.spec.routing.check_bounds(generation.routed_experts)
         except asyncio.CancelledError:
             await _abort(server, rid)
             raise

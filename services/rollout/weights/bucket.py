@@ -12,7 +12,7 @@ import asyncio
 import re
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path, PurePosixPath
 
@@ -23,6 +23,7 @@ from shared.files.buckets import Bucket, is_address
 from shared.files.storage import storage
 from shared.models.config import ModelConfig
 from shared.run import weights
+from shared.run.weights import ManifestFile
 
 _PART = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._=+@-]{1,200}")
 
@@ -32,10 +33,7 @@ class CheckpointBucket:
 
     def __init__(self, bucket: Bucket, scratch: Path) -> None:
         self._bucket, self._scratch = bucket, scratch
-        self.clear()
-
-    def clear(self) -> None:
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
     @asynccontextmanager
     async def opened(self, address: str) -> AsyncIterator[CheckpointCopy]:
@@ -75,26 +73,30 @@ class CheckpointCopy:
     def examine(self, model: ModelConfig, run: str) -> StagedWeights:
         """What to stage of it. Raises WeightsError, Forbidden."""
         found = examine(self.folder, model, run)
-        _check_names(file.name for file in (*found.files, *(found.base.files if found.base else ())))
-        check_bytes(found.version, sum(file.size for file in found.files), model)
-        if found.base is not None:
-            check_bytes(found.base.digest, sum(file.size for file in found.base.files), model)
+        for _, folder, files in self._trees(found):
+            _check_names(file.name for file in files)
+            check_bytes(folder.name, sum(file.size for file in files), model)
         return found
 
     def fetch(self, found: StagedWeights) -> int:
         """Its files, and returns how many bytes that were. Raises as `Bucket.download`, Forbidden for a name that leads
         elsewhere, and StorageFull.
         """
-        wanted = [(self._below, self.folder, file) for file in found.files]
-        if found.base is not None:
-            root = Path(self._below).parent / weights.BASE / found.base.digest
-            wanted += [(str(root), Path(found.base.folder), file) for file in found.base.files]
+        wanted = [(below, folder, file) for below, folder, files in self._trees(found) for file in files]
         for below, folder, file in wanted:
             path = weights.confined(folder, file.name)
             with storage(self._root.parent.parent):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._bucket.download(f"{below}/{file.name}", path, file.size, self._check)
         return sum(file.size for *_, file in wanted)
+
+    def _trees(self, found: StagedWeights) -> list[tuple[str, Path, Sequence[ManifestFile]]]:
+        """Where the version lies in the bucket, the folder for its copy, and its files; of adapters their base, too."""
+        trees: list[tuple[str, Path, Sequence[ManifestFile]]] = [(self._below, self.folder, found.files)]
+        if found.base is not None:
+            below = Path(self._below).parent / weights.BASE / found.base.digest
+            trees.append((str(below), Path(found.base.folder), found.base.files))
+        return trees
 
     def remove(self) -> None:
         self._is_wanted = False

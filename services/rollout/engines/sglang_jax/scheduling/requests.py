@@ -51,9 +51,8 @@ class RolloutReq(Req):
         self.top_k: int = message["top_k"] if message["top_k"] > 0 else _ALL
         self.spans: list[tuple[str, int]] = []
         self._labelled = 0
-        self._routed_to: int | None = message[
-            "routed_from"
-        ]  # the first position whose experts are wanted and not known
+        self._routed_to: int | None = message["routed_from"]
+        """The first position whose experts are wanted and not known."""
         self._routed: list[np.ndarray] = []
 
     def fill_row(self, rows: SamplingRows, i: int) -> None:
