@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engines.sglang_jax.link import EngineLink
+from services.rollout.engines.sglang_jax.link import EngineLink, ServiceGone
 from services.rollout.engines.sglang_jax.worker import beat
 
 INFO = {
@@ -64,5 +64,5 @@ if __name__ == "__main__":
     threading.Thread(target=beat, args=(link,), daemon=True).start()
     try:
         run(link)
-    except EOFError:
+    except ServiceGone:
         os._exit(0)

@@ -4,8 +4,10 @@ processes, no model.
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ import pytest
 from services.rollout import metrics
 from services.rollout.engines.base import EngineSpec, StagedWeights
 from services.rollout.engines.sglang_jax.client import open_engine
+from services.rollout.engines.sglang_jax.link import frame
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Unavailable
 from shared.models.config import ModelConfig
@@ -181,3 +184,39 @@ async def test_weights_that_nobody_waits_for_are_forgotten(tmp_path: Path, monke
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.stage(StagedWeights(str(tmp_path), VERSION)), 0.2)
         await asyncio.to_thread(wait_until, (model / "reached-forget").exists)
+
+
+TALKING = """
+import sys
+from services.rollout.engines.sglang_jax import worker
+class Talking:
+    def __init__(self, link): self.link = link
+    def run(self):
+        while True: self.link.{op}
+worker._boot = lambda spec, link: (Talking(link), {{}})
+sys.exit(worker.main(int(sys.argv[1])))
+"""
+
+
+@pytest.mark.parametrize("op", ["send({'op': 'done', 'results': []})", "receive(9.0)"])
+def test_an_engine_whose_service_is_gone_ends_without_a_word(op: str) -> None:
+    """It may notice before the signal that ends it with the service: with messages unread, the kernel resets the link.
+    A traceback in the log would tell of a crash that was none.
+    """
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", TALKING.format(op=op), str(theirs.fileno())]
+    with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
+        try:
+            theirs.close()
+            ours.sendall(frame({"op": "start", "spec": dataclasses.asdict(EngineSpec("model"))}))
+            received = b""
+            while b"ready" not in received:
+                data = ours.recv(1 << 16)
+                assert data != b"", received
+                received += data
+            time.sleep(0.1)
+            ours.close()
+            _, said = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert (process.returncode, said) == (0, b"")

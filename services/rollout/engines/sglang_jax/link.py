@@ -5,16 +5,18 @@ and silent when it is stopped or wedged as a whole. A single step that never end
 engine's own watchdog (`watchdog_timeout`, 900 s), which ends the service.
 
 A frame is a 4-byte little-endian length and a msgpack map with a key `op`. The engine's side is synchronous; when the
-other end closes, `receive` raises EOFError, and the engine ends: it never outlives the service.
+other end closes, `receive` and `send` raise ServiceGone, and the engine ends: it never outlives the service.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from shared import codec
@@ -44,6 +46,12 @@ def split(buffer: bytearray) -> list[Message]:
     return messages
 
 
+class ServiceGone(EOFError):
+    """The other end has closed the link, or died: between its death and the signal that ends the engine with it, the
+    engine reads and writes a broken socket.
+    """
+
+
 class EngineLink:
     """The engine's end."""
 
@@ -58,21 +66,30 @@ class EngineLink:
         os.write(self._wake_in, b"!")
 
     def send(self, message: Message) -> None:
-        """Blocks until the message is handed over; callable from any thread."""
+        """Blocks until the message is handed over; callable from any thread. Raises ServiceGone."""
         data = frame(message)
-        with self._lock:
+        with self._lock, _or_gone():
             self._sock.sendall(data)
 
     def receive(self, wait_s: float) -> list[Message]:
-        """All messages that have arrived; waits up to `wait_s` seconds for the first one. Raises EOFError."""
+        """All messages that have arrived; waits up to `wait_s` seconds for the first one. Raises ServiceGone."""
         while ready := select.select([self._sock, self._wake_out], [], [], wait_s)[0]:
             wait_s = 0.0
             if self._wake_out in ready:
                 os.read(self._wake_out, 4096)
             if self._sock not in ready:
                 continue
-            data = self._sock.recv(1 << 20)
+            with _or_gone():
+                data = self._sock.recv(1 << 20)
             if not data:
-                raise EOFError("the service has closed the link")
+                raise ServiceGone("the service has closed the link")
             self._buffer += data
         return split(self._buffer)
+
+
+@contextlib.contextmanager
+def _or_gone() -> Iterator[None]:
+    try:
+        yield
+    except ConnectionError as error:
+        raise ServiceGone(f"the service is gone: {error}") from error

@@ -19,10 +19,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from services.rollout.engines.base import BASE_VERSION, EngineSpec, StagedBase, StagedWeights
-from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message
+from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message, ServiceGone
 from services.rollout.weights.probe import check_probe
 from shared.errors import Conflict, InputError, OutOfMemory, VolleyError, WeightsError, problem
 from shared.process.imports import uncollected
@@ -59,14 +59,11 @@ class EngineWorker:
         self._bases: Any = None
         self._loaded: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
-    def run(self) -> None:
-        """Returns when the service has closed the link."""
+    def run(self) -> NoReturn:
+        """Serves for ever. Raises ServiceGone when the service has closed the link."""
         busy = True
         while True:
-            try:
-                messages = self._link.receive(0.0 if busy else IDLE_WAIT_S)
-            except EOFError:
-                return
+            messages = self._link.receive(0.0 if busy else IDLE_WAIT_S)
             for message in messages:
                 self._answer(message)
             while not self._loaded.empty():
@@ -270,7 +267,7 @@ def _bind_life_to_parent() -> None:
 
 def beat(link: EngineLink) -> None:
     """Thread: lets the service know that this process runs, also while a step compiles."""
-    with contextlib.suppress(OSError):  # the service is gone: the loop's thread ends the process
+    with contextlib.suppress(ServiceGone):  # the loop's thread ends the process
         while True:
             link.send({"op": "beat"})
             time.sleep(BEAT_S)
@@ -289,10 +286,12 @@ def main(fd: int) -> int:
         worker, info = _boot(spec, link)
         link.send({"op": "ready", "info": {**info, "boot_s": time.perf_counter() - start, "pid": os.getpid()}})
         worker.run()
+    except ServiceGone:
         return 0
     except Exception as error:
         log.exception("engine died")
-        link.send({"op": "fatal", "detail": f"{type(error).__name__}: {error}"})
+        with contextlib.suppress(ServiceGone):
+            link.send({"op": "fatal", "detail": f"{type(error).__name__}: {error}"})
         return 1
 
 
