@@ -2,8 +2,9 @@
 episodes, as many positions in a micro-batch, in one process.
 
 Lengths of answers are lognormal, as those of a model that sometimes thinks for long, and cut at the longest. Tunix pads
-every episode to the longest prompt and the longest answer; ours is laid out as the configuration below says. Both make
-whole steps (advantages, micro-batches, loss, gradient, Adam), ours with everything that a step tells and checks.
+every episode to the longest prompt and the longest answer; ours are packed into rows, prompts that a group shares once.
+Both make whole steps (advantages, micro-batches, loss, gradient, Adam), ours with everything that a step tells and
+checks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Workload:
     buckets: tuple[int, ...]
 
     def config(self) -> RunConfig:
-        """How our learner is configured; what packs rows belongs here."""
+        """How our learner is configured."""
         return RunConfig.model_validate(
             {
                 "model": {"path": "none"},
@@ -57,7 +58,7 @@ class Workload:
                 "rollout": {"engine": {"context_length": self.buckets[-1]}},
                 "trainer": {
                     "groups_per_step": self.n_groups,
-                    "train_micro_batch_size": self.micro_rows,
+                    "micro_batch_tokens": self.micro_rows * (self.lengths.prompt + self.lengths.completion),
                     "length_buckets": self.buckets,
                 },
             }
