@@ -12,7 +12,7 @@ from redis.asyncio import Redis
 
 from services.trainer import records
 from services.trainer import settings as from_run
-from services.trainer.learner.opening import BackendInputs, OpenedBackend
+from services.trainer.backend.inputs import BackendInputs, OpenedBackend
 from services.trainer.loop.interfaces import Collaborators
 from services.trainer.loop.worker import TrainerWorker
 from services.trainer.multihost.app import open_follower
@@ -65,7 +65,7 @@ async def open_service(config: RunConfig) -> AsyncIterator[RunningService]:
             yield service
         return
     with uncollected():
-        from services.trainer.learner.tunix import open_backend  # JAX and Tunix
+        from services.trainer.backend.opening import open_backend  # JAX and Tunix
 
     async with open_trainer(config, open_backend) as service:
         yield service

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from services.trainer.algorithms.supervised import supervised_loss
+from services.trainer.backend.tunix import TunixBackend, merged
 from services.trainer.batches.batch import BatchLayout, micro_batches, row_weights, supervised_row
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.learner.backend import TunixBackend, merged
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.policy import Policy
 from services.trainer.learner.scoring import Scorer, divided, objective, params_of

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from services.trainer.backend.tunix import TunixBackend
 from services.trainer.batches.batch import BatchLayout
-from services.trainer.learner.backend import TunixBackend
 from services.trainer.learner.policy import Policy, PolicyOptions
 from services.trainer.models.options import ModelOptions
 from services.trainer.options import LoraOptions

@@ -17,13 +17,13 @@ import orjson
 import pytest
 
 from services.trainer.algorithms.dpo import pair_terms, weighted_likelihood
+from services.trainer.backend.tunix import ModelOptions
 from services.trainer.batches.batch import BatchLayout
 from services.trainer.checkpoints.contents import CheckpointContents, RestoredCheckpoint
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.conversations.data import RunData
 from services.trainer.conversations.dataset import Dataset, Example, TokenSequence
-from services.trainer.learner.backend import ModelOptions
 from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.scoring import objective, params_of
 from services.trainer.models.initial_weights import leaves_of

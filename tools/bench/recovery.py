@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from services.trainer import options as from_run
+from services.trainer.backend.tunix import TunixBackend
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import ReadyGroup, ready_group
-from services.trainer.learner.backend import TunixBackend
 from services.trainer.recovery.recovery import LoggedSteps
 from services.trainer.settings import TokenLimits
 from shared.errors import VolleyError

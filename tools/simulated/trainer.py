@@ -18,11 +18,11 @@ import blake3
 import numpy as np
 
 from services.trainer.app import open_trainer
+from services.trainer.backend.inputs import BackendInputs, OpenedBackend
 from services.trainer.checkpoints.contents import Arrays, CheckpointContents, RestoredCheckpoint
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.groups.group_buffer import ReadyGroup
 from services.trainer.learner.metrics import StepMetrics, of_groups, of_statistics
-from services.trainer.learner.opening import BackendInputs, OpenedBackend
 from services.trainer.publishing.publications import Publications, PublishedVersion
 from services.trainer.settings import TokenLimits
 from shared.errors import ConfigError, WeightsError

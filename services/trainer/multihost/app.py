@@ -106,7 +106,7 @@ def _end_after_crash() -> NoReturn:
 
 def _compute(config: RunConfig, options: GroupOptions, follower: Follower, ready: Callable[[], None]) -> None:
     with uncollected():
-        from services.trainer.learner.tunix import open_following  # JAX and Tunix
+        from services.trainer.backend.opening import open_following  # JAX and Tunix
         from services.trainer.multihost.distributed import join_devices, leave_devices
     coordinator = follower.join()
     opened = open_following(config, follower)

@@ -11,9 +11,9 @@ from typing import Any
 
 import orjson
 
+from services.trainer.backend.tunix import TunixBackend
 from services.trainer.conversations.dataset import Example, TokenSequence
 from services.trainer.groups.group_buffer import ReadyGroup, ready_group
-from services.trainer.learner.backend import TunixBackend
 from services.trainer.learner.metrics import StepMetrics
 from services.trainer.multihost.distributed import join_devices, leave_devices
 from services.trainer.multihost.processes import SAVES, Calls, Leader, stream, together

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from services.trainer import options as from_run
+from services.trainer.backend.tunix import assembled, restored_leaves
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import read_base, restore
-from services.trainer.learner.backend import assembled, restored_leaves
 from services.trainer.learner.policy import Policy
 from services.trainer.settings import TokenLimits
 from shared.models.chat import ChatTokenizer

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from services.trainer.backend.tunix import built, with_adapters
 from services.trainer.checkpoints.contents import RestoredCheckpoint
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.conversations.dataset import Example
-from services.trainer.learner.backend import built, with_adapters
 from services.trainer.learner.published import PublishedWeights
 from services.trainer.models.family import Model
 from services.trainer.models.options import ModelOptions

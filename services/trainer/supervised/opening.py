@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.trainer import options as from_run
+from services.trainer.backend.tunix import check_vocabulary
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
-from services.trainer.learner.backend import check_vocabulary
 from services.trainer.settings import TokenLimits
 from services.trainer.supervised.backend import SupervisedBackend
 from shared.models.chat import ChatTokenizer

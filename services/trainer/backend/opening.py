@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from services.trainer import options as from_run
+from services.trainer.backend.inputs import BackendInputs, OpenedBackend
+from services.trainer.backend.tunix import ModelCheckpoints, ModelPublications, TunixBackend, check_vocabulary
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.conversations.data import data_settings
-from services.trainer.learner.backend import ModelCheckpoints, ModelPublications, TunixBackend, check_vocabulary
-from services.trainer.learner.opening import BackendInputs, OpenedBackend
 from services.trainer.loop.warm_start import WarmStart
 from services.trainer.multihost.backend import FollowingCalls, LeadingBackend
 from services.trainer.multihost.checkpoints import FollowingCheckpoints, LeadingCheckpoints
