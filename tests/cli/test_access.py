@@ -16,12 +16,12 @@ import yaml
 from services.cli.commands import access, status
 from services.cli.runs import addresses
 from shared.errors import ConfigError, ServiceUnreachable
+from shared.process.ports import free_port
 from shared.run.folder import RunFolder
 from shared.services_schema import Limits, ServicesSection, Tls
 from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 from tests.support.asgi import served
-from tests.support.net import free_port
 from tests.support.tokens import write_tokens
 
 

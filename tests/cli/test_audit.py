@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.net import free_port
+from shared.process.ports import free_port
 from tools import audit
 from tools.audit import AuditSkipped, reach, vulnerabilities
 

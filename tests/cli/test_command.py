@@ -20,6 +20,7 @@ from shared.config import load
 from shared.errors import ConfigError
 from shared.models.hub import model_folder
 from shared.process.boot import bind
+from shared.process.ports import free_port
 from shared.services_schema import Endpoint, ServicesSection
 
 CONFIG = "configs/quickstart.yaml"
@@ -158,8 +159,7 @@ def test_a_host_that_is_not_ours_is_told_from_a_taken_port(host: str, problem: s
 
 
 def test_free_ports_are_distinct_and_named_ones_are_kept() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        free = probe.getsockname()[1]
+    free = free_port()
     services = ServicesSection.model_validate({"trainer": {"port": free}})
     chosen = ports.choose(
         services, {"trainer": {"port": free}}, {"env": 1, "rollout": 3, "orchestrator": 1, "trainer": 1}

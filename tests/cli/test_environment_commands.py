@@ -11,7 +11,8 @@ import pytest
 
 from services.cli.__main__ import main
 from services.cli.layout import PROJECT
-from tests.support.net import free_port, wait_http
+from shared.process.ports import free_port
+from tests.support.net import wait_http
 
 type Volley = Callable[..., tuple[int, str, str]]
 

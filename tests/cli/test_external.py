@@ -20,11 +20,10 @@ from services.env.app import open_service
 from shared.clients.teacher import TeacherAway
 from shared.config import load
 from shared.errors import ConfigError, ServiceUnreachable, Unavailable
-from shared.process.ports import hold
+from shared.process.ports import free_port, hold
 from shared.services_schema import Limits, ServicesSection, TokenFiles
 from shared.web.http import create_app
 from tests.support.asgi import served
-from tests.support.net import free_port
 from tests.support.tokens import write_private, write_tokens
 from tools.chaos.arena import SIMULATED
 

@@ -10,7 +10,7 @@ import pytest
 
 from services.cli.commands import model
 from shared.errors import ConfigError, Unavailable
-from tests.support.net import free_port
+from shared.process.ports import free_port
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:

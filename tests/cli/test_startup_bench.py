@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 
+from shared.process.ports import free_port
 from shared.run.folder import RunFolder
-from tests.support.net import free_port
 from tools.bench import startup
 from tools.bench.startup import StartCost
 

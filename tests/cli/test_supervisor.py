@@ -16,7 +16,7 @@ from services.cli.local.processes import ProcessSpec, Reaper, last_error
 from services.cli.local.supervisor import RestartPolicy, ServiceFailed, SupervisedProcess, Supervision, keeping
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, VolleyError, first_error
-from tests.support.net import free_port
+from shared.process.ports import free_port
 
 LIVES = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
 """Shows with the file in argv[1] that it is up."""

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from shared import config
+from shared.process.ports import free_port
 from shared.services import SERVICES
-from tests.support.net import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))

@@ -19,13 +19,14 @@ from services.cli.__main__ import parser
 from services.cli.layout import python_of, variables_of
 from services.cli.runs import addresses
 from shared import config
+from shared.process.ports import free_port
 from shared.queue.server import embedded_server
 from shared.run.folder import RunFolder
 from tests.docs.commands import ROOT, blocks, first_example, yaml_of
 from tests.fuzz.driver import in_a_thread
 from tests.fuzz.stack import open_stack, run_config
 from tests.support import small_run
-from tests.support.net import free_port, wait_http
+from tests.support.net import wait_http
 from tests.support.redis import configured
 from tests.support.stack import SMALL
 

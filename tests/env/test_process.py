@@ -13,6 +13,7 @@ import pytest
 
 from shared.clients.env import EnvClient
 from shared.errors import NotFound
+from shared.process.ports import free_port
 
 COMMAND = [sys.executable, "-m", "services.env", "--config"]
 
@@ -26,9 +27,7 @@ def config(folder: Path, *lines: str) -> str:
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[tuple[str, int]]:
     """Base URL and process id of a running service; it is stopped by SIGTERM and must then end well."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with subprocess.Popen(
         [*COMMAND, config(tmp_path, "data: {env: sokoban}", f"services: {{env: {{port: {port}}}}}")]
     ) as process:

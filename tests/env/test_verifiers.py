@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from services.env.sandbox.packages.dependencies import read_metadata
+from shared.process.ports import free_port
 from shared.process.uv import find_uv
 from shared.services_schema import Limits
 from tests.env.conftest import OpenClient
 from tests.env.submitted import decided, opened
-from tests.support.net import free_port, wait_http
+from tests.support.net import wait_http
 
 BRIDGE = Path("services/env/bridges/verifiers_server.py").absolute()
 ENVIRONMENT = """

@@ -15,9 +15,9 @@ import httpx
 from services.env.app import open_service as open_env
 from services.orchestrator.app import open_service as open_orchestrator
 from shared import config
+from shared.process.ports import free_port
 from shared.schema import RunConfig
 from tests.support.asgi import served
-from tests.support.net import free_port
 from tests.support.redis import configured
 from tests.support.tokenizer import FOLDER
 from tests.support.tokens import write_tokens

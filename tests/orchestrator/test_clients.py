@@ -13,12 +13,12 @@ from shared import codec
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.errors import Conflict, DecodeError, NotFound, ServiceUnreachable, Unavailable, problem
+from shared.process.ports import free_port
 from shared.routing import RoutingShape, to_wire
 from shared.services_schema import Limits
 from shared.web.http import create_app
 from tests.support.asgi import served
 from tests.support.engine import RolloutDouble
-from tests.support.net import free_port
 
 IDS = np.arange(5, dtype=np.int32)
 PARAMS = {"max_new_tokens": 4, "temperature": 1.0, "sampling_seed": 1}

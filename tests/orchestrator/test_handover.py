@@ -8,9 +8,9 @@ from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.status import RunStatus
 from shared.clients.trainer import TrainerClient
 from shared.errors import AnotherBeginning, VolleyError
+from shared.process.ports import free_port
 from shared.run.folder import RunFolder
 from tests.support.asgi import served
-from tests.support.net import free_port
 from tests.support.records import records_app
 
 

@@ -10,11 +10,11 @@ import yaml
 from services.env import app as env_app
 from services.env import settings as env_settings
 from shared import config
+from shared.process.ports import free_port
 from shared.queue.queue import TicketQueue
 from tests.orchestrator.test_component import run_config
 from tests.support.asgi import served
 from tests.support.engine import RolloutDouble
-from tests.support.net import free_port
 from tests.support.records import records_app
 from tests.support.redis import begun, configured
 

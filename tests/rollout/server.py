@@ -18,8 +18,8 @@ import httpx
 import numpy as np
 
 from shared import codec
+from shared.process.ports import free_port
 from tests.support import decoder_reference, models
-from tests.support.net import free_port
 
 CONTEXT = 256
 MAX_RUNNING = 16

@@ -26,9 +26,10 @@ from services.rollout.engines.sglang_jax.link import frame
 from services.rollout.weights.updater import WeightUpdater
 from shared.errors import Unavailable
 from shared.models.config import ModelConfig
+from shared.process.ports import free_port
 from tests.rollout.server import wait_until
 from tests.support import models
-from tests.support.net import HTTP, free_port, wait_http
+from tests.support.net import HTTP, wait_http
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
 MODEL = ModelConfig.parse(CONFIG)

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from services.cli.layout import PROJECT
+from shared.process.ports import free_port
 from tests.rollout.server import wait_until
 from tests.support import models
-from tests.support.net import HTTP, free_port
+from tests.support.net import HTTP
 
 CONFIG = models.tiny_config(
     hidden_size=8, intermediate_size=8, vocab_size=400_000

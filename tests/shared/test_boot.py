@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.net import free_port, wait_http
+from shared.process.ports import free_port
+from tests.support.net import wait_http
 
 PROGRAM = """
     import asyncio, sys, time

@@ -15,11 +15,11 @@ from fastapi import HTTPException, Request, Response
 from shared import codec, errors
 from shared.clients import base
 from shared.clients.base import HttpClient
+from shared.process.ports import free_port
 from shared.services_schema import Limits
 from shared.web import http, serving
 from shared.web.access import AccessTokens, Role
 from shared.web.http import create_app, read_body, respond
-from tests.support.net import free_port
 
 TOKEN = "s3cret-s3cret-s3"
 TOKENS = AccessTokens({Role.VIEWER: TOKEN})

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.net import free_port, wait_http
+from shared.process.ports import free_port
+from tests.support.net import wait_http
 from tests.support.redis import configured
 from tests.support.tokenizer import FOLDER
 

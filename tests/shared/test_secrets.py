@@ -18,12 +18,13 @@ import yaml
 from shared.clients.base import HttpClient
 from shared.errors import VolleyError
 from shared.process import telemetry
+from shared.process.ports import free_port
 from shared.queue.server import ServerSpec
 from shared.services_schema import Limits
 from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 from tests.support.asgi import served
-from tests.support.net import free_port, wait_http
+from tests.support.net import wait_http
 from tests.support.tokens import write_private, write_tokens
 
 ROOT = Path(__file__).parents[2]

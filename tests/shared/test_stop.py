@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from shared.process.ports import free_port
 from shared.services_schema import Tls
-from tests.support.net import free_port
 from tests.support.tls import make_tls
 
 PROGRAM = """

@@ -18,13 +18,13 @@ import yaml
 from shared import config
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, QueueUnavailable, ServiceUnreachable, TlsFailed
+from shared.process.ports import free_port
 from shared.queue.client import command, connect
 from shared.queue.server import ServerSpec
 from shared.services_schema import Limits, ServicesSection, Tls
 from shared.web.http import create_app
 from shared.web.tls import check_certificate, client_context
 from tests.support.asgi import served
-from tests.support.net import free_port
 from tests.support.tls import make_tls
 
 LIMITS = Limits(header_timeout_s=0.5, grace_s=1)

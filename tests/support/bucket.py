@@ -13,7 +13,8 @@ import obstore
 from obstore.store import from_url
 
 from shared.files.buckets import Bucket
-from tests.support.net import free_port, wait_http
+from shared.process.ports import free_port
+from tests.support.net import wait_http
 
 
 @contextmanager

@@ -1,6 +1,5 @@
-"""Free ports and waiting for a server, for tests that start real processes."""
+"""Waiting for a server, for tests that start real processes."""
 
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -9,11 +8,6 @@ import httpx
 
 HTTP = httpx.Client(trust_env=False, verify=False)
 """One for all: to make one with certificates takes 60 ms of CPU."""
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def wait_http(url: str, timeout_s: float = 60.0) -> None:

@@ -15,11 +15,11 @@ import orjson
 import pytest
 
 from services.cli.verify.command import verify
+from shared.process.ports import free_port
 from shared.run import archive
 from shared.run.folder import RunFolder
 from shared.types import Group
 from tests.support import answering
-from tests.support.net import free_port
 from tests.support.stack import PROJECT, training
 from tests.support.teacher import told
 

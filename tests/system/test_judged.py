@@ -14,9 +14,9 @@ import pytest
 
 from services.cli.reverify import command as reverify
 from services.cli.verify.command import verify
+from shared.process.ports import free_port
 from shared.run.folder import RunFolder
 from tests.support import answering
-from tests.support.net import free_port
 from tests.support.stack import Training, training
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]

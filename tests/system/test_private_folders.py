@@ -16,9 +16,9 @@ from services.cli.commands.replay import replayed
 from services.cli.layout import PROJECT, python_of, variables_of
 from services.cli.reporting import jsonl
 from services.cli.verify.command import verify
+from shared.process.ports import free_port
 from shared.queue.server import ServerSpec, embedded_server
 from shared.run.folder import RunFolder
-from tests.support.net import free_port
 
 pytestmark = pytest.mark.timeout(600)
 CONFIG, N_STEPS = PROJECT / "tests/system/small.yaml", 6

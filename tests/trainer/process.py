@@ -19,11 +19,12 @@ from typing import Any
 import httpx
 import yaml
 
+from shared.process.ports import free_port
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
 from shared.queue.records import Reservation
 from shared.types import Group, WeightVersion
-from tests.support.net import HTTP, free_port
+from tests.support.net import HTTP
 from tests.support.redis import configured
 from tests.trainer.support import group
 

@@ -29,11 +29,11 @@ from services.trainer.planning.plan import plan
 from services.trainer.publishing.publications import Publications
 from shared import config
 from shared.errors import ConfigError, Forbidden, NonFinite, ProcessesMissing, ProcessLost, StorageFull, VolleyError
+from shared.process.ports import free_port
 from shared.queue.server import embedded_server
 from shared.run.folder import RunFolder
 from shared.run.weights import ManifestLeaf
 from shared.types import WeightVersion
-from tests.support.net import free_port
 from tests.trainer.process import BATCH, TrainerProcess, producing
 from tests.trainer.process import config as process_config
 

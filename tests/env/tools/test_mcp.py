@@ -13,10 +13,10 @@ import pytest
 
 from services.env.tools.calls import ToolCall, write_call
 from shared.errors import ConfigError, Unavailable
+from shared.process.ports import free_port
 from tests.env.conftest import OpenClient
 from tests.env.tools.conftest import OpenTools, ask
 from tests.env.tools.test_environments import open_episode, say
-from tests.support.net import free_port
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ROOT = str(Path(__file__).parents[3])
