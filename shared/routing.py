@@ -31,6 +31,11 @@ class RoutingShape(NamedTuple):
         """The smallest that holds every expert's number."""
         return next(dtype for dtype in _DTYPES if self.n_experts <= np.iinfo(dtype).max + 1)
 
+    @property
+    def token_bytes(self) -> int:
+        """Of one token's experts."""
+        return self.n_layers * self.per_token * self.dtype.itemsize
+
     def check_bounds(self, routed: np.ndarray) -> None:
         """Raises DecodeError for experts [n, L, k] that are not this model's."""
         if routed.shape[1:] != (self.n_layers, self.per_token):

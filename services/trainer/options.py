@@ -29,6 +29,7 @@ def model_options(config: RunConfig, folder: Path) -> ModelOptions:
         mesh.axis_names,
         config.run.seed,
         lora=LoraOptions(lora.rank, lora.alpha, lora.target_modules) if lora else None,
+        routing_replay=config.model.routing_replay,
     )
 
 

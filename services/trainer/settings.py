@@ -10,6 +10,7 @@ from pathlib import Path
 from services.trainer.groups.filters import FilterOptions
 from services.trainer.groups.group_buffer import AdmissionRules
 from services.trainer.loop.interfaces import TrainPlan
+from services.trainer.planning.group_size import check_group
 from shared.errors import ConfigError
 from shared.models.origin import Origin
 from shared.outcomes import FilterRule
@@ -76,6 +77,8 @@ def from_config(config: RunConfig) -> TrainerSettings:
 
 
 def plan(config: RunConfig, tokens: TokenLimits, origin: Origin | None = None) -> TrainPlan:
+    """Raises ConfigError if a group may become too large."""
+    check_group(config, tokens.routing)
     grpo, trainer = config.grpo_config, config.trainer
     return TrainPlan(
         max_steps=trainer.max_steps,

@@ -101,6 +101,18 @@ EXPERTS = ModelConfig.parse(
 )
 
 
+def test_what_the_engine_has_chosen_is_counted() -> None:
+    policy = replace(POLICY, layout=BatchLayout((16, 32), 8, 0))
+    replayed, alone = (memory.estimate(EXPERTS, replace(MODEL, routing_replay=on), policy) for on in (True, False))
+    assert EXPERTS.routing is not None
+    n_experts = 8 * 32 * EXPERTS.routing.n_layers * EXPERTS.routing.per_token
+    assert replayed.step["micro-batch"] - alone.step["micro-batch"] == 2 * n_experts  # int16: -1 as well
+    assert replayed.step["activations"] >= alone.step["activations"]
+    assert memory.micro_batch(EXPERTS, MODEL, policy, 3).routed.shape == (3, 32, 3, 4)
+    of_many = replace(EXPERTS, experts=replace(EXPERTS.experts, num_experts=300))  # pyright: ignore[reportArgumentType]
+    assert memory.micro_batch(of_many, MODEL, policy, 3).routed.dtype == jnp.int32
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "remat"),

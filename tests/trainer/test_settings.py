@@ -1,5 +1,7 @@
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from services.trainer import options, settings
@@ -9,6 +11,8 @@ from services.trainer.algorithms.terms.policy_gradient import PolicyGradient
 from services.trainer.settings import TokenLimits
 from shared import config
 from shared.errors import ConfigError
+from shared.routing import RoutingShape
+from tests.trainer.support import group
 
 ROOT = Path(__file__).parents[2]
 TOKENS = TokenLimits(vocab_size=512, pad_id=0)
@@ -45,6 +49,42 @@ def test_a_teacher_is_needed_where_it_counts(name: str):
         run = load(f"algorithm.name={name}", *TAUGHT, *more)
         assert options.policy_options(run, TOKENS).algorithm.needs.teacher == is_taught
         assert settings.plan(run, TOKENS).rules.has_teacher == is_taught
+
+
+SIZES = ("services.redis_url=redis://x", "grpo_config.num_generations=16", "rollout.engine.context_length=65536")
+LONG = (*SIZES, "trainer.length_buckets=[65536]")
+EXPERTS = replace(TOKENS, routing=RoutingShape(48, 128, 8))
+
+
+def test_a_run_whose_groups_could_be_too_large_is_refused():
+    with pytest.raises(ConfigError, match=r"may have 394 MiB, and 256 is .* 393 bytes a token, 384 of them") as refused:
+        settings.plan(load(*LONG), EXPERTS)
+    knobs = (refused.value.hint or "").split(" or ")
+    assert [knob.split("=")[0].split(".")[-1] for knob in knobs] == [
+        "routing_replay",
+        "context_length",
+        "num_generations",
+    ]
+    for knob in knobs:
+        settings.plan(load(*LONG, knob), EXPERTS)
+    settings.plan(load(*LONG), TOKENS)
+    with pytest.raises(ConfigError, match="297 bytes a token, 288 of them") as refused:
+        settings.plan(load(*LONG, "grpo_config.num_generations=20"), replace(TOKENS, routing=RoutingShape(36, 256, 8)))
+    assert "num_generations=13" in (refused.value.hint or "")
+    wide = replace(TOKENS, routing=RoutingShape(36, 257, 8))  # two bytes an expert
+    with pytest.raises(ConfigError, match="585 bytes a token"):
+        settings.plan(load(*LONG), wide)
+
+
+def test_no_group_is_larger_than_is_reckoned():
+    made = group(1, "e000001-s000000", n=3, length=500, vocab=512)
+    routed = np.zeros((500, 4, 2), np.uint8)
+    trajectories = tuple(
+        replace(one, routed_experts=routed, teacher_logprobs=one.logprobs) for one in made.trajectories
+    )
+    n_bytes = len(replace(made, trajectories=trajectories).encode())
+    arrays = 3 * 500 * (9 + 4 + RoutingShape(4, 6, 2).token_bytes)
+    assert arrays < n_bytes < arrays + 3 * 2**16
 
 
 def test_a_service_alone_needs_the_address_of_redis():

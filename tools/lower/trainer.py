@@ -65,7 +65,7 @@ def programs(
     optimizer = make_optimizer(policy.optimizer)
     entropy = "gradient" if policy.algorithm.needs.entropy else "value"
     of_batch = gradient(objective(shapes, policy.algorithm.loss, policy.temperature, entropy))
-    batch = _as_shapes(memory.micro_batch(policy, policy.layout.rows), mesh, ROW_AXES)
+    batch = _as_shapes(memory.micro_batch(described, model, policy, policy.layout.rows), mesh, ROW_AXES)
     state = _optimizer_state(optimizer, trained, mesh)
     like, of_state = (jax.tree.map(lambda x: x.sharding, tree) for tree in (trained, state))
     waiting = {"optimizer": _bytes(state)}

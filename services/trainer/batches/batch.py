@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -286,9 +286,14 @@ def _table(rows: Sequence[Row], name: str, part: MicroBatch) -> np.ndarray:
     return made
 
 
+def routed_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Of `Batch.routed`, where trajectories have experts of `dtype`: the smallest that also holds -1."""
+    return np.result_type(dtype, np.int8)
+
+
 def _routed(rows: Sequence[Row], part: MicroBatch, like: np.ndarray) -> np.ndarray:
-    """[B, T, L, k] of experts `like` [n, L, k], of the smallest dtype that also holds -1."""
-    made = np.full((*part.shape, *like.shape[1:]), -1, np.result_type(like.dtype, np.int8))
+    """[B, T, L, k] of experts `like` [n, L, k]."""
+    made = np.full((*part.shape, *like.shape[1:]), -1, routed_dtype(like.dtype))
     for place in part.places:
         known = rows[place.sequence].routed
         if known is not None:

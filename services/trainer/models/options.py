@@ -15,7 +15,8 @@ class ModelOptions:
     """`folder` holds config.json and perhaps safetensors; `dtype` is that of activations and published parameters.
 
     `origin` is a version of another run whose weights a new run begins with. With `lora`, RL trains adapters of the
-    weights that it begins with; the warm start trains all parameters.
+    weights that it begins with; the warm start trains all parameters. With `routing_replay` the tokens of RL are sent
+    to the experts of the engine's choice.
     """
 
     folder: Path
@@ -26,3 +27,4 @@ class ModelOptions:
     seed: int
     origin: Origin | None = None
     lora: LoraOptions | None = None
+    routing_replay: bool = True

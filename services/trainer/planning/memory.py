@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from jax.extend import core
 
-from services.trainer.batches.batch import BatchLayout, micro_batches, supervised_row
+from services.trainer.batches.batch import BatchLayout, micro_batches, routed_dtype, supervised_row
 from services.trainer.learner.policy import PolicyOptions
 from services.trainer.learner.scoring import divided, objective, params_of
 from services.trainer.learner.train_step import gradient
@@ -100,7 +100,12 @@ def estimate(
     rounded = (
         0 if policy.published_dtype == "float32" or model.lora else jax.numpy.dtype(policy.published_dtype).itemsize
     )
-    step = {"gradients": 4 * n_trained * min(2, n_micro), "activations": activations}
+    batch = micro_batch(described, model, policy, _rows_of_device(model, policy))
+    step = {
+        "gradients": 4 * n_trained * min(2, n_micro),
+        "activations": activations,
+        "micro-batch": sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(batch)),
+    }
     copies = sum(n for n in (4 * n_trained, kept["optimizer"], kept["critic"], rounded * n_trained))
     warming = _warm_start(described, model, policy, activations, warm_start)
     on_host = jax.devices()[0].platform == "cpu"
@@ -241,7 +246,6 @@ def _traced(described: ModelConfig, model: ModelOptions, policy: PolicyOptions) 
 def of_micro_batch(described: ModelConfig, model: ModelOptions, policy: PolicyOptions) -> tuple[Any, tuple[Any, ...]]:
     """The gradient function as one device of the mesh computes it, and what it is called with, of shapes only."""
     mesh = make_mesh((1, 1), ("fsdp", "tp"))
-    shards = dict(zip(model.mesh_axes, model.mesh_shape, strict=True)).get("fsdp", 1)
     shapes: Model = nnx.merge(*abstract(described, model.dtype, model.remat, mesh, model.lora))
     entropy = "gradient" if policy.algorithm.needs.entropy else "value"
     of_batch = gradient(objective(shapes, policy.algorithm.loss, policy.temperature, entropy))
@@ -250,10 +254,15 @@ def of_micro_batch(described: ModelConfig, model: ModelOptions, policy: PolicyOp
         with mesh:
             return of_batch(*given)
 
-    return on_mesh, (*divided(params_of(shapes)), micro_batch(policy, policy.layout.rows // shards))
+    batch = micro_batch(described, model, policy, _rows_of_device(model, policy))
+    return on_mesh, (*divided(params_of(shapes)), batch)
 
 
-def micro_batch(policy: PolicyOptions, n_rows: int) -> Any:
+def _rows_of_device(model: ModelOptions, policy: PolicyOptions) -> int:
+    return policy.layout.rows // dict(zip(model.mesh_axes, model.mesh_shape, strict=True)).get("fsdp", 1)
+
+
+def micro_batch(described: ModelConfig, model: ModelOptions, policy: PolicyOptions, n_rows: int) -> Any:
     """A micro-batch of `n_rows` of the longest bucket, of shapes only."""
     needs, length = policy.algorithm.needs, policy.layout.buckets[-1]
     row, some = supervised_row([0] * length, [1] * length), np.zeros(length, np.float32)
@@ -263,7 +272,12 @@ def micro_batch(policy: PolicyOptions, n_rows: int) -> Any:
     layout = replace(policy.layout, rows=len(rows), shards=1)
     layout = replace(layout, tokens=len(rows) * length) if layout.tokens else layout
     batch = max(micro_batches(rows, np.ones(len(rows)), layout, 1), key=lambda one: one.ids.size)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    shapes: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+    if described.routing is None or not model.routing_replay:
+        return shapes
+    n_layers, _, k = described.routing
+    routed = jax.ShapeDtypeStruct((*batch.ids.shape, n_layers, k), routed_dtype(described.routing.dtype))
+    return replace(shapes, routed=routed)
 
 
 def live_bytes(jaxpr: core.Jaxpr, *, outermost: bool = True) -> int:
