@@ -200,7 +200,8 @@ class TrainerSection(Section):
     follows when a step gives numbers that are not finite, which is never saved: the run stops, or goes on without its
     groups. With `lora` adapters alone are trained, of the weights that the run begins with (RL: after its warm start).
     With `offload_reference` the reference of a KL term or of DPO lies in the host's memory, and on the devices for its
-    passes alone; with `lora` there is nothing to bring.
+    passes alone; with `lora` there is nothing to bring. `attention` is computed in blocks of queries, or by splash
+    attention, whose kernels are for TPUs and lengths that are multiples of 128: auto takes it where it can be.
     """
 
     max_steps: PositiveInt = 10
@@ -215,6 +216,7 @@ class TrainerSection(Section):
     filters: FiltersConfig = FiltersConfig()
     lora: LoraSection | None = None
     offload_reference: bool = False
+    attention: Literal["auto", "blocks", "splash"] = "auto"
     mesh: MeshSection = MeshSection()
 
     @model_validator(mode="after")

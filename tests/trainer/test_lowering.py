@@ -5,6 +5,7 @@ Whether it fits and compiles there says `make lower`, which needs libtpu.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -42,12 +43,15 @@ def test_the_step_lowers_for_accelerators(algorithm: dict[str, object], sizes: d
     ).config
     mesh = make_mesh((1, 1), ("fsdp", "tp"))
     model, policy = options.model_options(config, Path()), options.policy_options(config, TokenLimits(64, 0))
-    found = trainer.programs(MODEL, model, policy, mesh)
-    assert [program.name for program in found] == ["gradient", "optimizer"]
-    for program in found:
-        for platform in ("tpu", "cuda"):
+    for platform, attention in (("tpu", "auto"), ("cuda", "blocks")):
+        found = trainer.programs(MODEL, replace(model, attention=attention), policy, mesh)
+        assert [program.name for program in found] == ["gradient", "optimizer"]
+        for program in found:
             with mesh:
                 text = program.function.trace(*program.arguments).lower(lowering_platforms=(platform,)).as_text()
             assert "stablehlo" in text
-            assert ("bf16" in text) == (program.name == "gradient")  # parameters and the optimizer's state are float32
+            is_gradient = program.name == "gradient"
+            assert ("bf16" in text) == is_gradient  # parameters and the optimizer's state are float32
+            kernels = ("splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv")
+            assert all((name in text) == (is_gradient and attention == "auto") for name in kernels)
     assert jax.default_backend() == "cpu"

@@ -111,7 +111,9 @@ def test_a_token_sees_what_is_before_it_in_its_sequence_and_nothing_else(given_:
     for part, batch in zip(parts, assembled(rows, np.ones(len(rows)), parts, 9), strict=True):
         assert part.shape[0] % shards == 0
         assert part.shape[0] * part.shape[1] <= 50
-        seen = np.asarray(attention.visible(0, *(2 * batch.ids.shape[1:]), batch.packing.visible_until))
+        seen = np.asarray(
+            attention.seen(0, *(2 * batch.ids.shape[1:]), batch.packing.visible_until, batch.packing.positions, None)
+        )
         counted = np.zeros(part.shape)
         for place in part.places:
             own, at = rows[place.sequence], (place.row, place.columns)

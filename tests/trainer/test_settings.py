@@ -106,6 +106,15 @@ def test_packed_micro_batches_hold_the_longest_sequence_on_every_shard():
         load("trainer.micro_batch_tokens=160", "trainer.train_micro_batch_size=8")
 
 
+def test_splash_attention_is_asked_for_only_where_all_rows_can_have_it():
+    with pytest.raises(ConfigError, match="length_buckets has 40, which is no multiple of 128"):
+        options.policy_options(load("trainer.attention=splash"), TOKENS)
+    run = load("trainer.attention=splash", "trainer.length_buckets=[128,384]")
+    options.policy_options(run, TOKENS)
+    assert options.model_options(run, ROOT).attention == "splash"
+    assert options.model_options(load(), ROOT).attention == "auto"
+
+
 def test_the_upper_clip_follows_the_lower_one_unless_given():
     assert actor_of("algorithm.epsilon=0.1").clip.high == 0.1
     assert actor_of("algorithm.epsilon_high=0.3").clip.high == 0.3

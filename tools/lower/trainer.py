@@ -27,6 +27,7 @@ from services.trainer.learner.scoring import divided, objective, params_of
 from services.trainer.learner.train_step import ROW_AXES, Params, applied, gradient
 from services.trainer.models.family import Model, abstract
 from services.trainer.models.options import ModelOptions
+from services.trainer.models.splash import chosen
 from services.trainer.planning import memory
 from services.trainer.settings import TokenLimits
 from shared import config
@@ -80,7 +81,8 @@ def programs(
 
 def sharded(described: ModelConfig, model: ModelOptions, mesh: jax.sharding.Mesh) -> Model:
     """The model with shapes in the place of arrays, each as it would lie on the mesh."""
-    graph, state = abstract(described, model.dtype, model.remat, mesh, model.lora)
+    splash = chosen(model.attention, "tpu")
+    graph, state = abstract(described, model.dtype, model.remat, mesh, model.lora, splash=splash)
     flat = []
     for path, variable in nnx.to_flat_state(state):
         value, axes = variable.get_value(), variable.get_metadata()["out_sharding"]

@@ -29,6 +29,7 @@ from services.trainer.models.family import Model, build, make_mesh
 from services.trainer.models.initial_weights import Leaves, leaves_of
 from services.trainer.models.lora import initial_adapter
 from services.trainer.models.options import ModelOptions
+from services.trainer.models.splash import chosen
 from services.trainer.planning import memory
 from services.trainer.planning.plan import plan
 from services.trainer.publishing.publications import Arrays as Takes
@@ -293,7 +294,8 @@ def assembled(described: ModelConfig, options: ModelOptions, leaves: Leaves, *, 
     """
     mesh = make_mesh(options.mesh_shape, options.mesh_axes)
     lora = options.lora if adapted else None
-    return build(described, leaves, mesh, dtype=options.dtype, remat=options.remat, lora=lora)
+    splash = chosen(options.attention, mesh.devices.flat[0].platform)
+    return build(described, leaves, mesh, dtype=options.dtype, remat=options.remat, lora=lora, splash=splash)
 
 
 def with_adapters(model: Model, described: ModelConfig, options: ModelOptions) -> Model:

@@ -58,14 +58,26 @@ def positions(ids: jax.Array, packing: Packing | None) -> jax.Array:
     return jnp.arange(ids.shape[1])[None] if packing is None else packing.positions
 
 
-def visible(first: int, n_queries: int, n_keys: int, visible_until: jax.Array | None = None) -> jax.Array:
-    """bool [1, T, S], or [B, T, S] with visible_until int32 [B, S] of packed rows: which of the first S = `n_keys`
-    positions (last axis) each of T = `n_queries` positions from `first` on sees. Without packing all that are not after
-    it: what fills rows up is on the right.
+def seen(
+    first: int | jax.Array,
+    n_queries: int,
+    n_keys: int,
+    visible_until: jax.Array | None,
+    positions: jax.Array,
+    window: int | None,
+) -> jax.Array:
+    """bool [1, T, S], or [B, T, S] of packed rows, with visible_until and positions int32 [B, S]: which of the first
+    S = `n_keys` positions (last axis) each of T = `n_queries` positions from `first` on sees. Without packing all that
+    are not after it: what fills rows up is on the right.
     """
     query, key = first + jnp.arange(n_queries)[:, None], jnp.arange(n_keys)[None, :]
-    seen = (key <= query)[None]
-    return seen if visible_until is None else seen & (query < visible_until[:, None, :])
+    found = (key <= query)[None]
+    if visible_until is not None:
+        found &= query < visible_until[:, None, :]
+    if window is None:
+        return found
+    places = jax.lax.dynamic_slice_in_dim(positions, first, n_queries, axis=1)
+    return found & (places[:, :, None] - positions[:, None, :] < window)
 
 
 def attend(
@@ -119,8 +131,6 @@ def _block(
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, preferred_element_type=jnp.float32) * scale
     if options.softcap is not None:
         scores = options.softcap * jnp.tanh(scores / options.softcap)
-    seen = visible(first, q.shape[1], k.shape[1], visible_until)
-    if options.window is not None:
-        seen &= positions[:, first : first + q.shape[1], None] - positions[:, None, :] < options.window
-    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
+    mask = seen(first, q.shape[1], k.shape[1], visible_until, positions, options.window)
+    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
     return jnp.einsum("BKGTS,BSKH->BTKGH", weights.astype(v.dtype), v)

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 from tunix.models.qwen3.model import shard
 
-from services.trainer.models import attention, experts
+from services.trainer.models import attention, experts, splash
 from services.trainer.models.attention import Packing, ScoreOptions
 
 _BIASES = {"q_proj": "q_bias", "k_proj": "k_bias", "v_proj": "v_bias"}
@@ -89,8 +89,10 @@ def _attend(attn: Any, x: jax.Array, places: _Places) -> jax.Array:
     if hasattr(attn, "q_norm"):
         q, k = attn.q_norm(q), attn.k_norm(k)
     scores = getattr(attn, "scores", ScoreOptions())
-    turned = _turned(q, places), _turned(k, places)
-    mixed = attention.attend(*turned, v, places.visible_until, scores, places.positions)
+    parts = _turned(q, places), _turned(k, places), v, places.visible_until, scores, places.positions
+    mesh = getattr(attn, "splash", None)
+    by_splash = mesh is not None and splash.fits(q.shape, mesh)
+    mixed = splash.attend(*parts, mesh) if by_splash else attention.attend(*parts)
     return shard(attn.o_proj(mixed), attn.shd_config.act_btd)
 
 

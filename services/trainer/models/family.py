@@ -84,30 +84,42 @@ def build(
     dtype: str,
     remat: Remat = "none",
     lora: LoraOptions | None = None,
+    splash: bool = False,
 ) -> Model:
     """A model whose parameters are float32 and sharded over `mesh`; `dtype` is that of activations. With `lora` the
-    float32 parameters are those of adapters, and those of the base have `dtype`.
+    float32 parameters are those of adapters, and those of the base have `dtype`. With `splash` rows whose shape allows
+    it are attended to by splash attention.
 
     Raises ConfigError if a dimension does not divide over its mesh axis, or a tensor is missing.
     """
-    graph, state = abstract(model, dtype, remat, mesh, lora)
+    graph, state = abstract(model, dtype, remat, mesh, lora, splash=splash)
     return nnx.merge(graph, fill(state, leaves, mesh))
 
 
 def float32_graph(model: Model) -> Any:
-    """The graph of the same model with float32 activations and without adapters, to be merged with such a state."""
+    """The graph of the same model with float32 activations, without adapters and without splash attention, to be merged
+    with such a state.
+    """
     mesh = model.embedder.input_embedding.get_value().sharding.mesh
     return abstract(model.described, "float32", model.config.remat_config.name.lower(), mesh)[0]
 
 
 def abstract(
-    model: ModelConfig, dtype: str, remat: Any, mesh: jax.sharding.Mesh, lora: LoraOptions | None = None
+    model: ModelConfig,
+    dtype: str,
+    remat: Any,
+    mesh: jax.sharding.Mesh,
+    lora: LoraOptions | None = None,
+    *,
+    splash: bool = False,
 ) -> tuple[Any, Any]:
     """Graph and state, of shapes only."""
 
     def make() -> Model:
         made = _module(model).create(model, dtype, remat)
         made.described, made.lora = model, lora
+        for layer in made.layers if splash else ():
+            layer.attn.splash = mesh
         if lora is not None:
             adapt(made, lora)
         return made

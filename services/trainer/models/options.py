@@ -7,6 +7,7 @@ from pathlib import Path
 
 from services.trainer.models.family import Remat
 from services.trainer.models.lora import LoraOptions
+from services.trainer.models.splash import Attention
 from shared.models.origin import Origin
 
 
@@ -28,3 +29,4 @@ class ModelOptions:
     origin: Origin | None = None
     lora: LoraOptions | None = None
     routing_replay: bool = True
+    attention: Attention = "auto"

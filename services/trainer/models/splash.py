@@ -1,0 +1,145 @@
+"""Attention on TPUs by JAX's splash attention, whose kernels keep no scores in the memory of the device: the same masks
+as `attention`'s, from which it is told apart by rounding alone.
+
+A row of one sequence has a mask that the kernel computes by itself, causal or of a window. That of a packed row depends
+on its sequences: segment ids cannot express it, because a token of a shared prefix is seen from several sequences, so
+it is given as an array, from which blocks that nobody sees are told and left out. In the kernel's memory it takes four
+bytes for a query and a key. It is made for `_QUERIES` queries at once, and again in the backward pass, where the
+kernel's results are kept and the mask is not: of a row of 8,192 tokens it has 32 MiB, of one of 32,768 128 MiB, instead
+of 256 MiB and 4 GiB.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import Mesh, PartitionSpec
+
+from services.trainer.models.attention import ScoreOptions, seen
+from shared.errors import ConfigError
+
+type Attention = Literal["auto", "blocks", "splash"]
+LENGTH_UNIT = 128
+"""The lengths of rows are multiples of it."""
+_BLOCKS, _QUERIES = (512, 256, LENGTH_UNIT), (1024, 512, 256, LENGTH_UNIT)
+_KEPT = "splash"
+
+
+def chosen(attention: Attention, platform: str) -> bool:
+    """Whether a model there takes splash attention, in rows that `fits` allows. Raises ConfigError if it has to and
+    cannot.
+    """
+    if attention == "splash" and platform != "tpu":
+        raise ConfigError(
+            f"trainer.attention=splash has kernels for TPUs, and the trainer's devices are of the platform {platform}",
+            "trainer.attention=auto takes it where it can be",
+        )
+    return attention != "blocks" and platform == "tpu"
+
+
+def fits(shape: tuple[int, ...], mesh: Mesh) -> bool:
+    """Whether queries of this shape [B, T, N, H] can be attended to: what does not is for `attention.attend`."""
+    return shape[1] % LENGTH_UNIT == 0 and shape[0] % mesh.shape["fsdp"] == 0
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible_until: jax.Array | None,
+    options: ScoreOptions,
+    positions: jax.Array,
+    mesh: Mesh,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """[B, T, N, H]: see `attention.attend`. Every device of the mesh has rows and heads of its own.
+
+    Args:
+        interpret: without a TPU, by JAX's interpreter of kernels.
+    """
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    rows, heads = PartitionSpec("fsdp"), PartitionSpec("fsdp", "tp")
+    of_device = partial(_unpacked if visible_until is None else _packed, options=options, interpret=interpret)
+    packing = () if visible_until is None else (visible_until, positions)
+    attended = jax.shard_map(
+        of_device, mesh=mesh, in_specs=(heads,) * 3 + (rows,) * len(packing), out_specs=heads, check_vma=False
+    )
+    return attended(*(x.swapaxes(1, 2) for x in (scaled, k, v)), *packing).swapaxes(1, 2)
+
+
+def _unpacked(q: jax.Array, k: jax.Array, v: jax.Array, *, options: ScoreOptions, interpret: bool) -> jax.Array:
+    """[B, N, T, H] of q, and of k and v [B, K, T, H]."""
+    n_heads, length = q.shape[1:3]
+    shape = (length, length)
+    mask = (
+        masks.CausalMask(shape) if options.window is None else masks.LocalMask(shape, (options.window - 1, 0), offset=0)
+    )
+    kernel = _kernel(masks.MultiHeadMask([mask] * n_heads), options, interpret=interpret)
+    return jax.vmap(kernel)(q, k, v)
+
+
+def _packed(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible_until: jax.Array,
+    positions: jax.Array,
+    *,
+    options: ScoreOptions,
+    interpret: bool,
+) -> jax.Array:
+    """[B, N, T, H] of q, of k and v [B, K, T, H], and of visible_until and positions int32 [B, T]: a row, and in it a
+    part of the queries, after the other.
+    """
+    _, n_heads, length, size = q.shape
+    n_queries = _largest(_QUERIES, length)
+    firsts = jnp.arange(0, length, n_queries)
+
+    @partial(jax.checkpoint, prevent_cse=False, policy=jax.checkpoint_policies.save_only_these_names(_KEPT))
+    def of_queries(
+        q: jax.Array, first: jax.Array, k: jax.Array, v: jax.Array, until: jax.Array, places: jax.Array
+    ) -> jax.Array:
+        mask = seen(first, n_queries, length, until[None], places[None], options.window)
+        return _kernel(mask, options, interpret=interpret)(q, k.astype(q.dtype), v.astype(q.dtype))
+
+    def of_row(row: tuple[jax.Array, ...]) -> jax.Array:
+        q, k, v, until, places = row
+        k, v = k.astype(jnp.float32), v.astype(jnp.float32)  # so are the gradients, which parts add to each other
+        parts = q.reshape(n_heads, -1, n_queries, size).swapaxes(0, 1)
+        found = jax.lax.map(lambda part: of_queries(*part, k, v, until, places), (parts, firsts))
+        return found.swapaxes(0, 1).reshape(n_heads, length, size)
+
+    return jax.lax.map(of_row, (q, k, v, visible_until, positions))
+
+
+def _kernel(
+    mask: jax.Array | masks.MultiHeadMask, options: ScoreOptions, *, interpret: bool
+) -> kernels.SplashAttentionKernel:
+    """Of one row; a mask bool [1, T, S] is that of every head."""
+    bq, bkv = (_largest(_BLOCKS, length) for length in mask.shape[1:])
+    made = kernels.make_splash_mha(
+        mask,
+        block_sizes=kernels.BlockSizes(
+            block_q=bq, block_kv=bkv, block_q_dkv=bq, block_kv_dkv=bkv, block_q_dq=bq, block_kv_dq=bkv
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        attn_logits_soft_cap=options.softcap,
+        residual_checkpoint_name=_KEPT,
+        interpret=interpret,
+    )
+    is_dynamic = isinstance(mask, jax.Array)  # jax 0.12 makes a traced array of it, which it then branches on
+    made.fwd_mask_info = made.fwd_mask_info._replace(is_dynamic_mask=is_dynamic)
+    return made
+
+
+def _largest(sizes: tuple[int, ...], length: int) -> int:
+    """The first that divides the length."""
+    return next(size for size in sizes if length % size == 0)
