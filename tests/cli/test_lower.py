@@ -39,7 +39,7 @@ def test_the_smallest_slice_with_enough_chips_is_taken() -> None:
 @pytest.mark.timeout(900)
 def test_training_and_engine_compile_for_tpus(tmp_path: Path) -> None:
     """A mesh of both axes, the engine over four chips with its paged attention and pages of 16 tokens, all in bfloat16;
-    and PPO.
+    and PPO on packed rows.
     """
     models.write_hf(tmp_path / "model", TINY)
     sizes = {"context_length": 256, "max_running_requests": 16, "max_prefill_tokens": 64}
@@ -57,7 +57,8 @@ def test_training_and_engine_compile_for_tpus(tmp_path: Path) -> None:
         assert line in said
     for line in ("prefill of 64 tokens: ", "decode of 16 tokens: "):
         assert line in said
-    assert "  fits: " in lower(tmp_path / "run.yaml", "--only", "trainer", "--tpu", "v6e", "algorithm.name=ppo")
+    packed = ("algorithm.name=ppo", "trainer.micro_batch_tokens=1024", "trainer.attention=splash")
+    assert "  fits: " in lower(tmp_path / "run.yaml", "--only", "trainer", "--tpu", "v6e", *packed)
 
 
 def lower(file: Path, *arguments: str) -> str:
