@@ -83,6 +83,16 @@ def test_many_layers_are_reckoned_from_a_few() -> None:
     assert found > memory._traced(traced, MODEL, POLICY)
 
 
+@pytest.mark.parametrize("tokens", [None, 2048])
+def test_the_kernels_of_splash_attention_keep_no_scores(tokens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = replace(POLICY, layout=BatchLayout((1024,), 2, 0, tokens=tokens))
+    found = []
+    for by_splash in (True, False):
+        monkeypatch.setattr(memory, "chosen", lambda *_, taken=by_splash: taken)  # as on a TPU, which is not here
+        found.append(memory.estimate(SHAPE, MODEL, policy).step["activations"])
+    assert found[0] < found[1] / 2
+
+
 EXPERTS = ModelConfig.parse(
     {
         "model_type": "qwen3_moe",
