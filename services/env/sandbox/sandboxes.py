@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import secrets
 import sys
 import tempfile
 import time
@@ -77,7 +78,8 @@ class Sandboxes:
         self._zygotes: dict[_Key, ZygoteProcess] = {}
         self._starting = asyncio.Lock()
         self._running: dict[int, Sandbox] = {}
-        self._numbers, self._names = count(), count()
+        # Users go by the numbers, and processes are counted by user on the whole machine: not from 0, as others do too.
+        self._numbers, self._names = count(secrets.randbelow(MAX_RUNNING)), count()
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
