@@ -414,8 +414,9 @@ async def test_more_than_may_run_at_once(sandboxes: Sandboxes):
 async def test_a_zygote_that_dies_takes_its_sandboxes_along_and_is_started_again():
     async with Sandboxes(namespaces=False) as own:
         sandbox = await own.start(ScriptProgram())
-        pid = sandbox.pid
-        assert pid is not None
+        async with asyncio.timeout(60):  # the zygote tells it, perhaps after the sandbox's first answer
+            while (pid := sandbox.pid) is None:
+                await asyncio.sleep(0.01)
         request = {"source": "import time; time.sleep(60)", "stdin": "", "max_output": 10}
         call = asyncio.ensure_future(sandbox.call("run", request, 60))
         await asyncio.sleep(0.1)
