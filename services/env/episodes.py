@@ -7,11 +7,13 @@ Invariants
 - At most `max_episodes` exist, each answers at most MAX_STEPS messages; one that is not touched for `ttl_s` is
   forgotten.
 - What an episode holds (a process, where its code is sandboxed) is freed when it is over, has failed, or is forgotten.
+  Nobody else's request waits for that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 import time
@@ -120,6 +122,7 @@ class Episodes:
         self._slots: OrderedDict[str, EpisodeSlot] = OrderedDict()
         self._by_request: dict[str, EpisodeSlot] = {}
         self._done: list[LiveEpisode] = []
+        self._ended = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -129,7 +132,6 @@ class Episodes:
         took too long).
         """
         slot = self._by_request.get(request_id) or self._admit(request_id, request)
-        await self._free()
         if slot.request != request:
             raise Conflict(f"request {request_id!r} was sent before with another body", "use a new request_id")
         self._touch(slot)
@@ -183,29 +185,40 @@ class Episodes:
             if slot.answers and not slot.over and slot.failure is None and self._watcher is not None:
                 self._watcher.ended(slot.request.entry.name, None)  # its client has had enough: no fault of anybody
             self._drop(slot)
-        await self._free()
+            if slot.episode is not None:
+                await slot.episode.close()
 
     async def close(self) -> None:
-        """Forgets all episodes."""
+        """Forgets all episodes, and frees what they hold."""
         for slot in list(self._slots.values()):
             self._drop(slot)
-        await self._free()
+            if slot.episode is not None:
+                self._free(slot.episode)
+        while self._done:
+            await self._done.pop().close()
 
     def expire(self) -> int:
-        """Forgets the episodes whose time is up; returns how many. What they hold is freed by the next call."""
+        """Forgets the episodes whose time is up; returns how many. `sweep` frees what they hold."""
         now, n = self._clock(), 0
         while self._slots and (slot := next(iter(self._slots.values()))).deadline <= now:
             self._drop(slot)
+            if slot.episode is not None:
+                self._free(slot.episode)
             _EVENTS.labels(slot.request.entry.name, "expired").inc()
             n += 1
         return n
 
     async def sweep(self) -> None:
-        """Expires episodes for as long as the service lives."""
-        while True:
-            await asyncio.sleep(min(30.0, self.ttl_s / 4))
-            self.expire()
-            await self._free()
+        """Worker: expires episodes, and frees what those hold that have ended, none behind another."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(30.0, self.ttl_s / 4)):
+                        await self._ended.wait()
+                self._ended.clear()
+                self.expire()
+                while self._done:
+                    group.create_task(self._done.pop().close())
 
     async def _enter(self, slot: EpisodeSlot) -> None:
         """Waits for the requests before this one; the lock is to be released. Raises Busy if they take too long."""
@@ -233,7 +246,7 @@ class Episodes:
                 slot.failure = slot.failure or Unavailable(f"the reset of episode {slot.id} was given up")
                 self._drop(slot)
         if self._slots.get(slot.id) is not slot:  # it was deleted meanwhile
-            self._done.append(slot.episode)
+            self._free(slot.episode)
         slot.task, slot.opening, slot.tools = slot.episode.task, slot.episode.opening, slot.episode.tools
         _EVENTS.labels(entry.name, "created").inc()
 
@@ -248,9 +261,11 @@ class Episodes:
         except BaseException as error:
             given_up = Unavailable(f"a step of episode {slot.id} was given up")
             slot.failure = error if isinstance(error, VolleyError) else given_up
-            self._done.append(episode)
-            if isinstance(error, VolleyError):
-                self._failed(entry.name, error)
+            if not isinstance(error, VolleyError):
+                self._free(episode)
+                raise
+            self._failed(entry.name, error)
+            await episode.close()
             raise
         finally:
             self._told_time(entry.name, began)
@@ -258,16 +273,15 @@ class Episodes:
         if result.over:
             event = "succeeded" if result.info.success else "terminated" if result.terminated else "truncated"
             _EVENTS.labels(entry.name, event).inc()
-            self._done.append(episode)
             if self._watcher is not None:
                 self._watcher.ended(entry.name, None)
-            await self._free()
+            await episode.close()
         return result
 
-    async def _free(self) -> None:
-        """Frees what is not needed any more; in any order, each once."""
-        while self._done:
-            await self._done.pop().close()
+    def _free(self, episode: LiveEpisode) -> None:
+        """Has `sweep` free what it holds. For episodes whose end nobody asked for."""
+        self._done.append(episode)
+        self._ended.set()
 
     def _failed(self, env: str, error: VolleyError) -> None:
         """What the client asked for in vain, what the service had no room for, and what a judge did not answer say
@@ -309,8 +323,6 @@ class Episodes:
 
     def _drop(self, slot: EpisodeSlot) -> None:
         self._slots.pop(slot.id, None)
-        if slot.episode is not None:
-            self._done.append(slot.episode)
         if self._by_request.get(slot.request_id) is slot:
             del self._by_request[slot.request_id]
         _OPEN.set(len(self._slots))

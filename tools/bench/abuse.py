@@ -36,16 +36,18 @@ def main() -> None:
         os.nice(19)
         asyncio.run(_attack(int(sys.argv[2])))
         return
-    with tempfile.TemporaryDirectory() as folder, _service(Path(folder)) as (process, port):
+    with tempfile.TemporaryDirectory() as folder, running_service(Path(folder)) as (process, port):
         emit(asyncio.run(_measure(process.pid, port)))
 
 
 @contextmanager
-def _service(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+def running_service(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """An env service of frozen_lake, and its port, at which it may not listen yet."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
     (folder / "run.yaml").write_text(
-        f"model: {{path: none}}\ndata: {{env: frozen_lake}}\nservices: {{env: {{port: {port}}}}}\n"
+        f"model: {{path: none}}\ndata: {{env: frozen_lake}}\nrun: {{dir: {folder}}}\n"
+        f"services: {{env: {{port: {port}}}}}\n"
     )
     command = [sys.executable, "-m", "services.env", "--config", str(folder / "run.yaml")]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:

@@ -61,6 +61,9 @@ BENCHMARKS = {
     "abuse": Benchmark(
         "tools.bench.abuse", "base", "latency of a route while 27 rude clients are at work, against without them"
     ),
+    "fairness": Benchmark(
+        "tools.bench.fairness", "base", "latency of steps while others' submitted code loops, against without (aim ≤ 2)"
+    ),
     "environments": Benchmark(
         "tools.bench.environments",
         "base",

@@ -90,7 +90,9 @@ class SandboxedBackend(KnownSplits):
             CALL_SECONDS.labels(self.name, call).observe(time.perf_counter() - began)
 
     async def end(self, sandbox: Sandbox) -> None:
-        """Ends a process, and keeps what it printed."""
+        """Ends a process, and keeps what it printed; once more changes nothing."""
+        if sandbox.closed:
+            return
         await asyncio.shield(sandbox.close())
         self.log.extend(sandbox.log.splitlines()[-LOG_LINES:])
 
@@ -106,7 +108,7 @@ class SandboxedBackend(KnownSplits):
         """Raises Unavailable, and SandboxFailed where the code does not load, told in the log."""
         began = time.perf_counter()
         try:
-            return await self.sandboxes.start(await self.program(), self.limits, self.deadline_s)
+            return await self.sandboxes.start(await self.program(), self.limits, self.deadline_s, self.name)
         except SandboxFailed as error:
             self.log.append(f"load: {error.detail}")
             raise

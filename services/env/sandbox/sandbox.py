@@ -19,6 +19,7 @@ from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.limits import LOG_FACTOR, SandboxLimits, Why
 from services.env.sandbox.process import frames, workspace
 from services.env.sandbox.process.zygote import ProcessEnd, SpawnedProcess, ZygoteProcess
+from services.env.sandbox.turns import LONG_S, Turns
 from shared.process import telemetry
 
 END_S = 5.0
@@ -32,7 +33,8 @@ _log = telemetry.Log("sandbox")
 class Sandbox:
     """One process of a stranger's. Made by `Sandboxes.start`; to be closed.
 
-    `description` is what the environment says of itself (see answers.read_description), None of a script.
+    `description` is what the environment says of itself (see answers.read_description), None of a script. `owner` is
+    with whom it shares the turns of long calls.
     """
 
     def __init__(
@@ -41,12 +43,15 @@ class Sandbox:
         limits: SandboxLimits,
         zygote: ZygoteProcess,
         tmp: Path,
+        owner: str,
+        turns: Turns[Sandbox],
         forget: Callable[[Sandbox], None],
     ) -> None:
         self.description: Any = None
+        self.owner, self._turns = owner, turns
         self.number, self.limits, self.zygote, self.tmp = number, limits, zygote, tmp
         self._forget = forget
-        self._n_calls = 0
+        self.n_calls = 0
         self._turn = asyncio.Lock()
         self._process: SpawnedProcess | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -54,7 +59,8 @@ class Sandbox:
         self._output = LogPipe(limits.log_bytes, self._flooded)
         self._log_transport: asyncio.ReadTransport | None = None
         self._ended_for: tuple[Why, str] | None = None
-        self._closed = False
+        self.rests = False
+        self.closed = False
 
     @property
     def log(self) -> str:
@@ -80,15 +86,18 @@ class Sandbox:
         async with self._turn:
             if not self.alive:
                 raise await self._why_dead(method)
-            self._n_calls += 1
-            request = frames.encode(self._n_calls, method, params)
+            self.n_calls += 1
+            request = frames.encode(self.n_calls, method, params)
             assert self._reader is not None
             assert self._writer is not None
+            if self.rests:
+                self.resume()
+            long = asyncio.get_running_loop().call_later(LONG_S, self._turns.join, self)
             try:
                 async with asyncio.timeout(deadline_s):
                     self._writer.write(request)
                     await self._writer.drain()
-                    return await frames.read_answer(self._reader, self._n_calls, self.limits.frame_bytes)
+                    return await frames.read_answer(self._reader, self.n_calls, self.limits.frame_bytes)
             except TimeoutError:
                 self.end("time", f"{method} took longer than {deadline_s:g} s")
                 raise await self._why_dead(method) from None
@@ -102,18 +111,41 @@ class Sandbox:
             except asyncio.CancelledError:
                 self.end("time", f"{method} was given up")
                 raise
+            finally:
+                long.cancel()
+                self._turns.leave(self)
+                if self.rests:
+                    self.pause()
+
+    @property
+    def is_called(self) -> bool:
+        return self._turn.locked()
+
+    def rest_between_calls(self) -> None:
+        """From now on it computes only while it is asked. For one that goes on after it has answered."""
+        if not self.rests:
+            _log.warning("a sandbox goes on computing after it has answered, and is paused", owner=self.owner)
+            self.rests = True
+            self.pause()
+
+    def pause(self) -> None:
+        """Stops the process until `resume`; it cannot refuse."""
+        self.zygote.signal(self.number, "pause")
+
+    def resume(self) -> None:
+        self.zygote.signal(self.number, "resume")
 
     def end(self, why: Why, detail: str) -> None:
         """Kills the process; later calls fail for this reason. The first reason counts."""
         if self._ended_for is None:
             self._ended_for = (why, detail)
-        self.zygote.kill(self.number)
+        self.zygote.signal(self.number, "kill")
 
     async def close(self) -> None:
         """Ends the process and removes its private folder; `log` is then all there will be. May be called again."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self.end("crash", "the sandbox was closed")
         try:
             await self._end()

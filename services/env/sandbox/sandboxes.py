@@ -21,6 +21,7 @@ import secrets
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import count
@@ -33,6 +34,7 @@ from services.env.sandbox.process import workspace
 from services.env.sandbox.process.zygote import MAX_LANDLOCK, ZygoteProcess, open_zygote
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.tier import Tier
+from services.env.sandbox.turns import Turns
 from shared.errors import InputError, RateLimited
 from shared.process import telemetry
 from shared.process.descriptors import HINT, exhausted
@@ -58,6 +60,7 @@ class Sandboxes:
 
     Args:
         max_running: sandboxes at once; one more is refused with RateLimited.
+        n_long_calls: calls that may go on computing at once, see `turns`; by default by the number of processors.
         folder: where their private folders lie if they cannot have a tmpfs; by default a temporary one.
         namespaces: whether to use namespaces where that is allowed.
         landlock: the newest version of Landlock to use.
@@ -67,6 +70,7 @@ class Sandboxes:
         self,
         *,
         max_running: int = 512,
+        n_long_calls: int | None = None,
         folder: Path | None = None,
         namespaces: bool = True,
         landlock: int = MAX_LANDLOCK,
@@ -76,10 +80,12 @@ class Sandboxes:
         self._given, self.folder = folder, Path()
         self._namespaces, self._landlock = namespaces and sys.platform == "linux", landlock
         self._zygotes: dict[_Key, ZygoteProcess] = {}
-        self._starting = asyncio.Lock()
+        self._opening: dict[_Key, asyncio.Lock] = {}
+        self._n_opening = 0
         self._running: dict[int, Sandbox] = {}
         # Users go by the numbers, and processes are counted by user on the whole machine: not from 0, as others do too.
         self._numbers, self._names = count(secrets.randbelow(MAX_RUNNING)), count()
+        self._turns = Turns[Sandbox](n_long_calls)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -99,8 +105,10 @@ class Sandboxes:
         """What this machine can do, found out by doing it once. Raises Unavailable."""
         return (await self._zygote_of((_service_python(), ()))).tier
 
-    async def start(self, program: Program, limits: SandboxLimits | None = None, deadline_s: float = 15.0) -> Sandbox:
-        """A confined process that has loaded `program`.
+    async def start(
+        self, program: Program, limits: SandboxLimits | None = None, deadline_s: float = 15.0, owner: str = ""
+    ) -> Sandbox:
+        """A confined process that has loaded `program`. Its long calls share the turns of `owner`.
 
         Raises SandboxFailed, RateLimited, Unavailable, InputError (a source that is too long).
         """
@@ -108,7 +116,7 @@ class Sandboxes:
             raise InputError(f"a source of {len(program.source or '')} characters", f"send at most {MAX_SOURCE}")
         program = _absolute(program)
         zygote = await self._zygote_of((program.python or _service_python(), program.folders))
-        sandbox = self._enroll(limits or SandboxLimits(), zygote)
+        sandbox = self._enroll(limits or SandboxLimits(), zygote, owner)
         began = time.perf_counter()
         try:
             if not zygote.tier.namespaces:
@@ -131,19 +139,21 @@ class Sandboxes:
         self._running.pop(sandbox.number, None)
         _RUNNING.set(len(self._running))
 
-    def _enroll(self, limits: SandboxLimits, zygote: ZygoteProcess) -> Sandbox:
+    def _enroll(self, limits: SandboxLimits, zygote: ZygoteProcess, owner: str) -> Sandbox:
         if len(self._running) >= self._max_running:
             raise RateLimited(f"{len(self._running)} sandboxes run already", "try again later", 1.0)
         number = next(n for n in (i % MAX_RUNNING for i in self._numbers) if n not in self._running)
         tmp = self.folder / f"tmp-{next(self._names)}"
-        sandbox = Sandbox(number, limits, zygote, tmp, self._forget)
+        sandbox = Sandbox(number, limits, zygote, tmp, owner, self._turns, self._forget)
         self._running[number] = sandbox
         _RUNNING.set(len(self._running))
         return sandbox
 
     async def _zygote_of(self, key: _Key) -> ZygoteProcess:
-        """The zygote of an interpreter and folders, started if there is none that lives. Raises Unavailable."""
-        async with self._starting:
+        """The zygote of an interpreter and folders, started if there is none that lives; who needs another one does not
+        wait for it. Raises Unavailable.
+        """
+        async with self._opening.setdefault(key, asyncio.Lock()):
             zygote = self._zygotes.get(key)
             if zygote is not None and zygote.alive:
                 return zygote
@@ -152,7 +162,11 @@ class Sandboxes:
                 await self._zygotes.pop(key).close()
             await self._make_room()
             root = self.folder / f"root-{next(self._names)}"
-            zygote = await open_zygote(*key, root, namespaces=self._namespaces, landlock=self._landlock)
+            self._n_opening += 1
+            try:
+                zygote = await open_zygote(*key, root, namespaces=self._namespaces, landlock=self._landlock)
+            finally:
+                self._n_opening -= 1
             self._zygotes[key] = zygote
             if self.tier is None or key == (_service_python(), ()):
                 self.tier = zygote.tier
@@ -160,7 +174,7 @@ class Sandboxes:
             return zygote
 
     async def _make_room(self) -> None:
-        if len(self._zygotes) < MAX_ZYGOTES:
+        if len(self._zygotes) + self._n_opening < MAX_ZYGOTES:
             return
         idle = next((key for key, zygote in self._zygotes.items() if zygote.n_children == 0), None)
         if idle is None:
@@ -168,12 +182,28 @@ class Sandboxes:
         await self._zygotes.pop(idle).close()
 
     async def _watch(self) -> None:
-        """Looks at what the kernel does not bound: private folders without a tmpfs, threads of an ordinary user."""
+        """Looks at what the kernel does not bound: private folders without a tmpfs, threads of an ordinary user, and
+        what goes on computing between its calls.
+        """
+        idle: dict[Sandbox, int] = {}
         while True:
+            idle = await self._calm(idle)
             await asyncio.sleep(LOOK_S)
             for sandbox in list(self._running.values()):
                 if not sandbox.zygote.tier.namespaces and sandbox.alive:
                     await self._look(sandbox)
+
+    async def _calm(self, idle: Mapping[Sandbox, int]) -> dict[Sandbox, int]:
+        """Has those stand still between their calls that computed since the last time, though nobody called them.
+        Returns those that nobody calls now, with the number of their calls; `idle`: what it returned the last time.
+        """
+        now = {one: one.n_calls for one in self._running.values() if not one.is_called}
+        for zygote in [zygote for zygote in self._zygotes.values() if zygote.n_children]:
+            for number in await zygote.look():
+                one = self._running.get(number)
+                if one is not None and not one.is_called and idle.get(one) == one.n_calls:
+                    one.rest_between_calls()
+        return now
 
     async def _look(self, sandbox: Sandbox) -> None:
         limits = sandbox.limits

@@ -1003,7 +1003,7 @@ for make in (os.pipe, socket.socketpair, select.epoll, lambda: os.eventfd(0), la
 if len(kept) > 64: print("ESCAPED", len(kept))
 timer = ctypes.c_void_p()
 n = sum(libc.timer_create(1, None, ctypes.byref(timer)) == 0 for _ in range(2000))
-if n > 256: print("ESCAPED", n)
+if n > 0: print("ESCAPED", n)
 """,
     ),
     may_end(

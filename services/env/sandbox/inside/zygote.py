@@ -6,7 +6,8 @@ is asked on FD, a socket of packets (JSON objects, with descriptors), which nobo
     {"op": "start", namespaces, landlock, root, folders}   -> {"op": "ready", ...} or {"op": "failed", "error"}
     {"op": "filter", "program"}                            once, before the first sandbox; base64 of BPF
     {"op": "spawn", "id", "limits", "tmp"} + [channel, log]
-    {"op": "kill", "id"}
+    {"op": "kill" | "pause" | "resume", "id"}
+    {"op": "look"}                                         -> {"op": "computed", "ids"}, those that did since the last
     <- {"op": "spawned", "id", "pid"} · {"op": "ended", "id", "status", "cpu_s", "max_rss_mb", "error"}
 
 When the other end is closed it ends, and all sandboxes with it: each has asked to be killed when its parent dies, and
@@ -26,6 +27,7 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback  # noqa: F401
 from typing import Any
 
@@ -39,7 +41,10 @@ import namespaces  # noqa: E402
 del sys.path[0]
 
 MAX_PACKET = 1 << 16
+_COMPUTED_S = 0.1
+_CLOCK = 2  # the processor time of a process, clock_getcpuclockid(3)
 _ABOVE = 100  # where descriptors are kept that the numbers of a sandbox's own must not fall on
+_SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "resume": signal.SIGCONT}
 _OWN = ("adapters", "confine", "host", "interpreter", "linux", "namespaces", "values")
 
 
@@ -119,6 +124,7 @@ class Zygote:
     def __init__(self, control: socket.socket, confinement: confine.Confinement) -> None:
         self._control, self._confinement = control, confinement
         self._ids: dict[int, int] = {}
+        self._cpu_s: dict[int, float] = {}
         self._wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK) if linux.IS_LINUX else os.pipe()
         os.set_blocking(self._woken, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -147,13 +153,22 @@ class Zygote:
             return False
         if request["op"] == "spawn":
             self._spawn(request, descriptors)
-        elif request["op"] == "kill":
+        elif request["op"] in _SIGNALS:
             for pid, sandbox in self._ids.items():
                 if sandbox == request["id"]:
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, _SIGNALS[request["op"]])
+        elif request["op"] == "look":
+            self._look()
         for descriptor in descriptors:
             os.close(descriptor)
         return True
+
+    def _look(self) -> None:
+        pids = self._ids if linux.IS_LINUX else {}
+        used = {pid: time.clock_gettime(~pid << 3 | _CLOCK) for pid in pids}
+        computed = [self._ids[pid] for pid, cpu_s in used.items() if cpu_s - self._cpu_s.get(pid, 0) >= _COMPUTED_S]
+        self._cpu_s = used
+        _send(self._control, {"op": "computed", "ids": computed})
 
     def _spawn(self, request: dict[str, Any], descriptors: list[int]) -> None:
         parent = os.getpid()

@@ -11,10 +11,11 @@ import contextlib
 import os
 import socket
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 
@@ -34,6 +35,8 @@ tasks.
 _MAX_PACKET = 2**16
 _MAX_ERROR = 2000
 _LANDLOCK_SCOPES_SIGNALS = 6
+
+type ProcessSignal = Literal["kill", "pause", "resume"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,8 @@ class ZygoteProcess:
         self._control, self._process, self._root = control, process, root
         self._loop = asyncio.get_running_loop()
         self._children: dict[int, SpawnedProcess] = {}
+        self._signals: deque[tuple[int, ProcessSignal]] = deque()
+        self._looked: asyncio.Future[list[int]] | None = None
         self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.alive = True
         self._loop.add_reader(control.fileno(), self._on_packet)
@@ -123,16 +128,38 @@ class ZygoteProcess:
             raise
         return child
 
-    def kill(self, number: int) -> None:
-        """Ends a sandbox; one that has ended already is left alone."""
+    def signal(self, number: int, what: ProcessSignal) -> None:
+        """Ends, pauses or resumes a sandbox; one that has ended already is left alone. Signals arrive in order."""
         if not self.alive or number not in self._children:
             return
-        try:
-            self._control.send(orjson.dumps({"op": "kill", "id": number}))
-        except BlockingIOError:
-            self._loop.call_later(0.01, self.kill, number)
-        except OSError:
-            self._lose()
+        self._signals.append((number, what))
+        if len(self._signals) == 1:
+            self._send_signals()
+
+    async def look(self) -> list[int]:
+        """The sandboxes that have computed since the last look, for a tenth of a second or more; none where that cannot
+        be told. To be asked by one at a time.
+        """
+        self._looked = looked = self._loop.create_future()
+        with contextlib.suppress(Unavailable, TimeoutError):
+            async with asyncio.timeout(SEND_S):
+                await self._send({"op": "look"})
+                return await looked
+        return []
+
+    def _send_signals(self) -> None:
+        while self.alive and self._signals:
+            number, what = self._signals[0]
+            try:
+                if number in self._children:
+                    self._control.send(orjson.dumps({"op": what, "id": number}))
+            except BlockingIOError:
+                self._loop.call_later(0.01, self._send_signals)
+                return
+            except OSError:
+                self._lose()
+                return
+            self._signals.popleft()
 
     def destroy(self) -> None:
         """Ends it and all its sandboxes at once."""
@@ -194,6 +221,9 @@ class ZygoteProcess:
         if message["op"] in ("ready", "failed"):
             if not self._ready.done():
                 self._ready.set_result(message)
+        elif message["op"] == "computed":
+            if self._looked is not None and not self._looked.done():
+                self._looked.set_result(message["ids"])
         elif message["op"] == "spawned":
             if (child := self._children.get(message["id"])) is not None and not child.pid.done():
                 child.pid.set_result(message["pid"])
@@ -219,6 +249,8 @@ class ZygoteProcess:
         self._control.close()
         for number in list(self._children):
             self._ended(number, ProcessEnd(error="the process that sandboxes are forked from is gone"))
+        if self._looked is not None and not self._looked.done():
+            self._looked.set_result([])
         if not self._ready.done():
             self._ready.set_result({"op": "lost"})
 

@@ -1,0 +1,184 @@
+"""Long calls take turns: whose turn it is, and that a sandbox whose turn it is not stands still."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from services.env.sandbox.limits import EnvironmentProgram, ScriptProgram
+from services.env.sandbox.sandbox import Sandbox
+from services.env.sandbox.sandboxes import Sandboxes
+from services.env.sandbox.tier import RESTRICTED
+from services.env.sandbox.turns import Turns
+from shared.errors import VolleyError
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ENDLESS = {"source": "while True: pass", "stdin": "", "max_output": 1}
+WORK = {
+    "source": "import time\nwhile time.process_time() < 0.5: pass\nprint('done')",
+    "stdin": "",
+    "max_output": 100,
+}
+
+
+@dataclass(eq=False)
+class Caller:
+    """Writes down when its turn begins, and may not be paused or resumed twice in a row."""
+
+    name: str
+    began: list[str]
+    paused: bool = field(default=False)
+
+    @property
+    def owner(self) -> str:
+        return self.name[0]
+
+    def pause(self) -> None:
+        assert not self.paused
+        self.paused = True
+
+    def resume(self) -> None:
+        assert self.paused
+        self.paused = False
+        self.began.append(self.name)
+
+
+def callers(names: str) -> tuple[list[str], dict[str, Caller]]:
+    began: list[str] = []
+    return began, {name: Caller(name, began) for name in names.split()}
+
+
+async def test_turns_go_round_the_owners_and_then_round_the_sandboxes_of_each():
+    began, them = callers("a1 a2 a3 b1")
+    turns = Turns[Caller](1)
+    for one in them.values():
+        turns.join(one)
+    assert [name for name, one in them.items() if one.paused] == ["a2", "a3", "b1"]
+    for _ in range(9):
+        turns.rotate()
+        assert sum(not one.paused for one in them.values()) == 1
+    assert began == ["a2", "b1", "a3", "b1", "a1", "b1", "a2", "b1", "a3"]
+
+
+async def test_every_place_is_taken_while_one_waits():
+    began, them = callers("a1 a2 a3 b1 c1")
+    turns = Turns[Caller](2)
+    for one in them.values():
+        turns.join(one)
+    turns.leave(them["a2"])
+    assert began == ["a3"]
+    turns.leave(them["b1"])  # it waits: its call was answered at the moment it was paused, or it has died
+    assert began == ["a3", "b1"]
+    turns.rotate()
+    assert sorted(name for name, one in them.items() if name != "a2" and not one.paused) == ["a3", "b1", "c1"]
+
+
+async def test_who_has_not_joined_may_leave_and_who_has_a_place_alone_keeps_it():
+    began, them = callers("a1 a2")
+    turns = Turns[Caller](1)
+    turns.leave(them["a1"])
+    turns.join(them["a1"])
+    turns.rotate()
+    assert began == []
+    turns.leave(them["a1"])
+    turns.join(them["a2"])
+    assert not them["a2"].paused
+
+
+async def test_turns_end_by_themselves():
+    began, them = callers("a1 b1")
+    turns = Turns[Caller](1)
+    for one in them.values():
+        turns.join(one)
+    async with asyncio.timeout(30):
+        while len(began) < 4:
+            await asyncio.sleep(0.01)
+    assert began[:4] == ["b1", "a1", "b1", "a1"]
+
+
+def state_of(sandbox: Sandbox) -> str:
+    """Of a process without namespaces: R, S, T (stopped), …, proc(5); empty before its number is known."""
+    if sandbox.pid is None:
+        return ""
+    return Path(f"/proc/{sandbox.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+async def stands_still(sandbox: Sandbox) -> None:
+    """Returns when it is stopped; at once where its process cannot be seen from here."""
+    async with asyncio.timeout(60):
+        while not sandbox.zygote.tier.namespaces and state_of(sandbox) != "T":
+            await asyncio.sleep(0.01)
+
+
+async def test_sandboxes_stand_still_while_others_have_their_turn():
+    """With one place, three loops of one owner leave room for the work of another; who is ended while it is paused ends
+    at once, and whose call is answered is not paused any more.
+    """
+    async with Sandboxes(namespaces=False, n_long_calls=1) as sandboxes:
+        if (await sandboxes.probe()).level < RESTRICTED:
+            pytest.skip("there is no sandbox here")
+        loops = [await sandboxes.start(ScriptProgram(), owner="loops") for _ in range(3)]
+        workers = [await sandboxes.start(ScriptProgram(), owner="work") for _ in range(2)]
+        looping = [asyncio.ensure_future(loop.call("run", ENDLESS, 60)) for loop in loops]
+        try:
+            async with asyncio.timeout(60):
+                while sum(state_of(loop) == "T" for loop in loops) < 2:
+                    await asyncio.sleep(0.01)
+                done = await asyncio.gather(*(worker.call("run", WORK, 50) for worker in workers))
+                assert [said["stdout"] for said in done] == ["done\n", "done\n"]
+                assert [await worker.call("ping", {}, 30) for worker in workers] == ["pong", "pong"]
+        finally:
+            for call in looping:
+                call.cancel()
+            await asyncio.gather(*(one.close() for one in (*loops, *workers)))
+            for call in looping:
+                with suppress(asyncio.CancelledError, VolleyError):
+                    await call
+
+
+COMPUTES_ON = """
+import threading
+
+class Busy:
+    splits = {"train": 10}
+    n = 0
+
+    def reset(self, split, index, seed):
+        return "hello"
+
+    def step(self, text):
+        if text == "begin":
+            threading.Thread(target=self.loop, daemon=True).start()
+        return str(self.n), 0.0, False, False, {}
+
+    def loop(self):
+        while True:
+            self.n += 1
+"""
+
+
+async def test_what_computes_between_its_calls_is_paused_between_them(sandboxes: Sandboxes):
+    sandbox = await sandboxes.start(EnvironmentProgram(COMPUTES_ON))
+    await sandbox.call("reset", {"split": "train", "index": 0, "seed": 0}, 30)
+    neighbour = await sandboxes.start(EnvironmentProgram(COMPUTES_ON))
+    await neighbour.call("reset", {"split": "train", "index": 0, "seed": 0}, 30)
+
+    async def count(text: str) -> int:
+        said = await sandbox.call("step", {"message": {"role": "assistant", "content": text}}, 30)
+        return int(said["messages"][0]["content"])
+
+    await count("begin")
+    async with asyncio.timeout(60):
+        while not sandbox.rests:
+            await asyncio.sleep(0.01)
+    for _ in range(2):
+        await stands_still(sandbox)
+        assert await count("go on") > 0
+    assert not neighbour.rests
+    for one in (sandbox, neighbour):
+        await one.close()
