@@ -8,7 +8,7 @@ import pytest
 
 from services.env.backends.base import Busy, GivenUp
 from services.env.backends.threads import ThreadRunner
-from services.env.environments.base import assistant
+from services.env.environments.base import Message, StepResult, assistant
 from services.env.episodes import MAX_STEPS, EpisodeRequest, Episodes
 from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
 from tests.env.scripted import ScriptedEnvironment, entry, until
@@ -130,6 +130,48 @@ async def test_idle_episodes_expire_and_used_ones_do_not(open_episodes: Open, cl
     with pytest.raises(NotFound):
         await episodes.step(used.id, "3", assistant("a"))
     assert len(episodes) == 0
+
+
+class Lingering:
+    """An episode whose end takes long."""
+
+    task, opening, tools, database = "lingers", (), (), None
+
+    def __init__(self) -> None:
+        self.ending, self.gate = asyncio.Event(), asyncio.Event()
+
+    async def step(self, message: Message) -> StepResult:
+        await self.gate.wait()
+        raise AssertionError("it was to be given up")
+
+    async def close(self) -> None:
+        self.ending.set()
+        await self.gate.wait()
+
+
+async def test_nobody_waits_for_the_end_of_others_episodes(open_episodes: Open, clock: EpisodeClock) -> None:
+    """Of two that have expired and one whose step was given up, each ends beside the others."""
+    episodes, env, lingering = open_episodes(), ScriptedEnvironment(), [Lingering() for _ in range(3)]
+    sweeping = asyncio.ensure_future(episodes.sweep())
+    for n, one in enumerate(lingering):
+        slot = await episodes.create(f"lingering {n}", episodes.task(env))
+        slot.episode = one
+    stepping = asyncio.ensure_future(episodes.step(slot.id, "1", assistant("a")))
+    await asyncio.sleep(0)
+    stepping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stepping
+    clock.now = 11
+    async with asyncio.timeout(30):
+        other = await episodes.create("other", episodes.task(env))
+        await episodes.step(other.id, "1", assistant("end"))
+        await episodes.delete(other.id)
+        for one in lingering:
+            await one.ending.wait()
+            assert not one.gate.is_set()
+    sweeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sweeping
 
 
 async def test_episodes_are_bounded_until_some_expire(open_episodes: Open, clock: EpisodeClock) -> None:
