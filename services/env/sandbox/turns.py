@@ -59,14 +59,16 @@ class Turns[T: TurnTaker]:
         if one in self._running:
             self._running.remove(one)
             self._fill()
-        elif one in self._waiting.get(one.owner, ()):
-            self._waiting[one.owner].remove(one)
-            self._forget_if_empty(one.owner)
+        elif one in (line := self._waiting.get(one.owner, deque())):
+            line.remove(one)
+            if not line:
+                del self._waiting[one.owner]
             one.resume()
-        self._tell()
+            self._tell()
 
     def rotate(self) -> None:
         """The turns of those that run are over, as far as others wait."""
+        self._timer = None
         for _ in range(min(len(self._running), sum(map(len, self._waiting.values())))):
             self._wait(self._running.popleft())
             self._fill()
@@ -89,18 +91,13 @@ class Turns[T: TurnTaker]:
             one.resume()
         self._tell()
 
-    def _forget_if_empty(self, owner: str) -> None:
-        if not self._waiting[owner]:
-            del self._waiting[owner]
-
     def _tell(self) -> None:
         _PAUSED.set(sum(map(len, self._waiting.values())))
 
     def _wind(self) -> None:
-        """A timer runs while somebody waits."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(TURN_S, self.rotate) if self._waiting else None
+        """A timer runs while somebody waits; who comes meanwhile does not begin it anew."""
+        if self._waiting and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(TURN_S, self.rotate)
 
 
 def n_processors() -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,57 +49,61 @@ class Caller:
         self.began.append(self.name)
 
 
-def callers(names: str) -> tuple[list[str], dict[str, Caller]]:
-    began: list[str] = []
-    return began, {name: Caller(name, began) for name in names.split()}
+@contextmanager
+def callers(names: str, n_places: int) -> Iterator[tuple[list[str], dict[str, Caller], Turns[Caller]]]:
+    """All have left in the end, and none is paused."""
+    began, turns = list[str](), Turns[Caller](n_places)
+    them = {name: Caller(name, began) for name in names.split()}
+    yield began, them, turns
+    for one in them.values():
+        turns.leave(one)
+    assert not any(one.paused for one in them.values())
 
 
 async def test_turns_go_round_the_owners_and_then_round_the_sandboxes_of_each():
-    began, them = callers("a1 a2 a3 b1")
-    turns = Turns[Caller](1)
-    for one in them.values():
-        turns.join(one)
-    assert [name for name, one in them.items() if one.paused] == ["a2", "a3", "b1"]
-    for _ in range(9):
-        turns.rotate()
-        assert sum(not one.paused for one in them.values()) == 1
-    assert began == ["a2", "b1", "a3", "b1", "a1", "b1", "a2", "b1", "a3"]
+    with callers("a1 a2 a3 b1", 1) as (began, them, turns):
+        for one in them.values():
+            turns.join(one)
+        assert [name for name, one in them.items() if one.paused] == ["a2", "a3", "b1"]
+        for _ in range(9):
+            turns.rotate()  # by hand, though a timer runs: nothing waits here
+            assert sum(not one.paused for one in them.values()) == 1
+        assert began == ["a2", "b1", "a3", "b1", "a1", "b1", "a2", "b1", "a3"]
 
 
 async def test_every_place_is_taken_while_one_waits():
-    began, them = callers("a1 a2 a3 b1 c1")
-    turns = Turns[Caller](2)
-    for one in them.values():
-        turns.join(one)
-    turns.leave(them["a2"])
-    assert began == ["a3"]
-    turns.leave(them["b1"])  # it waits: its call was answered at the moment it was paused, or it has died
-    assert began == ["a3", "b1"]
-    turns.rotate()
-    assert sorted(name for name, one in them.items() if name != "a2" and not one.paused) == ["a3", "b1", "c1"]
+    with callers("a1 a2 a3 b1 c1", 2) as (began, them, turns):
+        for one in them.values():
+            turns.join(one)
+        turns.leave(them["a2"])
+        assert began == ["a3"]
+        turns.leave(them["b1"])  # it waits: its call was answered at the moment it was paused, or it has died
+        assert began == ["a3", "b1"]
+        turns.rotate()
+        assert [name for name, one in them.items() if not one.paused] == ["a2", "a3", "b1", "c1"]
 
 
 async def test_who_has_not_joined_may_leave_and_who_has_a_place_alone_keeps_it():
-    began, them = callers("a1 a2")
-    turns = Turns[Caller](1)
-    turns.leave(them["a1"])
-    turns.join(them["a1"])
-    turns.rotate()
-    assert began == []
-    turns.leave(them["a1"])
-    turns.join(them["a2"])
-    assert not them["a2"].paused
+    with callers("a1 a2", 1) as (began, them, turns):
+        turns.leave(them["a1"])
+        turns.join(them["a1"])
+        turns.rotate()
+        assert began == []
+        turns.leave(them["a1"])
+        turns.join(them["a2"])
+        assert not them["a2"].paused
 
 
-async def test_turns_end_by_themselves():
-    began, them = callers("a1 b1")
-    turns = Turns[Caller](1)
-    for one in them.values():
-        turns.join(one)
-    async with asyncio.timeout(30):
-        while len(began) < 4:
-            await asyncio.sleep(0.01)
-    assert began[:4] == ["b1", "a1", "b1", "a1"]
+async def test_turns_end_by_themselves_also_where_others_come_and_go():
+    with callers("a1 b1", 1) as (began, them, turns):
+        for one in them.values():
+            turns.join(one)
+        async with asyncio.timeout(30):
+            while len(began) < 6:
+                passing = Caller("c1", [])
+                turns.join(passing)
+                await asyncio.sleep(0.001)
+                turns.leave(passing)
 
 
 def state_of(sandbox: Sandbox) -> str:
