@@ -34,7 +34,7 @@ class Sandbox:
     """One process of a stranger's. Made by `Sandboxes.start`; to be closed.
 
     `description` is what the environment says of itself (see answers.read_description), None of a script. `owner` is
-    with whom it shares the turns of long calls.
+    with whom it shares the turns of long calls; without one it takes none.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Sandbox:
             assert self._writer is not None
             if self.rests:
                 self.resume()
-            long = asyncio.get_running_loop().call_later(LONG_S, self._turns.join, self)
+            long = asyncio.get_running_loop().call_later(LONG_S, self._take_turns)
             try:
                 async with asyncio.timeout(deadline_s):
                     self._writer.write(request)
@@ -116,6 +116,10 @@ class Sandbox:
                 self._turns.leave(self)
                 if self.rests:
                     self.pause()
+
+    def _take_turns(self) -> None:
+        if self.owner:
+            self._turns.join(self)
 
     @property
     def is_called(self) -> bool:

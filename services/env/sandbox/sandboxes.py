@@ -108,7 +108,8 @@ class Sandboxes:
     async def start(
         self, program: Program, limits: SandboxLimits | None = None, deadline_s: float = 15.0, owner: str = ""
     ) -> Sandbox:
-        """A confined process that has loaded `program`. Its long calls share the turns of `owner`.
+        """A confined process that has loaded `program`. Its long calls share the turns of `owner`; without one they
+        take none: for programs whose limit on CPU is seconds, and whose time decides on a reward.
 
         Raises SandboxFailed, RateLimited, Unavailable, InputError (a source that is too long).
         """

@@ -122,24 +122,27 @@ async def stands_still(sandbox: Sandbox) -> None:
 
 async def test_sandboxes_stand_still_while_others_have_their_turn():
     """With one place, three loops of one owner leave room for the work of another; who is ended while it is paused ends
-    at once, and whose call is answered is not paused any more.
+    at once, and whose call is answered is not paused any more. Who has no owner is never paused.
     """
     async with Sandboxes(namespaces=False, n_long_calls=1) as sandboxes:
         if (await sandboxes.probe()).level < RESTRICTED:
             pytest.skip("there is no sandbox here")
         loops = [await sandboxes.start(ScriptProgram(), owner="loops") for _ in range(3)]
         worker = await sandboxes.start(ScriptProgram(), owner="work")
-        looping = [asyncio.ensure_future(loop.call("run", ENDLESS, 60)) for loop in loops]
+        graded = await sandboxes.start(ScriptProgram())
+        looping = [asyncio.ensure_future(loop.call("run", ENDLESS, 60)) for loop in (graded, *loops)]
         try:
             async with asyncio.timeout(60):
                 while sum(state_of(loop) == "T" for loop in loops) < 2:
+                    assert state_of(graded) != "T"
                     await asyncio.sleep(0.01)
                 assert (await worker.call("run", WORK, 50))["stdout"] == "done\n"
+                assert state_of(graded) != "T"
                 assert await worker.call("ping", {}, 30) == "pong"
         finally:
             for call in looping:
                 call.cancel()
-            await asyncio.gather(*(one.close() for one in (*loops, worker)))
+            await asyncio.gather(*(one.close() for one in (*loops, worker, graded)))
             for call in looping:
                 with suppress(asyncio.CancelledError, VolleyError):
                     await call
