@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
+from shared.process.ports import free_port
 from tools.bench.result import BenchResult, emit
 
 _DRIPPERS, _BODY_BYTES = 25, 10**9
@@ -43,8 +43,7 @@ def main() -> None:
 @contextmanager
 def running_service(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """An env service of frozen_lake, and its port, at which it may not listen yet."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = int(free.getsockname()[1])
+    port = free_port()
     (folder / "run.yaml").write_text(
         f"model: {{path: none}}\ndata: {{env: frozen_lake}}\nrun: {{dir: {folder}}}\n"
         f"services: {{env: {{port: {port}}}}}\n"

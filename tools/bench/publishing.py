@@ -34,6 +34,7 @@ from services.trainer.publishing.publications import Publications, PublishedVers
 from services.trainer.publishing.routes import PublishingState
 from shared.clients.rollout import RolloutClient
 from shared.errors import VolleyError
+from shared.process.ports import free_port
 from shared.run.weights import ManifestLeaf, Probe
 from shared.services_schema import Limits, ServicesSection
 from shared.types import WeightVersion
@@ -195,8 +196,7 @@ class _Servers:
     async def at_least(self, n: int) -> Sequence[str]:
         """The addresses of all, once there are `n`."""
         while len(self._urls) < n:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
+            port = free_port()
             path = self._folder / f"{len(self._urls)}.yaml"
             path.write_text(yaml.safe_dump(self._run(port)))
             command = [str(python_of("rollout")), "-m", "services.rollout", "--config", str(path)]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from services.rollout.engines.base import EngineSpec, GenerateRequest, SamplingP
 from services.rollout.engines.sglang_jax.client import open_engine
 from shared.clients.base import HttpClient
 from shared.errors import VolleyError
+from shared.process.ports import free_port
 
 N_REQUESTS, N_RUNNING, N_NEW, N_ROUNDS = 192, 64, 64, 5
 _CONTEXT = 256
@@ -85,8 +85,7 @@ async def _through_engine(model: Path) -> AsyncIterator[Send]:
 
 @contextlib.asynccontextmanager
 async def _through_http(root: Path, model: Path) -> AsyncIterator[Send]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     config = root / "config.yaml"
     config.write_text(json.dumps(_config(root, model, port)))
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "services.rollout", "--config", str(config))
