@@ -209,6 +209,8 @@ def test_a_project(tmp_path: Path):
     assert (found.requirements, found.requires_python, found.entries) == (("a>1",), ">=3.12", ("echo.game:Echo",))
     with pytest.raises(InputError, match="cannot be read"):
         unpack(packed({"pyproject.toml": "project = 3"}), tmp_path)
+    with pytest.raises(InputError, match="more than 100 dots"):  # the time would be their square
+        unpack(packed({"pyproject.toml": f"{'.'.join('a' * 20_000)} = 1"}), tmp_path)
     with pytest.raises(InputError, match="must be texts"):
         unpack(packed({"pyproject.toml": "[project]\ndependencies = [1]"}), tmp_path)
 

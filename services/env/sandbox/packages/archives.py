@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import stat
-import tomllib
 import unicodedata
 import uuid
 import zipfile
@@ -23,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from services.env.sandbox.packages.dependencies import read_metadata
+from services.env.sandbox.packages.toml import read_toml
 from services.env.sandbox.process import workspace
 from shared.errors import DecodeError, InputError, TooLarge
 
@@ -217,11 +217,11 @@ def _of_wheel(info: Path) -> tuple[tuple[str, ...], str]:
 
 
 def _of_project(path: Path) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
+    project: Any = read_toml(_text(path), "pyproject.toml of the archive cannot be read").get("project", {})
     try:
-        project: Any = tomllib.loads(_text(path)).get("project", {})
         dependencies, python = project.get("dependencies", []), project.get("requires-python", "")
         entries = tuple(project.get("entry-points", {}).get(ENTRY_GROUP, {}).values())
-    except (tomllib.TOMLDecodeError, RecursionError, AttributeError) as error:
+    except AttributeError as error:
         raise InputError(f"pyproject.toml of the archive cannot be read: {error}") from None
     if not isinstance(python, str) or not isinstance(dependencies, list):
         raise InputError("pyproject.toml: dependencies must be a list of texts, requires-python a text")

@@ -16,13 +16,13 @@ import shutil
 import signal
 import stat
 import sys
-import tomllib
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.env.sandbox.packages.toml import read_toml
 from services.env.sandbox.process import workspace
 from shared.errors import InputError, TooLarge, Unavailable
 from shared.process.uv import find_uv
@@ -64,10 +64,7 @@ def read_metadata(source: str) -> ScriptMetadata:
         raise InputError("the file has more than one '# /// script' block", "keep one (PEP 723)")
     lines = blocks[0]["content"].splitlines()
     text = "\n".join(line[2:] if line.startswith("# ") else line[1:] for line in lines)
-    try:
-        found = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise InputError(f"the '# /// script' block is not TOML: {error}") from None
+    found = read_toml(text, "the '# /// script' block is not TOML")
     dependencies, requires = found.get("dependencies", []), found.get("requires-python", "")
     if not isinstance(dependencies, list) or not all(isinstance(one, str) for one in dependencies):
         raise InputError("dependencies in the '# /// script' block must be a list of texts")
