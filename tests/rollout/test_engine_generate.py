@@ -92,7 +92,9 @@ def test_without_a_seed_and_with_another_the_draw_differs(server: RolloutProcess
 
 
 def test_first_tokens_follow_the_models_distribution(server: RolloutProcess, prompts: list[list[int]]) -> None:
-    """χ² of 1,600 draws with consecutive seeds; the engine's own seeded sampler gives 15.7 a degree of freedom."""
+    """χ² of 1,600 draws with consecutive seeds; the engine's own seeded sampler gives 15.7 a degree of freedom. Which
+    weights serve depends on the order of tests: of a right sampler one order in a million gives 2.5.
+    """
     draws = [server.start(prompts[0], 1, temperature=1.0, sampling_seed=s) for s in range(1600)]
     wait(draws)
     counts = Counter(int(f.result()["output_ids"][0]) for f in draws)
@@ -101,7 +103,7 @@ def test_first_tokens_follow_the_models_distribution(server: RolloutProcess, pro
     often = np.flatnonzero(p * len(draws) >= 5)
     expected = np.append(p[often], 1 - p[often].sum()) * len(draws)
     observed = np.array([*(counts[int(t)] for t in often), len(draws) - sum(counts[int(t)] for t in often)])
-    assert ((observed - expected) ** 2 / expected).sum() / len(often) < 1.6
+    assert ((observed - expected) ** 2 / expected).sum() / len(often) < 2.5
 
 
 def test_aborting_one_request_spares_the_one_its_id_begins(server: RolloutProcess, prompts: list[list[int]]) -> None:
