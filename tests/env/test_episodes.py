@@ -174,6 +174,24 @@ async def test_nobody_waits_for_the_end_of_others_episodes(open_episodes: Open, 
         await sweeping
 
 
+async def test_what_nobody_waits_for_is_freed_long_before_the_next_sweep(open_episodes: Open) -> None:
+    episodes, lingering = open_episodes(), Lingering()
+    episodes.ttl_s = 10_000  # so it looks every 30 s
+    sweeping = asyncio.ensure_future(episodes.sweep())
+    slot = await episodes.create("r", episodes.task(ScriptedEnvironment()))
+    slot.episode = lingering
+    await asyncio.sleep(0)
+    stepping = asyncio.ensure_future(episodes.step(slot.id, "1", assistant("a")))
+    await asyncio.sleep(0)
+    stepping.cancel()
+    async with asyncio.timeout(20):
+        await lingering.ending.wait()
+    for task in (stepping, sweeping):
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
 async def test_episodes_are_bounded_until_some_expire(open_episodes: Open, clock: EpisodeClock) -> None:
     episodes, env = open_episodes(max_episodes=2), ScriptedEnvironment()
     await episodes.create("a", episodes.task(env))

@@ -1,5 +1,6 @@
 """Ports that are free now, and nobody else's tomorrow."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -45,6 +46,16 @@ def test_processes_that_live_choose_from_different_ports(tmp_path: Path) -> None
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def test_a_process_chooses_from_what_no_other_has(tmp_path: Path) -> None:
+    """And from anything once others have all."""
+    with (tmp_path / f"volley-ports-{os.getuid()}").open("wb") as lock:
+        for n_taken, first in ((79, 12_000 + 79 * 250), (80, 12_000)):
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, n_taken)
+            with chosen(os.environ | {"TMPDIR": str(tmp_path)}) as process:
+                assert min(ports_of(process)) >= first
+                process.kill()
 
 
 def test_ports_of_processes_that_are_gone_are_chosen_again(tmp_path: Path) -> None:

@@ -161,10 +161,10 @@ class Sandboxes:
             if zygote is not None:
                 _log.error("a zygote was lost and is started again", python=str(key[0]))
                 await self._zygotes.pop(key).close()
-            await self._make_room()
-            root = self.folder / f"root-{next(self._names)}"
             self._n_opening += 1
             try:
+                await self._make_room()
+                root = self.folder / f"root-{next(self._names)}"
                 zygote = await open_zygote(*key, root, namespaces=self._namespaces, landlock=self._landlock)
             finally:
                 self._n_opening -= 1
@@ -175,7 +175,8 @@ class Sandboxes:
             return zygote
 
     async def _make_room(self) -> None:
-        if len(self._zygotes) + self._n_opening < MAX_ZYGOTES:
+        """For those that are being opened. Raises RateLimited."""
+        if len(self._zygotes) + self._n_opening <= MAX_ZYGOTES:
             return
         idle = next((key for key, zygote in self._zygotes.items() if zygote.n_children == 0), None)
         if idle is None:
