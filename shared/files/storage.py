@@ -52,6 +52,15 @@ def storage(root: Path) -> Iterator[None]:
         ) from error
 
 
+def check_room(folder: Path, n_bytes: int) -> None:
+    """Raises OSError where so much does not fit below an existing `folder`, before it is filled for all others as well.
+    A file system that does not tell its size is taken to have room.
+    """
+    found = os.statvfs(folder)
+    if found.f_blocks and n_bytes > found.f_bavail * found.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
     """Inside, files are written below an existing `folder`.

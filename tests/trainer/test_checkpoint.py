@@ -1,4 +1,6 @@
+import logging
 import shutil
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -197,6 +199,29 @@ def test_without_room_there_is_no_checkpoint_and_nothing_of_it(checkpoints: Chec
     assert names(checkpoints) == ["e000001-s000001"]
     checkpoints.save(state(2), large, None)
     assert names(checkpoints) == ["e000001-s000001", "e000001-s000002"]
+
+
+def test_room_is_looked_for_before_anything_is_written(checkpoints: CheckpointFolders):
+    large = np.broadcast_to(np.zeros(1, np.float32), (2**50,))
+    for contents in (replace(CONTENTS, params={"w": large}), replace(CONTENTS, optimizer={"w": large})):
+        with pytest.raises(StorageFull, match=r"waiting for disk space under .*checkpoints: \d+ MB free"):
+            checkpoints.save(state(1), contents, None)
+    with pytest.raises(StorageFull):
+        checkpoints.save_base(WeightVersion(1, 1), {"w": large})
+    assert names(checkpoints) == []
+
+
+def test_saves_that_failed_hold_none_of_their_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logging.getLogger("absl"), "disabled", True)  # pytest keeps what it logs, and the tracebacks
+    n, arrays, made = 12, OrbaxArrays(), list[weakref.ref[jax.Array]]()
+    with file_size_limit(2**16):
+        for i in range(n):
+            tree = {f"layers.{k}.w": jnp.full(2**16, i, jnp.float32) for k in range(4)}
+            made += map(weakref.ref, tree.values())
+            with pytest.raises(OSError, match="File too large"):
+                arrays.write(tmp_path / str(i), tree)
+    del tree
+    assert sum(one() is not None for one in made) <= len(made) // 4  # of the last ones some may still be on their way
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

@@ -6,13 +6,21 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
 from services.trainer.status import TrainerStatus
+from shared.errors import StorageFull
+from shared.run.state import TrainerState
 from shared.types import Group, WeightVersion
 from tests.trainer.fakes import Bench, stopped
+
+
+class Array:
+    """What is to be written."""
 
 
 async def test_a_stop_ends_the_step_and_saves_what_is_not_durable(bench: Bench):
@@ -73,6 +81,30 @@ async def test_a_stop_while_the_queue_is_away_from_the_start_is_no_failure(bench
     bench.queue.away = 10**6
     running = asyncio.ensure_future(bench.worker().run())
     await bench.until(lambda: bench.status.waiting_for)
+    await stopped(running)
+
+
+async def test_a_checkpoint_that_was_put_off_keeps_no_arrays(bench: Bench):
+    """What was to be written may be as large as all the rest of the trainer."""
+    taken = list[weakref.ref[Array]]()
+
+    def take(state: TrainerState, base: WeightVersion) -> Callable[[], Path]:
+        copy = Array()
+        taken.append(weakref.ref(copy))
+
+        def write() -> Path:
+            array, cause = copy, OSError(28, "No space left on device")
+            raise StorageFull(f"no room for {type(array).__name__}") from cause
+
+        return write
+
+    bench.feed(1, 2)
+    running = asyncio.ensure_future(bench.worker().run())
+    await bench.until(lambda: bench.status.checkpoint_step == 0)
+    bench.backend.take = take  # type: ignore[method-assign]
+    await bench.until(lambda: "no room for Array" in (bench.status.waiting_for or ""))
+    await bench.until(lambda: taken[0]() is None)
+    assert len(taken) == 1
     await stopped(running)
 
 

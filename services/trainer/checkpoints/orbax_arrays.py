@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +21,24 @@ class OrbaxArrays:
     """The checkpoints' `ArrayFiles`, in the format that rollout servers load."""
 
     def write(self, folder: Path, arrays: Arrays) -> None:
-        """Not compressed: the files are written once, read soon, and removed."""
-        try:
+        """Not compressed: the files are written once, read soon, and removed. Raises OSError."""
+
+        def save() -> None:
             with ocp.Checkpointer(_handler(arrays)) as checkpointer:
                 checkpointer.save(folder, ocp.args.PyTreeSave(_nest(arrays)))
-        except ValueError as error:
-            raise os_error(error) or error from error
+
+        _raising_os_errors(save)
 
     def write_shards(self, folder: Path, arrays: Arrays) -> None:
         """Into an existing folder: one copy of the shards that lie on this process's devices. Every process of the mesh
         does so, then one of them calls `finish`. Raises OSError.
         """
-        try:
-            _handler(arrays).save(epath.Path(folder), args=ocp.args.PyTreeSave(_nest(arrays)))
-        except ValueError as error:
-            raise os_error(error) or error from error
+        args = ocp.args.PyTreeSave(_nest(arrays))
+        _raising_os_errors(lambda: _handler(arrays).save(epath.Path(folder), args=args))
 
     def finish(self, folder: Path) -> None:
         """Makes one checkpoint of what all processes wrote. Raises OSError."""
-        try:
-            _handler({}).finalize(epath.Path(folder))
-        except ValueError as error:
-            raise os_error(error) or error from error
+        _raising_os_errors(lambda: _handler({}).finalize(epath.Path(folder)))
 
     def read(self, folder: Path) -> dict[str, HostArray]:
         """Each array is read when it is used. Raises WeightsError, and Unavailable if it cannot be read now."""
@@ -57,9 +56,24 @@ def _handler(arrays: Arrays) -> ocp.PyTreeCheckpointHandler:
     )
 
 
+def _raising_os_errors(call: Callable[[], None]) -> None:
+    """Raises OSError for what the system refused. Orbax leaves the arrays of a save that failed in cycles with its
+    traceback, which Python would collect much later than their memory is needed.
+    """
+    try:
+        call()
+    except ValueError as error:
+        if (found := os_error(error)) is None:
+            raise
+    else:
+        return
+    gc.collect()  # here, where nothing refers to the first error any more
+    raise found
+
+
 def _without_late_answers() -> None:
-    """When a save fails, Orbax closes its event loop under the arrays that TensorStore still writes; each of them would
-    print a traceback that says no more than the error of the save does.
+    """When a save fails, Orbax closes its event loop under the arrays that TensorStore still writes, and leaves tasks
+    whose errors nobody takes; each of them would print a traceback that says no more than the error of the save does.
     """
     report = sys.unraisablehook
 
@@ -72,7 +86,12 @@ def _without_late_answers() -> None:
         if not late:  # what Python itself reports names an object
             report(found)
 
+    def is_news(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not (isinstance(error, ValueError) and "was never retrieved" in record.msg and os_error(error))
+
     sys.unraisablehook = hook
+    logging.getLogger("asyncio").addFilter(is_news)
 
 
 _without_late_answers()

@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -133,10 +134,12 @@ class CheckpointFolders:
         Raises StorageFull, WeightsError if its state is more than a reader takes, and Fenced if a later epoch has
         called `fence`, or its own has not; then nothing of it is there.
         """
+        training = training_arrays(contents)
         with self._draft(state.version) as draft:
+            storage.check_room(draft, _n_bytes(contents.params) + _n_bytes(training))
             with storage.held(draft):
                 self._arrays.write(draft / PARAMS, contents.params)
-                self._arrays.write(draft / OPTIMIZER, training_arrays(contents))
+                self._arrays.write(draft / OPTIMIZER, training)
             manifest = Manifest(
                 run=self._run,
                 version=str(state.version),
@@ -156,6 +159,7 @@ class CheckpointFolders:
     def save_base(self, version: WeightVersion, params: Arrays) -> BaseWeights:
         """Makes what the adapters of a run are of durable, before `version`, the first of them. Raises as `save`."""
         with self._draft(version) as draft:
+            storage.check_room(draft, _n_bytes(params))
             with storage.held(draft):
                 self._arrays.write(draft / PARAMS, params)
             base = BaseWeights.of(weights.digest_files(draft, PARAMS), _tree(params))
@@ -323,6 +327,10 @@ def read_base(root: Path, adapter: Adapter, arrays: ArrayFiles) -> dict[str, Hos
         return arrays.read(adapter.base.folder(root) / PARAMS)
     except OSError as error:
         raise weights.unreadable(f"base {adapter.base.digest}", error) from error
+
+
+def _n_bytes(arrays: Arrays) -> int:
+    return sum(math.prod(value.shape) * value.dtype.itemsize for value in arrays.values())
 
 
 def _tree(params: Arrays) -> tuple[ManifestLeaf, ...]:

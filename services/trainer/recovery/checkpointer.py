@@ -94,7 +94,7 @@ class Checkpointer:
             _log.warning("checkpoint put off", version=str(state.version), reason=str(error))
             status.waits[self] = Wait(error.waits_on or "disk", f"checkpoint of step {state.step}: {error}")
             self._taken = self._settlement.pending.saved.step  # due again after the next step
-            return error
+            return _alone(error)
         status.waits.pop(self, None)
         self._settlement.saved(state.version)
         status.saved(state.step)
@@ -106,3 +106,9 @@ class Checkpointer:
         """Commit records before the oldest checkpoint. Raises Fenced: a newer trainer may need what we would remove."""
         self._parts.archive.check_newest(epoch)
         self._parts.commits.forget(self._parts.checkpoints.oldest_step())
+
+
+def _alone(error: Unavailable) -> Unavailable:
+    """Without what it came of: tracebacks have every array that was to be written."""
+    error.__cause__ = error.__context__ = None
+    return error.with_traceback(None)
