@@ -259,7 +259,9 @@ def _translated(what: str) -> Iterator[None]:
         yield
     except yaml.YAMLError as error:
         raise ConfigError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from error
-    except (ValueError, TypeError, RecursionError, *_errors_of_omegaconf()) as error:
+    except RecursionError as error:
+        raise ConfigError(f"{what} is nested too deep, or a part of it holds itself") from error
+    except (ValueError, TypeError, *_errors_of_omegaconf()) as error:
         raise ConfigError(f"{what} cannot be used: {_first_line(error)}") from error
 
 
@@ -294,14 +296,26 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _values(node: yaml.Node | None, known: dict[int, int]) -> int:
     """Values below a node with its aliases written out, without writing them out. Raises RecursionError for one that
-    holds itself.
+    holds itself, and YAMLError for a mapping with a key twice, of which its reader would take the last.
     """
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:
+        if isinstance(node, yaml.MappingNode):
+            _check_keys(node)
         children = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
         known[id(node)] = 1 + sum(_values(child, known) for child in children)
     return known[id(node)]
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
+    seen = set[str]()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            raise yaml.MarkedYAMLError(
+                problem=f"the key {key.value[:100]!r} is there twice", problem_mark=key.start_mark
+            )
+        seen.add(str(key.value))
 
 
 def _explain(error: Any) -> str:

@@ -209,7 +209,7 @@ class TrainerSection(Section):
     train_micro_batch_size: PositiveInt | None = None
     micro_batch_tokens: PositiveInt | None = None
     order: Literal["arrival", "ticket"] = "arrival"
-    length_buckets: tuple[PositiveInt, ...] = (256, 512, 1024, 2048, 4096)
+    length_buckets: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (256, 512, 1024, 2048, 4096)
     optimizer_config: OptimizerConfig = OptimizerConfig()
     checkpointing_options: CheckpointingOptions = CheckpointingOptions()
     on_nonfinite: Literal["stop", "skip"] = "stop"

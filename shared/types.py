@@ -31,8 +31,8 @@ ASSISTANT = "assistant"
 """Role of the turns that the model sampled."""
 MAX_MESSAGE = 2**20
 """Characters of one message that the environment service takes."""
-MAX_GROUP_OBJECTS = 2**19
-"""Values of one group: 64 episodes of a thousand turns are below it."""
+MAX_GROUP_OBJECTS = 2**21
+"""Values of one group: 64 episodes of a thousand messages of the model are below it."""
 _MAX_DETAIL = 300
 _VERSION = re.compile(r"e([0-9]{6,18})-s([0-9]{6,18})\Z")
 

@@ -53,7 +53,7 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ConfigError(
             f"model.path {path} is no folder and could not be downloaded: {type(error).__name__}",
-            "check the name and the network",
+            f"check the name and the network; a folder is made first, SmolLM2's by `volley model get smollm2 {path}`",
         ) from error
 
 

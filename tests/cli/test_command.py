@@ -118,7 +118,11 @@ def test_going_on_with_a_finished_run_shows_its_report(tmp_path: Path) -> None:
         folder.metrics.write_text('{"step": 1, "time": 5.0, "version": "e000001-s000001"}\n')
     done = volley("up", str(folder.path))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("run r is finished\n")
+    assert done.stdout.startswith(
+        f"run r is finished; `volley up {folder.path} trainer.max_steps=N`, N above 10, goes on with it\n"
+    )
+    status = volley("status", str(folder.path))
+    assert "it is finished: `volley report` shows what it has done" in status.stdout
     assert "e000001-s000001" in done.stdout
     refused = volley("up", str(folder.path), "trainer.groups_per_step=11")
     assert refused.returncode == 2

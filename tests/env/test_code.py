@@ -221,6 +221,12 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
         Code(CodeConfig(train=path), None).num_tasks("train")  # type: ignore[arg-type]
 
 
+def test_a_message_of_blanks_takes_the_time_of_its_length() -> None:
+    """A pattern that goes back over them would take an hour, and the service with it."""
+    assert read_program("```" + " " * 2**20) is None
+    assert read_program("```" + " \t" * 2**19 + "py" * 2**19) is None
+
+
 def test_the_last_python_block_is_the_program() -> None:
     assert read_program("```python\na\n```\ntext\n```py\nb\n```\n```bash\nc\n```") == "b\n"
     assert read_program("```\nplain\n```") == "plain\n"

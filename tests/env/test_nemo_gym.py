@@ -331,6 +331,13 @@ async def test_the_packages_own_blackjack_is_played_to_its_end(open_client: Open
                 assert answers[-1]["info"]["success"] == (told["result"] == "win")
 
 
+def test_thoughts_that_nobody_closes_take_the_time_of_their_length() -> None:
+    items = output_items("<think>a</think>" + "<think>" * 2**17, [], [])
+    assert [item["type"] for item in items] == ["reasoning", "message"]
+    assert items[0]["summary"] == [{"type": "summary_text", "text": "a"}]
+    assert items[1]["content"][0]["text"] == "<think>" * 2**17
+
+
 @pytest.mark.long
 def test_responses_are_the_packages_own(python: Path) -> None:
     row, found = read_row(json.dumps(counter_row(1)).encode()), []

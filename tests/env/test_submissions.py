@@ -46,6 +46,15 @@ async def test_a_file_is_validated_and_played(open_client: OpenClient) -> None:
         assert (listed["name"], listed["state"], listed["version"]) == ("adder@1", "active", 1)
 
 
+async def test_a_file_of_windows_is_validated(open_client: OpenClient) -> None:
+    async with open_client() as client:
+        file = ("\ufeff" + ADDER).replace("\n", "\r\n").encode()
+        answer = await client.post("/environments?name=adder", content=file, headers=PYTHON)
+        assert answer.status_code == 202, answer.text
+        row = await decided(client, "adder")
+        assert row["state"] == "active", row
+
+
 async def test_a_canary_is_promoted_by_episodes_that_go_well(open_client: OpenClient) -> None:
     async with open_client() as client:
         await submit(client, ADDER, name="adder", weight=1)

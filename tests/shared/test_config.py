@@ -47,6 +47,19 @@ def test_later_files_and_overrides_win(tmp_path):
     assert loaded.config.data.train == Path("a/b.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {name: a}\nrun: {name: b}\n", r"not valid YAML: the key 'run' is there twice.* line 2, column 1"),
+        ("run:\n  name: a\n  seed: 1\n  name: b\n", r"the key 'name' is there twice.* line 4, column 3"),
+        ("run: &run\n  name: {x: *run}\n", "is nested too deep, or a part of it holds itself"),
+    ],
+)
+def test_a_key_that_is_there_twice_and_a_part_of_itself_are_refused(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        config.load([write(tmp_path, text)])
+
+
 def test_the_written_config_is_the_same_config(tmp_path):
     loaded = config.load([write(tmp_path, MINIMAL)], ["run.seed=3"])
     again = config.load([write(tmp_path, loaded.to_yaml(), "again.yaml")])
@@ -61,6 +74,7 @@ def test_the_written_config_is_the_same_config(tmp_path):
         (["nonsense.key=3"], "unknown key nonsense"),
         (["trainer.max_steps=many"], "trainer.max_steps='many': input should be a valid integer"),
         (["trainer.max_steps=0"], "trainer.max_steps=0"),
+        (["trainer.length_buckets=[]"], r"trainer\.length_buckets=\[\]: tuple should have at least 1 item"),
         (["grpo_config.loss_algo=magic"], r"grpo_config\.loss_algo='magic' is none of the losses"),
         (["algorithm.epsilonn=1"], r"unknown key algorithm\.epsilonn \(valid here: name, epsilon, epsilon_high"),
         (["algorithm.name=ppo", "algorithm.gae_lambda=2"], "algorithm.gae_lambda=2"),
@@ -229,7 +243,7 @@ def test_a_deep_tree_is_read_or_refused(tmp_path, levels):
     if levels == 50:
         assert "a: 1" in config.load([path]).to_yaml()
     else:
-        with pytest.raises(ConfigError, match=f"config file {path} cannot be used: "):
+        with pytest.raises(ConfigError, match=f"config file {path} is nested too deep"):
             config.load([path])
 
 

@@ -76,6 +76,17 @@ def test_a_run_whose_groups_could_be_too_large_is_refused():
         settings.plan(load(*LONG), wide)
 
 
+def test_a_run_whose_groups_could_have_too_many_turns_is_refused():
+    many = (*SIZES[:1], "rollout.engine.context_length=4096", "grpo_config.num_generations=256")
+    many = (*many, "orchestrator.max_turns=500", "trainer.length_buckets=[4096]")
+    with pytest.raises(ConfigError, match=r"256 episodes of 500 turns may have 2,592,768 values") as refused:
+        settings.plan(load(*many), TOKENS)
+    knobs = (refused.value.hint or "").split(" or ")
+    assert [knob.split("=")[0].split(".")[-1] for knob in knobs] == ["max_turns", "num_generations"]
+    for knob in knobs:
+        settings.plan(load(*many, knob), TOKENS)
+
+
 def test_no_group_is_larger_than_is_reckoned():
     made = group(1, "e000001-s000000", n=3, length=500, vocab=512)
     routed = np.zeros((500, 4, 2), np.uint8)

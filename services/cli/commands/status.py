@@ -15,6 +15,7 @@ import orjson
 from services.cli.reporting.environments import told_mixture
 from services.cli.runs import addresses, identity
 from services.cli.runs.addresses import Addresses
+from services.cli.runs.record import read_record
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, ServiceUnreachable, VolleyError
 from shared.process import wedge
@@ -53,15 +54,16 @@ def main(
     Raises:
         ConfigError: the target is no run's folder and no address.
     """
+    folder = None
     if targets and all("://" in target for target in targets):
         seen, verdict = asyncio.run(observe(_at(targets, token_file, ca_file)))
     elif len(targets) > 1:
         raise ConfigError("give one run's folder, or addresses like http://127.0.0.1:8102")
     else:
-        seen, verdict = asyncio.run(
-            _of_run(RunFolder(Path(targets[0]).absolute()) if targets else addresses.newest_run())
-        )
-    print(_json(seen, verdict) if as_json else _text(seen, verdict))
+        folder = RunFolder(Path(targets[0]).absolute()) if targets else addresses.newest_run()
+        seen, verdict = asyncio.run(_of_run(folder))
+    hint = _hint(folder) if folder is not None and verdict.state == "stopped" else []
+    print(_json(seen, verdict) if as_json else _text(seen, verdict, hint))
     return 0 if all(s.error is None and s.not_ready is None for s in seen) and verdict.state != "wedged" else 1
 
 
@@ -164,7 +166,15 @@ def _made(seen: ServiceReport) -> int:
     return int(engine.get("output_tokens", 0)) if engine.get("running") else 0
 
 
-def _text(seen: Sequence[ServiceReport], verdict: Verdict) -> str:
+def _hint(folder: RunFolder) -> list[str]:
+    """What can be done with a run whose services have ended."""
+    record = read_record(folder)
+    if record is not None and record.finished:
+        return ["it is finished: `volley report` shows what it has done, `volley up` with more steps goes on with it"]
+    return ["`volley up` goes on with it; `volley report` shows what it has done"]
+
+
+def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str]) -> str:
     rows = [(f"{s.name} (external)" if s.external else s.name, s.url, _state(s), _details_of(s)) for s in seen]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [
@@ -177,7 +187,6 @@ def _text(seen: Sequence[ServiceReport], verdict: Verdict) -> str:
         else ""
     )
     circle = ", they wait in a circle" if verdict.cycle else ""
-    hint = ["`volley up` goes on with it; `volley report` shows what it has done"] if verdict.state == "stopped" else []
     state = "the state of the run is unknown" if verdict.state == "unknown" else f"the run is {verdict.state}"
     chain = [f"  ← {sentence}" for sentence in verdict.chain]
     return "\n".join([*lines, f"{state}{quiet}{circle}", *chain, *_mixture(seen), *_memory(seen), *hint])

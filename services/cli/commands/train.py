@@ -34,6 +34,7 @@ from shared.models.hub import model_folder
 from shared.process import wedge
 from shared.run import commits
 from shared.run.folder import RunFolder
+from shared.run.pinned import MAX_STEPS
 
 _POLL_S = 0.3
 _GOING = ("running", "evaluating")
@@ -65,7 +66,10 @@ def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = st
     """Goes on with the run in this folder; one that is finished is only reported. Raises as `main`."""
     loaded, record = stored(run_dir, overrides)
     if record.finished and not overrides:
-        say(f"run {loaded.config.run.name} is finished")
+        config, more = loaded.config, ""
+        if not config.is_supervised:
+            more = f"; `volley up {run_dir} {MAX_STEPS}=N`, N above {config.trainer.max_steps}, goes on with it"
+        say(f"run {config.run.name} is finished{more}")
         return report.main(run_dir)
     return run(loaded, seams)
 

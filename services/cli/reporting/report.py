@@ -178,7 +178,7 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
         ("mean |Δ log p|, rollout against trainer", _or_dash(summary["logprob_abs_diff_mean"], ".1e")),
         ("largest staleness (steps)", _or_dash(summary["staleness_max"], ".0f")),
         ("tokens/s during RL", _or_dash(summary["tokens_per_sec"], ",.0f")),
-        ("final weights", str(summary["final_weight_version"] or "–")),
+        ("newest weights", str(summary["final_weight_version"] or "–")),
         *_best_rows(summary.get("best")),
         *_provenance_rows(summary),
         ("groups", _counted(summary["tickets"])),

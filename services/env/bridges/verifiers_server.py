@@ -19,7 +19,6 @@ import hmac
 import importlib
 import json
 import os
-import re
 import secrets
 import sys
 import threading
@@ -31,7 +30,7 @@ from types import SimpleNamespace
 import msgpack
 
 IDLE_S, CALL_S, MAX_BODY, MAX_EPISODES = 900.0, 25.0, 8 * 2**20, 1024
-TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 
 
 class Refused(Exception):
@@ -209,7 +208,10 @@ def completion(message, tools):
     from openai.types.chat import ChatCompletion
 
     text, calls = message.get("content") or "", list(message.get("tool_calls") or ())
-    for found in TOOL_CALL.findall(text) if tools and not calls else ():
+    for part in text.split(TOOL_CALL)[1:] if tools and not calls else ():
+        found, closing, _ = part.partition(END_TOOL_CALL)
+        if not closing:
+            continue
         try:
             call = json.loads(found)
             function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments") or {})}

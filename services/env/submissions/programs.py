@@ -42,7 +42,7 @@ class Programs:
         if wanted.archive:
             _check_archive(await asyncio.to_thread(unpack, content, self._unpacked), wanted.entry)
             return {ARCHIVE: content}
-        _check_declared(content.decode())
+        _check_declared(content.decode("utf-8-sig"))
         return {MAIN: content}
 
     async def of(self, version: SubmittedVersion) -> EnvironmentProgram:
@@ -61,7 +61,7 @@ class Programs:
         if version.archive:
             return await self._of_archive(content, version)
         return await of_source(
-            content.decode(), f"{version.name}.py", version.entry, version.config, self._dependencies
+            content.decode("utf-8-sig"), f"{version.name}.py", version.entry, version.config, self._dependencies
         )
 
     async def _of_archive(self, content: bytes, version: SubmittedVersion) -> EnvironmentProgram:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from services.env.sandbox import answers
 from services.env.sandbox.limits import ScriptProgram
@@ -72,6 +76,35 @@ def test_the_block_of_a_file():
     assert read_metadata("import os").dependencies == ()
 
 
+def test_the_block_of_a_file_of_windows():
+    assert read_metadata(SCRIPT.replace("\n", "\r\n")) == read_metadata(SCRIPT)
+
+
+PEP_723 = re.compile(r"(?m)^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$")
+"""As PEP 723 has it."""
+LINES = ["# /// script", "# /// other", "# ///", "#", "# requires-python = '>=3'", "#no", "x = 1", "", " # ///"]
+
+
+@given(st.lists(st.sampled_from(LINES), max_size=9))
+def test_blocks_are_those_of_pep_723(lines: list[str]):
+    text = "\n".join(lines)
+    wanted = [match["content"] for match in PEP_723.finditer(text) if match["type"] == "script"]
+    try:
+        toml = [tomllib.loads("\n".join(line[2:] for line in one.splitlines())) for one in wanted]
+    except tomllib.TOMLDecodeError:
+        toml = None
+    if toml is None or len(toml) > 1:
+        with pytest.raises(InputError):
+            read_metadata(text)
+    else:
+        assert read_metadata(text).requires_python == (toml[0].get("requires-python", "") if toml else "")
+
+
+def test_blocks_that_nobody_closes_take_the_time_of_their_length():
+    """With the expression of PEP 723 this would take an hour."""
+    assert read_metadata("# /// script\n" * 2**17) == read_metadata("")
+
+
 @pytest.mark.parametrize(
     ("block", "match"),
     [
@@ -97,6 +130,8 @@ def test_the_python_a_file_wants():
     check_python("", (3, 12, 1))
     with pytest.raises(InputError, match=r"requires Python >=3.13, and sandboxes have 3.12.1"):
         check_python(">=3.13", (3, 12, 1))
+    with pytest.raises(InputError, match="not a version specifier"):
+        check_python(">=" + "9" * 5000, (3, 12, 1))
     with pytest.raises(InputError, match="not a version specifier"):
         check_python("three")
 

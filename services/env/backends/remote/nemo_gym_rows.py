@@ -26,7 +26,7 @@ from shared.errors import DecodeError, InputError
 MAX_ROW_BYTES, MAX_ROW_VALUES = 2**20, 20_000
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 _SPLIT = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_THINK = re.compile(r"<think>(.*?)</think>", re.DOTALL)
+_THINK, _END_THINK = "<think>", "</think>"
 _TEXTS = ("input_text", "output_text", "text")
 _HINT = 'a line is {"responses_create_params": {"input": [{"role": "user", "content": "…"}], "tools": […]}, …}'
 
@@ -85,9 +85,19 @@ def read_row(line: bytes) -> TaskRow:
     return TaskRow(row, tuple(opening), tools, hashlib.blake2b(line, digest_size=6).hexdigest())
 
 
+def _thoughts(text: str) -> tuple[list[str], str]:
+    """Each closed <think>, and the rest."""
+    thoughts, rest, at = list[str](), list[str](), 0
+    while (opened := text.find(_THINK, at)) >= 0 and (closed := text.find(_END_THINK, opened)) >= 0:
+        thoughts.append(text[opened + len(_THINK) : closed])
+        rest.append(text[at:opened])
+        at = closed + len(_END_THINK)
+    return thoughts, "".join([*rest, text[at:]])
+
+
 def output_items(text: str, calls: Sequence[ToolCall], call_ids: Sequence[str]) -> list[dict[str, Any]]:
     """What a model said, as the items of a response: its thoughts, its text, its calls of tools."""
-    thoughts, said = _THINK.findall(text), _THINK.sub("", text)
+    thoughts, said = _thoughts(text)
     items: list[dict[str, Any]] = []
     if thoughts:
         summary = [{"type": "summary_text", "text": thought} for thought in thoughts]

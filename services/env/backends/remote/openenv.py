@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,6 +31,7 @@ from services.env.backends.base import CALL_SECONDS, Busy, Call, GivenUp, KnownS
 from services.env.backends.remote import address as addresses
 from services.env.backends.remote.paths import at_path
 from services.env.backends.remote.site import CONNECT_S, RemoteContext, RemoteDescription, RemoteSite
+from services.env.environments.answers import tagged_answer
 from services.env.environments.base import (
     EVAL,
     MAX_REWARD,
@@ -52,7 +52,6 @@ from shared.types import MAX_MESSAGE
 MAX_FRAME = 4 * 2**20
 """Bytes of one answer."""
 _CLOSE_S, _FREED_S = 1.0, 0.5
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _REFUSED = frozenset({"VALIDATION_ERROR", "INVALID_JSON"})
 """Codes of answers to an action that the server did not take."""
 _HINT = 'answer with a JSON object: <answer>{"field": "value"}</answer>'
@@ -308,11 +307,10 @@ def _told(text: str, error: Literal["format", "invalid_action"]) -> StepResult:
 
 def _parsed(text: str) -> dict[str, Any] | None:
     """The JSON object in the last `<answer>`, None where there is none."""
-    found = _ANSWER.findall(text)
-    if not found:
+    if (found := tagged_answer(text)) is None:
         return None
     try:
-        value = codec.from_json(found[-1].encode("utf-8", "replace"), "the action")
+        value = codec.from_json(found.encode("utf-8", "replace"), "the action")
     except DecodeError:
         return None
     return value if isinstance(value, dict) else None

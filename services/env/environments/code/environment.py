@@ -24,7 +24,7 @@ from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.toolset import Toolbox
 from shared.errors import NotFound, RateLimited
 
-_FENCED = re.compile(r"```[ \t]*(\w*)[ \t]*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"```[ \t]*+(\w*+)[ \t]*+\n(.*?)```", re.DOTALL)
 _LANGUAGES = ("", "python", "python3", "py")
 _ASK = "Answer with the whole program in one block:\n```python\n…\n```"
 _READS = "The program reads its input from stdin and prints to stdout."

@@ -221,8 +221,8 @@ def _of_project(path: Path) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
     try:
         dependencies, python = project.get("dependencies", []), project.get("requires-python", "")
         entries = tuple(project.get("entry-points", {}).get(ENTRY_GROUP, {}).values())
-    except AttributeError as error:
-        raise InputError(f"pyproject.toml of the archive cannot be read: {error}") from None
+    except AttributeError:
+        raise InputError("pyproject.toml: project, and what it has of entry-points, must be tables") from None
     if not isinstance(python, str) or not isinstance(dependencies, list):
         raise InputError("pyproject.toml: dependencies must be a list of texts, requires-python a text")
     if not all(isinstance(one, str) for one in [*dependencies, *entries]):
@@ -243,7 +243,7 @@ def _text(path: Path) -> str:
     """The text of a file of ours; empty if there is none."""
     try:
         with path.open("rb") as file:
-            return file.read(_MAX_READ).decode("utf-8", "replace")
+            return file.read(_MAX_READ).decode("utf-8-sig", "replace")
     except FileNotFoundError:
         return ""
 

@@ -17,7 +17,7 @@ import signal
 import stat
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ PYPI = "https://pypi.org/simple"
 LOOK_S = 0.25
 MAX_SHOWN = 1500
 MAX_REQUIREMENT = 300
-_BLOCK = re.compile(r"(?m)^# /// (?P<type>[a-zA-Z0-9-]+)$\s(?P<content>(^#(| .*)$\s)+)^# ///$")
+_OPENING, _CLOSING = re.compile(r"# /// ([a-zA-Z0-9-]+)"), "# ///"
 _PASSED_ON = ("SSL_CERT_FILE", "SSL_CERT_DIR", "HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "NO_PROXY", "https_proxy",
               "http_proxy", "all_proxy", "no_proxy")  # fmt: skip
 _NETWORK = ("error sending request", "failed to fetch", "dns error", "connection refused", "timed out", "connect error")
@@ -57,13 +57,12 @@ class InstallLimits:
 
 def read_metadata(source: str) -> ScriptMetadata:
     """The block of a file, the empty one if it has none. Raises InputError if it is not as PEP 723 says."""
-    blocks = [match for match in _BLOCK.finditer(source) if match["type"] == "script"]
+    blocks = [lines for kind, lines in _blocks(source) if kind == "script"]
     if not blocks:
         return ScriptMetadata()
     if len(blocks) > 1:
         raise InputError("the file has more than one '# /// script' block", "keep one (PEP 723)")
-    lines = blocks[0]["content"].splitlines()
-    text = "\n".join(line[2:] if line.startswith("# ") else line[1:] for line in lines)
+    text = "\n".join(line[2:] if line.startswith("# ") else line[1:] for line in blocks[0])
     found = read_toml(text, "the '# /// script' block is not TOML")
     dependencies, requires = found.get("dependencies", []), found.get("requires-python", "")
     if not isinstance(dependencies, list) or not all(isinstance(one, str) for one in dependencies):
@@ -73,13 +72,33 @@ def read_metadata(source: str) -> ScriptMetadata:
     return ScriptMetadata(tuple(dependencies), requires)
 
 
+def _blocks(source: str) -> Iterator[tuple[str, list[str]]]:
+    """Kind and lines of each block: what the regular expression of PEP 723 finds, which takes the square of a file's
+    length, also where lines end as on Windows.
+    """
+    lines = source.replace("\r\n", "\n").split("\n")
+    at = 0
+    while at < len(lines):
+        opening, at = _OPENING.fullmatch(lines[at]), at + 1
+        if opening is None:
+            continue
+        end = closing = at
+        while end < len(lines) and (lines[end] == "#" or lines[end].startswith("# ")):
+            if lines[end] == _CLOSING:
+                closing = end
+            end += 1
+        if closing > at:
+            yield opening[1], lines[at:closing]
+        at = closing + 1 if closing > at else end  # where none closes it, none closes a later one
+
+
 def check_python(requires: str, version: tuple[int, int, int] = sys.version_info[:3]) -> None:
     """Raises InputError if a script does not run on this version of Python."""
-    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+    from packaging.specifiers import SpecifierSet
 
     try:
         fits = SpecifierSet(requires).contains(".".join(map(str, version)))
-    except InvalidSpecifier:
+    except ValueError:  # InvalidSpecifier, or a number of too many digits
         raise InputError(f"requires-python = {requires[:80]!r} is not a version specifier") from None
     if not fits:
         raise InputError(
