@@ -4,17 +4,20 @@ Invariants: a file has its name only once it is whole and has that digest; nobod
 arrays of chunks takes their digests again, of the bytes it uses. Nothing is made durable: what is lost is asked for
 again. A folder belongs to one process.
 
-The files of chunks that nobody needs any more are written over by the next ones: to fill pages that are in memory
-costs a fraction of what new ones do. A file is written over without a name, and only once whoever reads it has ended.
+The files of chunks that nobody needs any more are written over by the next ones of their sizes: to fill pages that are
+in memory costs a fraction of what new ones do. A file is written over without a name, and only once whoever reads it
+has ended.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, count
 from pathlib import Path
@@ -29,7 +32,18 @@ from shared.run.weights import ManifestLeaf, unreadable
 from shared.weights.manifest import CHUNK_BYTES, MAX_MANIFEST_BYTES, Chunk, WeightTree, cuts, leaf_bytes
 
 _DRAFT, _SPARE = ".draft-", ".spare-"
-_SHARED = 4
+_ALIGNMENT = 64
+SPARE_BYTES = 2**20
+"""Smaller files, such as those of deltas, are not worth keeping for the next ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spare:
+    """The file of a chunk that was removed; reads with a smaller number may still be at it."""
+
+    number: int
+    size: int
+    path: Path
 
 
 class ChunkFolder:
@@ -39,8 +53,7 @@ class ChunkFolder:
         self.folder, self._numbers = folder, count()
         self._lock = threading.Lock()
         self._reading, self._writing = set[int](), set[str]()
-        self._spares = list[tuple[int, Path]]()
-        """Of `CHUNK_BYTES` each; reads with a smaller number may still be at it."""
+        self._spares = list[_Spare]()
         with storage(folder.parent):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -96,11 +109,13 @@ class ChunkFolder:
     def _is_spare(self, draft: Path, size: int) -> bool:
         """Whether `draft` is a file of that size now, of a chunk that was removed."""
         with self._lock:
-            if size != CHUNK_BYTES or not self._spares or any(n < self._spares[-1][0] for n in self._reading):
+            oldest = min(self._reading, default=math.inf)
+            found = next((one for one in self._spares if one.size == size and one.number < oldest), None)
+            if found is None:
                 return False
-            _, spare = self._spares.pop()
+            self._spares.remove(found)
         try:
-            spare.rename(draft)
+            found.path.rename(draft)
         except FileNotFoundError:
             return False
         return True
@@ -133,17 +148,19 @@ class ChunkFolder:
         """Removes all others; the files of at most as many stay, for the next chunks."""
         there = list(self.folder.iterdir())
         with self._lock:
-            kept, self._spares = self._spares[: len(digests)], []
-            names = {path.name for _, path in kept}.union(digests, self._writing)
+            spares, self._spares = self._spares, []
+            names = {one.path.name for one in spares}.union(digests, self._writing)
         for path in [path for path in there if path.name not in names]:
             with suppress(FileNotFoundError):
-                if len(kept) < len(digests) and path.stat().st_size == CHUNK_BYTES:
+                if digests and (size := path.stat().st_size) >= SPARE_BYTES:
                     spare = path.rename(self.folder / f"{_SPARE}{next(self._numbers)}")
-                    kept.append((next(self._numbers), spare))
+                    spares.append(_Spare(next(self._numbers), size, spare))
                 else:
                     path.unlink()
+        for one in spares[: max(0, len(spares) - len(digests))]:  # the oldest: of sizes that nobody wanted
+            one.path.unlink(missing_ok=True)
         with self._lock:
-            self._spares += kept
+            self._spares += spares[max(0, len(spares) - len(digests)) :]
 
     def clear(self) -> None:
         self.retain(())
@@ -185,12 +202,20 @@ def _bytes_of(value: np.ndarray) -> memoryview:
     return memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
 
 
+def _empty(n_bytes: int) -> np.ndarray:
+    """uint8[n_bytes], aligned so that JAX makes an array of it on a CPU without a copy."""
+    held = np.empty(n_bytes + _ALIGNMENT, np.uint8)
+    start = -held.ctypes.data % _ALIGNMENT
+    return held[start : start + n_bytes]
+
+
 def reads(
     folder: Path, tree: WeightTree, what: str, check: Callable[[], None] = lambda: None
 ) -> dict[str, Callable[[], np.ndarray]]:
     """What makes each array of `tree` out of the chunks in `folder`, by name. The digest of a chunk is taken of the
-    very bytes that the array is made of. Beside the array, a few chunks that several share are in memory. `check` is
-    called before each chunk, and raises what is to end this.
+    very bytes that the array is made of. An array within a chunk is a view of it, and the last such chunk stays in
+    memory: in the order of the tree each is read once. `check` is called before each chunk, and raises what is to end
+    this.
 
     An array raises WeightsError if a chunk is missing or has another digest, and Unavailable if it cannot be read now.
     """
@@ -208,26 +233,31 @@ def reads(
             (folder / chunk.blake3).unlink(missing_ok=True)  # it is asked for again
             raise WeightsError(f"{what}: digest of chunk {chunk.blake3} differs")
 
-    @lru_cache(_SHARED)
-    def shared(index: int) -> memoryview:
-        held = memoryview(bytearray(tree.chunks[index].size))
-        fill(index, held)
+    @lru_cache(1)
+    def shared(index: int) -> np.ndarray:
+        held = _empty(tree.chunks[index].size)
+        fill(index, memoryview(held))
         return held
 
-    def array(leaf: ManifestLeaf, start: int) -> np.ndarray:
-        value = np.empty(leaf_bytes(leaf), np.uint8)
-        data, end = memoryview(value), start + len(value)
-        index = bisect_right(starts, start) - 1
-        at = start
+    def joined(index: int, start: int, end: int) -> np.ndarray:
+        value = _empty(end - start)
+        data, at = memoryview(value), start
         while at < end:
             first, size = starts[index], tree.chunks[index].size
             if start <= first and first + size <= end:
                 fill(index, data[first - start : first - start + size])
             else:
                 last = min(end, first + size)
-                data[at - start : last - start] = shared(index)[at - first : last - first]
+                data[at - start : last - start] = memoryview(shared(index))[at - first : last - first]
             at, index = first + size, index + 1
-        return value.view(np.dtype(leaf.dtype)).reshape(leaf.shape)
+        return value
+
+    def array(leaf: ManifestLeaf, start: int) -> np.ndarray:
+        end = start + leaf_bytes(leaf)
+        index = min(bisect_right(starts, start), len(tree.chunks)) - 1
+        first, is_within = starts[index], end <= starts[index + 1]
+        value = shared(index)[start - first : end - first] if is_within else joined(index, start, end)
+        return np.require(value.view(np.dtype(leaf.dtype)), requirements="A").reshape(leaf.shape)
 
     places = accumulate((leaf_bytes(leaf) for leaf in tree.leaves), initial=0)
     return {leaf.key: partial(array, leaf, at) for leaf, at in zip(tree.leaves, places, strict=False)}

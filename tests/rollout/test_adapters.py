@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.base import StagedWeights
+from services.rollout.engines.sglang_jax.weights.checksum import checksum
 from services.rollout.engines.sglang_jax.weights.layout import hugging_face, to_engine
 from services.rollout.engines.sglang_jax.weights.staging import BaseCache, load_leaves
 from services.rollout.weights.checkpoint import examine
@@ -58,7 +59,8 @@ def runner() -> SimpleNamespace:
 
 
 def load(weights: StagedWeights, bases: BaseCache) -> dict[str, np.ndarray]:
-    leaves, _ = load_leaves(runner(), weights, lambda: None, bases)
+    leaves, found, _ = load_leaves(runner(), weights, lambda: None, bases)
+    assert found == checksum(leaves)
     return {name: np.asarray(v) for name, v in zip(sorted(names_of(runner())), leaves, strict=True)}
 
 

@@ -43,9 +43,9 @@ class Engine:
         monkeypatch.setattr(staging, "load_leaves", self._load)
         monkeypatch.setattr(checksum, "checksum", lambda leaves: f"checksum of {leaves}")
 
-    def _load(self, *_) -> tuple[list, dict]:
+    def _load(self, *_) -> tuple[list, str, dict]:
         self.n_loaded += 1
-        return list(ARRAYS), {"read_s": 1.0}
+        return list(ARRAYS), checksum.checksum(list(ARRAYS)), {"read_s": 1.0}
 
     def stage(self, version: str, digest: str, kind: str = "chunks") -> dict:
         n = len(self.link.sent)

@@ -22,6 +22,7 @@ from shared.weights.manifest import Chunk, Delta, PublishedAdapter, PublishedMan
 def small_chunks(monkeypatch):
     for module in (chunks, manifest):
         monkeypatch.setattr(module, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(chunks, "SPARE_BYTES", 60)
 
 
 def tree_of(folder: ChunkFolder, arrays: dict[str, np.ndarray]) -> WeightTree:
@@ -54,6 +55,22 @@ def test_arrays_come_out_of_chunks_bit_by_bit(tmp_path, seed):
             arrays[name].shape,
             arrays[name].tobytes(),
         )
+
+
+def test_in_their_order_arrays_are_made_of_chunks_that_are_read_once(tmp_path):
+    arrays = {f"l{i:02}": np.full(9, i, np.float16) for i in range(11)} | {"m": np.arange(100, dtype=np.float32)}
+    folder, n_reads = ChunkFolder(tmp_path / "chunks"), 0
+    tree = tree_of(folder, arrays)
+
+    def count() -> None:
+        nonlocal n_reads
+        n_reads += 1
+
+    for name, read in chunks.reads(folder.folder, tree, "v", count).items():
+        value = read()
+        assert np.array_equal(value, arrays[name])
+        assert value.ctypes.data % value.itemsize == 0
+    assert n_reads == len(tree.chunks) > 2
 
 
 def test_an_array_of_many_chunks_shares_none(tmp_path):
@@ -98,11 +115,12 @@ def test_only_data_with_its_digest_become_a_chunk(tmp_path):
 
 def test_the_next_chunks_are_written_over_those_that_nobody_needs(tmp_path):
     folder = ChunkFolder(tmp_path / "chunks")
-    first, second, short = folder.put(b"a" * 64), folder.put(b"b" * 64), folder.put(b"c" * 63)
+    first, second, short = folder.put(b"a" * 64), folder.put(b"b" * 64), folder.put(b"c" * 59)
     file = folder.path(first).stat().st_ino
     folder.retain([second])
     assert first not in folder
     assert short not in folder
+    assert len(list(folder.folder.iterdir())) == 2
     third, fourth = folder.put(b"d" * 64), folder.put(b"e" * 64)
     assert folder.path(third).stat().st_ino == file
     assert [folder.read(digest) for digest in (second, third, fourth)] == [b"b" * 64, b"d" * 64, b"e" * 64]
@@ -111,6 +129,25 @@ def test_the_next_chunks_are_written_over_those_that_nobody_needs(tmp_path):
     assert len(list(folder.folder.iterdir())) == 2  # no more room is kept than is used
     folder.clear()
     assert list(folder.folder.iterdir()) == []
+
+
+def test_a_chunk_is_written_over_one_of_its_size(tmp_path):
+    folder = ChunkFolder(tmp_path / "chunks")
+    old = {size: folder.put(bytes(size)) for size in (64, 61, 62)}
+    files = {size: folder.path(digest).stat().st_ino for size, digest in old.items()}
+    folder.retain(["new"] * 3)
+    new = {size: folder.put(b"n" * size) for size in (60, 61, 62, 64)}
+    assert {size: folder.path(new[size]).stat().st_ino for size in files} == files
+    assert [folder.read(digest) for digest in new.values()] == [b"n" * size for size in new]
+
+
+def test_files_of_sizes_that_nobody_wants_make_room(tmp_path):
+    folder = ChunkFolder(tmp_path / "chunks")
+    folder.put(bytes(61))
+    folder.retain(["new"])
+    wanted = folder.path(folder.put(bytes(64))).stat().st_ino
+    folder.retain(["new"])
+    assert [path.stat().st_ino for path in folder.folder.iterdir()] == [wanted]
 
 
 def test_a_file_that_is_being_written_is_taken_by_nobody(tmp_path, monkeypatch):

@@ -104,13 +104,10 @@ class EngineWorker:
             live, (known, expected) = self._scheduler.runner.model_state_leaves, self._known
             start, serves = time.perf_counter(), weights.kind == "chunks" and weights.digest == self._digest
             if serves and _are(live, known) and (found := checksum(live)) == expected:
-                leaves, timings = known, dict[str, float]()
+                leaves, timings = known, {"checksum_s": time.perf_counter() - start}
             else:
                 still = partial(self._still, call, weights)
-                leaves, timings = load_leaves(self._scheduler.runner, weights, still, self._bases)
-                start = time.perf_counter()
-                found = checksum(leaves)
-            timings["checksum_s"] = time.perf_counter() - start
+                leaves, found, timings = load_leaves(self._scheduler.runner, weights, still, self._bases)
         except Exception as error:  # noqa: BLE001 - whatever fails here concerns these weights, not the engine
             # Without its traceback, whose frames hold the arrays that were loaded until the next garbage collection.
             failure = _as_weights_error(error, weights.version).with_traceback(None)

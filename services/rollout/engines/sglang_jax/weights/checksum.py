@@ -26,9 +26,21 @@ def checksum(leaves: Sequence[jax.Array]) -> str:
     Every device sums what it holds by itself, so it may run beside the engine's steps: programs that wait for each
     other's devices, started by two threads, might wait for ever.
     """
-    parts = jax.device_get([[_sum_of(leaf, shard) for shard in leaf.addressable_shards] for leaf in leaves])
-    sums = [sum(int(part) for part in found if part is not None) % 2**32 for found in parts]
-    return hashlib.sha256(np.array(sums, np.uint32).tobytes()).hexdigest()[:32]
+    return combined([sums(leaf) for leaf in leaves])
+
+
+type Sums = list[jax.Array | None]
+"""Of the parts of one array; on their way."""
+
+
+def sums(leaf: jax.Array) -> Sums:
+    return [_sum_of(leaf, shard) for shard in leaf.addressable_shards]
+
+
+def combined(found: Sequence[Sums]) -> str:
+    """The `checksum` of arrays with these sums, in their order."""
+    totals = [sum(int(part) for part in parts if part is not None) % 2**32 for parts in jax.device_get(found)]
+    return hashlib.sha256(np.array(totals, np.uint32).tobytes()).hexdigest()[:32]
 
 
 def _sum_of(leaf: jax.Array, shard: Any) -> jax.Array | None:

@@ -90,7 +90,8 @@ def _as_hugging_face(name: str, read: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def to_engine(weights: Reads, shapes: Shapes, head_dim: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Weights under the engine's names and in its shapes, one at a time in the order of `shapes`.
+    """Weights under the engine's names and in its shapes, one at a time in the order of `weights`: files are read from
+    their beginning to their end.
 
     Args:
         weights: makes each of the checkpoint's arrays, by its flat name: Hugging Face's or Tunix's.
@@ -112,9 +113,8 @@ def to_engine(weights: Reads, shapes: Shapes, head_dim: int) -> Iterator[tuple[s
         raise WeightsError(
             f"the checkpoint's tree differs from the model's: missing {missing[:3]}, not in the model {extra[:3]}"
         )
-    for target, shape in shapes.items():
-        name, change = found[target]
-        yield target, _fit(target, change(renamed[name]()), tuple(shape), head_dim)
+    for target, (name, change) in found.items():
+        yield target, _fit(target, change(renamed[name]()), tuple(shapes[target]), head_dim)
 
 
 def _rule(name: str, shapes: Shapes) -> tuple[str, _Op]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 
 from services.rollout.engines.base import StagedBase, StagedWeights
+from services.rollout.engines.sglang_jax.weights.checksum import Sums, combined, sums
 from services.rollout.engines.sglang_jax.weights.layout import to_engine
 from services.rollout.engines.sglang_jax.weights.restore import CheckpointLeaf, open_checkpoint, open_hugging_face
 from shared.errors import WeightsError
@@ -29,10 +31,11 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 def load_leaves(
     runner: Any, weights: StagedWeights, check: Callable[[], None], bases: BaseCache
-) -> tuple[list[jax.Array], dict[str, float]]:
-    """The leaves in the runner's order, on its devices, and durations in seconds: `read_s` for reading files and taking
-    their digests, `place_s` for making arrays of them on the devices. `check` is called again and again meanwhile, and
-    raises what is to end it. Adapters are merged into the base that `bases` keeps.
+) -> tuple[list[jax.Array], str, dict[str, float]]:
+    """The leaves in the runner's order, on its devices, their checksum, and durations in seconds: `read_s` for opening
+    files, `place_s` for making arrays of them on the devices, `checksum_s`. While one array is placed and its checksum
+    taken, the next is read. `check` is called again and again meanwhile, and raises what is to end it. Adapters are
+    merged into the base that `bases` keeps.
 
     Equal shapes and committed equal shardings are what lets a commit be a swap of pointers that never recompiles.
 
@@ -47,17 +50,34 @@ def load_leaves(
     _bound_files(weights.files, weights.version, n_elements)
     if weights.base is not None:
         _bound_files(weights.base.files, weights.base.digest, n_elements)
+    placed, found_sums, checksum_s = dict[str, jax.Array](), dict[str, Sums](), 0.0
     with _open(weights, check, bases) as found:
         read = time.perf_counter()
         _bound_leaves(found, max(leaf.size for leaf in current.values()))
         shapes = {name: leaf.shape for name, leaf in current.items()}
         arrays = to_engine({k: v.read for k, v in found.items()}, shapes, runner.model_config.head_dim)
-        exact = weights.kind != "hf"
-        leaves: list[jax.Array] = []
-        for name, value in arrays:
-            check()
-            leaves.append(_place(name, value, current[name], exact=exact))
-    return leaves, {"read_s": read - start, "place_s": time.perf_counter() - read}
+        with closing(_ahead(arrays)) as ready:
+            for name, value in ready:
+                check()
+                placed[name] = _place(name, value, current[name], exact=weights.kind != "hf")
+                begun = time.perf_counter()
+                found_sums[name] = sums(placed[name])
+                checksum_s += time.perf_counter() - begun
+    begun = time.perf_counter()
+    checksum = combined([found_sums[name] for name in current])
+    end = time.perf_counter()
+    checksum_s += end - begun
+    timings = {"read_s": read - start, "place_s": end - read - checksum_s, "checksum_s": checksum_s}
+    return [placed[name] for name in current], checksum, timings
+
+
+def _ahead[T](given: Iterator[T]) -> Iterator[T]:
+    """The same, the next one made in a thread while one is used. Closing it waits for the one that is being made."""
+    with ThreadPoolExecutor(1, "read") as reader:
+        following = reader.submit(next, given, None)
+        while (one := following.result()) is not None:
+            following = reader.submit(next, given, None)
+            yield one
 
 
 class BaseCache:
