@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import numpy as np
 import orjson
+import uvloop
 import yaml
 
 from services.cli.layout import PROJECT, python_of, variables_of
@@ -261,7 +262,10 @@ def main() -> None:
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
     given = parser.parse_args(sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
-        emit(asyncio.run(measured(Path(folder), config_of(given.layers, given.hidden), given.servers)))
+        work = measured(Path(folder), config_of(given.layers, given.hidden), given.servers)
+        emit(
+            asyncio.run(work, loop_factory=uvloop.new_event_loop)
+        )  # as every service: asyncio's waits for small answers
 
 
 if __name__ == "__main__":
