@@ -2,7 +2,7 @@
 
 A checkpoint's files are copied into memory while their digests are taken, and its arrays are decoded from these copies:
 between what was verified and what is loaded there is no second look at the disk. Host memory then holds the checkpoint
-once, and one array of it again.
+once, and two arrays of it again at most.
 """
 
 from __future__ import annotations
