@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,3 +148,19 @@ def test_a_base_elsewhere_is_not_read(tmp_path: Path) -> None:
     os.symlink(tmp_path / "outside", where)
     with pytest.raises(Forbidden):
         examine(folder, MODEL, "test")
+
+
+def test_a_load_that_fails_leaves_no_arrays_to_the_garbage_collection(tmp_path: Path) -> None:
+    folder, _ = first(tmp_path)
+    weights, engine = examine(folder, MODEL, "test"), runner()
+    engine.model_state_leaves[sorted(names_of(engine)).index("lm_head.embedding")] = jnp.zeros((8, 4))
+    before = len(jax.live_arrays())
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(WeightsError):
+            load_leaves(engine, weights, lambda: None, BaseCache())
+            pytest.fail("it was loaded")
+        assert len(jax.live_arrays()) <= before
+    finally:
+        gc.enable()

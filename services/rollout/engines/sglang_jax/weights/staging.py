@@ -75,9 +75,12 @@ def _ahead[T](given: Iterator[T]) -> Iterator[T]:
     """The same, the next one made in a thread while one is used. Closing it waits for the one that is being made."""
     with ThreadPoolExecutor(1, "read") as reader:
         following = reader.submit(next, given, None)
-        while (one := following.result()) is not None:
-            following = reader.submit(next, given, None)
-            yield one
+        try:
+            while (one := following.result()) is not None:
+                following = reader.submit(next, given, None)
+                yield one
+        finally:
+            del following  # it holds a failure, whose frames hold it and all arrays
 
 
 class BaseCache:
