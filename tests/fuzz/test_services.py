@@ -106,7 +106,7 @@ KNOWN: dict[str, dict[str, list[Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("fuzz")
     with (
