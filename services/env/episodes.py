@@ -22,11 +22,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.env.backends.base import Busy, LiveEpisode
+from services.env.backends.base import Busy, LiveEpisode, finished
 from services.env.catalogue import CatalogueEntry
-from services.env.environments.base import Info, Message, StepResult, fingerprint
+from services.env.environments.base import Message, StepResult, fingerprint
 from services.env.rewards.failures import RewardFailed
-from services.env.rewards.rewards import RewardedEpisode, Rewards
+from services.env.rewards.rewards import Rewards
 from shared.errors import (
     Conflict,
     InputError,
@@ -153,7 +153,7 @@ class Episodes:
 
     async def finish(self, episode_id: str, request_id: str) -> StepResult:
         """Ends an episode that its client takes no further: what it is worth as it stands. Raises what `step` does."""
-        return await self._answered(episode_id, request_id, _FINISHED, _finished)
+        return await self._answered(episode_id, request_id, _FINISHED, finished)
 
     async def _answered(
         self, episode_id: str, request_id: str, digest: str, call: Callable[[LiveEpisode], Awaitable[StepResult]]
@@ -326,13 +326,6 @@ class Episodes:
         if self._by_request.get(slot.request_id) is slot:
             del self._by_request[slot.request_id]
         _OPEN.set(len(self._slots))
-
-
-async def _finished(episode: LiveEpisode) -> StepResult:
-    """Truncated; without a reward where nothing but its environment gives any."""
-    if isinstance(episode, RewardedEpisode):
-        return await episode.finish()
-    return StepResult((), 0.0, False, True, Info({}, False))
 
 
 def _seed_from(request_id: str) -> int:

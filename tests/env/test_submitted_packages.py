@@ -70,15 +70,6 @@ async def test_an_archive_is_unpacked_and_played(open_client: OpenClient) -> Non
         assert (await play(client, "adder", "1", "no")).status_code == 200
 
 
-@pytest.mark.parametrize("folder", ["", "hello-world/"])
-async def test_a_task_folder_of_harbor_is_refused_with_the_reason(open_client: OpenClient, folder: str) -> None:
-    names = ("task.toml", "instruction.md", "environment/Dockerfile", "tests/test.sh", "solution/solve.sh")
-    data = zipped({f"{folder}{name}": "# what `harbor init` writes" for name in names})
-    async with open_client(limits=Limits()) as client:
-        answer = await client.post("/environments?name=a", content=data, headers=ZIP)
-        assert (answer.status_code, "a task folder of Harbor" in answer.json()["detail"]) == (422, True), answer.text
-
-
 async def test_archives_that_are_none_or_reach_outside_are_refused(open_client: OpenClient) -> None:
     async with open_client(limits=Limits()) as client:
         for content in (b"no zip", zipped({"../outside.py": "x = 1"}), b""):

@@ -136,6 +136,15 @@ def test_an_episode_that_a_bound_of_ours_ends_is_scored_where_its_end_is():
         assert [turn.reward for turn in trajectory.turns if turn.role == "assistant"][-1] == 1.0 + given
 
 
+@pytest.mark.parametrize("solved", [True, False])
+def test_an_episode_that_a_bound_of_ours_ends_may_have_solved_its_task(solved: bool):
+    """Where its end is judged: the tests of a task folder look at what is there."""
+    judged = StepReply([], float(solved), False, True, solved, {"reward": float(solved)})
+    for reply in ("next", "long " * 60):
+        trajectory = play(ScriptedEnv(n_turns=9, reply=reply, end=judged), ScriptedEngine())
+        assert (trajectory.success, trajectory.status) == (solved, "truncated")
+
+
 def test_a_turn_cut_by_length_is_closed_by_the_environment():
     engine = ScriptedEngine([Say([50] * 99), Say([51, EOS])])
     trajectory = play(ScriptedEnv(n_turns=2), engine)

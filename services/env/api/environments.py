@@ -73,10 +73,10 @@ async def list_environments(request: Request) -> Response:
 )
 async def submit_environment(request: Request) -> Response:
     """Submits an environment: a Python file (its text as the body with Content-Type text/x-python and `?name=`, or
-    `{name, source}`), a zip file or wheel (application/zip), a remote one (`{name, url, protocol, config}`), one of an
-    installed package (`{name, import_path, config}`) or of an adapter (`{name, adapter, config}`): 202, and it is
-    validated next. With `{name, base, config}` adds a configured variant of a built-in one: 201, or 200 when it exists
-    already with these settings.
+    `{name, source}`), a zip file or wheel (application/zip), also of Harbor's task folders, a remote one
+    (`{name, url, protocol, config}`), one of an installed package (`{name, import_path, config}`) or of an adapter
+    (`{name, adapter, config}`): 202, and it is validated next. With `{name, base, config}` adds a configured variant of
+    a built-in one: 201, or 200 when it exists already with these settings.
     """
     state = state_of(request)
     if _is_file(request):

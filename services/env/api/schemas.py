@@ -9,10 +9,10 @@ from fastapi import Request
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic.config import JsonDict
 
+from services.env.backends.base import FinishedEpisode
 from services.env.backends.remote.address import MAX_URL
 from services.env.environments.base import Fault, Message, StepResult
 from services.env.episodes import EpisodeSlot
-from services.env.rewards.rewards import RewardedEpisode
 from services.env.submissions.record import Report, SubmittedVersion
 from services.env.tools.calls import MAX_CALLS
 from shared.bounds import check_json
@@ -346,7 +346,7 @@ def created(slot: EpisodeSlot, ttl_s: float) -> dict[str, Any]:
             "split": request.split,
             "index": request.index,
             "seed": slot.seed,
-            **({"scored_at_end": True} if isinstance(slot.episode, RewardedEpisode) else {}),
+            **({"scored_at_end": True} if isinstance(slot.episode, FinishedEpisode) else {}),
         },
         "ttl_s": ttl_s,
     }

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from services.env.environments.base import Demonstration, Message, StepResult, check_task
+from services.env.environments.base import Demonstration, Info, Message, StepResult, check_task
 from shared.errors import RateLimited, Unavailable
 from shared.process import telemetry
 
@@ -66,6 +66,22 @@ class LiveEpisode(Protocol):
     async def close(self) -> None:
         """Frees what the episode holds; it is not stepped again. Repeating it changes nothing; never raises."""
         ...
+
+
+@runtime_checkable
+class FinishedEpisode(Protocol):
+    """An episode that is worth something also where its client takes it no further."""
+
+    async def finish(self) -> StepResult:
+        """Truncated, with what it is worth as it stands. Raises what `LiveEpisode.step` does."""
+        ...
+
+
+async def finished(episode: LiveEpisode) -> StepResult:
+    """What an episode is worth that its client takes no further: truncated, mostly without a reward."""
+    if isinstance(episode, FinishedEpisode):
+        return await episode.finish()
+    return StepResult((), 0.0, False, True, Info({}, False))
 
 
 class Backend(Protocol):

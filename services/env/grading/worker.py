@@ -148,7 +148,7 @@ def _confine(filter_: bytes) -> None:
         resource.setrlimit(limit, (value, value))
     linux.forbid_new_privileges()
     if version := linux.landlock_abi():
-        linux.restrict_files(version, ["/"], [], [])
+        linux.restrict_files(version, ["/"], [], [], [])
     if filter_:
         linux.install_filter(filter_)
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from services.env.backends.base import LiveEpisode
-from services.env.environments.base import Info, Message, StepResult, fingerprint
+from services.env.backends.base import LiveEpisode, finished
+from services.env.environments.base import Message, StepResult, fingerprint
 from services.env.rewards import judge, service
 from services.env.rewards.failures import JudgementUnusable, RewardFailed
 from services.env.rewards.servers import AskedServer
@@ -118,9 +118,13 @@ class RewardedEpisode:
         return await self._end(by)
 
     async def finish(self) -> StepResult:
-        """Scores an episode that its client ends here: truncated, with no reward of the environment."""
+        """Scores an episode that its client ends here: truncated, with what the environment gives for that, if it
+        gives anything.
+        """
         if self._ended is None:
-            self._ended = _Ended("", StepResult((), 0.0, False, True, Info({}, False)))
+            result = await finished(self._inner)
+            self._reward += result.reward
+            self._ended = _Ended("", result)
         return await self._end("")
 
     async def close(self) -> None:

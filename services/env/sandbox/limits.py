@@ -75,5 +75,16 @@ class ScriptProgram:
     folders: tuple[Path, ...] = ()
 
 
-type Program = EnvironmentProgram | ScriptProgram
+@dataclass(frozen=True, slots=True)
+class ShellProgram:
+    """A sandbox that starts programs: those of the machine's /usr, in a root of its own, where all but the system's
+    folders is empty and may be written. It needs a service that is root's, and namespaces. What it is asked:
+    inside/shell.py.
+    """
+
+    python: Path | None = None
+    folders: tuple[Path, ...] = ()
+
+
+type Program = EnvironmentProgram | ScriptProgram | ShellProgram
 type Why = Literal["exception", "crash", "memory", "cpu", "time", "output", "protocol", "refused"]

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from services.env.sandbox.failure import SandboxFailed
-from services.env.sandbox.limits import MAX_SOURCE, EnvironmentProgram, Program, SandboxLimits
+from services.env.sandbox.limits import MAX_SOURCE, EnvironmentProgram, Program, SandboxLimits, ShellProgram
 from services.env.sandbox.process import workspace
 from services.env.sandbox.process.zygote import MAX_LANDLOCK, ZygoteProcess, open_zygote
 from services.env.sandbox.sandbox import Sandbox
@@ -52,7 +52,8 @@ _START_SECONDS = telemetry.Histogram(
 )
 _log = telemetry.Log("sandbox")
 
-type _Key = tuple[Path, tuple[Path, ...]]
+type _Key = tuple[Path, tuple[Path, ...], bool]
+"""Interpreter, folders, and whether programs are started."""
 
 
 class Sandboxes:
@@ -103,7 +104,11 @@ class Sandboxes:
 
     async def probe(self) -> Tier:
         """What this machine can do, found out by doing it once. Raises Unavailable."""
-        return (await self._zygote_of((_service_python(), ()))).tier
+        return (await self._zygote_of(_plain_key())).tier
+
+    async def probe_shell(self) -> None:
+        """Raises Forbidden where sandboxes cannot start programs; Unavailable."""
+        await self._zygote_of((_service_python(), (), True))
 
     async def start(
         self, program: Program, limits: SandboxLimits | None = None, deadline_s: float = 15.0, owner: str = ""
@@ -111,12 +116,16 @@ class Sandboxes:
         """A confined process that has loaded `program`. Its long calls share the turns of `owner`; without one they
         take none: for programs whose limit on CPU is seconds, and whose time decides on a reward.
 
-        Raises SandboxFailed, RateLimited, Unavailable, InputError (a source that is too long).
+        Raises SandboxFailed, RateLimited, Unavailable, InputError (a source that is too long, an owner of programs),
+        Forbidden (programs cannot be started here).
         """
         if isinstance(program, EnvironmentProgram) and len(program.source or "") > MAX_SOURCE:
             raise InputError(f"a source of {len(program.source or '')} characters", f"send at most {MAX_SOURCE}")
         program = _absolute(program)
-        zygote = await self._zygote_of((program.python or _service_python(), program.folders))
+        shell = isinstance(program, ShellProgram)
+        if shell and owner:  # who would be paused is not its programs, but who waits for them
+            raise InputError("a sandbox that starts programs takes no turns", "leave out its owner")
+        zygote = await self._zygote_of((program.python or _service_python(), program.folders, shell))
         sandbox = self._enroll(limits or SandboxLimits(), zygote, owner)
         began = time.perf_counter()
         try:
@@ -165,11 +174,14 @@ class Sandboxes:
             try:
                 await self._make_room()
                 root = self.folder / f"root-{next(self._names)}"
-                zygote = await open_zygote(*key, root, namespaces=self._namespaces, landlock=self._landlock)
+                python, folders, shell = key
+                zygote = await open_zygote(
+                    python, folders, root, namespaces=self._namespaces, landlock=self._landlock, shell=shell
+                )
             finally:
                 self._n_opening -= 1
             self._zygotes[key] = zygote
-            if self.tier is None or key == (_service_python(), ()):
+            if self.tier is None or key == _plain_key():
                 self.tier = zygote.tier
                 _log.info("sandboxes can be started", **zygote.tier.describe())
             return zygote
@@ -245,6 +257,10 @@ def _opening(program: Program) -> tuple[str, dict[str, Any]]:
         "paths": [str(folder) for folder in program.folders],
         "module": program.module,
     }
+
+
+def _plain_key() -> _Key:
+    return _service_python(), (), False
 
 
 def _service_python() -> Path:

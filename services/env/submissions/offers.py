@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from services.env.backends.base import SubmittedBackend
+from services.env.backends.harbor import HARBOR, HarborBackend, read_config
 from services.env.backends.remote.protocols import RemoteEnvironment, open_remote
 from services.env.backends.remote.site import RemoteAccess
 from services.env.backends.sandboxed import LOG_LINES, SandboxedBackend
@@ -59,6 +60,16 @@ class Offers:
             remote = RemoteEnvironment(version.protocol, version.url, version.config)
             known = (version.splits, version.has_demonstration, self._store.source(version) / TASKS)
             return open_remote(version.full_name, remote, self._remotes, log, *known)
+        if version.protocol == HARBOR:
+            return HarborBackend(
+                version.full_name,
+                lambda: self._programs.tasks_of(version),
+                version.splits,
+                read_config(version.config),
+                self._sandboxes,
+                self._limits,
+                log,
+            )
         return SandboxedBackend(
             version.full_name,
             lambda: self._programs.of(version),

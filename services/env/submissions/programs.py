@@ -7,10 +7,13 @@ before. No code of a submission runs here (see sandbox.packages).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.env.backends.harbor import HARBOR, read_config
+from services.env.harbor.tasks import HarborTask, is_task_archive, read_tasks
 from services.env.sandbox.limits import EnvironmentProgram
 from services.env.sandbox.packages.archives import UnpackedArchive, unpack
 from services.env.sandbox.packages.dependencies import (
@@ -22,9 +25,17 @@ from services.env.sandbox.packages.dependencies import (
 from services.env.submissions.record import SubmittedVersion
 from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submission import Submission, check_size
-from shared.errors import InputError, StorageDenied
+from shared.errors import StorageDenied
 
 MAIN, ARCHIVE = "environment.py", "environment.zip"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSource:
+    """The files to keep by their names, and the protocol of what needs no look inside to tell."""
+
+    files: Mapping[str, bytes]
+    protocol: str = ""
 
 
 class Programs:
@@ -34,16 +45,25 @@ class Programs:
         self._store, self._unpacked = store, folder / "unpacked"
         self._dependencies = DependencyStore(folder / "packages", index)
         self._made: dict[str, EnvironmentProgram] = {}
+        self._tasks: dict[str, Mapping[str, Sequence[HarborTask]]] = {}
 
-    async def check(self, wanted: Submission) -> Mapping[str, bytes]:
-        """The files to keep of what was sent. Raises InputError, DecodeError, TooLarge naming what is wrong with it."""
+    async def check(self, wanted: Submission, probe_shell: Callable[[], Awaitable[None]]) -> CheckedSource:
+        """What was sent, as it is kept. Raises InputError, DecodeError, TooLarge naming what is wrong with it, and what
+        `probe_shell` raises where sandboxes cannot start the programs that it needs.
+        """
         content = wanted.content
         check_size(content, archive=wanted.archive)
-        if wanted.archive:
-            _check_archive(await asyncio.to_thread(unpack, content, self._unpacked), wanted.entry)
-            return {ARCHIVE: content}
-        _check_declared(content.decode("utf-8-sig"))
-        return {MAIN: content}
+        if not wanted.archive:
+            _check_declared(content.decode("utf-8-sig"))
+            return CheckedSource({MAIN: content})
+        unpacked = await asyncio.to_thread(unpack, content, self._unpacked)
+        if await asyncio.to_thread(is_task_archive, unpacked.top):
+            read_config(wanted.config or {})
+            await asyncio.to_thread(read_tasks, unpacked.top)
+            await probe_shell()
+            return CheckedSource({ARCHIVE: content}, HARBOR)
+        _check_archive(unpacked, wanted.entry)
+        return CheckedSource({ARCHIVE: content})
 
     async def of(self, version: SubmittedVersion) -> EnvironmentProgram:
         """Raises InputError (what cannot be installed), Unavailable (no index), StorageDenied (its files are gone)."""
@@ -52,17 +72,29 @@ class Programs:
             made = self._made[version.full_name] = await self._make(version)
         return made
 
+    async def tasks_of(self, version: SubmittedVersion) -> Mapping[str, Sequence[HarborTask]]:
+        """The tasks of a version that is an archive of task folders, by split. Raises InputError, StorageDenied."""
+        tasks = self._tasks.get(version.full_name)
+        if tasks is None:
+            unpacked = await asyncio.to_thread(unpack, await self._content(version), self._unpacked)
+            tasks = self._tasks[version.full_name] = await asyncio.to_thread(read_tasks, unpacked.top)
+        return tasks
+
     async def _make(self, version: SubmittedVersion) -> EnvironmentProgram:
-        path = self._store.source(version) / (ARCHIVE if version.archive else MAIN)
-        try:
-            content = await asyncio.to_thread(path.read_bytes)
-        except OSError as error:
-            raise StorageDenied(f"the source of {version.full_name} cannot be read: {error}") from error
+        content = await self._content(version)
         if version.archive:
             return await self._of_archive(content, version)
         return await of_source(
             content.decode("utf-8-sig"), f"{version.name}.py", version.entry, version.config, self._dependencies
         )
+
+    async def _content(self, version: SubmittedVersion) -> bytes:
+        """Raises StorageDenied."""
+        path = self._store.source(version) / (ARCHIVE if version.archive else MAIN)
+        try:
+            return await asyncio.to_thread(path.read_bytes)
+        except OSError as error:
+            raise StorageDenied(f"the source of {version.full_name} cannot be read: {error}") from error
 
     async def _of_archive(self, content: bytes, version: SubmittedVersion) -> EnvironmentProgram:
         unpacked = await asyncio.to_thread(unpack, content, self._unpacked)
@@ -89,13 +121,6 @@ def _check_declared(source: str) -> tuple[str, ...]:
 
 def _check_archive(unpacked: UnpackedArchive, entry: str | None) -> None:
     """Raises InputError."""
-    for top in (unpacked.folder, *(path for path in unpacked.folder.iterdir() if path.is_dir())):
-        if (top / "task.toml").is_file() and (top / "instruction.md").is_file():
-            raise InputError(
-                "this is a task folder of Harbor, which is played in a container image of its own and judged by a"
-                " program in it; a sandbox has no image and starts no programs",
-                "run it where containers are, behind a server that speaks a protocol of POST /environments {url}",
-            )
     check_python(unpacked.requires_python)
     for text in unpacked.requirements:
         check_requirement(text)

@@ -72,8 +72,8 @@ def kept_of(remote: RemoteEnvironment) -> Mapping[str, bytes]:
     return {f"{TASKS}/{split}.jsonl": text for split, text in remote.tasks.items()}
 
 
-def numbered(wanted: Submission, number: int) -> SubmittedVersion:
-    """The version that a submission becomes."""
+def numbered(wanted: Submission, number: int, protocol: str) -> SubmittedVersion:
+    """The version that a submission becomes. Args: protocol: empty where only the validation finds it out."""
     return SubmittedVersion(
         name=wanted.name,
         version=number,
@@ -82,7 +82,7 @@ def numbered(wanted: Submission, number: int) -> SubmittedVersion:
         weight=wanted.weight,
         url=wanted.remote.url if wanted.remote else None,
         archive=wanted.archive,
-        protocol=wanted.remote.protocol if wanted.remote else "",
+        protocol=protocol,
         digest=wanted.digest,
         size=len(wanted.content),
         history=(Transition(state="submitted", at=time.time()),),

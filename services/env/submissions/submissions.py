@@ -23,7 +23,7 @@ from services.env.backends.remote.protocols import RemoteEnvironment, checked
 from services.env.catalogue import Catalogue, check_name
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.offers import Offers
-from services.env.submissions.programs import Programs
+from services.env.submissions.programs import CheckedSource, Programs
 from services.env.submissions.record import (
     LIVING,
     ON_ITS_WAY,
@@ -286,13 +286,16 @@ class Submissions:
         return wanted
 
     async def _add(self, wanted: Submission) -> SubmittedVersion:
-        files = kept_of(wanted.remote) if wanted.remote else await self._programs.check(wanted)
+        if (far := wanted.remote) is not None:
+            source = CheckedSource(kept_of(far), far.protocol)
+        else:
+            source = await self._programs.check(wanted, self._sandboxes.probe_shell)
         known = self._versions.get(wanted.name, {})
         number = 1 + max(max(known, default=0), await asyncio.to_thread(self._store.newest, wanted.name))
         if len(known) >= MAX_VERSIONS:
             raise Conflict(f"{wanted.name} has {len(known)} versions, and more are not kept", "choose another name")
-        version = numbered(wanted, number)
-        await asyncio.to_thread(self._store.add, version, files)
+        version = numbered(wanted, number, source.protocol)
+        await asyncio.to_thread(self._store.add, version, source.files)
         self._versions.setdefault(wanted.name, {})[number] = version
         self._waiting.put_nowait(version)
         self._count()

@@ -11,12 +11,14 @@ is told as a warning.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.env.backends.base import EnvironmentDescription, LiveEpisode, SubmittedBackend
+from services.env.backends.harbor import COMMAND_S, GRADE_S, SOLVE_S, HarborBackend
 from services.env.environments.base import EVAL, TRAIN, Message, StepResult, assistant, fingerprint
 from services.env.submissions.record import Check, Report
 from shared.errors import Unavailable, VolleyError
@@ -24,6 +26,9 @@ from shared.errors import Unavailable, VolleyError
 MAX_CALL_S = 5.0
 """Seconds that a reset or a step may take while it is validated."""
 DEADLINE_S = 180.0
+"""For all of it."""
+PROVE_S = 180.0
+"""Beyond that for the solutions of task folders: none is begun later."""
 _PLAYED = {TRAIN: 6, EVAL: 3}
 _OPENED, _MAX_STEPS, _AT_ONCE, _MAX_LOG = 32, 20, 2, 4000
 _REPLIES: Sequence[Callable[[int], str]] = (
@@ -85,15 +90,19 @@ type Open = Callable[[Mapping[str, int], bool], SubmittedBackend]
 async def validate(open_backend: Open) -> Validated:
     """Never raises for what the code does. Raises Unavailable when no sandbox can be started."""
     findings, description = _Findings(), None
-    backend = open_backend({}, False)
+    backend, deadline_s = open_backend({}, False), DEADLINE_S
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(deadline_s) as deadline:
             description = await _described(backend, findings)
             if description is not None:
                 backend = open_backend(description.splits, description.has_demonstration)
+                if isinstance(backend, HarborBackend):
+                    deadline_s += proofs_s()
+                    deadline.reschedule(asyncio.get_running_loop().time() + deadline_s)
+                    await _solved(backend, findings)
                 await _played(backend, findings)
     except TimeoutError:
-        findings.failed("time", f"the validation was given up after {DEADLINE_S:g} s", "make reset and step quicker")
+        findings.failed("time", f"the validation was given up after {deadline_s:g} s", "make reset and step quicker")
     return Validated(findings.report(backend.log), description)
 
 
@@ -117,6 +126,54 @@ async def _described(backend: SubmittedBackend, findings: _Findings) -> Environm
 _SPLITS_HINT = 'give the class splits = {"train": 1000, "eval": 100}: the number of tasks of each'
 
 
+def proofs_s() -> float:
+    """The most seconds that programs of task folders can take: solutions are tried, and some tasks played twice."""
+    return PROVE_S + SOLVE_S + 2 * GRADE_S + 2 * sum(_PLAYED.values()) * GRADE_S / _AT_ONCE
+
+
+async def _solved(backend: HarborBackend, findings: _Findings) -> None:
+    """Whether each task's solution gives 1, and nothing less. Of more than there is time for some, drawn at random."""
+    tasks = [(split, index) for split, n in sorted(backend.splits_of.items()) for index in range(n)]
+    random.Random(0).shuffle(tasks)
+    until = time.monotonic() + PROVE_S
+
+    async def tried(number: int) -> bool:
+        if number and time.monotonic() > until:
+            return False
+        await _prove(backend, *tasks[number])
+        return True
+
+    try:
+        n = sum(await _gathered([lambda number=number: tried(number) for number in range(len(tasks))]))
+    except _Failed as failed:
+        findings.checks.append(failed.check)
+        return
+    if n < len(tasks):
+        findings.warnings.append(f"the solutions of {n} of {len(tasks)} tasks were tried: there was no time for more")
+    findings.passed("solutions", f"{n} solutions give 1, and nothing done gives less")
+
+
+async def _prove(backend: HarborBackend, split: str, index: int) -> None:
+    """Raises _Failed."""
+    name = await backend.task(split, index)
+    try:
+        idle, solved = await backend.prove(split, index)
+    except VolleyError as error:
+        _raise_if_ours(error, backend)
+        raise _Failed("solutions", f"{name}: {error.detail}", error.hint) from error
+    if idle.why or idle.reward >= 1.0:
+        told = idle.why or f"the tests give {idle.reward:g} where nothing was done"
+        raise _Failed("solutions", f"{name}: {told}", "tests/test.sh must give less than 1 before the task is solved")
+    if solved.why or solved.reward != 1.0:
+        told = solved.why or f"the tests give {solved.reward:g} after solution/solve.sh"
+        raise _Failed("solutions", f"{name}: {told}", _SOLUTION_HINT)
+
+
+_SOLUTION_HINT = (
+    "the log has what both scripts printed; a sandbox has bash, the programs of the machine's /usr, and no network"
+)
+
+
 async def _played(backend: SubmittedBackend, findings: _Findings) -> None:
     try:
         await _episodes(backend, findings)
@@ -128,8 +185,9 @@ async def _played(backend: SubmittedBackend, findings: _Findings) -> None:
         return
     slowest = max(findings.reset_s, findings.step_s)
     told = f"the slowest reset took {findings.reset_s:.3f} s, the slowest step {findings.step_s:.3f} s"
-    if slowest > MAX_CALL_S:
-        findings.failed("time", told, f"a call may take {MAX_CALL_S:g} s while it is validated")
+    most = COMMAND_S + GRADE_S if isinstance(backend, HarborBackend) else MAX_CALL_S
+    if slowest > most:
+        findings.failed("time", told, f"a call may take {most:g} s while it is validated")
     else:
         findings.passed("time", told)
     low, high = min(findings.rewards, default=0.0), max(findings.rewards, default=0.0)

@@ -152,12 +152,12 @@ class EpisodeRunner:
             if result.truncated:
                 return _Ended(result.success, "truncated", "turns"), env_s
             if n_turns >= self._bounds.max_turns:
-                env_s += await self._finish(episode, opening, request_id)
-                return _Ended(result.success, "truncated", "turns"), env_s
+                solved, finish_s = await self._finish(episode, opening, request_id)
+                return _Ended(result.success or solved, "truncated", "turns"), env_s + finish_s
             ids = await self._continuation(result.messages, ended=sampled[-1] == self._tokenizer.eos_id)
             if self._bounds.room(len(recorder) + len(ids)) <= 0:
-                env_s += await self._finish(episode, opening, request_id)
-                return _Ended(result.success, "truncated", "context"), env_s
+                solved, finish_s = await self._finish(episode, opening, request_id)
+                return _Ended(result.success or solved, "truncated", "context"), env_s + finish_s
             recorder.add_environment(ids, str(result.messages[0]["role"]) if result.messages else "user")
 
     def _cut(self, sampled: Sequence[int], n_tokens: int) -> Literal["length", "context"] | None:
@@ -184,17 +184,17 @@ class EpisodeRunner:
         """Raises EpisodeLost. Text beyond what the service takes was cut: it is the model's, so it is no failure."""
         return await self._known(episode, episode_id, lambda: self._environments.step(episode_id, request_id, text))
 
-    async def _finish(self, episode: EpisodeState, opening: Opening, request_id: str) -> float:
-        """Adds what the end of an episode that a bound of ours cuts short is worth, where that is scored; returns the
-        seconds it took. Raises EpisodeLost.
+    async def _finish(self, episode: EpisodeState, opening: Opening, request_id: str) -> tuple[bool, float]:
+        """Adds what the end of an episode that a bound of ours cuts short is worth, where that is scored; returns
+        whether its task is solved, and the seconds it took. Raises EpisodeLost.
         """
         if not opening.scored_at_end:
-            return 0.0
+            return False, 0.0
         began, episode_id = time.monotonic(), opening.episode_id
         finish_id = f"{request_id}-finish"
         found = await self._known(episode, episode_id, lambda: self._environments.finish(episode_id, finish_id))
         episode.recorder.add_reward(found.reward, found.reward_components)
-        return time.monotonic() - began
+        return found.success, time.monotonic() - began
 
     async def _known[T](self, episode: EpisodeState, episode_id: str, call: Callable[[], Awaitable[T]]) -> T:
         """A call that needs the service to know the episode. Raises EpisodeLost."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
 import signal
 import sys
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class Confinement:
         reads_all: root's Python lies where other users may not look, so sandboxes keep the right to read, of which
             Landlock leaves them `read`.
         privileged: whether the zygote is root's, and may give every sandbox a user of its own.
+        shell: whether its sandboxes start programs; each then has a root and a pid namespace of its own.
     """
 
     landlock: int
@@ -48,6 +50,7 @@ class Confinement:
     namespaces: bool
     reads_all: bool
     privileged: bool
+    shell: bool
 
 
 def python_folders() -> list[str]:
@@ -55,6 +58,12 @@ def python_folders() -> list[str]:
     own = [os.path.dirname(os.path.abspath(os.__file__)), os.path.join(sys.base_prefix, "lib"), *sys.path]
     own += [os.path.join(sys.base_exec_prefix, getattr(sys, "platlibdir", "lib"))]
     return [path for path in dict.fromkeys([*own, *_LIBRARIES, *_FILES]) if os.path.exists(path)]
+
+
+def system_folders() -> list[str]:
+    """What programs that are started need: the machine's own, without what it is told by its owner in /etc."""
+    in_etc = ("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "os-release")
+    return ["/usr", "/bin", "/sbin", *_LIBRARIES, *(f"/etc/{name}" for name in in_etc), sys.base_prefix]
 
 
 def site_packages() -> list[str]:
@@ -108,7 +117,9 @@ def user_of(number: int) -> int:
     return _FIRST_UID + number % _UIDS
 
 
-def enter(what: Confinement, number: int, limits: dict[str, Any], tmp: str, parent: int) -> None:
+def enter(
+    what: Confinement, number: int, limits: dict[str, Any], tmp: str, parent: int, alive: int | None = None
+) -> None:
     """Confines this process, a fresh child of the zygote.
 
     Args:
@@ -116,29 +127,35 @@ def enter(what: Confinement, number: int, limits: dict[str, Any], tmp: str, pare
         limits: the fields of SandboxLimits.
         tmp: the private folder; with namespaces it is mounted here.
         parent: the zygote's process id.
+        alive: where this is the first process of a pid namespace: ended when the process that waits for it is gone.
 
     Raises OSError or ValueError; the process must then end.
     """
     os.setsid()
     uid = user_of(number) if what.privileged else os.getuid()
-    if what.namespaces:
+    if what.shell:
+        namespaces.enter_private_root(uid, limits["disk_mb"], DEVICES)
+    elif what.namespaces:
         namespaces.enter_own(what.proc, uid, uid, limits["disk_mb"])
     elif what.privileged:
         os.chown(tmp, uid, uid)
-    os.chdir(tmp)
-    os.umask(0o077)
-    _set_limits(limits, bounds_threads=what.privileged or what.namespaces)
+    os.chdir("/" if what.shell else tmp)
+    os.umask(0o022 if what.shell else 0o077)
+    _set_limits(limits, bounds_threads=what.privileged or what.namespaces, shell=what.shell)
     if linux.IS_LINUX:
         _drop_rights(what, uid)
         linux.set_parent_death_signal(signal.SIGKILL)
-        if os.getppid() != parent:
+        if (os.getppid() != parent) if alive is None else bool(select.select([alive], [], [], 0)[0]):
             os._exit(1)
         linux.forbid_new_privileges()
         linux.forbid_inspection()
     _close_all_but(3)
     _clear_environment(tmp)
     if what.landlock:
-        linux.restrict_files(what.landlock, list(what.read), [tmp], DEVICES)
+        if what.shell:
+            linux.restrict_files(what.landlock, [], ["/"], DEVICES, ["/"])
+        else:
+            linux.restrict_files(what.landlock, list(what.read), [tmp], DEVICES, [])
     if what.program:
         linux.install_filter(what.program)
 
@@ -153,7 +170,8 @@ def _drop_rights(what: Confinement, uid: int) -> None:
     linux.set_capabilities(1 << linux.CAP_DAC_READ_SEARCH if what.reads_all else 0)
 
 
-def _set_limits(limits: dict[str, Any], bounds_threads: bool) -> None:
+def _set_limits(limits: dict[str, Any], bounds_threads: bool, shell: bool) -> None:
+    """What starts programs gives those their CPU time and address space; it has its own."""
     mega = 1 << 20
     wanted = {
         "CPU": (limits["cpu_s"], limits["cpu_s"] + 2),
@@ -169,6 +187,8 @@ def _set_limits(limits: dict[str, Any], bounds_threads: bool) -> None:
     }
     if bounds_threads:
         wanted["NPROC"] = limits["threads"]
+    if shell:
+        del wanted["CPU"], wanted["AS"]
     for name, value in wanted.items():
         kind = getattr(resource, f"RLIMIT_{name}", None)
         if kind is None or (name == "AS" and not linux.IS_LINUX):

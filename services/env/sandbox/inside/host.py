@@ -20,12 +20,15 @@ from typing import Any
 
 import adapters
 import interpreter
+import judging
+import shell
 from values import Refused
 
 MODULE = "submission"
 MAX_DETAIL = 2000
 MAX_FRAMES = 8
 _FRAME = struct.Struct(">I")
+_OF_SHELLS = {**shell.METHODS, **judging.METHODS}
 
 
 class Host:
@@ -51,6 +54,8 @@ class Host:
             return self._run(**params)
         if method == "cell":
             return self._cell(**params)
+        if method in _OF_SHELLS:
+            return _OF_SHELLS[method](**params)
         if self._adapter is None:
             raise Refused("no environment is loaded here")
         if method == "describe":
@@ -70,7 +75,7 @@ class Host:
     def failure(self, error: BaseException) -> dict[str, str]:
         """What to tell of an exception: its text and where in the submitted files it came from."""
         if isinstance(error, Refused):
-            return {"why": "refused", "detail": str(error)[:MAX_DETAIL]}
+            return {"why": "refused", "detail": _text_of(str(error)[:MAX_DETAIL])}
         why = "memory" if isinstance(error, MemoryError) else "exception"
         return {"why": why, "detail": f"{_described(error)}{self._where(error)}"}
 
@@ -255,7 +260,12 @@ def _described(error: BaseException) -> str:
         said = str(error)[:MAX_DETAIL]
     except BaseException as second:  # noqa: BLE001
         return f"{name}, whose text cannot be made: its __str__ raises {type(second).__name__[:100]}"
-    return f"{name}: {said.encode('utf-8', 'backslashreplace').decode()}" if said else name
+    return f"{name}: {_text_of(said)}" if said else name
+
+
+def _text_of(said: str) -> str:
+    """Names of files may hold what is no text."""
+    return said.encode("utf-8", "backslashreplace").decode()
 
 
 def _read(channel: int) -> bytes | None:

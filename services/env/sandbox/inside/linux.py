@@ -143,14 +143,15 @@ _TRUNCATE, _IOCTL = 1 << 14, 1 << 15
 _OF_FILES = _FILE_EXECUTE | _FILE_WRITE | _FILE_READ | _TRUNCATE | _IOCTL
 
 
-def restrict_files(abi: int, read: list[str], write: list[str], devices: list[str]) -> None:
-    """From now on this process and its threads see no files but these, run none, open no TCP and signal nobody else.
+def restrict_files(abi: int, read: list[str], write: list[str], devices: list[str], run: list[str]) -> None:
+    """From now on this process and its threads see no files but these, open no TCP and signal nobody else.
 
     Args:
         abi: the version of Landlock to use; what each adds is in the kernel's documentation of Landlock.
         read: folders and files that may be read; what is missing is left out.
         write: folders in which all may be done, except making devices and sockets and running programs.
         devices: files that may be read and written.
+        run: folders and files that may be read and run.
     """
     handled = (1 << 13) - 1
     handled |= ((1 << 13) if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0) | (_IOCTL if abi >= 5 else 0)
@@ -162,6 +163,7 @@ def restrict_files(abi: int, read: list[str], write: list[str], devices: list[st
         (read, _FILE_READ | _DIR_READ),
         (write, all_there),
         (devices, (_FILE_READ | _FILE_WRITE)),
+        (run, (_FILE_READ | _DIR_READ | _FILE_EXECUTE)),
     ):
         for path in paths:
             _allow(ruleset, path, access)

@@ -2,6 +2,7 @@
 
 The zygote enters them once; every sandbox then gets a folder /sandbox of its own (also called /tmp), a tmpfs of bounded
 size that goes when it ends.
+A sandbox that starts programs has more: a pid namespace, so that all of them end with it, and a root of its own.
 root makes namespaces directly and gives every sandbox a user of its own. An ordinary user makes a user namespace first,
 and every sandbox makes another one inside, so that the limit of threads counts each sandbox by itself.
 """
@@ -9,13 +10,21 @@ and every sandbox makes another one inside, so that the limit of threads counts 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 
 import linux
 
 NAMES = ("network", "ipc", "uts", "pid", "mount")
 TMP = "/sandbox"
 NOBODY = 65534
+HOME = "/root"
+"""The user's folder, in a root of its own."""
+ENTRY_HOME = "/verifier"
+"""The user's folder by its entry in /etc/passwd: for those who forget $HOME, the same as in judging."""
 
+_HARMLESS = {"/dev/zero": "/dev/full"}
+"""What is shown in a device's place: it reads alike, and cannot be mapped, which makes memory that no process shows."""
 _FLAGS = linux.CLONE_NEWNET | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWPID | linux.CLONE_NEWNS
 
 
@@ -67,6 +76,81 @@ def enter_own(proc: int | None, uid: int, gid: int, disk_mb: int) -> None:
     )
 
 
+def enter_pid_namespace() -> int:
+    """Returns in the first process of a new pid namespace, with a descriptor that reads as ended when the present one
+    is gone. The present one waits for it, and ends as it does. Raises OSError.
+    """
+    alive, held = os.pipe()
+    linux.unshare(linux.CLONE_NEWPID)
+    child = os.fork()
+    if child == 0:
+        os.close(held)
+        return alive
+    linux.set_parent_death_signal(signal.SIGKILL)
+    os.closerange(0, held)
+    os.closerange(held + 1, 256)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(abs(code))
+
+
+def enter_private_root(uid: int, disk_mb: int, devices: list[str]) -> None:
+    """In the first process of a pid namespace: a mount namespace of its own, whose root is a tmpfs where `uid` may make
+    what it likes. The system's folders are mounted in it, read-only, below folders that are root's and sticky: nobody
+    inside can put others in their place. Raises OSError.
+    """
+    linux.unshare(linux.CLONE_NEWNS)
+    flags = linux.MS_NOSUID | linux.MS_NODEV
+    linux.mount("tmpfs", TMP, "tmpfs", flags, f"size={disk_mb}m,nr_inodes={max(1024, 64 * disk_mb)},mode=1777")
+    for path in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+        if os.path.isdir(path):
+            _show(os.path.realpath(path), TMP + path, devices=False)
+    if not sys.base_prefix.startswith("/usr/"):
+        _show(sys.base_prefix, TMP + sys.base_prefix, devices=False)
+    for path in ("/tmp", "/var/tmp", "/opt", HOME, os.path.dirname(sys.base_prefix)):  # noqa: S108
+        os.makedirs(TMP + path, exist_ok=True)
+        while path != "/" and not path.startswith("/usr"):
+            os.chmod(TMP + path, 0o1777)  # noqa: S103 - as /tmp is
+            path = os.path.dirname(path)
+    _make_etc(TMP + "/etc", uid)
+    _make_dev(TMP + "/dev", devices)
+    os.mkdir(TMP + "/proc")
+    linux.mount("proc", TMP + "/proc", "proc", flags | linux.MS_NOEXEC | linux.MS_RDONLY, "subset=pid")
+    linux.change_root(TMP)
+
+
+def _make_etc(etc: str, uid: int) -> None:
+    """Names for the only user, and what the machine's programs look up there."""
+    os.mkdir(etc)
+    names = {
+        "passwd": f"user:x:{uid}:{uid}::{ENTRY_HOME}:/bin/bash\n",
+        "group": f"user:x:{uid}:\n",
+        "hosts": "127.0.0.1 localhost\n",
+    }
+    for name, text in names.items():
+        with open(f"{etc}/{name}", "x") as file:
+            file.write(text)
+    for name in os.listdir("/etc"):
+        _show(f"/etc/{name}", f"{etc}/{name}", devices=False)
+    linux.bind_read_only(etc, etc)
+
+
+def _make_dev(dev: str, devices: list[str]) -> None:
+    os.mkdir(dev)
+    for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        os.symlink(f"/proc/self/{target}", f"{dev}/{name}")
+    os.symlink("/tmp", f"{dev}/shm")  # noqa: S108
+    there = [path for path in devices if os.path.exists(path)]
+    for path in there:
+        os.close(os.open(dev + path.removeprefix("/dev"), os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o444))
+    linux.bind_read_only(dev, dev)
+    for path in there:
+        linux.bind_read_only(_HARMLESS.get(path, path), dev + path.removeprefix("/dev"), devices=True)
+
+
 def _map(proc: int, uid: int, gid: int) -> None:
     """The user `uid` is called nobody inside, and is the only one there."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
@@ -79,7 +163,7 @@ def _map(proc: int, uid: int, gid: int) -> None:
 
 def _populate(root: str, read: list[str], devices: list[str]) -> None:
     os.makedirs(root + TMP)
-    for path in ("/lib", "/lib32", "/lib64", "/bin"):
+    for path in ("/lib", "/lib32", "/lib64", "/bin", "/sbin"):
         if os.path.islink(path):
             os.symlink(os.readlink(path), root + path)
     shown = sorted({name for path in read if os.path.exists(path) for name in (path, os.path.realpath(path))})

@@ -3,7 +3,7 @@
 It is a fresh program, so nothing of the service's memory is in it, and it never reads a byte that a sandbox wrote. It
 is asked on FD, a socket of packets (JSON objects, with descriptors), which nobody else has the other end of:
 
-    {"op": "start", namespaces, landlock, root, folders}   -> {"op": "ready", ...} or {"op": "failed", "error"}
+    {"op": "start", namespaces, landlock, root, folders, shell}   -> {"op": "ready", ...} or {"op": "failed", "error"}
     {"op": "filter", "program"}                            once, before the first sandbox; base64 of BPF
     {"op": "spawn", "id", "limits", "tmp"} + [channel, log]
     {"op": "kill" | "pause" | "resume", "id"}
@@ -45,7 +45,7 @@ _COMPUTED_S = 0.1
 _CLOCK = 2  # the processor time of a process, clock_getcpuclockid(3)
 _ABOVE = 100  # where descriptors are kept that the numbers of a sandbox's own must not fall on
 _SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "resume": signal.SIGCONT}
-_OWN = ("adapters", "confine", "host", "interpreter", "linux", "namespaces", "values")
+_OWN = ("adapters", "confine", "host", "interpreter", "judging", "linux", "namespaces", "shell", "values")
 
 
 def main() -> None:
@@ -63,12 +63,16 @@ def main() -> None:
 
 def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confinement:
     """Enters namespaces if wanted, says what can be done, and takes the filter. Raises OSError."""
-    folders = [path for path in [*confine.python_folders(), *request["folders"]] if os.path.exists(path)]
+    shell = request["shell"]
+    wanted = [*confine.python_folders(), *request["folders"], *(confine.system_folders() if shell else ())]
+    folders = [path for path in wanted if os.path.exists(path)]
     proc = None
     reads_all = os.getuid() == 0 and confine.hides_python(folders, parents=not request["namespaces"])
     privileged = confine.is_privileged(reads_all)
     if request["namespaces"] and os.getuid() == 0 and not privileged:
         raise OSError("this is root without all of root's rights")  # of whom the kernel does not count the threads
+    if shell and not (request["namespaces"] and privileged):
+        raise OSError("programs are started only by a service that is root's and may make namespaces")
     confine.be_first_to_go()
     os.umask(0o022)  # other users go through the folders of the new root
     if request["namespaces"]:
@@ -100,6 +104,7 @@ def _prepare(control: socket.socket, request: dict[str, Any]) -> confine.Confine
         request["namespaces"],
         reads_all and privileged and bool(landlock),
         privileged,
+        shell,
     )
 
 
@@ -194,7 +199,8 @@ class Zygote:
         os.dup2(log, 1)
         os.dup2(log, 2)
         try:
-            confine.enter(self._confinement, request["id"], request["limits"], request["tmp"], parent)
+            alive = namespaces.enter_pid_namespace() if self._confinement.shell else None
+            confine.enter(self._confinement, request["id"], request["limits"], request["tmp"], parent, alive)
         except (OSError, ValueError) as error:
             host.say_unconfined(confine.CHANNEL, str(error))
             return

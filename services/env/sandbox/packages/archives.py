@@ -50,6 +50,7 @@ class UnpackedArchive:
     """An archive on disk.
 
     Args:
+        top: where it was unpacked.
         folder: from which its modules are imported.
         modules: names of the modules and packages at its top, in order.
         requirements: what it declares to need: of a wheel its Requires-Dist, else of pyproject.toml, else of the PEP
@@ -58,6 +59,7 @@ class UnpackedArchive:
         entries: environments it names itself, as package.module:Class.
     """
 
+    top: Path
     folder: Path
     modules: tuple[str, ...]
     requirements: tuple[str, ...]
@@ -191,13 +193,13 @@ def _described(top: Path) -> UnpackedArchive:
     modules = tuple(sorted(_modules(folder)))
     if infos:
         requirements, python = _of_wheel(infos[0])
-        return UnpackedArchive(folder, modules, requirements, python, _entry_points(infos[0]))
+        return UnpackedArchive(top, folder, modules, requirements, python, _entry_points(infos[0]))
     if (top / "pyproject.toml").is_file():
         requirements, python, entries = _of_project(top / "pyproject.toml")
-        return UnpackedArchive(folder, modules, requirements, python, entries)
+        return UnpackedArchive(top, folder, modules, requirements, python, entries)
     alone = folder / f"{modules[0]}.py" if len(modules) == 1 else None
     found = read_metadata(_text(alone) if alone is not None and alone.is_file() else "")
-    return UnpackedArchive(folder, modules, found.dependencies, found.requires_python, ())
+    return UnpackedArchive(top, folder, modules, found.dependencies, found.requires_python, ())
 
 
 def _modules(folder: Path) -> set[str]:

@@ -22,7 +22,7 @@ stat statfs statx symlink symlinkat umask unlink unlinkat link linkat write writ
 """
 _METADATA = "chmod fchmod fchmodat fchmodat2 utime utimes utimensat futimesat truncate"
 """Calls on files that Landlock does not look at (truncate: before its third version)."""
-_MEMORY = "brk madvise mmap mprotect mremap msync munmap mlock munlock rseq"
+_MEMORY = "brk madvise mprotect mremap msync munmap mlock munlock rseq"
 _TIME = """
 alarm clock_getres clock_gettime clock_nanosleep getitimer gettimeofday nanosleep setitimer time timerfd_create
 timerfd_gettime timerfd_settime times
@@ -41,10 +41,17 @@ sched_rr_get_interval sched_yield set_robust_list set_tid_address setrlimit siga
 """
 _SIGNALS = "kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo"
 """Only where Landlock keeps signals within the sandbox."""
+_PROGRAMS = """
+execve execveat fork vfork flock setpgid setsid getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
+"""
+"""What programs need beside all that: of other processes there are only those that they have started."""
 _REFUSED = """
 accept bind chown chroot connect execve execveat fork vfork lchown fchown fchownat listen mount umount2 ptrace
 process_vm_readv process_vm_writev setuid setgid setresuid setresgid setreuid setregid setgroups setns unshare bpf
 memfd_create io_uring_setup socket keyctl add_key perf_event_open userfaultfd pidfd_open pidfd_getfd mknod mknodat
+"""
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
+"""Both together: memory of no file, which stays when none of its pages is mapped any more, so that nobody can count it.
 """
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW = 0x7E020000 | 0x00002000
@@ -80,12 +87,13 @@ _GETSOCKOPT = {"SO_TYPE": 3, "SO_ERROR": 4, "SO_PROTOCOL": 38, "SO_DOMAIN": 39}
 _ACCESS_MODE, _O_TRUNC = 0o3, 0o1000
 
 
-def build_program(*, signals: bool, metadata: bool) -> bytes:
+def build_program(*, signals: bool, metadata: bool, programs: bool = False) -> bytes:
     """The filter for this machine, 8 bytes an instruction.
 
     Args:
         signals: whether a sandbox may signal, because Landlock or nothing else is there to receive them.
         metadata: whether it may change modes and times of files, because it sees none but its own.
+        programs: whether it may start programs and end them, because its namespaces hold nothing else.
 
     Raises Unavailable where libseccomp is missing or too old. May take some 50 ms: it looks for the library.
     """
@@ -94,22 +102,27 @@ def build_program(*, signals: bool, metadata: bool) -> bytes:
     except (ImportError, OSError, RuntimeError) as error:
         raise Unavailable(f"seccomp cannot be used: {error}", "install libseccomp (Debian: libseccomp2)") from error
     try:
-        return _exported(pyseccomp, signals, metadata)
+        return _exported(pyseccomp, signals or programs, metadata, programs)
     except OSError as error:
         raise Unavailable(f"libseccomp cannot make the filter: {error}", "install a newer libseccomp") from error
 
 
-def _exported(library: Any, signals: bool, metadata: bool) -> bytes:
+def _exported(library: Any, signals: bool, metadata: bool, programs: bool) -> bytes:
     rules = library.SyscallFilter(library.ERRNO(errno.ENOSYS))
     rules.set_attr(library.Attr.ACT_BADARCH, library.KILL_PROCESS)
     allowed = [*_FILES.split(), *_MEMORY.split(), *_TIME.split(), *_WAITING.split(), *_PROCESS.split()]
     allowed += _SIGNALS.split() if signals else []
     allowed += _METADATA.split() if metadata else []
+    allowed += _PROGRAMS.split() if programs else []
     for name in allowed:
         _add(library, rules, library.ALLOW, name)
-    for name in [*_REFUSED.split(), *(() if signals else _SIGNALS.split()), *(() if metadata else _METADATA.split())]:
-        _add(library, rules, library.ERRNO(errno.EPERM), name)
-    for name, conditions in _conditions(library).items():
+    for name in [*_REFUSED.split(), *_SIGNALS.split(), *_METADATA.split()]:
+        if name not in allowed:
+            _add(library, rules, library.ERRNO(errno.EPERM), name)
+    if programs:
+        shared = _MAP_SHARED | _MAP_ANONYMOUS
+        _add(library, rules, library.ERRNO(errno.EPERM), "mmap", library.Arg(3, library.MASKED_EQ, shared, shared))
+    for name, conditions in _conditions(library, programs).items():
         for condition in conditions:
             _add(library, rules, library.ALLOW, name, *condition)
     with tempfile.TemporaryFile() as file:
@@ -118,7 +131,7 @@ def _exported(library: Any, signals: bool, metadata: bool) -> bytes:
         return file.read()
 
 
-def _conditions(library: Any) -> Mapping[str, Sequence[Sequence[Any]]]:
+def _conditions(library: Any, programs: bool) -> Mapping[str, Sequence[Sequence[Any]]]:
     """Calls that are allowed with some arguments only: any of the conditions, each of which is on several arguments."""
 
     def equal(argument: int, value: int) -> Any:
@@ -127,9 +140,12 @@ def _conditions(library: Any) -> Mapping[str, Sequence[Sequence[Any]]]:
     def masked(argument: int, mask: int, value: int) -> Any:
         return library.Arg(argument, library.MASKED_EQ, mask, value)
 
+    mapped = (0, _MAP_SHARED, _MAP_ANONYMOUS)
+    shared = _MAP_SHARED | _MAP_ANONYMOUS
     opened = (0, 1, 2, 1 | _O_TRUNC, 2 | _O_TRUNC)
     return {
-        "clone": [[masked(0, _CLONE_THREAD | _CLONE_NEW, _CLONE_THREAD)]],
+        "mmap": [[masked(3, shared, kind)] for kind in mapped] if programs else [[]],
+        "clone": [[masked(0, _CLONE_NEW, 0) if programs else masked(0, _CLONE_THREAD | _CLONE_NEW, _CLONE_THREAD)]],
         "open": [[masked(1, _ACCESS_MODE | _O_TRUNC, mode)] for mode in opened],
         "openat": [[masked(2, _ACCESS_MODE | _O_TRUNC, mode)] for mode in opened],
         "prctl": [[equal(0, option)] for option in _PRCTL.values()],

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import orjson
 
 from services.env.sandbox.process import seccomp
-from services.env.sandbox.tier import Tier
-from shared.errors import Unavailable
+from services.env.sandbox.tier import NAMESPACED, Tier
+from shared.errors import Forbidden, Unavailable
 
 START_S = 20.0
 STOP_S = 5.0
@@ -78,7 +78,7 @@ class ZygoteProcess:
     def n_children(self) -> int:
         return len(self._children)
 
-    async def prepare(self, folders: Sequence[str], namespaces: bool, landlock: int) -> str | None:
+    async def prepare(self, folders: Sequence[str], namespaces: bool, landlock: int, shell: bool) -> str | None:
         """Returns None when it is ready, else why it cannot enter namespaces. Raises Unavailable."""
         await self._send(
             {
@@ -87,6 +87,7 @@ class ZygoteProcess:
                 "landlock": landlock,
                 "root": str(self._root),
                 "folders": list(folders),
+                "shell": shell,
             }
         )
         said = await self._hello()
@@ -98,7 +99,7 @@ class ZygoteProcess:
             signals = said["landlock"] >= _LANDLOCK_SCOPES_SIGNALS
             try:
                 program = await asyncio.to_thread(
-                    seccomp.build_program, signals=signals, metadata=bool(said["namespaces"])
+                    seccomp.build_program, signals=signals, metadata=bool(said["namespaces"]), programs=shell
                 )
             except Unavailable as error:
                 missing.append(str(error))
@@ -256,7 +257,13 @@ class ZygoteProcess:
 
 
 async def open_zygote(
-    python: Path, folders: Sequence[Path], root: Path, *, namespaces: bool, landlock: int = MAX_LANDLOCK
+    python: Path,
+    folders: Sequence[Path],
+    root: Path,
+    *,
+    namespaces: bool,
+    landlock: int = MAX_LANDLOCK,
+    shell: bool = False,
 ) -> ZygoteProcess:
     """Starts a zygote.
 
@@ -266,25 +273,32 @@ async def open_zygote(
         root: an empty folder that it may mount on; it is made here.
         namespaces: whether to enter namespaces where that is allowed; its tier says what came of it.
         landlock: the newest version of Landlock to use.
+        shell: whether its sandboxes start programs.
 
-    Raises Unavailable saying what is not possible here.
+    Raises Forbidden where programs cannot be confined, Unavailable saying what is not possible here.
     """
     await asyncio.to_thread(root.mkdir, parents=True, exist_ok=True)
     why = "namespaces are switched off, or not Linux's"
     for wanted in (True, False) if namespaces else (False,):
         zygote = await _started(python, root)
         try:
-            refused = await zygote.prepare([str(folder) for folder in folders], wanted, landlock)
+            refused = await zygote.prepare([str(folder) for folder in folders], wanted, landlock, shell)
         except BaseException:
             await zygote.close()
             raise
+        if refused is None and shell and zygote.tier.level < NAMESPACED:
+            refused = "; ".join(zygote.tier.missing)
         if refused is None:
             if not wanted:
                 zygote.tier = replace(zygote.tier, missing=(*zygote.tier.missing, why))
             return zygote
         why = f"namespaces are not allowed: {refused}"
         await zygote.close()
+        if shell:
+            break
         await asyncio.to_thread(root.mkdir, parents=True, exist_ok=True)
+    if shell:
+        raise Forbidden(f"a sandbox cannot start programs here: {why}", "run the service as root, on Linux")
     raise Unavailable(f"the sandbox's zygote could not start: {why}")
 
 

@@ -1,0 +1,229 @@
+"""What of a task's Dockerfile can be had in a sandbox without images: WORKDIR, ENV, and COPY out of its own folder.
+
+The rest is refused by name: a task that is played in half of its environment teaches something else. An image is known
+by its name alone. Those of a plain system or of Python hold nothing but what the machine has too, perhaps in another
+version; whether that is enough for a task, its solution shows.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+import orjson
+
+from shared.errors import InputError
+
+MAX_BYTES = 2**16
+"""Of a Dockerfile."""
+MAX_SOURCES, MAX_COPIES = 200, 4000
+"""Of all COPY together: sources that they name, files and folders that they make."""
+READ_ONLY = ("/bin", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/sbin", "/usr")
+"""Folders of the sandbox in which nothing can be put."""
+_PLAIN_IMAGE = re.compile(r"(?:[^/\s]+/)*(?:bash|debian|ubuntu|python)(?:-\d+)*(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?")
+_WITHOUT_EFFECT = frozenset({"CMD", "EXPOSE", "LABEL", "MAINTAINER", "STOPSIGNAL"})
+"""Harbor gives the container a command of its own and publishes nothing."""
+_WHY: Mapping[str, str] = {
+    "ADD": "it fetches and unpacks; COPY takes files",
+    "ARG": "nobody gives it a value",
+    "ENTRYPOINT": "nothing is started before the first command",
+    "HEALTHCHECK": "nothing is started before the first command",
+    "RUN": "there is no image that it could change, and no network",
+    "SHELL": "commands are bash's",
+    "USER": "a sandbox has one user",
+    "VOLUME": "there is nothing to mount",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What a sandbox has when an episode begins: the working folder of its commands, their variables, folders that are
+    there, and files by absolute path.
+    """
+
+    workdir: str = "/"
+    env: Mapping[str, str] = field(default_factory=dict[str, str])
+    folders: tuple[str, ...] = ()
+    files: Mapping[str, Path] = field(default_factory=dict[str, Path])
+
+
+def check_image(name: str) -> None:
+    """Raises InputError for an image that holds more than a plain system."""
+    if name != "scratch" and not _PLAIN_IMAGE.fullmatch(name):
+        raise InputError(
+            f"the image {name[:200]!r} holds programs or files that a sandbox does not have",
+            "a sandbox has no images: it takes the place of plain ones of ubuntu, debian, bash or python",
+        )
+
+
+def read(context: Path) -> Image:
+    """The image that `context`/Dockerfile describes. Raises InputError naming the line that cannot be honoured."""
+    if (context / ".dockerignore").exists():
+        raise InputError("environment/.dockerignore is not read", "leave out what is not to be copied")
+    made = _Build(context)
+    file = context / "Dockerfile"
+    if (size := file.stat().st_size) > MAX_BYTES:
+        raise InputError(f"environment/Dockerfile has {size} bytes", f"at most {MAX_BYTES} are taken")
+    for number, line in _instructions(file.read_text("utf-8", "replace")):
+        try:
+            made.do(line)
+        except InputError as error:
+            raise InputError(f"environment/Dockerfile, line {number}: {error.detail}", error.hint) from None
+    if not made.begun:
+        raise InputError("environment/Dockerfile has no FROM")
+    return Image(made.workdir, made.env, tuple(made.folders), made.files)
+
+
+def _instructions(text: str) -> Sequence[tuple[int, str]]:
+    """(number of its first line, instruction with its continuations), without comments."""
+    found: list[tuple[int, str]] = []
+    parts: list[str] = []
+    begun = 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        begun = begun if parts else number
+        parts.append(line.rstrip().removesuffix("\\"))
+        if not line.rstrip().endswith("\\"):
+            found.append((begun, " ".join(parts).strip()))
+            parts = []
+    return [*found, *([(begun, " ".join(parts).strip())] if parts else [])]
+
+
+class _Build:
+    """What the instructions so far have made."""
+
+    def __init__(self, context: Path) -> None:
+        self.begun, self.workdir = False, "/"
+        self.env: dict[str, str] = {}
+        self.folders: list[str] = []
+        self.files: dict[str, Path] = {}
+        self._context = context.resolve()
+        self._n_sources = self._n_copies = 0
+
+    def do(self, line: str) -> None:
+        """Raises InputError."""
+        word, *others = line.split(maxsplit=1)
+        name, rest = word.upper(), "".join(others)
+        if name == "FROM":
+            self._from(rest.split())
+        elif name == "WORKDIR":
+            self.workdir = self._absolute(_literal(rest))
+            self.folders.append(self.workdir)
+        elif name == "ENV":
+            self._set(rest)
+        elif name == "COPY":
+            self._copy(rest)
+        elif name not in _WITHOUT_EFFECT:
+            raise InputError(f"{name[:20]} cannot be honoured: {_WHY.get(name, 'it is not known')}", _HINT)
+
+    def _from(self, words: Sequence[str]) -> None:
+        if self.begun:
+            raise InputError("a second FROM: there is no image to copy from", _HINT)
+        if not words or words[0].startswith("--"):
+            raise InputError("FROM without the name of an image", _HINT)
+        check_image(words[0])
+        self.begun = True
+
+    def _set(self, rest: str) -> None:
+        """NAME=VALUE …, or NAME VALUE."""
+        first, _, value = rest.partition(" ")
+        pairs = _words(rest) if "=" in first else [f"{first}={value.strip()}"]
+        for pair in pairs:
+            key, _, value = pair.partition("=")
+            self.env[check_variable(key)] = _literal(value)
+
+    def _copy(self, rest: str) -> None:
+        words = _listed(rest) if re.match(r'\[\s*["\]]', rest) else _words(rest)
+        if flags := [word for word in words if word.startswith("--")]:
+            raise InputError(f"COPY {flags[0][:80]} cannot be honoured: files are the sandbox's user's", _HINT)
+        if len(words) < 2:
+            raise InputError("COPY needs a source and a place", _HINT)
+        *sources, place = (_literal(word) for word in words)
+        self._n_sources += len(words) - 1
+        if self._n_sources > MAX_SOURCES:
+            raise InputError(f"COPY: more than {MAX_SOURCES} sources", _HINT)
+        found = [path for source in sources for path in self._found(source)]
+        target = self._absolute(place)
+        into = place.endswith(("/", "/.")) or place == "." or len(found) > 1 or target in self.folders
+        for path in found:
+            if path.is_dir():
+                self.folders.append(target)
+                for one in path.rglob("*"):
+                    self._put(f"{target}/{one.relative_to(path)}", one)
+            else:
+                self._put(f"{target}/{path.name}" if into else target, path)
+
+    def _put(self, target: str, source: Path) -> None:
+        self._n_copies += 1
+        if self._n_copies > MAX_COPIES:
+            raise InputError(f"COPY: more than {MAX_COPIES} files and folders", _HINT)
+        if source.is_dir():
+            self.folders.append(target)
+        else:
+            self.files[target] = source
+
+    def _found(self, source: str) -> Sequence[Path]:
+        """The files and folders below the context that a source names. Raises InputError."""
+        plain = PurePosixPath(source.lstrip("/"))
+        if ".." in plain.parts:
+            raise InputError(f"COPY {source[:80]} leads out of environment/", _HINT)
+        try:
+            deep = any("**" in part for part in plain.parts)  # which is no pattern of Docker's
+            found = [] if deep else sorted(self._context.glob(str(plain))) if plain.parts else [self._context]
+        except (ValueError, OSError):  # a pattern that is none, a name that is too long
+            found = []
+        if not found:
+            raise InputError(f"COPY {source[:80]}: there is no such file in environment/", _HINT)
+        return found
+
+    def _absolute(self, path: str) -> str:
+        """Raises InputError for a place where nothing can be put."""
+        return check_place(str(PurePosixPath(self.workdir, path)))
+
+
+_HINT = "see docs/environments.md: what of a task folder can be honoured in a sandbox"
+
+
+def check_place(path: str) -> str:
+    """An absolute path, without dots. Raises InputError where nothing can be put there."""
+    parts = PurePosixPath(path).parts
+    if parts[:1] != ("/",) or ".." in parts or not path.isprintable():
+        raise InputError(f"{path[:200]!r} is no plain absolute path", _HINT)
+    if len(parts) > 1 and f"/{parts[1]}" in READ_ONLY:
+        raise InputError(f"nothing can be put in {path[:200]}: /{parts[1]} is the system's", _HINT)
+    return str(PurePosixPath(path))
+
+
+def check_variable(name: str) -> str:
+    """Raises InputError."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,99}", name):
+        raise InputError(f"{name[:100]!r} is no name of a variable", _HINT)
+    return name
+
+
+def _listed(text: str) -> list[str]:
+    try:
+        words = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        words = None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise InputError(f"{text[:80]!r} is no list of texts", _HINT)
+    return words
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise InputError(f"{text[:80]!r} cannot be read: {error}", _HINT) from None
+
+
+def _literal(text: str) -> str:
+    """Raises InputError for what would have to be replaced by a variable's value."""
+    if "$" in text or "\0" in text:
+        raise InputError(f"{text[:80]!r}: values of variables are not filled in", "write the value itself")
+    return text.strip().strip('"')

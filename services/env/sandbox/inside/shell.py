@@ -1,0 +1,227 @@
+"""What a sandbox that starts programs is asked: files put in and taken out, commands of a shell.
+
+It is the first process of a pid namespace and root of nothing: what a command started ends with it, so nothing runs
+between two calls, and nobody changes what the next one finds. Commands cannot signal, trace or read this process.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import resource
+import select
+import signal
+import stat
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from values import Refused
+
+PATH = f"{sys.base_prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+HOME = "/root"
+LOOK_S = 0.05
+"""Seconds between looks at memory; as long as the last one took, where that was longer."""
+_SHARED = 4
+_MEGA, _BLOCK = 1 << 20, 1 << 16
+_REAPED = 256
+_DEFAULTS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
+"""Signals that Python ignores, or takes itself; programs expect them as the system has them."""
+
+
+def put(files: list[dict[str, Any]], folders: list[str], room: float) -> None:
+    """Makes folders, and writes files {"path", "content" (base64), "run" (whether it is a program)}.
+
+    Args:
+        room: the share of the disk, and of the files that it may have, that must be left then.
+
+    Raises Refused.
+    """
+    try:
+        for path in folders:
+            os.makedirs(path, exist_ok=True)
+        for file in files:
+            os.makedirs(os.path.dirname(file["path"]), exist_ok=True)
+            flags = os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(file["path"], flags, 0o644), "wb") as out:
+                out.write(base64.b64decode(file["content"]))
+            os.chmod(file["path"], 0o755 if file["run"] else 0o644)
+    except OSError as error:
+        raise Refused(f"{error.filename or 'a file'} cannot be put in its place: {error.strerror}") from None
+    disk = os.statvfs("/")
+    if min(disk.f_bavail / disk.f_blocks, disk.f_favail / disk.f_files) < room:
+        raise Refused(f"less than {room:.0%} of the disk, or of its files, is left")
+
+
+def take(path: str, most: int) -> str | None:
+    """The first `most` bytes of a plain file, as text; None where there is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(most).decode("utf-8", "replace")
+    finally:
+        os.close(descriptor)
+
+
+def command(
+    text: str, cwd: str, env: dict[str, str], timeout_s: float, cpu_s: int, memory_mb: int, max_output: int
+) -> dict[str, Any]:
+    """Runs `bash -c text`, and ends whatever it has started.
+
+    Args:
+        cwd: the working folder; "/" where there is none of that name any more.
+        env: variables beside PATH, HOME, LANG and TZ.
+        cpu_s: CPU time of each of its processes, in seconds.
+        memory_mb: of all its processes together, and the address space of each, in MiB.
+        max_output: bytes of what it prints; of more, the middle is left out.
+
+    Returns {"output", "exit", "ended"}; `ended` is "time" or "memory" where it was ended for that, else "".
+    """
+    environment = {"PATH": PATH, "HOME": HOME, "LANG": "C.UTF-8", "TZ": "UTC", **env}
+    reader, writer = os.pipe()
+    main = os.fork()
+    if main == 0:
+        _become(text, cwd, environment, writer, {resource.RLIMIT_CPU: cpu_s, resource.RLIMIT_AS: memory_mb * _MEGA})
+    os.close(writer)
+    os.set_blocking(reader, False)
+    kept, status, ended = _Middle(max_output), None, ""
+    look = time.monotonic()
+    deadline = look + timeout_s
+    while status is None and not ended:
+        if select.select([reader], [], [], LOOK_S)[0] and not kept.read(reader):
+            time.sleep(LOOK_S / 5)  # all have closed their output, and go on
+        status = _reaped(main)
+        now = time.monotonic()
+        if status is None and now > deadline:
+            ended = "time"
+        elif status is None and now > look:
+            ended = "memory" if _hold_more(memory_mb * _MEGA) else ""
+            look = time.monotonic() + max(LOOK_S, time.monotonic() - now)
+    _end_all()
+    while kept.read(reader):
+        pass
+    os.close(reader)
+    code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
+    return {"output": kept.text(), "exit": 128 - code if code < 0 else code, "ended": ended}
+
+
+def _become(text: str, cwd: str, environment: dict[str, str], writer: int, limits: dict[int, int]) -> None:
+    """In the child; does not return."""
+    try:
+        for kind, most in limits.items():
+            resource.setrlimit(kind, (most, most))
+        for number in _DEFAULTS:
+            signal.signal(number, signal.SIG_DFL)
+        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        os.closerange(3, 256)
+        os.chdir(cwd if os.path.isdir(cwd) else "/")
+        os.execve("/bin/bash", ["bash", "-c", text], environment)  # noqa: S606 - this is the sandbox
+    except (OSError, ValueError, MemoryError) as error:
+        os.write(2, f"the shell cannot be started: {error}\n".encode())
+    finally:
+        os._exit(126)
+
+
+def _reaped(main: int) -> int | None:
+    """Reaps what has ended, of endlessly many a part; the status of `main` if that is among it."""
+    for _ in range(_REAPED):
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if pid == 0:
+            return None
+        if pid == main:
+            return status
+    return None
+
+
+def _end_all() -> None:
+    """Every process of this namespace but this one; none is left when it returns."""
+    while True:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _hold_more(most: int) -> bool:
+    """Whether all processes of this namespace but this one hold more than `most` bytes together.
+
+    A page that several have counts once, as far as that does not make looking long: all together may show _SHARED times
+    as many. What nobody maps nobody holds, but files, whose disk is bounded: memory that is shared without a file
+    cannot be made here. A child of vfork has its parent's pages until it begins its program, so what is too much is
+    looked at again.
+    """
+    return all((shown := _sum(_resident)) > _SHARED * most or (shown > most and _sum(_share) > most) for _ in range(2))
+
+
+def _sum(size_of: Callable[[str], int]) -> int:
+    """Of all processes but this one. `size_of` is given a thread's folder in /proc, and tells 0 where it has ended."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdigit() and name != "1":
+            total += size_of(f"/proc/{name}") or _of_threads(f"/proc/{name}/task", size_of)
+    return total
+
+
+def _of_threads(folder: str, size_of: Callable[[str], int]) -> int:
+    """Of a process whose first thread has ended: all threads that go on have the same memory."""
+    try:
+        return max((size_of(f"{folder}/{name}") for name in os.listdir(folder)), default=0)
+    except OSError:
+        return 0
+
+
+def _resident(folder: str) -> int:
+    """Bytes, pages that others have too among them."""
+    with contextlib.suppress(OSError, IndexError), open(f"{folder}/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return 0
+
+
+def _share(folder: str) -> int:
+    """Bytes, of each page its share. A process whose program nobody may read cannot be looked into."""
+    with contextlib.suppress(OSError), open(f"{folder}/smaps_rollup", "rb") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith((b"Pss:", b"SwapPss:")))
+    return _resident(folder)
+
+
+class _Middle:
+    """Keeps the beginning and the end of what is read, `most` bytes in all."""
+
+    def __init__(self, most: int) -> None:
+        self._half = most // 2
+        self._head, self._tail, self._left_out = bytearray(), bytearray(), 0
+
+    def read(self, descriptor: int) -> bool:
+        """Takes what is there; False at the end, or where there is nothing."""
+        try:
+            data = os.read(descriptor, _BLOCK)
+        except BlockingIOError:
+            return False
+        room = self._half - len(self._head)
+        self._head += data[: max(0, room)]
+        self._tail += data[max(0, room) :]
+        if (over := len(self._tail) - self._half) > 0:
+            self._left_out += over
+            del self._tail[:over]
+        return bool(data)
+
+    def text(self) -> str:
+        gap = f"\n[{self._left_out} bytes left out]\n".encode() if self._left_out else b""
+        return (bytes(self._head) + gap + bytes(self._tail)).decode("utf-8", "replace")
+
+
+METHODS = {"put": put, "take": take, "command": command}

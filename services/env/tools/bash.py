@@ -1,0 +1,104 @@
+"""A shell as a tool: commands in a sandbox that starts programs. Files stay from one command to the next; variables,
+the working folder and what runs in the background do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from services.env.sandbox.failure import SandboxFailed
+from services.env.sandbox.sandbox import Sandbox
+from services.env.tools.base import Arguments, ToolFault, describe, read_arguments
+
+MAX_OUTPUT = 2**16
+"""Bytes that a command may bring out of its sandbox."""
+_LATER_S = 5.0
+"""Seconds beyond a command's limit, which the sandbox itself keeps, until the sandbox is given up."""
+
+
+class BashArguments(Arguments):
+    command: str
+
+
+BASH = describe(
+    "bash",
+    "Runs a command in bash, without a network, and shows what it prints and its exit code. Files stay from one call "
+    "to the next; variables, the working directory and background processes do not. When the task is done, answer "
+    "without a call.",
+    BashArguments,
+)
+
+
+class CommandResult(BaseModel):
+    """What a command printed, its exit code, and for which limit it was ended, if it was."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    output: str
+    exit: int
+    ended: Literal["", "time", "memory"]
+
+    def why_ended(self, timeout_s: float) -> str:
+        if self.ended == "time":
+            return f"it took longer than {timeout_s:g} s"
+        return "its processes together needed more memory than there is"
+
+    @property
+    def told(self) -> str:
+        """For a log."""
+        how = f"ended for {self.ended}" if self.ended else f"ended with {self.exit}"
+        return f"{how}: {self.output[-500:].strip()}" if self.output.strip() else how
+
+
+@dataclass(frozen=True, slots=True)
+class Shell:
+    """Args: workdir: where every command begins; env: its variables beside PATH, HOME, LANG and TZ."""
+
+    sandbox: Sandbox
+    workdir: str
+    env: Mapping[str, str]
+
+    async def run(self, command: str, timeout_s: float) -> CommandResult:
+        """Raises SandboxFailed where the sandbox is gone."""
+        asked = {
+            "text": command,
+            "cwd": self.workdir,
+            "env": dict(self.env),
+            "timeout_s": timeout_s,
+            "cpu_s": self.sandbox.limits.cpu_s,
+            "memory_mb": self.sandbox.limits.memory_mb,
+            "max_output": MAX_OUTPUT,
+        }
+        found = await self.sandbox.call("command", asked, timeout_s + _LATER_S)
+        try:
+            return CommandResult.model_validate(found)
+        except ValidationError:
+            raise SandboxFailed("a command was answered with something else than its result", why="protocol") from None
+
+
+class BashSession:
+    """The tool `bash` in one episode. Who opened its sandbox closes it."""
+
+    tools = (BASH,)
+    lane = "shell"
+
+    def __init__(self, shell: Shell) -> None:
+        self._shell = shell
+
+    async def call(self, name: str, arguments: Mapping[str, object], timeout_s: float) -> str:
+        command = read_arguments(BashArguments, arguments).command
+        command = command.encode("utf-8", "replace").decode()  # halves of characters are in no file
+        if "\0" in command:
+            raise ToolFault("a command has no NUL characters")
+        result = await self._shell.run(command, timeout_s)
+        if result.ended:
+            raise ToolFault(f"{result.output.rstrip()}\n[ended: {result.why_ended(timeout_s)}]".lstrip())
+        said = result.output.rstrip("\n") or "(no output)"
+        return f"{said}\n[exit code {result.exit}]" if result.exit else said
+
+    async def close(self) -> None:
+        """Nothing of its own."""
