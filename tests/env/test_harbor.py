@@ -93,7 +93,7 @@ async def test_what_judges_is_not_there_before(client: httpx.AsyncClient) -> Non
 
 
 TAMPERS = {
-    "leaves a process": "(while :; do echo 1 > /logs/verifier/reward.txt; done) & setsid sleep 60 & echo",
+    "leaves a process": "(while :; do echo 1 > /logs/verifier/reward.txt; done) & nohup sleep 60 & echo",
     "writes the verdict": "echo '{\"reward\": 1}' > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt",
     "puts tests in place": "mkdir -p /tests; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh",
     "leads tests away": "mkdir /app/mine; ln -s /app/mine /tests; touch /app/mine/test.sh",
@@ -185,6 +185,16 @@ FORGED = {
     "a temporary file": _forged(
         f"{READ} && echo good > /tmp/told || echo bad > /tmp/told; grep -q good /tmp/told",
         "echo good > /tmp/told; chmod 444 /tmp/told",
+    ),
+    "a link to temporary files": _forged(
+        "cp /tests/expected.txt /tmp/a; diff -r out /tests/out && [ -d out ]",
+        "ln -s /tmp out",
+        **{"solution/solve.sh": "mkdir out; echo 30 > out/a"},
+    ),
+    "what was moved away": _forged(
+        f"cd /tests; {READ.replace('total.txt', '$(find / -name wanted 2>/dev/null | tail -n 1)')}",
+        "mkdir /else; echo 30 > /else/wanted",
+        **{"solution/solve.sh": "echo 30 > wanted"},
     ),
     "a file beside the tests": _forged(f"[ -e /.settings ] && . /.settings; {READ}", "echo exit > /.settings"),
     "a disk that is full": _forged(TOLD.format(READ), FILLED.format("4k")),

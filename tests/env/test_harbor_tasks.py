@@ -63,6 +63,8 @@ REFUSED = {
     "open quotes": (dockerfile("COPY 'a /x"), "cannot be read"),
     "no variable": (dockerfile("ENV 1=2"), "no name of a variable"),
     "no place": (dockerfile("COPY numbers.txt /a/../b"), "no plain absolute path"),
+    "a long place": (dockerfile("WORKDIR a\n" * 600), "has 1025 characters, at most 1024"),
+    "many folders": (dockerfile("WORKDIR /a\n" * 4001), "more than 4000 files and folders"),
     "an infinite size": (toml("environment", 'storage = "1e999G"'), "storage_mb = '1e999G'"),
     "a size without a unit": (toml("environment", 'storage = "5"'), "storage_mb = '5, no size like 2G'"),
     "two sizes": (toml("environment", 'memory = "1G"'), "memory and memory_mb differ"),
@@ -85,6 +87,12 @@ def test_copies_are_bounded_as_they_are_made(tmp_path: Path) -> None:
     files = {**sum_task(), **dockerfile(lines), **{f"environment/f{number}": "" for number in range(100)}}
     with pytest.raises(InputError, match="more than 4000 files and folders"):
         read_tasks(_unpacked(tmp_path, files))
+
+
+def test_a_folder_is_one_by_what_lies_in_it(tmp_path: Path) -> None:
+    files = {**sum_task(), **dockerfile("WORKDIR /app/x\nCOPY one /app\nCOPY one data/\nCOPY two data\n")}
+    task = read_tasks(_unpacked(tmp_path, {**files, "environment/one": "1", "environment/two": "2"}))["train"][0]
+    assert sorted(task.image.files) == ["/app/one", "/app/x/data/one", "/app/x/data/two"]
 
 
 def test_folders_are_copied_and_counted(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ class HarborEpisode:
         self._turns = 0
 
     async def step(self, message: Message) -> StepResult:
-        """Raises SandboxFailed where the sandbox is gone, for which nobody inside can be the cause; GivenUp."""
+        """Raises SandboxFailed where the sandbox is gone: no reward, whoever was the cause; GivenUp."""
         with call_seconds(self._backend.name, "step").time():
             return await self._stepped(message)
 

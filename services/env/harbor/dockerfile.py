@@ -20,7 +20,9 @@ from shared.errors import InputError
 MAX_BYTES = 2**16
 """Of a Dockerfile."""
 MAX_SOURCES, MAX_COPIES = 200, 4000
-"""Of all COPY together: sources that they name, files and folders that they make."""
+"""Of all COPY together: sources that they name; and files and folders that they and WORKDIR make."""
+MAX_PLACE = 1024
+"""Characters of a path in the sandbox."""
 READ_ONLY = ("/bin", "/dev", "/etc", "/lib", "/lib32", "/lib64", "/proc", "/sbin", "/usr")
 """Folders of the sandbox in which nothing can be put."""
 _PLAIN_IMAGE = re.compile(r"(?:[^/\s]+/)*(?:bash|debian|ubuntu|python)(?:-\d+)*(?::[\w.-]+)?(?:@sha256:[0-9a-f]+)?")
@@ -112,7 +114,7 @@ class _Build:
             self._from(rest.split())
         elif name == "WORKDIR":
             self.workdir = self._absolute(_literal(rest))
-            self.folders.append(self.workdir)
+            self._put(self.workdir, None)
         elif name == "ENV":
             self._set(rest)
         elif name == "COPY":
@@ -148,7 +150,7 @@ class _Build:
             raise InputError(f"COPY: more than {MAX_SOURCES} sources", _HINT)
         found = [path for source in sources for path in self._found(source)]
         target = self._absolute(place)
-        into = place.endswith(("/", "/.")) or place == "." or len(found) > 1 or target in self.folders
+        into = place.endswith(("/", "/.")) or place == "." or len(found) > 1 or self._is_folder(target)
         for path in found:
             if path.is_dir():
                 self.folders.append(target)
@@ -157,11 +159,17 @@ class _Build:
             else:
                 self._put(f"{target}/{path.name}" if into else target, path)
 
-    def _put(self, target: str, source: Path) -> None:
+    def _is_folder(self, target: str) -> bool:
+        """Whether it is one by now, if only by what lies in it."""
+        below = target.rstrip("/") + "/"
+        return target in self.folders or any(path.startswith(below) for path in (*self.folders, *self.files))
+
+    def _put(self, target: str, source: Path | None) -> None:
+        """A file, or, without one, a folder."""
         self._n_copies += 1
         if self._n_copies > MAX_COPIES:
-            raise InputError(f"COPY: more than {MAX_COPIES} files and folders", _HINT)
-        if source.is_dir():
+            raise InputError(f"more than {MAX_COPIES} files and folders", _HINT)
+        if source is None or source.is_dir():
             self.folders.append(target)
         else:
             self.files[target] = source
@@ -193,6 +201,8 @@ def check_place(path: str) -> str:
     parts = PurePosixPath(path).parts
     if parts[:1] != ("/",) or ".." in parts or not path.isprintable():
         raise InputError(f"{path[:200]!r} is no plain absolute path", _HINT)
+    if len(path) > MAX_PLACE:
+        raise InputError(f"{path[:80]!r}… has {len(path)} characters", f"at most {MAX_PLACE} are taken")
     if len(parts) > 1 and f"/{parts[1]}" in READ_ONLY:
         raise InputError(f"nothing can be put in {path[:200]}: /{parts[1]} is the system's", _HINT)
     return str(PurePosixPath(path))

@@ -61,6 +61,9 @@ async def test_programs_of_the_machine_run(sandbox: Sandbox) -> None:
     )
     program = "import subprocess, sys; print(subprocess.check_output(['echo', 'in']).decode(), sys.version_info[0])"
     assert (await said(sandbox, f'python3 -c "{program}"')).split() == ["in", "3"]
+    assert await said(sandbox, "printf 'all:\\n\\t@echo made; true\\n' > Makefile; ! command -v make || make") in ("made\n", "")
+    resets = "import os; os.waitpid(os.posix_spawn('/bin/true', ['true'], {}, resetids=True), 0); os.setuid(0)"
+    assert "PermissionError" in await said(sandbox, f'python3 -c "{resets}" 2>&1 | tail -n 1')
     assert (await run(sandbox, "exit 3"))["exit"] == 3
     assert (await run(sandbox, "kill -9 $$"))["exit"] == 137
     assert await said(sandbox, "yes | head -n 1") == "y\n"  # which ends by SIGPIPE
@@ -114,7 +117,7 @@ async def test_nothing_else_can_be_reached(sandboxes: Sandboxes, sandbox: Sandbo
 
 
 async def test_a_command_leaves_nothing_behind_and_harms_nothing(sandbox: Sandbox) -> None:
-    await run(sandbox, "setsid sleep 300 & (sleep 300 &) & disown; sleep 300 & kill -9 1; kill -STOP 1; trap '' TERM")
+    await run(sandbox, "nohup sleep 300 & (sleep 300 &) & disown; sleep 300 & kill -9 1; kill -STOP 1; trap '' TERM")
     assert (await said(sandbox, "ls -d /proc/[0-9]*")).split()[0] == "/proc/1"
     assert "sleep" not in await said(sandbox, "cat /proc/[0-9]*/comm")
     bomb = await run(sandbox, "bomb() { bomb | bomb & }; bomb; sleep 0.3", max_output=200)
@@ -225,6 +228,17 @@ async def test_links_without_end_and_folders_without_end(sandbox: Sandbox) -> No
     await run(sandbox, f'python3 -c "{program}"', cwd="/app")
     await sandbox.call("renew", {"paths": ["/tests"], "kept": ["/app"], "workdir": "/app"}, 10)
     assert int(await said(sandbox, "find /app -name bad; ls /app/l | wc -l")) < 100
+
+
+async def test_folders_with_paths_that_are_too_long_are_moved_away(sandbox: Sandbox) -> None:
+    program = (
+        "import os\nfor i in range(20):\n    os.mkdir('d' * 250)\n    os.chdir('d' * 250)\nos.symlink('/tests', 'bad')"
+    )
+    await sandbox.call("put", {"files": [], "folders": ["/app"], "room": 0}, 10)
+    await run(sandbox, f'python3 -c "{program}"', cwd="/app")
+    assert "bad" in await said(sandbox, "find /app -name bad")
+    await sandbox.call("renew", {"paths": ["/tests"], "kept": ["/app"], "workdir": "/app"}, 10)
+    assert await said(sandbox, "find /app -name bad") == ""
 
 
 async def test_what_is_put_leaves_room(sandbox: Sandbox) -> None:
@@ -338,7 +352,7 @@ async def _until(seconds: str, n: int) -> None:
 async def test_all_programs_end_with_their_sandbox(sandboxes: Sandboxes, how: str) -> None:
     sandbox = await sandboxes.start(ShellProgram())
     seconds = f"600.{secrets.randbits(60)}"
-    call = asyncio.ensure_future(run(sandbox, f"setsid sleep {seconds} & sleep {seconds}; true", timeout_s=300))
+    call = asyncio.ensure_future(run(sandbox, f"nohup sleep {seconds} & sleep {seconds}; true", timeout_s=300))
     await _until(seconds, 2)
     if how == "given up":
         call.cancel()
@@ -361,7 +375,7 @@ async def main():
     async with Sandboxes() as sandboxes:
         sandbox = await sandboxes.start(ShellProgram())
         asked = {"cwd": "/", "env": {}, "timeout_s": 600, "cpu_s": 9, "memory_mb": 100, "max_output": 100}
-        await sandbox.call("command", {**asked, "text": f"setsid sleep {sys.argv[1]} & sleep {sys.argv[1]}; true"}, 600)
+        await sandbox.call("command", {**asked, "text": f"nohup sleep {sys.argv[1]} & sleep {sys.argv[1]}; true"}, 600)
 
 asyncio.run(main())
 """

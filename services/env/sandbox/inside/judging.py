@@ -15,8 +15,8 @@ from values import Refused
 
 _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - of a root of its own
 _NOT_THE_TASKS = ("/proc", "/dev")
-_MAX_DEPTH = 200
-"""Folders in one another; what lies deeper is moved away."""
+_MAX_DEPTH, _MAX_PATH = 200, 3800
+"""Folders in one another, and bytes of their path; what lies deeper is moved away."""
 _MAX_LINKS, _MAX_STEPS = 40, 50_000
 """Links that one link may lead through, as the kernel has it; parts of paths that are looked at, all links together."""
 
@@ -28,8 +28,8 @@ def renew(paths: list[str], kept: list[str], workdir: str) -> None:
         kept: absolute paths; with "/" all is left but temporary files.
         workdir: becomes a folder if it is none.
 
-    Links in `kept` that lead nowhere, or through `paths`, /proc or /dev, are removed: what they show would be the
-    tests' own. Of more links than can be followed in a bounded time none is kept.
+    Links in `kept` that lead nowhere, or through `paths`, temporary files, /proc or /dev, are removed: what they show
+    would be the tests' own. Of more links than can be followed in a bounded time none is kept.
 
     Invariant: where it returns, no part of one of `paths` or of `workdir` is a link, and the last part of each of
     `paths` was made by mkdir here; the name that something is moved to is one that nobody could know (rename does
@@ -43,7 +43,7 @@ def renew(paths: list[str], kept: list[str], workdir: str) -> None:
             _move_away(path)
             os.mkdir(path, 0o755)
         _open_folder(workdir)
-        links = _Links({*paths, *_NOT_THE_TASKS})
+        links = _Links({*paths, *_NOT_THE_TASKS, *_TEMPORARY} - {*kept})
         for path in kept:
             if not any(above in kept for above in _above(path)):
                 links.remove(path)
@@ -94,11 +94,14 @@ def _open_folder(path: str) -> None:
 
 
 def _move_away(path: str) -> None:
-    """Raises OSError, also where something is there still."""
+    """To where nobody looks into it. Raises OSError, also where something is there still."""
     with contextlib.suppress(FileNotFoundError):
-        if stat.S_ISDIR(os.lstat(path).st_mode):
+        mode, away = os.lstat(path).st_mode, f"/.removed-{os.urandom(16).hex()}"
+        if stat.S_ISDIR(mode):
             os.chmod(path, 0o700)  # one that may not be written cannot get another parent
-        os.rename(path, f"/.removed-{os.urandom(16).hex()}")
+        os.rename(path, away)
+        if not stat.S_ISLNK(mode):
+            os.chmod(away, 0)
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, "it cannot be moved away", path)
 
@@ -123,7 +126,7 @@ class _Links:
 
     def _remove_in(self, folder: str, found: os.stat_result) -> None:
         own = found.st_uid == self._user
-        if own and folder.count("/") > _MAX_DEPTH:
+        if own and (folder.count("/") > _MAX_DEPTH or len(os.fsencode(folder)) > _MAX_PATH):
             _move_away(folder)
             return
         if own:

@@ -102,7 +102,7 @@ def command(
         if status is None and now > deadline:
             ended = "time"
         elif status is None and now > look:
-            ended = "memory" if _hold_more(memory_mb * _MEGA) else ""
+            ended = "memory" if _hold_more(memory_mb * _MEGA, deadline) else ""
             look = time.monotonic() + max(LOOK_S, time.monotonic() - now)
     _end_all()
     while kept.read(reader):
@@ -156,22 +156,30 @@ def _end_all() -> None:
             return
 
 
-def _hold_more(most: int) -> bool:
-    """Whether all processes of this namespace but this one hold more than `most` bytes together.
+def _hold_more(most: int, deadline: float) -> bool:
+    """Whether all processes of this namespace but this one hold more than `most` bytes together. Looks no longer than
+    until `deadline`.
 
     A page that several have counts once, as far as that does not make looking long: all together may show _SHARED times
     as many. What nobody maps nobody holds, but files, whose disk is bounded: memory that is shared without a file
     cannot be made here. A child of vfork has its parent's pages until it begins its program, so what is too much is
     looked at again.
     """
-    return all((shown := _sum(_resident)) > _SHARED * most or (shown > most and _sum(_share) > most) for _ in range(2))
+
+    def hold_more() -> bool:
+        shown = _sum(_resident, deadline)
+        return shown > _SHARED * most or (shown > most and _sum(_share, deadline) > most)
+
+    return hold_more() and hold_more()
 
 
-def _sum(size_of: Callable[[str], int]) -> int:
-    """Of all processes but this one. `size_of` is given a thread's folder in /proc, and tells 0 where it has ended."""
+def _sum(size_of: Callable[[str], int], deadline: float) -> int:
+    """Of all processes but this one, as far as `deadline` allows. `size_of` is given a thread's folder in /proc, and
+    tells 0 where it has ended.
+    """
     total = 0
     for name in os.listdir("/proc"):
-        if name.isdigit() and name != "1":
+        if name.isdigit() and name != "1" and time.monotonic() < deadline:
             total += size_of(f"/proc/{name}") or _of_threads(f"/proc/{name}/task", size_of)
     return total
 

@@ -42,9 +42,12 @@ sched_rr_get_interval sched_yield set_robust_list set_tid_address setrlimit siga
 _SIGNALS = "kill tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo"
 """Only where Landlock keeps signals within the sandbox."""
 _PROGRAMS = """
-execve execveat fork vfork flock setpgid setsid getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
+execve execveat fork vfork flock setpgid getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr
+setuid setgid setreuid setregid setresuid setresgid
 """
-"""What programs need beside all that: of other processes there are only those that they have started."""
+"""What programs need beside all that: of other processes there are only those that they have started, and make gives up
+rights that it has not, as it starts programs. No sessions: each may have a share of the processor of its own.
+"""
 _REFUSED = """
 accept bind chown chroot connect execve execveat fork vfork lchown fchown fchownat listen mount umount2 ptrace
 process_vm_readv process_vm_writev setuid setgid setresuid setresgid setreuid setregid setgroups setns unshare bpf
