@@ -69,13 +69,15 @@ def test_an_update_reaches_prompts_whose_prefix_was_cached(server: RolloutProces
 def test_requests_in_flight_say_which_weights_made_each_token(
     server: RolloutProcess, prompts: list[list[int]], mode: str
 ) -> None:
-    """More requests than run at once, so that some are queued when the weights change."""
+    """More requests than run at once, so that some are queued when the weights change; of several lengths, so that they
+    never end all together, and some are half-way.
+    """
     old, new = server.get("/weights")["current"], server.new_version()
     server.publish(new, 3)
     server.post("/weights/stage", {"manifest": str(server.root / "pushed" / new)})
     many = prompts * 2
     before = server.status()
-    started = [server.start(p, 120) for p in many]
+    started = [server.start(p, 90 + 20 * (i % 4)) for i, p in enumerate(many)]
     wait_until(lambda: server.status()["output_tokens"] > before["output_tokens"] + 40 * MAX_RUNNING)
     server.post("/weights/commit", {"version": new, "mode": mode, "base_version": old})
     answers = [f.result() for f in started]

@@ -98,6 +98,7 @@ async def test_a_checkpoint_that_was_put_off_keeps_no_arrays(bench: Bench):
 
         return write
 
+    bench.max_steps, bench.status = 9, TrainerStatus("r", 9)
     bench.feed(1, 2)
     running = asyncio.ensure_future(bench.worker().run())
     await bench.until(lambda: bench.status.checkpoint_step == 0)
