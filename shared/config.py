@@ -310,12 +310,12 @@ def _values(node: yaml.Node | None, known: dict[int, int]) -> int:
 
 def _check_keys(node: yaml.MappingNode) -> None:
     seen = set[str]()
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode) and key.value in seen:
+    for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        if key.value in seen:
             raise yaml.MarkedYAMLError(
                 problem=f"the key {key.value[:100]!r} is there twice", problem_mark=key.start_mark
             )
-        seen.add(str(key.value))
+        seen.add(key.value)
 
 
 def _explain(error: Any) -> str:

@@ -157,10 +157,11 @@ class ChunkFolder:
                     spares.append(_Spare(next(self._numbers), size, spare))
                 else:
                     path.unlink()
-        for one in spares[: max(0, len(spares) - len(digests))]:  # the oldest: of sizes that nobody wanted
+        n_over = max(0, len(spares) - len(digests))
+        for one in spares[:n_over]:  # the oldest: of sizes that nobody wanted
             one.path.unlink(missing_ok=True)
         with self._lock:
-            self._spares += spares[max(0, len(spares) - len(digests)) :]
+            self._spares += spares[n_over:]
 
     def clear(self) -> None:
         self.retain(())
@@ -209,6 +210,18 @@ def _empty(n_bytes: int) -> np.ndarray:
     return held[start : start + n_bytes]
 
 
+def _read(folder: Path, chunk: Chunk, what: str, into: memoryview) -> None:
+    """A whole chunk, and its digest. Raises as `reads`' arrays."""
+    try:
+        with open_file(folder / chunk.blake3) as file:
+            n = os.readv(file.fileno(), [into])
+    except OSError as error:
+        raise unreadable(f"{what}: chunk {chunk.blake3}", error) from error
+    if n != chunk.size or blake3.blake3(into).hexdigest() != chunk.blake3:
+        (folder / chunk.blake3).unlink(missing_ok=True)  # it is asked for again
+        raise WeightsError(f"{what}: digest of chunk {chunk.blake3} differs")
+
+
 def reads(
     folder: Path, tree: WeightTree, what: str, check: Callable[[], None] = lambda: None
 ) -> dict[str, Callable[[], np.ndarray]]:
@@ -223,15 +236,7 @@ def reads(
 
     def fill(index: int, into: memoryview) -> None:
         check()
-        chunk = tree.chunks[index]
-        try:
-            with open_file(folder / chunk.blake3) as file:
-                n = os.readv(file.fileno(), [into])
-        except OSError as error:
-            raise unreadable(f"{what}: chunk {chunk.blake3}", error) from error
-        if n != chunk.size or blake3.blake3(into).hexdigest() != chunk.blake3:
-            (folder / chunk.blake3).unlink(missing_ok=True)  # it is asked for again
-            raise WeightsError(f"{what}: digest of chunk {chunk.blake3} differs")
+        _read(folder, tree.chunks[index], what, into)
 
     @lru_cache(1)
     def shared(index: int) -> np.ndarray:

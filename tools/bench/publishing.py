@@ -263,9 +263,8 @@ def main() -> None:
     given = parser.parse_args(sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder:
         work = measured(Path(folder), config_of(given.layers, given.hidden), given.servers)
-        emit(
-            asyncio.run(work, loop_factory=uvloop.new_event_loop)
-        )  # as every service: asyncio's waits for small answers
+        # As every service: a small answer by asyncio's own loop waits for an acknowledgement.
+        emit(asyncio.run(work, loop_factory=uvloop.new_event_loop))
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def main(
     else:
         folder = RunFolder(Path(targets[0]).absolute()) if targets else addresses.newest_run()
         seen, verdict = asyncio.run(_of_run(folder))
-    hint = _hint(folder) if folder is not None and verdict.state == "stopped" else []
+    hint = _hint(folder) if verdict.state == "stopped" else []
     print(_json(seen, verdict) if as_json else _text(seen, verdict, hint))
     return 0 if all(s.error is None and s.not_ready is None for s in seen) and verdict.state != "wedged" else 1
 
@@ -166,9 +166,9 @@ def _made(seen: ServiceReport) -> int:
     return int(engine.get("output_tokens", 0)) if engine.get("running") else 0
 
 
-def _hint(folder: RunFolder) -> list[str]:
-    """What can be done with a run whose services have ended."""
-    record = read_record(folder)
+def _hint(folder: RunFolder | None) -> list[str]:
+    """What can be done with a run whose services have ended; of those given by address nobody knows the folder."""
+    record = None if folder is None else read_record(folder)
     if record is not None and record.finished:
         return ["it is finished: `volley report` shows what it has done, `volley up` with more steps goes on with it"]
     return ["`volley up` goes on with it; `volley report` shows what it has done"]

@@ -67,6 +67,7 @@ async def test_programs_of_the_machine_run(sandbox: Sandbox) -> None:
     )
     resets = "import os; os.waitpid(os.posix_spawn('/bin/true', ['true'], {}, resetids=True), 0); os.setuid(0)"
     assert "PermissionError" in await said(sandbox, f'python3 -c "{resets}" 2>&1 | tail -n 1')
+    assert (await run(sandbox, "setsid true"))["exit"] != 0  # a session has a share of the processor of its own
     assert (await run(sandbox, "exit 3"))["exit"] == 3
     assert (await run(sandbox, "kill -9 $$"))["exit"] == 137
     assert await said(sandbox, "yes | head -n 1") == "y\n"  # which ends by SIGPIPE

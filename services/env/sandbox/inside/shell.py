@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from namespaces import HOME
 from values import Refused
 
 PATH = f"{sys.base_prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-HOME = "/root"
 LOOK_S = 0.05
 """Seconds between looks at memory; as long as the last one took, where that was longer."""
 _SHARED = 4
