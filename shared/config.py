@@ -107,14 +107,28 @@ def load(
         ):
             with _translated(what):
                 whole = merged(whole, tree)
-        return _sourced(validate(whole), Path.cwd())
+        with _in_file(paths, overrides):
+            return _sourced(validate(whole), Path.cwd())
     from omegaconf import OmegaConf
 
     referring = OmegaConf.create({})
     for path, tree in zip(paths, trees, strict=True):
         with _translated(f"config file {path}"):
             referring = OmegaConf.merge(referring, OmegaConf.create(tree))
-    return _sourced(validate(_overridden(referring, overrides)), Path.cwd())
+    tree = _overridden(referring, overrides)
+    with _in_file(paths, overrides):
+        return _sourced(validate(tree), Path.cwd())
+
+
+@contextmanager
+def _in_file(paths: Sequence[str | Path], overrides: Sequence[str]) -> Iterator[None]:
+    """What is wrong with the whole is told of the file, where all of it is from one."""
+    try:
+        yield
+    except ConfigError as error:
+        if len(paths) != 1 or overrides:
+            raise
+        raise ConfigError(f"config file {paths[0]}: {error.detail}", error.hint) from error
 
 
 def _sourced(loaded: LoadedConfig, base: Path) -> LoadedConfig:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from shared.algorithm_schema import PpoSection
 from shared.errors import ConfigError
+from shared.run.group_size import check_group
 from shared.schema import RunConfig
 
 _MOST_SEQUENCE_EPSILON = 0.01
@@ -21,6 +22,7 @@ def findings(config: RunConfig) -> list[str]:
     """What means less than it says; nothing of RL in a run without it. Raises ConfigError for what cannot be meant."""
     if config.is_supervised:
         return []
+    check_group(config, None)
     return [f"{finding}." for examine in _EXAMINERS for finding in examine(config)]
 
 

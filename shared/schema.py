@@ -191,6 +191,10 @@ class LoraSection(Section):
     target_modules: Annotated[tuple[Projection, ...], Field(min_length=1)] = get_args(Projection)
 
 
+SPLASH_UNIT = 128
+"""The lengths of rows that splash attention takes are multiples of it."""
+
+
 class TrainerSection(Section):
     """`groups_per_step` groups of `num_generations` episodes make one optimizer step.
 
@@ -224,6 +228,16 @@ class TrainerSection(Section):
         if self.micro_batch_tokens and self.train_micro_batch_size:
             raise ValueError(
                 "a micro-batch is train_micro_batch_size sequences or micro_batch_tokens: give one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _splash(self) -> TrainerSection:
+        odd = [length for length in self.length_buckets if length % SPLASH_UNIT]
+        if self.attention == "splash" and odd:
+            raise ValueError(
+                f"attention=splash: length_buckets has {odd[0]}, which is no multiple of {SPLASH_UNIT};"
+                " attention=auto takes it for the others"
             )
         return self
 

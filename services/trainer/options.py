@@ -11,7 +11,6 @@ from services.trainer.learner.optimizer import OptimizerOptions
 from services.trainer.learner.policy import PolicyOptions
 from services.trainer.models.lora import LoraOptions
 from services.trainer.models.options import ModelOptions
-from services.trainer.models.splash import LENGTH_UNIT
 from services.trainer.settings import TokenLimits
 from services.trainer.supervised.training import SupervisedOptions
 from shared.algorithm_schema import PpoSection
@@ -36,17 +35,9 @@ def model_options(config: RunConfig, folder: Path) -> ModelOptions:
 
 
 def layout(config: RunConfig, tokens: TokenLimits, rows_per_step: int) -> BatchLayout:
-    """Raises ConfigError if the rows of a micro-batch do not divide over the mesh, the longest do not fit, or splash
-    attention is asked for and lengths are none of its.
-    """
+    """Raises ConfigError if the rows of a micro-batch do not divide over the mesh, or the longest do not fit."""
     trainer = config.trainer
     buckets, tokens_at_once = tuple(sorted(trainer.length_buckets)), trainer.micro_batch_tokens
-    odd = [length for length in buckets if length % LENGTH_UNIT]
-    if trainer.attention == "splash" and odd:
-        raise ConfigError(
-            f"trainer.attention=splash: trainer.length_buckets has {odd[0]}, which is no multiple of {LENGTH_UNIT}",
-            "trainer.attention=auto takes it for the others",
-        )
     rows = min(trainer.train_micro_batch_size or rows_per_step, rows_per_step)
     shards = dict(zip(trainer.mesh.axis_names, trainer.mesh.shape, strict=True)).get("fsdp", 1)
     if tokens_at_once is not None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from services.trainer.groups.filters import FilterOptions
 from services.trainer.groups.group_buffer import AdmissionRules
 from services.trainer.loop.interfaces import TrainPlan
-from services.trainer.planning.group_size import check_group
 from shared.errors import ConfigError
 from shared.models.origin import Origin
 from shared.outcomes import FilterRule
 from shared.routing import RoutingShape
 from shared.run import pinned
 from shared.run.folder import RunFolder
+from shared.run.group_size import check_group
 from shared.schema import FiltersConfig, RunConfig
 from shared.services_schema import Limits, TokenFiles
 

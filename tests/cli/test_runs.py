@@ -358,6 +358,7 @@ def test_a_run_that_could_start_nothing_says_so(tmp_path: Path, capsys: pytest.C
 
 def test_a_proof_that_fails_fails_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with runs.claimed(loaded(tmp_path)) as (folder, record, _):
+        folder.refused.write_text("{}\n")  # of a run without a checkpoint
         assert train.finish(folder, record, prove=True) == 1
     told = capsys.readouterr().out
     assert f"the proof FAILED with 1 violation, which `volley verify {folder.path}` names." in told

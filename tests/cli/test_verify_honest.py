@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -178,3 +179,20 @@ def test_groups_that_were_filtered_are_counted_by_rule(tmp_path: Path):
     result = command.verify(RunFolder(folder))
     assert result["violations"] == []
     assert result["by_disposition"] == {"trained": 4, "filtered(zero_variance)": 4}
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint(tmp_path: Path):
+    """Nothing is claimed of it; whatever is, is more than is durable."""
+    folder = RunFolder(small_run.write_config(tmp_path / RUN))
+    result = command.verify(folder)
+    assert (result["ok"], result["head"]) == (True, "nothing has been trained yet")
+    assert "proven" in command.told(result)
+    for file in (folder.ledger, folder.metrics):
+        file.write_text("{}\n")
+        assert f"there is more in {file.name}" in violations(folder.path)[0]["detail"]
+        file.unlink()
+    lived(folder.path, three_steps)
+    shutil.rmtree(folder.checkpoints)
+    for file in (folder.ledger, folder.metrics):
+        file.unlink()
+    assert "there is more in archive" in violations(folder.path)[0]["detail"]

@@ -118,3 +118,19 @@ def test_a_filter_that_takes_every_group_is_refused():
     )
     with pytest.raises(ConfigError, match="filters every group"):
         findings(lonely)
+
+
+@pytest.mark.parametrize(
+    ("length", "turns", "what"),
+    [(2**22, 8, r"16 episodes of 4,194,304 tokens may have"), (8192, 4096, "turns may have")],
+)
+def test_groups_that_nobody_would_take_in_are_refused_before_anything_starts(length: int, turns: int, what: str):
+    large = {
+        "grpo_config__num_generations": 64 if turns > 8 else 16,
+        "rollout__engine__context_length": length,
+        "trainer__length_buckets": [length],
+        "orchestrator__max_turns": turns,
+    }
+    with pytest.raises(ConfigError, match=what):
+        of(**large)
+    assert of(**large, mode="sft", sft__train=["f.jsonl"], data__env="e") == []

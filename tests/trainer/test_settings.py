@@ -119,7 +119,7 @@ def test_packed_micro_batches_hold_the_longest_sequence_on_every_shard():
 
 def test_splash_attention_is_asked_for_only_where_all_rows_can_have_it():
     with pytest.raises(ConfigError, match="length_buckets has 40, which is no multiple of 128"):
-        options.policy_options(load("trainer.attention=splash"), TOKENS)
+        load("trainer.attention=splash")
     run = load("trainer.attention=splash", "trainer.length_buckets=[128,384]")
     options.policy_options(run, TOKENS)
     assert options.model_options(run, ROOT).attention == "splash"

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 import aiohttp
 import blake3
 import numpy as np
+import uvloop
 import zstandard
 from aiohttp import web
 
@@ -34,7 +35,7 @@ def measured(given: Assumptions) -> Assumptions:
         "encode": _rate(lambda: _encoded(old, new)),
         "decode": _rate(lambda: _decoded(old, packed)),
     }
-    rates["send"] = rates["receive"] = asyncio.run(_transferred())
+    rates["send"] = rates["receive"] = uvloop.run(_transferred())
     units = {"send": "B/s", "receive": "B/s"}
     return given._replace(**{k: Constant(v, units.get(k, "B/s a core"), _SOURCE) for k, v in rates.items()})
 
@@ -96,4 +97,4 @@ def _serve(told: Connection) -> None:
         told.send(runner.addresses[0][1])
         await asyncio.Event().wait()
 
-    asyncio.run(main())
+    uvloop.run(main())

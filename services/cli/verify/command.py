@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -23,9 +24,12 @@ from services.cli.verify import (
     tickets,
 )
 from services.cli.verify.groups import GroupBounds
+from services.cli.verify.queue import QueueContents
 from services.cli.verify.violation import Findings, Violation, ViolationKind
 from shared import config
 from shared.errors import ConfigError
+from shared.run import archive
+from shared.run import commits as commit_records
 from shared.run.folder import RunFolder
 from shared.run.state import in_lineage
 
@@ -55,13 +59,7 @@ def verify(folder: RunFolder) -> Result:
     findings.add(violations)
     aside = checkpoints.set_aside(folder.checkpoints)
     if not found:
-        nothing = Violation(
-            ViolationKind.CHECKPOINT,
-            "there is no whole checkpoint, so nothing is durable",
-            file=folder.checkpoints.name,
-        )
-        findings.add([nothing])
-        return _result(findings, None, {"set_aside": aside})
+        return _without_checkpoint(folder, seen, findings, aside)
     if run.is_supervised:
         about = {"set_aside": aside, **supervised.verify(folder, run, found, findings)}
         return _result(findings, None, about)
@@ -110,6 +108,26 @@ def verify(folder: RunFolder) -> Result:
         "redis": seen if isinstance(seen, str) else "differs" if differing else "agrees",
     }
     return _result(findings, fates, about)
+
+
+def _without_checkpoint(
+    folder: RunFolder, seen: QueueContents | str, findings: Findings, aside: Mapping[str, str]
+) -> Result:
+    """Of a run that was stopped before its first checkpoint nothing is claimed, and that is all there is to say."""
+    claims = [file.name for file in (folder.ledger, folder.metrics, folder.sft, folder.refused) if _has_lines(file)]
+    claims += [folder.archive.name] * bool(archive.versions(folder.archive) or commit_records.versions(folder.archive))
+    claims += ["Redis"] * (not isinstance(seen, str) and bool(seen.state.version or seen.done))
+    if not (claims or aside or findings.all()):
+        return _result(findings, None, {"set_aside": aside, "steps": 0, "head": "nothing has been trained yet"})
+    detail = "there is no whole checkpoint, so nothing is durable"
+    if claims:
+        detail += f", and there is more in {', '.join(claims)}"
+    findings.add([Violation(ViolationKind.CHECKPOINT, detail, file=folder.checkpoints.name)])
+    return _result(findings, None, {"set_aside": aside})
+
+
+def _has_lines(file: Path) -> bool:
+    return os.path.lexists(file) and (not file.is_file() or file.stat().st_size > 0)
 
 
 def _read(violation: Mapping[str, Any]) -> Violation:

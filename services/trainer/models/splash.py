@@ -22,11 +22,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from services.trainer.models.attention import ScoreOptions, seen
 from shared.errors import ConfigError
+from shared.schema import SPLASH_UNIT
 
 type Attention = Literal["auto", "blocks", "splash"]
-LENGTH_UNIT = 128
-"""The lengths of rows are multiples of it."""
-_BLOCKS, _QUERIES = (512, 256, LENGTH_UNIT), (1024, 512, 256, LENGTH_UNIT)
+_BLOCKS, _QUERIES = (512, 256, SPLASH_UNIT), (1024, 512, 256, SPLASH_UNIT)
 _KEPT = "splash"
 
 
@@ -44,7 +43,7 @@ def chosen(attention: Attention, platform: str) -> bool:
 
 def fits(shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Whether queries of this shape [B, T, N, H] can be attended to: what does not is for `attention.attend`."""
-    return shape[1] % LENGTH_UNIT == 0 and shape[0] % mesh.shape["fsdp"] == 0
+    return shape[1] % SPLASH_UNIT == 0 and shape[0] % mesh.shape["fsdp"] == 0
 
 
 def attend(

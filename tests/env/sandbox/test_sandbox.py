@@ -165,6 +165,9 @@ async def test_gymnasium(sandboxes: Sandboxes):
     assert (await said(sandbox, "4")).info.error == "invalid_action"
     assert (await said(sandbox, "I'd rather go to the right, I think!")).info.error == "format"
     assert (await said(sandbox, "I think <answer>2</answer>")).messages[0]["content"] == "at 1 of 2"
+    tags = "<answer>" * 3 + "2</answer></answer><answer>"  # the last that is closed; and without end, at once
+    assert (await said(sandbox, tags)).messages[0]["content"] == "at 1 of 2"
+    assert (await said(sandbox, "<answer>" * 60_000)).info.error == "format"
     last = await said(sandbox, "3")
     assert (last.reward, last.terminated, last.info.success) == (1.0, True, True)
     seeds = []

@@ -32,7 +32,7 @@ Wait = Callable[[Any], Any]
 
 GYMNASIUM_SPLITS = {"train": 100_000, "eval": 256}
 """Of a gymnasium environment that names none: any seed makes a task."""
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 def find_entry(namespace: Mapping[str, Any], module: str, entry: str | None) -> tuple[type, str]:
@@ -243,9 +243,7 @@ class GymnasiumAdapter(Adapter):
     def _action(self, environment: Any, text: str) -> tuple[Any, str | None]:
         """The action that a text names, or the model's fault."""
         space = getattr(environment, "action_space", None)
-        if (tagged := _ANSWER.findall(text)) != []:
-            text = tagged[-1]
-        text = text.strip()
+        text = _answer(text).strip()
         if not hasattr(space, "n"):
             return text, None
         first, n = int(getattr(space, "start", 0)), int(plain(space.n))
@@ -266,6 +264,12 @@ class GymnasiumAdapter(Adapter):
         space = environment.action_space
         first = int(getattr(space, "start", 0))
         return f"Answer with a number from {first} to {first + int(plain(space.n)) - 1}."
+
+
+def _answer(text: str) -> str:
+    """What the last closed <answer> holds, else all of it; linear in its length."""
+    opened = text.rfind(_OPEN, 0, max(0, text.rfind(_CLOSE)))
+    return text if opened < 0 else text[opened + len(_OPEN) : text.find(_CLOSE, opened)]
 
 
 def task_seed(split: str, index: int) -> int:
