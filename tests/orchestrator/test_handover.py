@@ -1,15 +1,19 @@
 """Records of an orchestrator with a folder of its own, handed to the trainer over HTTP."""
 
 import asyncio
+import shutil
+from dataclasses import replace
 
 import pytest
 
+from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.status import RunStatus
 from shared.clients.trainer import TrainerClient
 from shared.errors import AnotherBeginning, VolleyError
 from shared.process.ports import free_port
 from shared.run.folder import RunFolder
+from shared.run.mixture import MixtureChange, SplitSizes
 from tests.support.asgi import served
 from tests.support.records import records_app
 
@@ -110,3 +114,70 @@ async def test_records_of_another_beginning_of_the_run_are_not_handed_over(tmp_p
         await same.follow("first")
         await same.finish()
     assert run.evals.read_bytes() == own.evals.read_bytes()
+
+
+async def issued(n: int) -> int:
+    return n
+
+
+def lost(own: RunFolder) -> RunFolder:
+    shutil.rmtree(own.path)
+    own.path.mkdir()
+    return own
+
+
+async def test_a_folder_that_was_lost_gets_back_what_the_trainer_has(tmp_path):
+    """What a ticket plays follows from the mixture's lines."""
+    own, run = folders(tmp_path)
+    change = replace(MixtureChange(1, {"a": 1}), from_ticket=4, weights={"b": 1}, sizes={"b": SplitSizes(9, 9)})
+    own.mixture.write_bytes(change.encode())
+    own.samples.write_bytes(b"".join(b'{"step":%d,"text":"%s"}\n' % (i, b"x" * 300_000) for i in range(9)))
+    kept = own.samples.read_bytes()
+    async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
+        before = RecordHandover(trainer, own, RunStatus())
+        await before.restore(lambda: issued(0))
+        await before.follow("b")
+        await before.finish()
+        with run.samples.open("ab") as file:
+            file.write(b'{"torn')
+        (lost(own).path / f".{own.samples.name}.arriving").write_bytes(b"of one that was killed")
+        after = RecordHandover(trainer, own, RunStatus())
+        await after.restore(lambda: issued(7))
+        assert (own.samples.read_bytes(), own.mixture.read_bytes()) == (kept, change.encode())
+        assert not own.evals.exists()
+        log = MixtureLog(own.mixture, {"a": 1}, lambda: issued(7))
+        assert [(await log.drawn(ticket)).env for ticket in (3, 4, 7)] == ["a", "b", "b"]
+        await after.follow("b")
+        own.mixture.unlink()
+        await after.restore(lambda: issued(7))
+        assert not own.mixture.exists(), "a folder that knows its beginning was not lost"
+
+
+@pytest.mark.parametrize("n", [0, 7])
+async def test_a_trainer_that_is_away_is_waited_for_only_where_tickets_are_out(n: int, tmp_path):
+    own, run = folders(tmp_path)
+    run.mixture.write_bytes(b'{"from_ticket":3}\n')
+    port, status = free_port(), RunStatus()
+    async with TrainerClient(f"http://127.0.0.1:{port}") as trainer:
+        task = asyncio.create_task(RecordHandover(trainer, own, status).restore(lambda: issued(n)))
+        while not (task.done() or (status.waiting and "lost folder" in status.waiting.why)):
+            await asyncio.sleep(0.01)
+        assert (task.done(), own.mixture.exists()) == (n == 0, False)
+        async with served(records_app(run.path), port=port):
+            await asyncio.wait_for(task, 60)
+    assert "lost folder" not in str(status.waiting)
+    assert own.mixture.exists() == (n > 0)
+
+
+async def test_a_page_of_a_record_is_bounded(tmp_path):
+    _, run = folders(tmp_path)
+    run.evals.write_bytes(b"{}\n" * 25_000 + b"\n[]\n\xff\n" + b'{"a":"%s"}\n' % (b"x" * 1_000_000))
+    async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
+        sizes, offset = list[int](), 0
+        while (found := await trainer.record("evals", offset))[1] > offset:
+            lines, offset = found
+            sizes.append(len(lines))
+        assert sizes == [10_000, 10_000, 5_000, 1]
+        assert await trainer.record("evals", 2**40) == ([], 2**40)
+        with pytest.raises(VolleyError):
+            await trainer.record("evals", -1)

@@ -2,13 +2,14 @@
 
 Invariant: a line is durable in the orchestrator's own folder first, and is handed over until the trainer has answered;
 the trainer takes a line once. So neither's death loses or doubles one, and the run ends only when it has all of them.
+A folder that was lost gets back what had been handed over, before a ticket is looked up.
 Where both have one folder, the trainer finds every line there.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import orjson
@@ -44,6 +45,35 @@ class RecordHandover:
             await asyncio.to_thread(_keep, self._folder, beginning)
         self._begun.set()
 
+    async def restore(self, n_issued: Callable[[], Awaitable[int]]) -> None:
+        """A folder that knows of no beginning of a run whose tickets are out was lost: it gets the records that the
+        trainer has, for what a ticket plays follows from them. Returns when it has them.
+
+        Args:
+            n_issued: how many tickets the queue has issued; may raise VolleyError.
+        """
+
+        async def fetch() -> None:
+            if await n_issued():
+                for record, path in self._paths.items():
+                    if not path.exists():
+                        await self._fetch(record, path)
+
+        if not self._folder.recorded_beginning.exists():
+            await self._until(fetch, "records of a lost folder are not back")
+
+    async def _fetch(self, record: Record, path: Path) -> None:
+        """All of a record or nothing. Raises VolleyError, OSError."""
+        arriving, offset = path.with_name(f".{path.name}.arriving"), 0
+        arriving.unlink(missing_ok=True)
+        while (found := await self._trainer.record(record, offset))[1] > offset:
+            lines, offset = found
+            text = "".join(f"{line}\n" for line in lines).encode()
+            await asyncio.to_thread(storage.append, arriving, text, durable=True)
+        if offset:
+            await asyncio.to_thread(_put, arriving, path)
+            _log.info("a lost record is back", record=record, n_bytes=offset)
+
     async def watch(self) -> None:
         """Hands over what is added. Ends only by cancellation."""
         await self._begun.wait()
@@ -53,15 +83,23 @@ class RecordHandover:
 
     async def finish(self) -> None:
         """Returns when the trainer has everything."""
+
+        async def hand_over() -> None:
+            async with self._alone:
+                for record, path in self._paths.items():
+                    await self._hand_over(record, path)
+
+        await self._until(hand_over, "records are not handed over")
+
+    async def _until(self, work: Callable[[], Awaitable[None]], problem: str) -> None:
+        """Returns once `work` has not failed."""
         waits: Wait | None = None
         while True:
             try:
-                async with self._alone:
-                    for record, path in self._paths.items():
-                        await self._hand_over(record, path)
+                await work()
             except (VolleyError, OSError) as error:
-                waits = self._status.waiting = Wait("trainer", f"records are not handed over: {error}")
-                _log.warning("the trainer has not taken records", reason=str(error))
+                waits = self._status.waiting = Wait("trainer", f"{problem}: {error}")
+                _log.warning(problem, reason=str(error))
             else:
                 if waits is not None and self._status.waiting is waits:
                     self._status.waiting = None
@@ -80,6 +118,11 @@ class RecordHandover:
             if taken:
                 await self._trainer.hand_over(record, taken)
             self._offsets[record] += size
+
+
+def _put(arriving: Path, path: Path) -> None:
+    arriving.rename(path)
+    storage.fsync(path.parent)
 
 
 def _keep(folder: RunFolder, beginning: str) -> None:
