@@ -171,7 +171,7 @@ async def test_a_trainer_that_is_away_is_waited_for_only_where_tickets_are_out(n
 
 async def test_a_page_of_a_record_is_bounded(tmp_path):
     _, run = folders(tmp_path)
-    run.evals.write_bytes(b"{}\n" * 25_000 + b"\n[]\n\xff\n" + b'{"a":"%s"}\n' % (b"x" * 1_000_000))
+    run.evals.write_bytes(b"{}\n" * 25_000 + b"\n[]\n\xff\n" + b'{"a":"%s"}\n' % (b"x" * 1_040_000))
     async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
         sizes, offset = list[int](), 0
         while (found := await trainer.record("evals", offset))[1] > offset:
