@@ -122,7 +122,6 @@ async def issued(n: int) -> int:
 
 def lost(own: RunFolder) -> RunFolder:
     shutil.rmtree(own.path)
-    own.path.mkdir()
     return own
 
 
@@ -140,9 +139,13 @@ async def test_a_folder_that_was_lost_gets_back_what_the_trainer_has(tmp_path):
         await before.finish()
         with run.samples.open("ab") as file:
             file.write(b'{"torn')
-        (lost(own).path / f".{own.samples.name}.arriving").write_bytes(b"of one that was killed")
-        after = RecordHandover(trainer, own, RunStatus())
-        await after.restore(lambda: issued(7))
+        for left in (False, True):
+            lost(own)
+            if left:
+                own.path.mkdir()
+                (own.path / f".{own.samples.name}.arriving").write_bytes(b"of one that was killed")
+            after = RecordHandover(trainer, own, RunStatus())
+            await after.restore(lambda: issued(7))
         assert (own.samples.read_bytes(), own.mixture.read_bytes()) == (kept, change.encode())
         assert not own.evals.exists()
         log = MixtureLog(own.mixture, {"a": 1}, lambda: issued(7))

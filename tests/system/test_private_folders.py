@@ -4,12 +4,14 @@ trainer.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from services.cli.commands.replay import replayed
@@ -29,6 +31,14 @@ REAL = {
     "trainer": ("services.trainer", "trainer"),
 }
 SIMULATED = REAL | {"rollout": ("tools.simulated.rollout", "base"), "trainer": ("tools.simulated.trainer", "base")}
+
+
+def until(seen: Callable[[], bool], logs: Callable[[], str]) -> None:
+    """Raises AssertionError, with the logs, after four minutes."""
+    deadline = time.monotonic() + 240
+    while not seen():
+        assert time.monotonic() < deadline, logs()
+        time.sleep(0.1)
 
 
 class SeparateServices:
@@ -81,16 +91,23 @@ class SeparateServices:
             )
         return self._running["follow"]
 
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self._ports[name]}"
+
+    def lose(self, name: str) -> None:
+        """Its folder is lost with it."""
+        self.kill(name)
+        shutil.rmtree(self.folder(name).path)
+        self.start(name)
+
     def kill(self, name: str) -> None:
         self._running[name].kill()
         self._running[name].wait()
 
     def until_trained(self, step: int) -> None:
         """Raises AssertionError, with the logs, after four minutes."""
-        deadline, metrics = time.monotonic() + 240, self.folder("trainer").metrics
-        while not metrics.exists() or len(metrics.read_bytes().splitlines()) < step:
-            assert time.monotonic() < deadline, self.logs()
-            time.sleep(0.1)
+        metrics = self.folder("trainer").metrics
+        until(lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) >= step, self.logs)
 
     def logs(self) -> str:
         return "\n".join(path.read_text()[-3000:] for path in (self._root / "log", *self._root.glob("*/log")))
@@ -148,6 +165,25 @@ def survives(services: SeparateServices, *victims: tuple[int, str]) -> RunFolder
 def test_simulated_services_without_a_common_folder_survive_the_loss_of_each_but_env(tmp_path: Path) -> None:
     with separate_services(tmp_path, SIMULATED, "sft.max_steps=0") as services:
         survives(services, (1, "orchestrator"), (2, "rollout"), (3, "trainer"))
+
+
+def test_an_orchestrator_that_loses_its_folder_gives_tickets_the_tasks_of_the_mixture_that_was_chosen(
+    tmp_path: Path,
+) -> None:
+    mixture = ("data.mixture.frozen_lake.weight=2", "data.mixture.sokoban.weight=1", "orchestrator.lease_s=2")
+    with separate_services(tmp_path, SIMULATED, "sft.max_steps=0", *mixture) as services:
+        run, own = services.folder("trainer"), services.folder("orchestrator")
+        services.until_trained(1)
+        chosen = {"mixture": {"sokoban": 6}}
+        answer = httpx.patch(f"{services.url('orchestrator')}/runs/system", json=chosen, trust_env=False, timeout=60)
+        assert answer.status_code == 200, answer.text
+        until(lambda: run.mixture.exists(), services.logs)
+        services.lose("orchestrator")
+        assert services.follow().wait(300) == 0, services.logs()
+        result = verify(run)
+    assert result["ok"], result["violations"]
+    assert len(jsonl.read(run.mixture)) == 1
+    assert (run.mixture.read_bytes(), run.evals.read_bytes()) == (own.mixture.read_bytes(), own.evals.read_bytes())
 
 
 @pytest.mark.long

@@ -65,7 +65,7 @@ class RecordHandover:
     async def _fetch(self, record: Record, path: Path) -> None:
         """All of a record or nothing. Raises VolleyError, OSError."""
         arriving, offset = path.with_name(f".{path.name}.arriving"), 0
-        arriving.unlink(missing_ok=True)
+        await asyncio.to_thread(_clear, arriving)
         while (found := await self._trainer.record(record, offset))[1] > offset:
             lines, offset = found
             text = "".join(f"{line}\n" for line in lines).encode()
@@ -118,6 +118,11 @@ class RecordHandover:
             if taken:
                 await self._trainer.hand_over(record, taken)
             self._offsets[record] += size
+
+
+def _clear(arriving: Path) -> None:
+    arriving.parent.mkdir(parents=True, exist_ok=True)
+    arriving.unlink(missing_ok=True)
 
 
 def _put(arriving: Path, path: Path) -> None:
