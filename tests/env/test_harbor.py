@@ -191,6 +191,11 @@ FORGED = {
         "ln -s /tmp out",
         **{"solution/solve.sh": "mkdir out; echo 30 > out/a"},
     ),
+    "a link to a folder of the system's": _forged(
+        "cp /tests/expected.txt /root/a; diff -r out /tests/out && [ -d out ]",
+        "ln -s /root out",
+        **{"solution/solve.sh": "mkdir out; echo 30 > out/a"},
+    ),
     "what was moved away": _forged(
         f"cd /tests; {READ.replace('total.txt', '$(find / -name wanted 2>/dev/null | tail -n 1)')}",
         "mkdir /else; echo 30 > /else/wanted",
@@ -225,13 +230,17 @@ async def test_the_work_is_what_the_model_left(client: httpx.AsyncClient) -> Non
     """In the working folder and in the folders of the Dockerfile, links among them and into the system included."""
     check = (
         '[ "$(cat total.txt)" = 30 ] && [ "$(cat /data/sub/deep)" = 1 ] && [ -d /out ] && [ -L /out/sh ]'
-        ' && [ "$(stat -c %a /data/sub)" = 500 ] && [ -x /out/run ] && [ "$RULE" = yes ] && [ -z "$UNIT" ]\n'
+        ' && [ "$(stat -c %a /data/sub)" = 500 ] && [ -x /out/run ] && [ "$RULE" = yes ] && [ -z "$UNIT" ]'
+        ' && [ "$(cat hard)" = 2 ] && [ -L told ] && [ -s told ]\n'
     )
     solution = (
         "mkdir /data/sub; echo 1 > /data/sub/deep; echo 30 > /out/x; ln -s ../out/x total.txt; ln -s /bin/sh /out/sh\n"
         "ln -s link /out/run; ln -s ../bin/../usr/bin/env /out/link; ln -s deep /data/sub/l; chmod 500 /data/sub\n"
+        "echo 2 > /tmp/n; ln /tmp/n hard; ln /out/x /root/x; ln -s /tmp/sub/numbers.txt told\n"
     )
-    docker = "FROM debian\nENV UNIT=metre\nWORKDIR /out\nWORKDIR /app\nCOPY numbers.txt /data/\n"
+    docker = (
+        "FROM debian\nENV UNIT=metre\nWORKDIR /out\nWORKDIR /app\nCOPY numbers.txt /data/\nCOPY numbers.txt /tmp/sub/\n"
+    )
     files = {"tests/check.sh": check, "solution/solve.sh": solution, "environment/Dockerfile": docker}
     files |= toml("verifier", 'env = {RULE = "yes"}')
     one = await playing(client, **files)

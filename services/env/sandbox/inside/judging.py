@@ -28,8 +28,9 @@ def renew(paths: list[str], kept: list[str], workdir: str) -> None:
         kept: absolute paths; with "/" all is left but temporary files.
         workdir: becomes a folder if it is none.
 
-    Links in `kept` that lead nowhere, or through `paths`, temporary files, /proc or /dev, are removed: what they show
-    would be the tests' own. Of more links than can be followed in a bounded time none is kept.
+    Links in `kept` that lead nowhere, through `paths`, /proc or /dev, or to what is neither below `kept` nor the
+    machine's, are removed: what they show would be the tests' own. Of more links than can be followed in a bounded time
+    none is kept.
 
     Invariant: where it returns, no part of one of `paths` or of `workdir` is a link, and the last part of each of
     `paths` was made by mkdir here; the name that something is moved to is one that nobody could know (rename does
@@ -43,7 +44,7 @@ def renew(paths: list[str], kept: list[str], workdir: str) -> None:
             _move_away(path)
             os.mkdir(path, 0o755)
         _open_folder(workdir)
-        links = _Links({*paths, *_NOT_THE_TASKS, *_TEMPORARY} - {*kept})
+        links = _Links({*paths, *_NOT_THE_TASKS} - {*kept}, kept)
         for path in kept:
             if not any(above in kept for above in _above(path)):
                 links.remove(path)
@@ -99,18 +100,19 @@ def _move_away(path: str) -> None:
         mode, away = os.lstat(path).st_mode, f"/.removed-{os.urandom(16).hex()}"
         if stat.S_ISDIR(mode):
             os.chmod(path, 0o700)  # one that may not be written cannot get another parent
-        os.rename(path, away)
-        if not stat.S_ISLNK(mode):
+            os.rename(path, away)
             os.chmod(away, 0)
+        else:  # which may have another name where it stays, and one mode for both
+            os.unlink(path)
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, "it cannot be moved away", path)
 
 
 class _Links:
-    """Args: out: paths through which no link may lead."""
+    """Args: out: paths through which no link may lead; kept: where it may end, beside what is the machine's."""
 
-    def __init__(self, out: set[str]) -> None:
-        self._out, self._left = out, _MAX_STEPS
+    def __init__(self, out: set[str], kept: list[str]) -> None:
+        self._out, self._kept, self._left = out, kept, _MAX_STEPS
         self._device, self._user = os.lstat("/").st_dev, os.geteuid()
 
     def remove(self, path: str) -> None:
@@ -157,7 +159,16 @@ class _Links:
                 return True
             at = "/" if text.startswith("/") else os.path.dirname(at)
             names += reversed(text.split("/"))
-        return at == "/"
+        return at == "/" or not self._stays(at)
+
+    def _stays(self, path: str) -> bool:
+        """Whether what lies there was left, or is the machine's, which nobody here can write."""
+        around = {path, *_above(path)}
+        if around.intersection(self._kept) - {"/"}:
+            return True
+        if around.intersection(_TEMPORARY):
+            return False
+        return "/" in self._kept or os.lstat(path).st_dev != self._device
 
 
 METHODS = {"renew": renew}

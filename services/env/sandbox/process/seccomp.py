@@ -51,7 +51,8 @@ rights that it has not, as it starts programs. No sessions: each may have a shar
 _REFUSED = """
 accept bind chown chroot connect execve execveat fork vfork lchown fchown fchownat listen mount umount2 ptrace
 process_vm_readv process_vm_writev setuid setgid setresuid setresgid setreuid setregid setgroups setns unshare bpf
-memfd_create io_uring_setup socket keyctl add_key perf_event_open userfaultfd pidfd_open pidfd_getfd mknod mknodat
+memfd_create io_uring_setup setsid socket keyctl add_key perf_event_open userfaultfd pidfd_open pidfd_getfd mknod
+mknodat
 """
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 """Both together: memory of no file, which stays when none of its pages is mapped any more, so that nobody can count it.
