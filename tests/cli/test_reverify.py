@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import httpx
 import numpy as np
@@ -16,8 +18,8 @@ from services.cli.reverify.episodes import rejudge, said
 from services.env.app import open_env
 from services.env.settings import from_config
 from shared import config
-from shared.clients.env import EnvClient
-from shared.errors import ConfigError
+from shared.clients.env import EnvClient, Opening
+from shared.errors import ConfigError, RateLimited
 from shared.run import seeding
 from shared.types import ASSISTANT, Trajectory, Turn, VersionSpan
 from tests.support.tokenizer import tiny_tokenizer
@@ -79,6 +81,22 @@ async def test_the_same_environment_gives_the_same_reward(tmp_path: Path, solved
         assert row.reward == pytest.approx(trajectory.reward)
         other = replace(trajectory, reward=trajectory.reward + 0.5)
         assert (await rejudge(client, tiny_tokenizer(), other, SEED, "frozen_lake")).changed
+
+
+async def test_an_environment_that_is_not_ready_for_a_task_is_asked_again(tmp_path: Path) -> None:
+    """Its layouts are drawn one after the other."""
+    async with environments(tmp_path) as client:
+        trajectory, create = await played(client, solved=True), client.create
+        refused = iter([RateLimited("1398 layouts are drawn by now", retry_after_s=0.01)])
+
+        async def busy(*args: Any, **kwargs: Any) -> Opening:
+            for error in refused:
+                raise error
+            return await create(*args, **kwargs)
+
+        with patch.object(client, "create", busy):
+            found = await rejudge(client, tiny_tokenizer(), trajectory, SEED, "frozen_lake")
+    assert (found.why, found.reward) == ("", trajectory.reward)
 
 
 async def test_what_cannot_be_played_again_is_told(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -102,11 +102,16 @@ async def _reverified(folder: RunFolder, only: str | None, instead: str | None) 
     run = config.load([folder.config]).config
     tokenizer = await asyncio.to_thread(lambda: ChatTokenizer(model_folder(run.model.path, folder.path)))
     async with environments_of(folder) as client:
-        return await _judged(folder, client, tokenizer, run.run.seed, only, instead)
+        return await _judged(_groups(folder, run.run.name), client, tokenizer, run.run.seed, only, instead)
 
 
 async def _judged(
-    folder: RunFolder, client: EnvClient, tokenizer: ChatTokenizer, seed: int, only: str | None, instead: str | None
+    groups: Iterable[tuple[WeightVersion, Group]],
+    client: EnvClient,
+    tokenizer: ChatTokenizer,
+    seed: int,
+    only: str | None,
+    instead: str | None,
 ) -> dict[str, Any]:
     tallies, changed = defaultdict[str, _Tally](_Tally), list[dict[str, Any]]()
     slots = asyncio.Semaphore(_AT_ONCE)
@@ -115,7 +120,7 @@ async def _judged(
         async with slots:
             return await rejudge(client, tokenizer, group.trajectories[n], seed, instead or group.env)
 
-    for version, group in _groups(folder):
+    for version, group in groups:
         if only is None or group.env == only:
             found = await asyncio.gather(*(one(group, n) for n in range(len(group.trajectories))))
             _count(tallies[group.env], found)
@@ -123,13 +128,13 @@ async def _judged(
     return {"environments": {name: _row(tally) for name, tally in sorted(tallies.items())}, "changed": changed}
 
 
-def _groups(folder: RunFolder) -> Iterator[tuple[WeightVersion, Group]]:
-    """Of all steps that still count, in their order; one at a time in memory."""
+def _groups(folder: RunFolder, run: str) -> Iterator[tuple[WeightVersion, Group]]:
+    """Of all steps of a run that still count, in their order; one at a time in memory."""
     head = commits.newest(folder)
     lineage = head.lineage if head else ()
     for version in archive.versions(folder.archive):
         if in_lineage(version, lineage):
-            for payload in archive.read(folder.archive, folder.name, version):
+            for payload in archive.read(folder.archive, run, version):
                 yield version, Group.decode(payload)
 
 

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from shared.clients.env import EnvClient, StepReply
+from shared.clients.env import EnvClient
 from shared.errors import DecodeError, RateLimited, Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.run import seeding
@@ -74,7 +74,7 @@ async def _played(
     split, index = _where(trajectory.task)
     request_id = uuid.uuid4().hex
     env_seed = seeding.env_seed(seed, trajectory.ticket, trajectory.sample_index)
-    opening = await client.create(request_id, env, split, index, seed=env_seed)
+    opening = await _patiently(client.create, request_id, env, split, index, seed=env_seed)
     rewards, success, over = list[float](), False, False
     try:
         if opening.task != trajectory.task:
@@ -93,8 +93,10 @@ async def _played(
     return sum(rewards), success
 
 
-async def _patiently[**P](call: Callable[P, Awaitable[StepReply]], *args: P.args, **kwargs: P.kwargs) -> StepReply:
-    """Asks again for as long as it is told to come back: a judge is waited for. Raises VolleyError."""
+async def _patiently[**P, T](call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Asks again for as long as it is told to come back: a judge is waited for, or a layout that is being drawn. Raises
+    VolleyError.
+    """
     try:
         async with asyncio.timeout(_PATIENCE_S):
             while True:
