@@ -61,6 +61,7 @@ async def _state(request: Request) -> RecordsState:
 
 Here = Annotated[RecordsState, Depends(_state)]
 Named = Annotated[Record, Path(openapi_examples={"evaluations": {"value": "evals"}})]
+Offset = Annotated[int, Query(ge=0, le=_MOST_OFFSET, openapi_examples={"from the start": {"value": 0}})]
 
 
 @router.post("/records/{record}", openapi_extra=declares(body=LinesBody, answer=_ADDED))
@@ -82,9 +83,7 @@ async def add(request: Request, record: Named, state: Here) -> Response:
 
 
 @router.get("/records/{record}", openapi_extra=declares(answer=_KEPT))
-async def read(
-    request: Request, record: Named, state: Here, offset: Annotated[int, Query(ge=0, le=_MOST_OFFSET)] = 0
-) -> Response:
+async def read(request: Request, record: Named, state: Here, offset: Offset = 0) -> Response:
     """Whole lines from a byte of the record on, without their ends; `next` is where to go on: `offset` at the end."""
     lines, after = await asyncio.to_thread(_lines, state.folder.handed_over[record], offset)
     return respond(request, {"lines": lines, "next": after})
