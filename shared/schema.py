@@ -36,8 +36,9 @@ _MOST_LINES = 100_000
 
 
 class RunSection(Section):
-    """Identity of the run; its folder `dir/name` holds config, checkpoints, ledger, metrics and plots. Below
-    `bucket`, `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`, rollout servers may take checkpoints from.
+    """Identity of the run; its folder `dir/name` holds config, checkpoints, ledger, metrics and plots. `bucket`,
+    `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`, is this run's alone: the trainer keeps checkpoints and log there as
+    well, and rollout servers may take checkpoints from there.
     """
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")

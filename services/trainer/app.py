@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
 
 from fastapi import FastAPI
 from redis.asyncio import Redis
@@ -13,7 +15,10 @@ from redis.asyncio import Redis
 from services.trainer import records
 from services.trainer import settings as from_run
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
-from services.trainer.loop.interfaces import Collaborators
+from services.trainer.bucket.restore import FolderRestore
+from services.trainer.bucket.run_bucket import RunBucket
+from services.trainer.bucket.writer import BucketWriter
+from services.trainer.loop.interfaces import Collaborators, TrainPlan
 from services.trainer.loop.worker import TrainerWorker
 from services.trainer.multihost.app import open_follower
 from services.trainer.multihost.options import group_options
@@ -21,6 +26,7 @@ from services.trainer.publishing import routes as publishing
 from services.trainer.publishing.publications import Publications
 from services.trainer.publishing.publisher import Publisher, Served
 from services.trainer.publishing.routes import PublishingState
+from services.trainer.recovery.resuming import under_settings
 from services.trainer.routes import ROLES, router
 from services.trainer.settings import TrainerSettings
 from services.trainer.settlement.ledger import LedgerFile, StepLog
@@ -29,8 +35,10 @@ from services.trainer.status import TrainerStatus
 from services.trainer.supervised.app import open_supervised
 from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
+from shared.files.buckets import Bucket
 from shared.findings import findings
 from shared.models.chat import ChatTokenizer
+from shared.models.config import ModelConfig
 from shared.models.hub import keep, model_folder
 from shared.models.origin import Origin
 from shared.process import telemetry
@@ -39,6 +47,7 @@ from shared.process.imports import uncollected
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
 from shared.queue.registry import Registry
+from shared.run import archive
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog
 from shared.run.folder import RunFolder
@@ -48,6 +57,8 @@ from shared.web.access import AccessTokens, Role, read_tokens
 from shared.web.http import create_app
 from shared.weights.serving import Uplink
 
+_CHECKPOINT_BYTES_A_NUMBER, _BESIDE_BYTES = 40, 64 * 2**20
+"""Float32 weights of policy and critic, each with two moments, and what is published: 36 bytes, and no more."""
 _log = telemetry.Log("trainer")
 
 
@@ -104,6 +115,7 @@ async def open_trainer(
         )
         opened = open_backend(BackendInputs(config, settings, model, ChatTokenizer(model), origin, publications))
         stack.callback(opened.close)
+        plan = from_run.plan(config, opened.tokens, origin)
         parts = Collaborators(
             backend=opened.backend,
             checkpoints=opened.checkpoints,
@@ -118,10 +130,32 @@ async def open_trainer(
             warm_start=lambda: opened.warm_start(environments, status, thread),
             publish=publisher.publish,
             beginning=publications.beginning,
+            bucket=_bucket(config, settings, model, publications.beginning, status, plan),
         )
         app = _app(settings, callers, status)
+        if parts.bucket is not None:
+            app.state.records = records.RecordsState(folder, parts.bucket.check_open)
         app.state.publishing = PublishingState(publications, Uplink(publications.read), publisher.sources)
-        yield RunningService(app, [TrainerWorker(from_run.plan(config, opened.tokens, origin), parts, status).run])
+        yield RunningService(app, [TrainerWorker(plan, parts, status).run])
+
+
+def _bucket(
+    config: RunConfig,
+    settings: TrainerSettings,
+    model: Path,
+    beginning: Callable[[], str],
+    status: TrainerStatus,
+    plan: TrainPlan,
+) -> RunBucket | None:
+    if settings.bucket is None:
+        return None
+    bucket, folder = Bucket(settings.bucket), RunFolder(settings.run_folder)
+    most = _CHECKPOINT_BYTES_A_NUMBER * ModelConfig.read(model).n_numbers + _BESIDE_BYTES
+    of_step = archive.MAX_GROUP_BYTES * config.trainer.groups_per_step
+    check = partial(under_settings, settings=plan.settings, original=plan.original)
+    restore = FolderRestore(bucket, folder, settings.run, beginning, most, of_step, check)
+    writer, end_s = BucketWriter(bucket, folder, settings.run, beginning), config.services.limits.grace_s / 2
+    return RunBucket(restore, writer, folder, status, end_s)
 
 
 def _of_its_origin(config: RunConfig) -> tuple[RunConfig, Origin | None]:

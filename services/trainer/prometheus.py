@@ -52,6 +52,9 @@ _STEP = Gauge(
     registry=REGISTRY,
 )
 DURABLE = Gauge("volley_trainer_durable_step", "Newest step that is durable in the log", registry=REGISTRY)
+BUCKET = Gauge(
+    "volley_trainer_bucket_step", "Newest step that the run's bucket has; 0 while it has no head", registry=REGISTRY
+)
 CHECKPOINT = Gauge("volley_trainer_checkpoint_step", "Step of the newest checkpoint", registry=REGISTRY)
 _STEPS = Counter("volley_trainer_steps", "Optimizer steps of RL made by this process", registry=REGISTRY)
 _TOKENS = Counter("volley_trainer_tokens", "Tokens trained on", registry=REGISTRY)

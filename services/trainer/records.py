@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Annotated
@@ -49,9 +50,10 @@ class LinesBody(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RecordsState:
-    """What the routes work on; lives in `app.state.records`."""
+    """What the routes work on; lives in `app.state.records`. `check_open` raises while the folder takes nothing."""
 
     folder: RunFolder
+    check_open: Callable[[], None] = lambda: None
     alone: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -69,6 +71,7 @@ async def add(request: Request, record: Named, state: Here) -> Response:
     """Appends the lines that the run's folder does not have yet; they are durable when this is answered."""
     lines = [_line(text) for text in (await read_model(request, LinesBody)).lines]
     path = state.folder.handed_over[record]
+    state.check_open()
 
     def append() -> int:
         known = set(storage.whole_lines(path))
@@ -85,6 +88,7 @@ async def add(request: Request, record: Named, state: Here) -> Response:
 @router.get("/records/{record}", openapi_extra=declares(answer=_KEPT))
 async def read(request: Request, record: Named, state: Here, offset: Offset = 0) -> Response:
     """Whole lines from a byte of the record on, without their ends; `next` is where to go on: `offset` at the end."""
+    state.check_open()
     lines, after = await asyncio.to_thread(_lines, state.folder.handed_over[record], offset)
     return respond(request, {"lines": lines, "next": after})
 

@@ -50,6 +50,7 @@ class TrainerSettings:
     rollout_urls: tuple[str, ...]
     update_mode: str
     limits: Limits
+    bucket: str | None = None
 
 
 def from_config(config: RunConfig) -> TrainerSettings:
@@ -73,6 +74,7 @@ def from_config(config: RunConfig) -> TrainerSettings:
         rollout_urls=services.rollout_urls,
         update_mode=config.rollout.update_mode,
         limits=services.limits,
+        bucket=config.run.bucket,
     )
 
 

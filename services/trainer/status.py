@@ -43,6 +43,7 @@ class TrainerStatus:
     step: int = 0
     durable_step: int = 0
     checkpoint_step: int = 0
+    bucket_step: int | None = None
     branched: str | None = None
     version: str | None = None
     epoch: int = 0
@@ -147,6 +148,11 @@ class TrainerStatus:
         """A checkpoint is durable."""
         self.checkpoint_step = step
         prometheus.CHECKPOINT.set(step)
+
+    def followed(self, step: int | None) -> None:
+        """The run's bucket has the log up to it; None while it has no head, or none that this trainer has put."""
+        self.bucket_step = step
+        prometheus.BUCKET.set(step or 0)
 
     def ended(self, disposition: str, rule: FilterRule | None = None) -> None:
         """Args: rule: which filter it was, of a ticket that was filtered."""

@@ -86,6 +86,11 @@ class RunFolder:
         return self.path / "refused"
 
     @property
+    def bucket(self) -> Path:
+        """Which folder this is to the run's bucket."""
+        return self.path / "bucket.json"
+
+    @property
     def soak(self) -> Path:
         return self.path / "soak.json"
 

@@ -24,7 +24,7 @@ from shared.run import ledger, pinned
 from shared.run.chain import Chain
 from shared.run.pinned import Flat, Settings
 from shared.run.weights import Manifest, ManifestFile, digest, read_manifest, seal, unreadable, verify_files, versions
-from shared.types import WeightVersion
+from shared.types import Lineage, WeightVersion
 
 SCHEMA = 2
 _OLDER = 1  # without `chain` and `metrics`
@@ -145,7 +145,7 @@ class TrainerState:
                 void=_count(raw, "void"),
                 seed=_int(raw["seed"]),
                 phase=_phase(raw["phase"]),
-                lineage=_lineage(_list(raw, "lineage")),
+                lineage=parse_lineage(_list(raw, "lineage")),
                 reference=None if raw["reference"] is None else str(WeightVersion.parse(_text(raw["reference"]))),
                 recent=tuple(map(ledger.checked, _list(raw, "recent"))),
                 settings=pinned.parse(raw.get("settings", ())),
@@ -191,7 +191,8 @@ def _began(pair: Any) -> tuple[int, int]:
     return epoch, step
 
 
-def _lineage(pairs: list[Any]) -> tuple[tuple[int, int], ...]:
+def parse_lineage(pairs: list[Any]) -> Lineage:
+    """Raises TypeError or ValueError."""
     if len(pairs) > _MOST_EPOCHS:
         raise ValueError(f"the lineage has {len(pairs)} epochs, more than {_MOST_EPOCHS}")
     lineage = tuple(map(_began, pairs))

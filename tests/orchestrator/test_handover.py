@@ -42,6 +42,21 @@ async def test_every_line_is_in_the_trainers_folder_once_and_in_order(tmp_path):
     assert not run.samples.exists()
 
 
+async def test_a_trainer_whose_folder_was_lost_gets_every_line_again(tmp_path):
+    own, run = folders(tmp_path)
+    own.evals.write_bytes(b'{"step":0}\n{"step":2}\n')
+    async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
+        handover = RecordHandover(trainer, own, RunStatus())
+        await handover.follow("b")
+        await handover.finish()
+        run.evals.write_bytes(b'{"step":0}\n')  # as it was filled again
+        await handover.finish()
+        assert run.evals.read_bytes() == b'{"step":0}\n'
+        await handover.follow("b")  # a new epoch
+        await handover.finish()
+    assert run.evals.read_bytes() == own.evals.read_bytes()
+
+
 async def test_a_folder_of_both_keeps_its_lines_as_they_are(tmp_path):
     _, run = folders(tmp_path)
     text = b"".join(b'{"step":%d}\n' % i for i in range(3))

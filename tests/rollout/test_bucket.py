@@ -17,7 +17,7 @@ from shared.models.config import ModelConfig
 from shared.run.weights import MANIFEST, Adapter, Probe
 from tests.rollout.server import running_server
 from tests.support import models
-from tests.support.bucket import WritableBucket, s3_server
+from tests.support.bucket import s3_server
 from tests.support.engine import FakeEngine
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
@@ -42,10 +42,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def bucket(server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WritableBucket:
+def bucket(server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     for name, value in server.items():
         monkeypatch.setenv(name, value)
-    return WritableBucket(f"s3://volley/{tmp_path.parent.name}/{tmp_path.name}")
+    return Bucket(f"s3://volley/{tmp_path.parent.name}/{tmp_path.name}")
 
 
 @pytest.fixture
@@ -54,18 +54,18 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def updates(engine: FakeEngine, bucket: WritableBucket, tmp_path: Path) -> WeightUpdater:
+def updates(engine: FakeEngine, bucket: Bucket, tmp_path: Path) -> WeightUpdater:
     (tmp_path / "run").mkdir()
     return WeightUpdater(engine, tmp_path / "run", MODEL, "test", bucket=_of(bucket.address, tmp_path))
 
 
-def publish(bucket: WritableBucket, made: Path, version: str = V1) -> str:
+def publish(bucket: Bucket, made: Path, version: str = V1) -> str:
     """The address of a version in the bucket."""
     put(bucket, made, made / version)
     return f"{bucket.address}/checkpoints/{version}"
 
 
-def put(bucket: WritableBucket, root: Path, folder: Path) -> None:
+def put(bucket: Bucket, root: Path, folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             bucket.upload(f"checkpoints/{path.relative_to(root)}", path)
@@ -76,7 +76,7 @@ def copies(tmp_path: Path) -> list[Path]:
 
 
 async def test_a_version_serves_out_of_a_bucket(
-    updates: WeightUpdater, bucket: WritableBucket, engine: FakeEngine, made: Path, tmp_path: Path
+    updates: WeightUpdater, bucket: Bucket, engine: FakeEngine, made: Path, tmp_path: Path
 ) -> None:
     address = publish(bucket, made)
     staged, result = await updates.update(address, None)
@@ -87,7 +87,7 @@ async def test_a_version_serves_out_of_a_bucket(
 
 
 @pytest.mark.long
-def test_a_real_server_computes_with_the_weights_of_the_bucket(bucket: WritableBucket, tmp_path: Path) -> None:
+def test_a_real_server_computes_with_the_weights_of_the_bucket(bucket: Bucket, tmp_path: Path) -> None:
     config = models.tiny_config()
     with running_server(tmp_path / "server", config, f"run.bucket={bucket.address}") as server:
         version = server.new_version()
@@ -99,7 +99,7 @@ def test_a_real_server_computes_with_the_weights_of_the_bucket(bucket: WritableB
 
 
 async def test_what_serves_is_not_copied_again(
-    updates: WeightUpdater, bucket: WritableBucket, made: Path, tmp_path: Path
+    updates: WeightUpdater, bucket: Bucket, made: Path, tmp_path: Path
 ) -> None:
     """By whichever of its names; and the same version in a folder is the same version."""
     shutil.copytree(made / V1, tmp_path / "run" / V1)
@@ -110,7 +110,7 @@ async def test_what_serves_is_not_copied_again(
 
 
 async def test_adapters_bring_their_base(
-    updates: WeightUpdater, bucket: WritableBucket, engine: FakeEngine, tmp_path: Path
+    updates: WeightUpdater, bucket: Bucket, engine: FakeEngine, tmp_path: Path
 ) -> None:
     base = models.write_base(tmp_path, CONFIG, models.random_weights(CONFIG, 0))
     models.write_adapter(tmp_path, V1, CONFIG, models.random_adapter(CONFIG, 1), Adapter(2, 4.0, base))
@@ -120,7 +120,7 @@ async def test_adapters_bring_their_base(
 
 
 async def test_an_object_of_several_parts_is_copied_whole(
-    bucket: WritableBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").write_bytes(data := bytes(range(256)) * 999)
     bucket.upload("checkpoints/a b/é", tmp_path / "a")
@@ -129,55 +129,55 @@ async def test_an_object_of_several_parts_is_copied_whole(
     assert (tmp_path / "b").read_bytes() == data
 
 
-def truncated(bucket: WritableBucket, root: Path) -> None:
+def truncated(bucket: Bucket, root: Path) -> None:
     (key, path) = _largest(root)
     bucket.upload(key, path.read_bytes()[:-1])
 
 
-def flipped(bucket: WritableBucket, root: Path) -> None:
+def flipped(bucket: Bucket, root: Path) -> None:
     (key, path) = _largest(root)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     bucket.upload(key, bytes(data))
 
 
-def removed(bucket: WritableBucket, root: Path) -> None:
-    bucket.remove(_largest(root)[0])
+def removed(bucket: Bucket, root: Path) -> None:
+    bucket.remove([_largest(root)[0]])
 
 
-def without_manifest(bucket: WritableBucket, root: Path) -> None:
-    bucket.remove(f"checkpoints/{V1}/{MANIFEST}")
+def without_manifest(bucket: Bucket, root: Path) -> None:
+    bucket.remove([f"checkpoints/{V1}/{MANIFEST}"])
 
 
-def of_another_run(bucket: WritableBucket, root: Path) -> None:
+def of_another_run(bucket: Bucket, root: Path) -> None:
     _changed(bucket, root, run="another")
 
 
-def of_another_version(bucket: WritableBucket, root: Path) -> None:
+def of_another_version(bucket: Bucket, root: Path) -> None:
     _changed(bucket, root, version=V2)
 
 
-def of_another_model(bucket: WritableBucket, root: Path) -> None:
+def of_another_model(bucket: Bucket, root: Path) -> None:
     _changed(bucket, root, model=CONFIG | {"hidden_size": 16})
 
 
-def too_large(bucket: WritableBucket, root: Path) -> None:
+def too_large(bucket: Bucket, root: Path) -> None:
     manifest = json.loads((root / V1 / MANIFEST).read_text())
     _changed(bucket, root, files=[file | {"size": 2**40} for file in manifest["files"]])
 
 
-def leading_elsewhere(bucket: WritableBucket, root: Path) -> None:
+def leading_elsewhere(bucket: Bucket, root: Path) -> None:
     manifest = json.loads((root / V1 / MANIFEST).read_text())
     _changed(bucket, root, files=[file | {"name": "../../../there"} for file in manifest["files"]])
 
 
-def with_files_below_a_file(bucket: WritableBucket, root: Path) -> None:
+def with_files_below_a_file(bucket: Bucket, root: Path) -> None:
     manifest = json.loads((root / V1 / MANIFEST).read_text())
     below = {**manifest["files"][0], "name": f"{manifest['files'][0]['name']}/x"}
     _changed(bucket, root, files=[*manifest["files"], below])
 
 
-def no_manifest_at_all(bucket: WritableBucket, root: Path) -> None:
+def no_manifest_at_all(bucket: Bucket, root: Path) -> None:
     bucket.upload(f"checkpoints/{V1}/{MANIFEST}", b"<html>")
 
 
@@ -186,7 +186,7 @@ def _largest(root: Path) -> tuple[str, Path]:
     return f"checkpoints/{path.relative_to(root)}", path
 
 
-def _changed(bucket: WritableBucket, root: Path, **changes: object) -> None:
+def _changed(bucket: Bucket, root: Path, **changes: object) -> None:
     manifest = json.loads((root / V1 / MANIFEST).read_text())
     bucket.upload(f"checkpoints/{V1}/{MANIFEST}", json.dumps(manifest | changes).encode())
 
@@ -210,7 +210,7 @@ def _changed(bucket: WritableBucket, root: Path, **changes: object) -> None:
 )
 async def test_what_is_not_the_version_is_named_and_never_serves(
     updates: WeightUpdater,
-    bucket: WritableBucket,
+    bucket: Bucket,
     engine: FakeEngine,
     made: Path,
     tmp_path: Path,
@@ -228,7 +228,7 @@ async def test_what_is_not_the_version_is_named_and_never_serves(
 
 
 async def test_a_version_that_is_replaced_while_it_is_loaded_never_serves(
-    updates: WeightUpdater, bucket: WritableBucket, engine: FakeEngine, made: Path
+    updates: WeightUpdater, bucket: Bucket, engine: FakeEngine, made: Path
 ) -> None:
     address = publish(bucket, made)
     engine.on_read = lambda: _changed(bucket, made, created=1.0)
@@ -237,7 +237,7 @@ async def test_a_version_that_is_replaced_while_it_is_loaded_never_serves(
     assert updates.current is None
 
 
-async def test_a_server_never_goes_back(updates: WeightUpdater, bucket: WritableBucket, made: Path) -> None:
+async def test_a_server_never_goes_back(updates: WeightUpdater, bucket: Bucket, made: Path) -> None:
     older, newer = (publish(bucket, made, version) for version in (V1, V2))
     await updates.update(newer, None)
     with pytest.raises(Conflict, match=f"{V1} is older than {V2}"):
@@ -270,12 +270,12 @@ async def test_without_a_bucket_there_is_none(engine: FakeEngine, tmp_path: Path
         await WeightUpdater(engine, tmp_path, MODEL, "test").update(f"s3://volley/{V1}", None)
 
 
-def test_a_bucket_that_is_not_there_is_named(bucket: WritableBucket) -> None:
+def test_a_bucket_that_is_not_there_is_named(bucket: Bucket) -> None:
     with pytest.raises(NotFound, match="there is no such bucket"):
         Bucket("s3://nowhere/runs").read("a", 10)
 
 
-def test_an_object_that_is_too_large_is_not_read(bucket: WritableBucket) -> None:
+def test_an_object_that_is_too_large_is_not_read(bucket: Bucket) -> None:
     bucket.upload("checkpoints/a", b"first")
     assert bucket.read("checkpoints/a", 5) == b"first"
     with pytest.raises(WeightsError, match="has 5 bytes, more than 4"):
@@ -283,7 +283,7 @@ def test_an_object_that_is_too_large_is_not_read(bucket: WritableBucket) -> None
 
 
 def test_without_credentials_the_reason_is_told_without_them(
-    bucket: WritableBucket, server: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    bucket: Bucket, server: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     with pytest.raises(Forbidden, match="no credentials") as caught:
@@ -291,9 +291,7 @@ def test_without_credentials_the_reason_is_told_without_them(
     assert server["AWS_SECRET_ACCESS_KEY"] not in str(caught.value)
 
 
-def test_a_bucket_that_does_not_answer_is_asked_again_later(
-    bucket: WritableBucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_that_does_not_answer_is_asked_again_later(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets, "_N_RETRIES", 1)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -302,7 +300,7 @@ def test_a_bucket_that_does_not_answer_is_asked_again_later(
         bucket.read("checkpoints/a", 10)
 
 
-def test_copies_that_a_killed_server_left_are_gone_at_the_next_start(bucket: WritableBucket, tmp_path: Path) -> None:
+def test_copies_that_a_killed_server_left_are_gone_at_the_next_start(bucket: Bucket, tmp_path: Path) -> None:
     (tmp_path / "pulled" / "x" / V1).mkdir(parents=True)
     CheckpointBucket(bucket, tmp_path / "pulled")
     assert not (tmp_path / "pulled").exists()

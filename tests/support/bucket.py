@@ -1,4 +1,4 @@
-"""A server of S3's protocol on a port of this machine, as a process, and what is put there."""
+"""A server of S3's protocol on a port of this machine, as a process."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
-import obstore
-from obstore.store import from_url
 
-from shared.files.buckets import Bucket
 from shared.process.ports import free_port
 from tests.support.net import wait_http
 
 
 @contextmanager
-def s3_server() -> Iterator[dict[str, str]]:
+def s3_server(port: int | None = None) -> Iterator[dict[str, str]]:
     """The environment variables with which it is found; it has the bucket `volley`."""
-    port = free_port()
+    port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -31,16 +27,3 @@ def s3_server() -> Iterator[dict[str, str]]:
     finally:
         process.kill()
         process.wait()
-
-
-class WritableBucket(Bucket):
-    """As whoever copies checkpoints there sees it."""
-
-    def upload(self, key: str, source: Path | bytes) -> None:
-        obstore.put(self._own(), key, source)
-
-    def remove(self, key: str) -> None:
-        obstore.delete(self._own(), key)
-
-    def _own(self):
-        return from_url(self.address, client_options={"allow_http": True})

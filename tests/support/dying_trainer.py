@@ -1,6 +1,7 @@
 """`python -m tests.support.dying_trainer`: the simulated trainer, which kills itself with SIGKILL before or after the
 first call that DIE_AT names: `record`, `ledger`, `commit` or `save`, as in `before record`. Calls of a step that it
-made itself alone count: starts and repairs make some of them, too.
+made itself alone count: starts and repairs make some of them, too. `change 7` is before the seventh change of its
+bucket.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import os
 import signal
 from collections.abc import Callable
 from functools import wraps
+from itertools import count
 from typing import Any
 
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.settlement.ledger import LedgerFile
+from shared.files.buckets import Bucket
 from shared.process.boot import main
 from shared.queue.queue import TicketQueue
 from shared.run.commits import CommitLog
@@ -63,7 +66,22 @@ def watch(name: str, at: str | None) -> None:
     setattr(owner, method, called_async if name == "commit" else called)
 
 
+def watch_bucket(at: str) -> None:
+    changes = count(1)
+    for method in ("upload", "swap"):
+        real: Callable[..., Any] = getattr(Bucket, method)
+
+        @wraps(real)
+        def called(*args: Any, real: Callable[..., Any] = real) -> Any:
+            if at == f"change {next(changes)}":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args)
+
+        setattr(Bucket, method, called)
+
+
 if __name__ == "__main__":
+    watch_bucket(os.environ.get("DIE_AT", ""))
     for one in CALLS:
         watch(one, os.environ.get("DIE_AT"))
     main("trainer", open_service=open_service)

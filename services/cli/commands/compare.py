@@ -48,11 +48,12 @@ def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[
     for key, *values in variations:
         if not values or any("=" in value for value in (key, *values)):
             raise ConfigError(f"--vary {key} {' '.join(values)}".strip(), "give a key and its values: --vary KEY A B")
-    base = config.load(paths, overrides).config.run.name
+    run = config.load(paths, overrides).config.run
     wanted = dict[Path, list[str]]()
     for chosen in itertools.product(*[[(key, value) for value in values] for key, *values in variations]):
-        name = "-".join([base, *(_slug(key, value) for key, value in chosen)])
+        name = "-".join([run.name, *(_slug(key, value) for key, value in chosen)])
         settings = [*overrides, *(f"{key}={value}" for key, value in chosen), f"run.name={name}"]
+        settings += [f"run.bucket={run.bucket}/{name}"] if run.bucket else []  # each has one of its own
         loaded = config.rooted(config.load(paths, settings), Path.cwd())
         wanted[loaded.config.run.folder] = settings
     for folder, settings in wanted.items():

@@ -34,6 +34,7 @@ _POLL_S = 0.3
 _TOLD_S = 10.0
 _ALONE: Mapping[str, Any] = {
     "run.name": _NAME,
+    "run.bucket": None,
     "mode": "rl",
     "sft.max_steps": 0,
     "sft.epochs": None,
@@ -42,7 +43,7 @@ _ALONE: Mapping[str, Any] = {
     **{f"services.{name}.port": 0 for name in ("env", "rollout", "orchestrator", "trainer")},
     **{f"services.{name}.url": None for name in ("rollout", "orchestrator", "trainer")},
 }
-"""What a configuration says of a run that is somebody else's: its warm start, its queue, its servers and ports."""
+"""What a configuration says of a run that is somebody else's: its bucket, warm start, queue, servers and ports."""
 
 
 def main(

@@ -189,7 +189,9 @@ def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str] =
     circle = ", they wait in a circle" if verdict.cycle else ""
     state = "the state of the run is unknown" if verdict.state == "unknown" else f"the run is {verdict.state}"
     chain = [f"  ← {sentence}" for sentence in verdict.chain]
-    return "\n".join([*lines, f"{state}{quiet}{circle}", *chain, *_mixture(seen), *_memory(seen), *hint])
+    return "\n".join(
+        [*lines, f"{state}{quiet}{circle}", *chain, *_mixture(seen), *_memory(seen), *_bucket(seen), *hint]
+    )
 
 
 def _mixture(seen: Sequence[ServiceReport]) -> list[str]:
@@ -207,6 +209,12 @@ def _memory(seen: Sequence[ServiceReport]) -> list[str]:
     plans = [f"plan: {one.said['plan']}" for one in seen if one.said.get("plan")]
     plans += [f"the lineage branched: {one.said['branched']}" for one in seen if one.said.get("branched")]
     return [*plans, *([f"memory of the trainer in MiB: {told}"] if told else [])]
+
+
+def _bucket(seen: Sequence[ServiceReport]) -> list[str]:
+    """How far the run's bucket follows its folder."""
+    told = [one.said for one in seen if one.said.get("bucket_step") is not None]
+    return [f"the run's bucket has step {said['bucket_step']} of {said['durable_step']}" for said in told]
 
 
 def _state(seen: ServiceReport) -> str:

@@ -29,20 +29,23 @@ _log = telemetry.Log("records")
 
 
 class RecordHandover:
-    """Evaluations, their samples, and changes of the mixture; after a start all that the folder has."""
+    """Evaluations, their samples, and changes of the mixture; after a start, its own or the trainer's, all that the
+    folder has: the trainer's may have been lost, and filled again with what was known of it.
+    """
 
     def __init__(self, trainer: TrainerClient, folder: RunFolder, status: RunStatus) -> None:
         self._trainer, self._status = trainer, status
         self._paths = folder.handed_over
-        self._offsets = dict[Record, int].fromkeys(self._paths, 0)
+        self._offsets, self._is_fresh = dict[Record, int](), True
         self._folder, self._alone, self._begun = folder, asyncio.Lock(), asyncio.Event()
 
     async def follow(self, beginning: str) -> None:
-        """From here on records go to the trainer of this beginning of the run. Raises AnotherBeginning while those in
-        the folder are of another.
+        """From here on records go to a trainer that has started, of this beginning of the run. Raises AnotherBeginning
+        while those in the folder are of another.
         """
         if beginning:
             await asyncio.to_thread(_keep, self._folder, beginning)
+        self._is_fresh = True
         self._begun.set()
 
     async def restore(self, n_issued: Callable[[], Awaitable[int]]) -> None:
@@ -86,6 +89,8 @@ class RecordHandover:
 
         async def hand_over() -> None:
             async with self._alone:
+                if self._is_fresh:
+                    self._is_fresh, self._offsets = False, dict.fromkeys(self._paths, 0)
                 for record, path in self._paths.items():
                     await self._hand_over(record, path)
 

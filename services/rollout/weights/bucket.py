@@ -9,23 +9,20 @@ be.
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from services.rollout.engines.base import StagedWeights
 from services.rollout.weights.checkpoint import check_bytes, examine
 from shared.errors import Forbidden, Unavailable, WeightsError
-from shared.files.buckets import Bucket, is_address
+from shared.files.buckets import Bucket, check_names, is_address, is_key
 from shared.files.storage import storage
 from shared.models.config import ModelConfig
 from shared.run import weights
 from shared.run.weights import ManifestFile
-
-_PART = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._=+@-]{1,200}")
 
 
 class CheckpointBucket:
@@ -42,7 +39,7 @@ class CheckpointBucket:
         Raises Forbidden for any other address, NotFound, WeightsError, Unavailable and StorageFull.
         """
         below = address.rstrip("/").removesuffix(f"/{weights.MANIFEST}").removeprefix(f"{self._bucket.address}/")
-        if is_address(below) or not all(map(_PART.fullmatch, below.split("/"))):
+        if is_address(below) or not is_key(below):
             raise Forbidden(f"{address[:200]} is not in {self._bucket.address}", "this is the run's bucket: run.bucket")
         copy = CheckpointCopy(self._bucket, below, self._scratch / secrets.token_hex(8))
         try:
@@ -74,7 +71,7 @@ class CheckpointCopy:
         """What to stage of it. Raises WeightsError, Forbidden."""
         found = examine(self.folder, model, run)
         for _, folder, files in self._trees(found):
-            _check_names(file.name for file in files)
+            check_names((file.name for file in files), weights.MANIFEST)
             check_bytes(folder.name, sum(file.size for file in files), model)
         return found
 
@@ -113,14 +110,3 @@ class CheckpointCopy:
     def _check(self) -> None:
         if not self._is_wanted:
             raise Unavailable(f"nobody waits for {self.folder.name} any more")
-
-
-def _check_names(names: Iterable[str]) -> None:
-    """Raises WeightsError for those that cannot all be files of one folder beside its manifest."""
-    files = {weights.MANIFEST}
-    for name in names:
-        if not all(map(_PART.fullmatch, name.split("/"))):
-            raise WeightsError(f"the manifest names a file {name[:100]!r}")
-        files.add(name)
-    if any(str(parent) in files for name in files for parent in PurePosixPath(name).parents):
-        raise WeightsError("the manifest names a file that is a folder of others")

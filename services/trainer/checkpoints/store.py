@@ -178,7 +178,7 @@ class CheckpointFolders:
         with self._draft(state.version) as draft:
             with storage.held(draft):
                 for name in (PARAMS, OPTIMIZER):
-                    _link_tree(restored.folder / name, draft / name)
+                    link_tree(restored.folder / name, draft / name)
             old = weights.read_manifest(restored.folder)
             manifest = replace(old, version=str(state.version), base_version=old.version, created=time.time())
             return self._install(draft, manifest, states.read(restored.folder)[1], state)
@@ -360,7 +360,8 @@ def _below(arrays: Mapping[str, HostArray], prefix: str) -> dict[str, HostArray]
     return {name.removeprefix(f"{prefix}."): value for name, value in arrays.items() if name.startswith(f"{prefix}.")}
 
 
-def _link_tree(source: Path, target: Path) -> None:
+def link_tree(source: Path, target: Path) -> None:
+    """A folder of the same files, copied where they cannot be linked. Raises OSError."""
     target.mkdir()
     for path in sorted(source.rglob("*")):
         place = target / path.relative_to(source)

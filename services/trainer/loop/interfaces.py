@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from services.trainer.bucket.run_bucket import RunBucket
 from services.trainer.groups.filters import starved
 from services.trainer.groups.group_buffer import AdmissionRules, ReadyGroup
 from services.trainer.learner.metrics import StepMetrics
@@ -21,7 +22,7 @@ from services.trainer.status import TrainerStatus
 from shared.errors import QueueUnavailable, Unavailable
 from shared.outcomes import FilterRule
 from shared.process import telemetry
-from shared.queue.records import Finished, StreamEntry
+from shared.queue.records import Finished, QueueState, StreamEntry
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog
 from shared.run.pinned import Flat
@@ -51,6 +52,8 @@ class TrainQueue(Protocol):
     async def leave(self, epoch: int, refused: str = "") -> None: ...
 
     async def publish(self, ticket: int, payload: bytes) -> object: ...
+
+    async def state(self) -> QueueState: ...
 
 
 class Backend(Protocol):
@@ -162,7 +165,7 @@ class TrainPlan:
 @dataclass(frozen=True, slots=True)
 class Collaborators:
     """What the loop works with. `warm_start` ends early when a stop is asked for; `publish` tells the servers of a
-    version, `beginning` names the beginning of the run.
+    version, `beginning` names the beginning of the run; `bucket` follows the run's folder, if the run has one.
     """
 
     backend: Backend
@@ -178,6 +181,7 @@ class Collaborators:
     warm_start: Callable[[], Awaitable[None]]
     publish: Callable[[PublishedVersion], Awaitable[Sequence[Delivery]]]
     beginning: Callable[[], str]
+    bucket: RunBucket | None = None
 
 
 class Waiter:

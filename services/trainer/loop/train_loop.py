@@ -65,9 +65,14 @@ class TrainLoop:
                 self._plan, self._parts, self._settlement, self._status, self._waiter, group
             )
             reading = group.create_task(self._reader.run())
+            bucket, pending = self._parts.bucket, self._settlement.pending
+            if bucket is not None:
+                group.create_task(bucket.follow(lambda: self._settlement.pending, pending.state.epoch))
             await self._train()
             await self._until_stop()
             reading.cancel()
+            if bucket is not None:
+                bucket.stop()
 
     async def _train(self) -> None:
         """Steps, then the last checkpoint, also when a stop came while queue or disk were away."""

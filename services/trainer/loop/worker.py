@@ -59,6 +59,7 @@ class TrainerWorker:
 
     async def _life(self, group: asyncio.TaskGroup) -> None:
         status, parts = self._status, self._parts
+        await self._fill()
         found = await self._recovery.recover()
         if found is None:
             status.phase = "warm start"
@@ -80,6 +81,24 @@ class TrainerWorker:
         await TrainLoop(self._plan, parts, status, self._waiter, state, saved, publisher).run()
         await self._leave()
         status.phase = "stopped"
+
+    async def _fill(self) -> None:
+        """The run's folder out of its bucket, if it is empty."""
+        if (bucket := self._parts.bucket) is None:
+            return
+        if (version := await self._waiter.patiently(lambda: bucket.restore(self._is_behind))) is not None:
+            known = await self._waiter.answer(self._parts.queue.state)
+            self._status.branched = (
+                f"the run's folder was empty and is that of {version} in the bucket:"
+                f" {max(0, known.version - version.step)} later steps that the queue knows of are undone,"
+                " and what ended after it is issued again"
+            )
+            _log.warning("the lineage branches", run=self._status.run, reason=self._status.branched)
+
+    async def _is_behind(self) -> bool:
+        """Whether the queue knows of a later trainer than the run's folder."""
+        known = await self._waiter.answer(self._parts.queue.state)
+        return known.epoch > await asyncio.to_thread(self._parts.archive.last_epoch)
 
     def _start(self, found: Recovered | None, state: TrainerState) -> WeightVersion:
         """Makes the beginning of the epoch durable: by its first checkpoint, or, where steps were replayed, by a record

@@ -103,9 +103,13 @@ class Checkpointer:
         return None
 
     def _forget(self, epoch: int) -> None:
-        """Commit records before the oldest checkpoint. Raises Fenced: a newer trainer may need what we would remove."""
-        self._parts.archive.check_newest(epoch)
-        self._parts.commits.forget(self._parts.checkpoints.oldest_step())
+        """Commit records before the oldest checkpoint that the run's bucket has as well. Raises Fenced: a newer trainer
+        may need what we would remove.
+        """
+        parts = self._parts
+        parts.archive.check_newest(epoch)
+        oldest = parts.checkpoints.oldest_step()
+        parts.commits.forget(oldest if parts.bucket is None else min(oldest, parts.bucket.needed_step))
 
 
 def _alone(error: Unavailable) -> Unavailable:

@@ -1,0 +1,35 @@
+"""A bucket of the library's in memory, and one behind S3's protocol."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from obstore.store import MemoryStore
+
+from shared.files.buckets import Bucket
+from tests.support.bucket import s3_server
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    with s3_server() as environment:
+        yield environment
+
+
+@pytest.fixture
+def s3(server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """A prefix of its own on the server."""
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    return Bucket(f"s3://volley/{tmp_path.parent.name}/{tmp_path.name}")
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """In this process, of the same library: what is put at one address, everybody finds there."""
+    stores = defaultdict[str, MemoryStore](MemoryStore)
+    monkeypatch.setattr(Bucket, "_store", property(lambda self: stores[self.address]))
+    return Bucket("s3://volley/memory")
