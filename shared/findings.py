@@ -19,7 +19,9 @@ _MOST_LOGPROB = 10.0
 
 
 def findings(config: RunConfig) -> list[str]:
-    """What means less than it says; nothing of RL in a run without it. Raises ConfigError for what cannot be meant."""
+    """What means less than it says; nothing of RL in a run without it. Raises ConfigError for what cannot be meant, and
+    for groups that may become larger than a trainer takes in.
+    """
     if config.is_supervised:
         return []
     check_group(config, None)

@@ -124,7 +124,7 @@ class Orchestrator:
         settings = self.settings
         sizes = {env: await wait_for_tasks(self.environments, env, self.status) for env in settings.members}
         folder = RunFolder(settings.folder)
-        await self.handover.restore(self._n_issued)
+        await self.handover.restore()
         self.mixture = mixture = RunMixture(
             ConfiguredMixture(settings.env, settings.members, settings.seed, settings.curriculum),
             sizes,

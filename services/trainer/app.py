@@ -149,6 +149,7 @@ def _bucket(
 ) -> RunBucket | None:
     if settings.bucket is None:
         return None
+    status.bucket = settings.bucket
     bucket, folder = Bucket(settings.bucket), RunFolder(settings.run_folder)
     most = _CHECKPOINT_BYTES_A_NUMBER * ModelConfig.read(model).n_numbers + _BESIDE_BYTES
     of_step = archive.MAX_GROUP_BYTES * config.trainer.groups_per_step

@@ -43,6 +43,7 @@ class TrainerStatus:
     step: int = 0
     durable_step: int = 0
     checkpoint_step: int = 0
+    bucket: str | None = None
     bucket_step: int | None = None
     branched: str | None = None
     version: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shared.clients.base import HttpClient
+from shared.clients.base import MALFORMED, HttpClient
 from shared.errors import MalformedAnswer
 from shared.run.folder import Record
 
@@ -21,7 +21,7 @@ class TrainerClient(HttpClient):
         said = await self.get(f"/records/{record}", {"offset": offset})
         try:
             lines, after = [str(line) for line in said["lines"]], int(said["next"])
-        except (KeyError, TypeError, ValueError) as error:
+        except MALFORMED as error:
             raise MalformedAnswer(f"{self.base_url} does not answer with lines of {record}") from error
         if after < offset or "\n" in "".join(lines):
             raise MalformedAnswer(f"{self.base_url} answers with lines of {record} that are none")

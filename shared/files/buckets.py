@@ -26,8 +26,8 @@ PART_BYTES = 16 * 2**20
 _N_AT_ONCE = 4
 _PART = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._=+@-]{1,200}")
 _CONNECT_S, _IDLE_S, _WHOLE_S, _RETRY_S, _N_RETRIES = 10, 120, 86400, 30, 4
-"""So long nothing is read. What is sent counts until it is answered: four parts of 5 MiB at once (see `upload`) take a
-link of 0.2 MB/s.
+"""Seconds to connect, without an answer (to which what is sent counts: four parts of 5 MiB at once, see `upload`, need
+a link of 0.2 MB/s), of one request, and of all its tries; and how many more there are.
 """
 _CREDENTIALS = ("Unauthenticated", "PermissionDenied")
 _NO_CREDENTIALS = re.compile(

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import httpx
 import numpy as np
@@ -27,14 +25,26 @@ from tests.support.tokenizer import tiny_tokenizer
 SEED, TICKET = 3, 7
 
 
+class BusyClient(EnvClient):
+    """Of a service that has not drawn the first layout that it is asked for."""
+
+    n_refused = 0
+
+    async def create(self, request_id: str, env: str, split: str, index: int, *, seed: int) -> Opening:
+        if not self.n_refused:
+            self.n_refused += 1
+            raise RateLimited("1398 layouts are drawn by now", retry_after_s=0.01)
+        return await super().create(request_id, env, split, index, seed=seed)
+
+
 @asynccontextmanager
-async def environments(folder: Path) -> AsyncIterator[EnvClient]:
+async def environments(folder: Path, client: type[EnvClient] = EnvClient) -> AsyncIterator[EnvClient]:
     run = config.validate({"run": {"dir": str(folder)}, "model": {"path": "m"}, "data": {"env": "frozen_lake"}}).config
     async with (
         open_env(from_config(run)) as service,
-        EnvClient("http://env", transport=httpx.ASGITransport(service.app)) as client,
+        client("http://env", transport=httpx.ASGITransport(service.app)) as opened,
     ):
-        yield client
+        yield opened
 
 
 async def played(client: EnvClient, *, solved: bool) -> Trajectory:
@@ -86,16 +96,9 @@ async def test_the_same_environment_gives_the_same_reward(tmp_path: Path, solved
 async def test_an_environment_that_is_not_ready_for_a_task_is_asked_again(tmp_path: Path) -> None:
     """Its layouts are drawn one after the other."""
     async with environments(tmp_path) as client:
-        trajectory, create = await played(client, solved=True), client.create
-        refused = iter([RateLimited("1398 layouts are drawn by now", retry_after_s=0.01)])
-
-        async def busy(*args: Any, **kwargs: Any) -> Opening:
-            for error in refused:
-                raise error
-            return await create(*args, **kwargs)
-
-        with patch.object(client, "create", busy):
-            found = await rejudge(client, tiny_tokenizer(), trajectory, SEED, "frozen_lake")
+        trajectory = await played(client, solved=True)
+    async with environments(tmp_path, BusyClient) as client:
+        found = await rejudge(client, tiny_tokenizer(), trajectory, SEED, "frozen_lake")
     assert (found.why, found.reward) == ("", trajectory.reward)
 
 

@@ -84,7 +84,7 @@ async def test_a_wedge_is_shown_from_the_runs_folder_with_a_viewers_token(tmp_pa
 
 
 async def test_how_far_the_bucket_follows_is_shown(capsys):
-    async with stack(trainer={"/status": TRAINER | {"bucket_step": 9}}) as urls:
+    async with stack(trainer={"/status": TRAINER | {"bucket": "s3://b/r", "bucket_step": 9}}) as urls:
         await show(*urls.values())
     assert "the run's bucket has step 9 of 12" in capsys.readouterr().out
 

@@ -185,14 +185,20 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint(tmp_path: Path):
     """Nothing is claimed of it; whatever is, is more than is durable."""
     folder = RunFolder(small_run.write_config(tmp_path / RUN))
     result = command.verify(folder)
-    assert (result["ok"], result["head"]) == (True, "nothing has been trained yet")
-    assert "proven" in command.told(result)
-    for file in (folder.ledger, folder.metrics):
-        file.write_text("{}\n")
+    assert (result["ok"], result["steps"], result["redis"]) == (True, 0, "the run's folder names no Redis")
+    assert command.told(result).endswith("nothing has been trained yet\nproven")
+    folder.sft.write_text('{"step":0}\n{"step":7}\n')  # of a warm start, or before the first checkpoint of SFT
+    folder.evals.write_text('{"step":0}\n')
+    assert violations(folder.path) == []
+    for file in (folder.ledger, folder.metrics, folder.refused, folder.evals, folder.handovers):
+        file.write_text('{"step":1}\n')
         assert f"there is more in {file.name}" in violations(folder.path)[0]["detail"]
         file.unlink()
+    with claimed(config.stored(folder.path)) as claim:
+        finished(claim.folder, claim.record)
+    assert "there is more in run.json" in violations(folder.path)[0]["detail"]
     lived(folder.path, three_steps)
     shutil.rmtree(folder.checkpoints)
     for file in (folder.ledger, folder.metrics):
         file.unlink()
-    assert "there is more in archive" in violations(folder.path)[0]["detail"]
+    assert "there is more in handovers.jsonl, archive" in violations(folder.path)[0]["detail"]

@@ -228,12 +228,11 @@ async def test_what_is_missing_is_named(tmp_path, redis, redis_url):
         assert (run["state"], run["reason"]) == ("waiting", "the trainer has not opened the queue")
         await begun(TicketQueue(redis, "demo"), 0, 0, 0, 0, [], 0)
         async with asyncio.timeout(60):
-            while (await client.get("/runs/demo")).json()["reason"] != "no rollout server is known":
+            while (run := (await client.get("/runs/demo")).json())["chain"] != [
+                "orchestrator waits for a rollout server it can use (12 requests, none is known), to evaluate step 0"
+            ]:
                 await asyncio.sleep(0.05)
-        run = (await client.get("/runs/demo")).json()
-        assert run["chain"] == [
-            "orchestrator waits for a rollout server it can use (12 requests, none is known), to evaluate step 0"
-        ]
+        assert run["reason"] == "no rollout server is known"
         assert run["quiet_s"] >= 0
 
 

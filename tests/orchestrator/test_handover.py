@@ -131,8 +131,8 @@ async def test_records_of_another_beginning_of_the_run_are_not_handed_over(tmp_p
     assert run.evals.read_bytes() == own.evals.read_bytes()
 
 
-async def issued(n: int) -> int:
-    return n
+async def none_issued() -> int:
+    return 0
 
 
 def lost(own: RunFolder) -> RunFolder:
@@ -149,7 +149,7 @@ async def test_a_folder_that_was_lost_gets_back_what_the_trainer_has(tmp_path):
     kept = own.samples.read_bytes()
     async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
         before = RecordHandover(trainer, own, RunStatus())
-        await before.restore(lambda: issued(0))
+        await before.restore()
         await before.follow("b")
         await before.finish()
         with run.samples.open("ab") as file:
@@ -160,31 +160,50 @@ async def test_a_folder_that_was_lost_gets_back_what_the_trainer_has(tmp_path):
                 own.path.mkdir()
                 (own.path / f".{own.samples.name}.arriving").write_bytes(b"of one that was killed")
             after = RecordHandover(trainer, own, RunStatus())
-            await after.restore(lambda: issued(7))
-        assert (own.samples.read_bytes(), own.mixture.read_bytes()) == (kept, change.encode())
-        assert not own.evals.exists()
-        log = MixtureLog(own.mixture, {"a": 1}, lambda: issued(7))
+            await after.restore()
+            assert (own.samples.read_bytes(), own.mixture.read_bytes()) == (kept, change.encode())
+            assert not own.evals.exists()
+        log = MixtureLog(own.mixture, {"a": 1}, none_issued)
         assert [(await log.drawn(ticket)).env for ticket in (3, 4, 7)] == ["a", "b", "b"]
         await after.follow("b")
         own.mixture.unlink()
-        await after.restore(lambda: issued(7))
+        await after.restore()
         assert not own.mixture.exists(), "a folder that knows its beginning was not lost"
 
 
-@pytest.mark.parametrize("n", [0, 7])
-async def test_a_trainer_that_is_away_is_waited_for_only_where_tickets_are_out(n: int, tmp_path):
+async def test_a_trainer_that_is_away_is_waited_for_by_a_folder_that_knows_nothing(tmp_path):
+    """Also where the queue is as new as the folder: the trainer may have been filled from its bucket."""
     own, run = folders(tmp_path)
     run.mixture.write_bytes(b'{"from_ticket":3}\n')
     port, status = free_port(), RunStatus()
+    before = status.waiting
     async with TrainerClient(f"http://127.0.0.1:{port}") as trainer:
-        task = asyncio.create_task(RecordHandover(trainer, own, status).restore(lambda: issued(n)))
-        while not (task.done() or (status.waiting and "lost folder" in status.waiting.why)):
+        task = asyncio.create_task(RecordHandover(trainer, own, status).restore())
+        while not (status.waiting and "which records it has" in status.waiting.why):
             await asyncio.sleep(0.01)
-        assert (task.done(), own.mixture.exists()) == (n == 0, False)
+        assert not own.mixture.exists()
         async with served(records_app(run.path), port=port):
             await asyncio.wait_for(task, 60)
-    assert "lost folder" not in str(status.waiting)
-    assert own.mixture.exists() == (n > 0)
+    assert status.waiting == before
+    assert own.mixture.read_bytes() == run.mixture.read_bytes()
+
+
+async def test_a_record_that_appears_while_it_is_fetched_stays(tmp_path):
+    """A folder of both, which the trainer fills."""
+    _, run = folders(tmp_path)
+
+    class Filling(TrainerClient):
+        async def record(self, record, offset):
+            found = await super().record(record, offset)
+            if not offset and record == "mixture":
+                run.mixture.write_bytes(b'   \n{"from_ticket":3}\n')
+                return ['{"from_ticket":3}'], 18
+            return found
+
+    async with served(records_app(run.path)) as url, Filling(url) as trainer:
+        await RecordHandover(trainer, run, RunStatus()).restore()
+    assert run.mixture.read_bytes() == b'   \n{"from_ticket":3}\n'
+    assert [path.name for path in run.path.iterdir()] == ["mixture.jsonl"]
 
 
 async def test_a_page_of_a_record_is_bounded(tmp_path):

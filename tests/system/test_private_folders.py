@@ -178,10 +178,13 @@ def test_an_orchestrator_that_loses_its_folder_gives_tickets_the_tasks_of_the_mi
         answer = httpx.patch(f"{services.url('orchestrator')}/runs/system", json=chosen, trust_env=False, timeout=60)
         assert answer.status_code == 200, answer.text
         until(lambda: run.mixture.exists(), services.logs)
+        n_before = len(run.metrics.read_bytes().splitlines())
+        assert n_before < N_STEPS
         services.lose("orchestrator")
         assert services.follow().wait(300) == 0, services.logs()
         result = verify(run)
     assert result["ok"], result["violations"]
+    assert len(jsonl.read(run.metrics)) > n_before, "there are groups of after the loss"
     assert len(jsonl.read(run.mixture)) == 1
     assert (run.mixture.read_bytes(), run.evals.read_bytes()) == (own.mixture.read_bytes(), own.evals.read_bytes())
 

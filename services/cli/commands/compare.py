@@ -48,6 +48,8 @@ def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[
     for key, *values in variations:
         if not values or any("=" in value for value in (key, *values)):
             raise ConfigError(f"--vary {key} {' '.join(values)}".strip(), "give a key and its values: --vary KEY A B")
+        if key in ("run.bucket", "run.name"):
+            raise ConfigError(f"--vary {key}", "each variation has a name and a bucket of its own, made of those given")
     run = config.load(paths, overrides).config.run
     wanted = dict[Path, list[str]]()
     for chosen in itertools.product(*[[(key, value) for value in values] for key, *values in variations]):

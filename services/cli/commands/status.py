@@ -213,8 +213,13 @@ def _memory(seen: Sequence[ServiceReport]) -> list[str]:
 
 def _bucket(seen: Sequence[ServiceReport]) -> list[str]:
     """How far the run's bucket follows its folder."""
-    told = [one.said for one in seen if one.said.get("bucket_step") is not None]
-    return [f"the run's bucket has step {said['bucket_step']} of {said['durable_step']}" for said in told]
+    told = [one.said for one in seen if one.said.get("bucket")]
+    return [
+        "the run's bucket has nothing yet"
+        if said["bucket_step"] is None
+        else f"the run's bucket has step {said['bucket_step']} of {said['durable_step']}"
+        for said in told
+    ]
 
 
 def _state(seen: ServiceReport) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from services.cli.runs.record import read_record
 from services.cli.verify import (
     checkpoints,
     commits,
@@ -28,6 +29,7 @@ from services.cli.verify.queue import QueueContents
 from services.cli.verify.violation import Findings, Violation, ViolationKind
 from shared import config
 from shared.errors import ConfigError
+from shared.files.reading import whole_lines
 from shared.run import archive
 from shared.run import commits as commit_records
 from shared.run.folder import RunFolder
@@ -114,20 +116,35 @@ def _without_checkpoint(
     folder: RunFolder, seen: QueueContents | str, findings: Findings, aside: Mapping[str, str]
 ) -> Result:
     """Of a run that was stopped before its first checkpoint nothing is claimed, and that is all there is to say."""
-    claims = [file.name for file in (folder.ledger, folder.metrics, folder.sft, folder.refused) if _has_lines(file)]
+    claims = [file.name for file in (folder.ledger, folder.metrics, folder.refused) if _has_lines(file)]
+    claims += [file.name for file in (folder.evals, folder.handovers) if _tells_of_steps(file)]
     claims += [folder.archive.name] * bool(archive.versions(folder.archive) or commit_records.versions(folder.archive))
+    record = read_record(folder)
+    claims += [folder.record.name] * (record is not None and record.finished)
     claims += ["Redis"] * (not isinstance(seen, str) and bool(seen.state.version or seen.done))
+    about = {
+        "set_aside": aside,
+        "redis": seen if isinstance(seen, str) else "differs" if "Redis" in claims else "agrees",
+    }
     if not (claims or aside or findings.all()):
-        return _result(findings, None, {"set_aside": aside, "steps": 0, "head": "nothing has been trained yet"})
+        return _result(findings, None, {**about, "steps": 0})
     detail = "there is no whole checkpoint, so nothing is durable"
     if claims:
         detail += f", and there is more in {', '.join(claims)}"
     findings.add([Violation(ViolationKind.CHECKPOINT, detail, file=folder.checkpoints.name)])
-    return _result(findings, None, {"set_aside": aside})
+    return _result(findings, None, about)
 
 
 def _has_lines(file: Path) -> bool:
     return os.path.lexists(file) and (not file.is_file() or file.stat().st_size > 0)
+
+
+def _tells_of_steps(file: Path) -> bool:
+    """Whether a line is of a step after the first weights, or cannot be read."""
+    try:
+        return any(orjson.loads(line)["step"] for line in whole_lines(file) if line.strip())
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
 
 
 def _read(violation: Mapping[str, Any]) -> Violation:
@@ -149,6 +166,8 @@ def told(result: Result) -> str:
         *(f"undone: ticket {x['ticket']}, step {x['step']} of epoch {x['epoch']}" for x in result.get("undone", ())),
         *(f"VIOLATION {_read(x)}" for x in result["violations"]),
     ]
+    if result["ok"] and result.get("steps") == 0 and "head" not in result:
+        lines.append("nothing has been trained yet")
     return "\n".join([*lines, "proven" if result["ok"] else f"NOT PROVEN: {len(result['violations'])} violations"])
 
 

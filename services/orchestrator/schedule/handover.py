@@ -9,6 +9,8 @@ Where both have one folder, the trainer finds every line there.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -48,22 +50,20 @@ class RecordHandover:
         self._is_fresh = True
         self._begun.set()
 
-    async def restore(self, n_issued: Callable[[], Awaitable[int]]) -> None:
-        """A folder that knows of no beginning of a run whose tickets are out was lost: it gets the records that the
-        trainer has, for what a ticket plays follows from them. Returns when it has them.
-
-        Args:
-            n_issued: how many tickets the queue has issued; may raise VolleyError.
+    async def restore(self) -> None:
+        """A folder that knows of no beginning is new, or was lost: it gets the records that the trainer has, for what a
+        ticket plays follows from them. Returns when it has them; no ticket is out before there is a trainer.
         """
 
         async def fetch() -> None:
-            if await n_issued():
-                for record, path in self._paths.items():
-                    if not path.exists():
-                        await self._fetch(record, path)
+            for record, path in self._paths.items():
+                if not path.exists():
+                    await self._fetch(record, path)
 
         if not self._folder.recorded_beginning.exists():
-            await self._until(fetch, "records of a lost folder are not back")
+            waiting = self._status.waiting
+            await self._until(fetch, "the trainer has not told yet which records it has")
+            self._status.waiting = waiting
 
     async def _fetch(self, record: Record, path: Path) -> None:
         """All of a record or nothing. Raises VolleyError, OSError."""
@@ -103,7 +103,8 @@ class RecordHandover:
             try:
                 await work()
             except (VolleyError, OSError) as error:
-                waits = self._status.waiting = Wait("trainer", f"{problem}: {error}")
+                on = getattr(error, "waits_on", None) or "trainer"
+                waits = self._status.waiting = Wait(on, f"{problem}: {error}")
                 _log.warning(problem, reason=str(error))
             else:
                 if waits is not None and self._status.waiting is waits:
@@ -131,7 +132,10 @@ def _clear(arriving: Path) -> None:
 
 
 def _put(arriving: Path, path: Path) -> None:
-    arriving.rename(path)
+    """One that has appeared meanwhile stays: a folder of both may be filled by the trainer."""
+    with contextlib.suppress(FileExistsError):
+        os.link(arriving, path)
+    arriving.unlink()
     storage.fsync(path.parent)
 
 

@@ -15,6 +15,7 @@ from values import Refused
 
 _TEMPORARY = ("/tmp", "/var/tmp")  # noqa: S108 - of a root of its own
 _NOT_THE_TASKS = ("/proc", "/dev")
+_CONFIGURATION = "/etc"  # which lies in the sandbox's root, and nobody in it can write
 _MAX_DEPTH, _MAX_PATH = 200, 3800
 """Folders in one another, and bytes of their path; what lies deeper is moved away."""
 _MAX_LINKS, _MAX_STEPS = 40, 50_000
@@ -168,7 +169,7 @@ class _Links:
             return True
         if around.intersection(_TEMPORARY):
             return False
-        return "/" in self._kept or os.lstat(path).st_dev != self._device
+        return _CONFIGURATION in around or "/" in self._kept or os.lstat(path).st_dev != self._device
 
 
 METHODS = {"renew": renew}
