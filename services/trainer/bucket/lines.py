@@ -139,11 +139,14 @@ def _ends_there(file: IO[bytes], size: int) -> bool:
 
 
 def _until(data: bytes, version: WeightVersion) -> bytes:
-    """The lines of a ledger before the first one of a later step of the same epoch."""
+    """The lines of a ledger before the first one of a later step of the same epoch, or of a later epoch."""
     n = 0
     for line in data.splitlines(keepends=True):
         one = ledger.parse(line) or {}
-        if one.get("disposition") == TRAINED and one["epoch"] == version.epoch and one["step"] > version.step:
+        is_later = one.get("epoch", 0) > version.epoch or (
+            one.get("epoch") == version.epoch and one["step"] > version.step
+        )
+        if one.get("disposition") == TRAINED and is_later:
             break
         n += len(line)
     return data[:n]

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -25,7 +25,7 @@ from services.trainer.bucket.head import HEAD, MAX_BYTES, BucketHead, Piece, fin
 from services.trainer.bucket.identity import FolderIdentity
 from services.trainer.bucket.lines import FollowedLines
 from services.trainer.checkpoints.store import link_tree
-from shared.errors import ConfigError, Conflict, DecodeError, Fenced, Unavailable
+from shared.errors import ConfigError, Conflict, DecodeError, Fenced, Unavailable, WeightsError
 from shared.files.buckets import Bucket, Tag
 from shared.process import telemetry
 from shared.run import archive, commits, weights
@@ -102,7 +102,8 @@ class BucketWriter:
             found, tag = find_head(self._bucket, self._run, identity)
             seen = tuple(sorted(archive.epochs(self._folder.archive)))
             bare = BucketHead(self._run, identity.folder, self._beginning(), epoch, seen)
-            is_lost = found is None and self._bucket.address in identity.owns
+            is_owned = found is None and self._bucket.address in identity.owns
+            is_lost = is_owned and (tag is not None or not self._bucket.is_empty())
             found = found or bare
             self._check_ours(found, identity.folder, epoch)
             self._lines.begin(found.lines, self._bucket.address)
@@ -121,13 +122,21 @@ class BucketWriter:
         raise _restless(self._bucket)
 
     def _has_lost(self, head: BucketHead) -> bool:
-        """Whether the bucket lacks groups, a manifest or lines that the head names."""
+        """Whether the bucket lacks groups, lines, or files of checkpoints that the head names."""
         if head.version is None:
             return False
-        there = {key for top in ("archive", "checkpoints", "lines") for key in self._bucket.keys(top)}
+        tops = "archive", "checkpoints", "lines", "refused"
+        there = {key for top in tops for key in self._bucket.keys(top)}
         steps = (WeightVersion(epoch_of(n, head.lineage) or 0, n) for n in range(1, head.version.step + 1))
-        named = {self._key(archive.path_of(self._folder.archive, version)) for version in steps}
-        named |= {name if name.startswith("lines/") else f"{name}/{MANIFEST}" for name in head.names()}
+        named = {archive.path_of(Path("archive"), version).as_posix() for version in steps}
+        refused = ((WeightVersion.parse(name), n) for name, most in head.refused for n in range(1, most + 1))
+        named |= {archive.refused_path(Path("refused"), *one).as_posix() for one in refused}
+        named |= {name for name in head.names() if name.startswith("lines/")}
+        for name, _ in head.checkpoints:
+            below = f"checkpoints/{name}"
+            with suppress(WeightsError, OSError):  # one that is not there any more, but for its name
+                named |= {f"{below}/{file}" for file in _files_of(self._folder.checkpoints / name)}
+            named.add(f"{below}/{MANIFEST}")
         if lost := named - there:
             _log.warning("the bucket has lost what its head names", n=len(lost), one=min(lost))
         return bool(lost)
@@ -142,6 +151,14 @@ class BucketWriter:
             raise other_folder(self._bucket, found)
         if found.epoch > epoch:
             raise Fenced("another trainer of the run has begun")
+        if found.version is not None and (step := found.version.step):
+            made = WeightVersion(epoch_of(step, found.lineage) or 0, step)
+            if not archive.path_of(self._folder.archive, made).exists():
+                raise ConfigError(
+                    f"{self._bucket.address} has {made}, which this folder has not: it is an older copy, or has lost a"
+                    " part of its archive",
+                    "to go on from the bucket, move this folder away; or choose another run.bucket",
+                )
         named = {epoch for epoch in (found.epoch, *(epoch for epoch, _ in found.lineage)) if epoch}
         if unseen := named - {*archive.epochs(self._folder.archive)}:
             raise ConfigError(
@@ -226,12 +243,12 @@ class BucketWriter:
 
     def _put_files(self, folder: Path) -> None:
         """A checkpoint's, the manifest last."""
-        manifest, (_, optimizer) = weights.read_manifest(folder), states.read(folder)
+        manifest = weights.read_manifest(folder)
         below = f"checkpoints/{folder.name}"
         self._made.add(below)
         if manifest.adapter is not None:
             self._put_base(manifest.adapter.base)
-        for name in (*(file.name for file in (*manifest.files, *optimizer)), STATE, MANIFEST):
+        for name in _files_of(folder):
             self._upload(f"{below}/{name}", folder / name)
 
     def _put_base(self, base: BaseWeights) -> None:
@@ -353,6 +370,12 @@ class BucketWriter:
         for name in sorted(names):
             keys = self._bucket.keys(name) if name.startswith("checkpoints/") else [name]
             self._bucket.remove(sorted(keys, key=lambda key: not key.endswith(MANIFEST)))
+
+
+def _files_of(checkpoint: Path) -> list[str]:
+    """The manifest last. Raises OSError, WeightsError."""
+    manifest, (_, optimizer) = weights.read_manifest(checkpoint), states.read(checkpoint)
+    return [*(file.name for file in (*manifest.files, *optimizer)), STATE, MANIFEST]
 
 
 def _lacking(head: BucketHead, state: TrainerState) -> list[WeightVersion]:

@@ -22,6 +22,7 @@ from services.trainer.status import TrainerStatus
 from shared.errors import DecodeError, Fenced, Unavailable
 from shared.process import telemetry
 from shared.run import commits
+from shared.run.folder import RunFolder
 from shared.run.state import TrainerState, initial_state
 from shared.types import Group, WeightVersion
 
@@ -96,9 +97,10 @@ class TrainerWorker:
             _log.warning("the lineage branches", run=self._status.run, reason=self._status.branched)
 
     async def _is_behind(self) -> bool:
-        """Whether the queue knows of a later trainer than the run's folder."""
-        known = await self._waiter.answer(self._parts.queue.state)
-        return known.epoch > await asyncio.to_thread(self._parts.archive.last_epoch)
+        """Whether the queue knows of a later trainer, or step, than the run's folder."""
+        known, log = await self._waiter.answer(self._parts.queue.state), self._parts.archive
+        newest = await asyncio.to_thread(commits.newest, RunFolder(log.root.parent))
+        return known.epoch > log.last_epoch() or known.version > (newest.step if newest else 0)
 
     def _start(self, found: Recovered | None, state: TrainerState) -> WeightVersion:
         """Makes the beginning of the epoch durable: by its first checkpoint, or, where steps were replayed, by a record

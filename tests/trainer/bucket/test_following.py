@@ -132,10 +132,10 @@ async def test_a_folder_that_is_behind_the_queue_waits_for_its_bucket(
     assert await followed.restore(asked) is None
     is_behind, waits = True, Waiter(ThreadPoolExecutor(1), status)
     starting = asyncio.create_task(waits.patiently(lambda: followed.restore(asked)))
+    expected = "does not answer" if how == "away" else "the queue knows of a later trainer"
     async with asyncio.timeout(60):
-        while not status.waits:
+        while expected not in str(status.waiting_for):
             await asyncio.sleep(0.01)
-    assert ("does not answer" if how == "away" else "the queue knows of a later trainer") in str(status.waiting_for)
     bucket.upload(HEAD, of_other)
     goes_on.set()
     with pytest.raises(ConfigError, match="has gone on from another folder"):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import orjson
 import pytest
 
 from services.trainer.bucket.head import HEAD, MAX_BYTES
 from shared.errors import ConfigError, Unavailable
-from shared.files.buckets import Bucket
+from shared.files.buckets import Bucket, Tag
+from shared.run import archive
+from shared.run.folder import RunFolder
+from shared.run.state import STATE
 from shared.run.weights import MANIFEST
 from shared.types import WeightVersion
 from tests.trainer.bucket.runs import FailingBucket, Killed, Run, every, fill, head, objects, restore, tree, writer
@@ -147,9 +151,13 @@ def test_a_backlog_ends_however_often_that_fails(bucket: Bucket, tmp_path: Path,
     assert restore(bucket, tmp_path / "new" / "r") == run.state.version
 
 
-@pytest.mark.parametrize("lost", ["group", "lines", "manifest"])
+@pytest.mark.parametrize("lost", ["group", "lines", "manifest", "state", "refused"])
 def test_what_a_bucket_lost_is_put_again_at_the_next_start(bucket: Bucket, tmp_path: Path, lost: str) -> None:
     run = Run(tmp_path / "r", bucket)
+    refused = archive.refused_path(run.folder.refused_groups, WeightVersion(1, 6), 1)
+    refused.parent.mkdir(parents=True)
+    refused.write_bytes(b"groups")
+    run.folder.refused.write_bytes(orjson.dumps({"version": "e000001-s000006", "step": 6}) + b"\n")
     for step in range(1, 6):
         run.step(save=step % 2 == 0)
         run.upload()
@@ -158,6 +166,8 @@ def test_what_a_bucket_lost_is_put_again_at_the_next_start(bucket: Bucket, tmp_p
         "group": "archive/e000001/s000002.zst",
         "lines": named.lines["ledger.jsonl"][0].key,
         "manifest": f"checkpoints/{named.checkpoints[-1][0]}/{MANIFEST}",
+        "state": f"checkpoints/{named.checkpoints[-1][0]}/{STATE}",
+        "refused": refused.relative_to(run.folder.path).as_posix(),
     }
     bucket.remove([keys[lost]])
     run.begin(2)
@@ -178,3 +188,41 @@ def test_a_folder_that_lost_a_part_is_not_filled(bucket: Bucket, tmp_path: Path,
     before = tree(run.folder.path)
     assert restore(bucket, run.folder.path) is None
     assert tree(run.folder.path) == before
+
+
+class LateBucket(Bucket):
+    """Does not take the first head."""
+
+    n_refused = 0
+
+    def swap(self, key: str, data: bytes, tag: Tag | None) -> Tag:
+        if not self.n_refused:
+            self.n_refused += 1
+            raise Unavailable("not yet")
+        return super().swap(key, data, tag)
+
+
+def test_a_first_head_that_fails_leaves_an_empty_bucket_to_the_next_try(bucket: Bucket, tmp_path: Path) -> None:
+    """Nothing is put below an address before its head."""
+    run = Run(tmp_path / "r", LateBucket(bucket.address))
+    run.step(save=True)
+    with pytest.raises(Unavailable, match="not yet"):
+        run.upload()
+    assert objects(bucket) == {}
+    run.writer.claim(run.epoch)
+    assert set(objects(bucket)) == {HEAD}
+    assert head(bucket).version is None
+    run.upload()
+    assert head(bucket).version == run.state.version
+
+
+def test_an_older_copy_of_the_same_epoch_is_refused(bucket: Bucket, tmp_path: Path) -> None:
+    run = Run(tmp_path / "r", bucket)
+    run.step(save=True)
+    run.upload()
+    shutil.copytree(run.folder.path, tmp_path / "copy" / "r")
+    run.step()
+    run.upload()
+    with pytest.raises(ConfigError, match="it is an older copy"):
+        writer(bucket, RunFolder(tmp_path / "copy" / "r")).check()
+    assert writer(bucket, run.folder).check()
