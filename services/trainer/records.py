@@ -19,9 +19,9 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from shared.errors import InputError
+from shared.errors import ConfigError, InputError
 from shared.files import storage
-from shared.files.reading import ended_lines, open_file
+from shared.files.reading import MAX_RECORD_BYTES, ended_lines, open_file
 from shared.run.folder import Record, RunFolder
 from shared.web.access import Role
 from shared.web.http import read_model, respond
@@ -38,7 +38,6 @@ _KEPT = {
 _MOST_BYTES = 2**20
 """Of lines in one answer; a longer one comes alone."""
 _MOST_LINES = 10_000
-_MOST_OFFSET = 2**53
 
 
 class LinesBody(BaseModel):
@@ -63,7 +62,7 @@ async def _state(request: Request) -> RecordsState:
 
 Here = Annotated[RecordsState, Depends(_state)]
 Named = Annotated[Record, Path(openapi_examples={"evaluations": {"value": "evals"}})]
-Offset = Annotated[int, Query(ge=0, le=_MOST_OFFSET, openapi_examples={"from the start": {"value": 0}})]
+Offset = Annotated[int, Query(ge=0, le=MAX_RECORD_BYTES, openapi_examples={"from the start": {"value": 0}})]
 
 
 @router.post("/records/{record}", openapi_extra=declares(body=LinesBody, answer=_ADDED))
@@ -106,6 +105,8 @@ def _lines(path: FilePath, offset: int) -> tuple[list[str], int]:
                     found.append(_line(line.decode()).decode())
     except FileNotFoundError:
         pass
+    except OSError as error:
+        raise ConfigError(f"{path.name}: {error.strerror}", "put the run's own file back") from error
     return found, offset + n_bytes
 
 

@@ -10,7 +10,7 @@ from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.status import RunStatus
 from shared.clients.trainer import TrainerClient
-from shared.errors import AnotherBeginning, VolleyError
+from shared.errors import AnotherBeginning, ConfigError, InputError, VolleyError
 from shared.process.ports import free_port
 from shared.run.folder import RunFolder
 from shared.run.mixture import MixtureChange, SplitSizes
@@ -215,6 +215,10 @@ async def test_a_page_of_a_record_is_bounded(tmp_path):
             lines, offset = found
             sizes.append(len(lines))
         assert sizes == [10_000, 10_000, 5_000, 1]
-        assert await trainer.record("evals", 2**40) == ([], 2**40)
-        with pytest.raises(VolleyError):
-            await trainer.record("evals", -1)
+        assert await trainer.record("evals", 2**32) == ([], 2**32)
+        for nowhere in (-1, 2**32 + 1, 2**60):
+            with pytest.raises(InputError):
+                await trainer.record("evals", nowhere)
+        run.samples.mkdir()
+        with pytest.raises(ConfigError, match="Is a directory"):
+            await trainer.record("samples", 0)
