@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -98,9 +99,8 @@ async def open_trainer(
     async with AsyncExitStack() as stack:
         redis = connect(settings.redis_url, settings.redis_password_file, settings.ca_file)
         stack.push_async_callback(redis.aclose)
-        environments = await stack.enter_async_context(
-            EnvClient(settings.env_url, token=token, ca_file=settings.ca_file)
-        )
+        env = EnvClient(settings.env_url, token=token, ca_file=settings.ca_file)
+        environments = await stack.enter_async_context(env)
         thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         stack.callback(thread.shutdown, wait=False, cancel_futures=True)
         folder = RunFolder(settings.run_folder)
@@ -132,9 +132,7 @@ async def open_trainer(
             beginning=publications.beginning,
             bucket=_bucket(config, settings, model, publications.beginning, status, plan),
         )
-        app = _app(settings, callers, status)
-        if parts.bucket is not None:
-            app.state.records = records.RecordsState(folder, parts.bucket.check_open)
+        app = _app(settings, callers, status, parts.bucket)
         app.state.publishing = PublishingState(publications, Uplink(publications.read), publisher.sources)
         yield RunningService(app, [TrainerWorker(plan, parts, status).run])
 
@@ -167,11 +165,15 @@ def _of_its_origin(config: RunConfig) -> tuple[RunConfig, Origin | None]:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": origin.path})}), origin
 
 
-def _app(settings: TrainerSettings, callers: AccessTokens | None, status: TrainerStatus) -> FastAPI:
+def _app(
+    settings: TrainerSettings, callers: AccessTokens | None, status: TrainerStatus, bucket: RunBucket | None
+) -> FastAPI:
     """The state of `publishing` is not there yet."""
     roles = ROLES | publishing.ROLES | records.ROLES
     app = create_app("trainer", limits=settings.limits, tokens=callers, ready=status.not_ready, roles=roles)
-    app.state.status, app.state.records = status, records.RecordsState(RunFolder(settings.run_folder))
+    kept = records.RecordsState(RunFolder(settings.run_folder))
+    app.state.status = status
+    app.state.records = kept if bucket is None else replace(kept, check_open=bucket.check_open)
     for one in (router, publishing.router, records.router):
         app.include_router(one)
     return app

@@ -102,6 +102,7 @@ def test_another_warm_start_is_named(runs: Sequence[Path], tmp_path: Path) -> No
         (("--vary", "algorithm.name", "grpo"), "belong together"),
         (("--config", "configs/quickstart.yaml"), "belong together"),
         (("--config", "configs/quickstart.yaml", "--vary", "algorithm.name"), "give a key and its values"),
+        (("--config", "configs/quickstart.yaml", "--vary", "run.bucket", "s3://b/r"), "a bucket of its own"),
         (("--config", "configs/quickstart.yaml", "--vary", "run.seed", "1", "trainer.max_steps=3"), "--vary KEY A B"),
     ],
 )

@@ -87,6 +87,9 @@ async def test_how_far_the_bucket_follows_is_shown(capsys):
     async with stack(trainer={"/status": TRAINER | {"bucket": "s3://b/r", "bucket_step": 9}}) as urls:
         await show(*urls.values())
     assert "the run's bucket has step 9 of 12" in capsys.readouterr().out
+    async with stack(trainer={"/status": TRAINER | {"bucket": "s3://b/r", "bucket_step": None}}) as urls:
+        await show(*urls.values())
+    assert "the run's bucket has nothing yet" in capsys.readouterr().out
 
 
 async def test_addresses_say_what_they_are_and_json_is_for_programs(capsys):

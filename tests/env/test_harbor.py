@@ -231,12 +231,12 @@ async def test_the_work_is_what_the_model_left(client: httpx.AsyncClient) -> Non
     check = (
         '[ "$(cat total.txt)" = 30 ] && [ "$(cat /data/sub/deep)" = 1 ] && [ -d /out ] && [ -L /out/sh ]'
         ' && [ "$(stat -c %a /data/sub)" = 500 ] && [ -x /out/run ] && [ "$RULE" = yes ] && [ -z "$UNIT" ]'
-        ' && [ "$(cat hard)" = 2 ] && [ -L told ] && [ -s told ]\n'
+        ' && [ "$(cat hard)" = 2 ] && [ -L told ] && [ -s told ] && [ -L who ]\n'
     )
     solution = (
         "mkdir /data/sub; echo 1 > /data/sub/deep; echo 30 > /out/x; ln -s ../out/x total.txt; ln -s /bin/sh /out/sh\n"
         "ln -s link /out/run; ln -s ../bin/../usr/bin/env /out/link; ln -s deep /data/sub/l; chmod 500 /data/sub\n"
-        "echo 2 > /tmp/n; ln /tmp/n hard; ln /out/x /root/x; ln -s /tmp/sub/numbers.txt told\n"
+        "echo 2 > /tmp/n; ln /tmp/n hard; ln /out/x /root/x; ln -s /tmp/sub/numbers.txt told; ln -s /etc/passwd who\n"
     )
     docker = (
         "FROM debian\nENV UNIT=metre\nWORKDIR /out\nWORKDIR /app\nCOPY numbers.txt /data/\nCOPY numbers.txt /tmp/sub/\n"

@@ -17,7 +17,7 @@ from shared.models.config import ModelConfig
 from shared.run.weights import MANIFEST, Adapter, Probe
 from tests.rollout.server import running_server
 from tests.support import models
-from tests.support.bucket import s3_server
+from tests.support.bucket import own_prefix, s3_server
 from tests.support.engine import FakeEngine
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
@@ -43,9 +43,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def bucket(server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    for name, value in server.items():
-        monkeypatch.setenv(name, value)
-    return Bucket(f"s3://volley/{tmp_path.parent.name}/{tmp_path.name}")
+    return own_prefix(server, tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -60,6 +60,12 @@ def test_a_key_that_is_there_twice_and_a_part_of_itself_are_refused(tmp_path, te
         config.load([write(tmp_path, text)])
 
 
+def test_what_is_wrong_in_a_file_is_told_with_its_name(tmp_path):
+    path = write(tmp_path, MINIMAL + "\nbogus: 1\n")
+    with pytest.raises(ConfigError, match=rf"^config file {path}: unknown key bogus"):
+        config.load([path])
+
+
 def test_the_written_config_is_the_same_config(tmp_path):
     loaded = config.load([write(tmp_path, MINIMAL)], ["run.seed=3"])
     again = config.load([write(tmp_path, loaded.to_yaml(), "again.yaml")])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
+import pytest
 
+from shared.files.buckets import Bucket
 from shared.process.ports import free_port
 from tests.support.net import wait_http
 
@@ -27,3 +30,10 @@ def s3_server(port: int | None = None) -> Iterator[dict[str, str]]:
     finally:
         process.kill()
         process.wait()
+
+
+def own_prefix(server: Mapping[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """On an `s3_server`, named like a test's folder; for programs that the test starts as well."""
+    for name, value in server.items():
+        monkeypatch.setenv(name, value)
+    return Bucket(f"s3://volley/{folder.parent.name}/{folder.name}")

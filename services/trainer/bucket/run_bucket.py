@@ -18,6 +18,8 @@ from services.trainer.status import TrainerStatus
 from shared.errors import Conflict, Forbidden, NotFound, Unavailable, WeightsError
 from shared.process import telemetry
 from shared.process.wedge import Wait
+from shared.queue.records import QueueState
+from shared.run import archive, commits
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 
@@ -45,20 +47,25 @@ class RunBucket:
         self._end_s = end_s
         self._limit: asyncio.Timeout | None = None
 
-    async def restore(self, is_behind: Callable[[], Awaitable[bool]]) -> WeightVersion | None:
+    async def restore(self, asked: Callable[[], Awaitable[QueueState]]) -> WeightVersion | None:
         """The version that the folder was filled with, if it was empty; one that is not needs no bucket to answer, but
-        where it `is_behind`: the queue knows of a later trainer than it does, which may be that of another folder.
+        where the queue, which is `asked`, knows of a later trainer, or step, than it does: perhaps of another folder.
 
         Raises as `FolderRestore.run`, and ConfigError if the bucket answers that it has gone on from another folder.
         """
         found = None
         if await asyncio.to_thread(lambda: self._restore.is_wanted):
             found = await self._answer(self._restore.run, "which the empty folder is filled from")
-        elif not await self._is_known() and self._folder.bucket.exists() and await is_behind():
+        elif not await self._is_known() and self._folder.bucket.exists() and await self._is_behind(asked):
             why = "for the queue knows of a later trainer than the folder: it may have gone on from another one"
             await self._answer(self._writer.check_known, why)
         self._is_open = True
         return found
+
+    async def _is_behind(self, asked: Callable[[], Awaitable[QueueState]]) -> bool:
+        known, newest = await asked(), await asyncio.to_thread(commits.newest, self._folder)
+        last = max(archive.epochs(self._folder.archive), default=0)
+        return known.epoch > last or known.version > (newest.step if newest else 0)
 
     async def _is_known(self) -> bool:
         """Whether the bucket answers soon that it is the folder's, or a new one. Raises ConfigError as its check."""

@@ -8,6 +8,7 @@ loop, until a stop: it lets the running step end and makes a checkpoint of it.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,8 +22,8 @@ from services.trainer.settlement.ledger import FencedLog
 from services.trainer.status import TrainerStatus
 from shared.errors import DecodeError, Fenced, Unavailable
 from shared.process import telemetry
+from shared.queue.records import QueueState
 from shared.run import commits
-from shared.run.folder import RunFolder
 from shared.run.state import TrainerState, initial_state
 from shared.types import Group, WeightVersion
 
@@ -87,20 +88,18 @@ class TrainerWorker:
         """The run's folder out of its bucket, if it is empty."""
         if (bucket := self._parts.bucket) is None:
             return
-        if (version := await self._waiter.patiently(lambda: bucket.restore(self._is_behind))) is not None:
-            known = await self._waiter.answer(self._parts.queue.state)
+
+        def asked() -> Awaitable[QueueState]:
+            return self._waiter.answer(self._parts.queue.state)
+
+        if (version := await self._waiter.patiently(lambda: bucket.restore(asked))) is not None:
+            known = await asked()
             self._status.branched = (
                 f"the run's folder was empty and is that of {version} in the bucket:"
                 f" {max(0, known.version - version.step)} later steps that the queue knows of are undone,"
                 " and what ended after it is issued again"
             )
             _log.warning("the lineage branches", run=self._status.run, reason=self._status.branched)
-
-    async def _is_behind(self) -> bool:
-        """Whether the queue knows of a later trainer, or step, than the run's folder."""
-        known, log = await self._waiter.answer(self._parts.queue.state), self._parts.archive
-        newest = await asyncio.to_thread(commits.newest, RunFolder(log.root.parent))
-        return known.epoch > log.last_epoch() or known.version > (newest.step if newest else 0)
 
     def _start(self, found: Recovered | None, state: TrainerState) -> WeightVersion:
         """Makes the beginning of the epoch durable: by its first checkpoint, or, where steps were replayed, by a record

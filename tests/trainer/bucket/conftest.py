@@ -10,7 +10,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from shared.files.buckets import Bucket
-from tests.support.bucket import s3_server
+from tests.support.bucket import own_prefix, s3_server
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +22,7 @@ def server() -> Iterator[dict[str, str]]:
 @pytest.fixture
 def s3(server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
     """A prefix of its own on the server."""
-    for name, value in server.items():
-        monkeypatch.setenv(name, value)
-    return Bucket(f"s3://volley/{tmp_path.parent.name}/{tmp_path.name}")
+    return own_prefix(server, tmp_path, monkeypatch)
 
 
 @pytest.fixture

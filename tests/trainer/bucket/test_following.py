@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,18 @@ from services.trainer.settlement.pending import PendingWork
 from services.trainer.status import TrainerStatus
 from shared.errors import ConfigError, Unavailable
 from shared.files.buckets import Bucket
+from shared.queue.records import QueueState
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.trainer.bucket.runs import BEGINNING, Run, anything, head, restore, writer
 
 
-async def never_behind() -> bool:
-    return False
+def queue_state(step: int, epoch: int) -> QueueState:
+    return QueueState(0, 0, step, epoch, True, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+async def never_behind() -> QueueState:
+    return queue_state(0, 0)
 
 
 class SlowBucket(Bucket):
@@ -102,19 +108,21 @@ async def test_a_stop_ends_a_start_that_waits_for_its_bucket(
         goes_on.set()
 
 
+@pytest.mark.parametrize("later", ["epoch", "version"])
 @pytest.mark.parametrize("how", ["deaf", "away", "lost"])
 async def test_a_folder_that_is_behind_the_queue_waits_for_its_bucket(
-    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, later: str
 ) -> None:
     """The run may have gone on from another folder; one that knows all that the queue does starts at once."""
     run = Run(tmp_path / "r", bucket)
     run.upload()
     restore(bucket, tmp_path / "new" / "r")
     of_other = bucket.read(HEAD, MAX_BYTES)
-    goes_on, status, is_behind = threading.Event(), TrainerStatus("r", 1), False
+    goes_on, status, is_behind = threading.Event(), TrainerStatus("r", 1), 0
 
-    async def asked() -> bool:
-        return is_behind
+    async def asked() -> QueueState:
+        known = queue_state(run.state.step, run.epoch)
+        return replace(known, **{later: getattr(known, later) + is_behind})
 
     def deaf(self: Bucket, *args: Any) -> Any:
         if not goes_on.is_set() and how == "away":
@@ -130,7 +138,7 @@ async def test_a_folder_that_is_behind_the_queue_waits_for_its_bucket(
     monkeypatch.setattr(Bucket, "read_tagged", deaf)
     monkeypatch.setattr("services.trainer.bucket.run_bucket._CHECK_S", 0.05)
     assert await followed.restore(asked) is None
-    is_behind, waits = True, Waiter(ThreadPoolExecutor(1), status)
+    is_behind, waits = 1, Waiter(ThreadPoolExecutor(1), status)
     starting = asyncio.create_task(waits.patiently(lambda: followed.restore(asked)))
     expected = "does not answer" if how == "away" else "the queue knows of a later trainer"
     async with asyncio.timeout(60):

@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +35,10 @@ from tools.simulated.trainer import NumpyArrays, SimulatedBackend
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[dict[str, str]]:
-    with s3_server() as environment:
-        yield environment
-
-
 @pytest.fixture
-def bucket(server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    for name, value in server.items():
-        monkeypatch.setenv(name, value)
-    return Bucket(f"s3://volley/{tmp_path.parent.name}/{tmp_path.name}")
+def bucket(s3: Bucket) -> Bucket:
+    """One that processes can reach."""
+    return s3
 
 
 def options(bucket: Bucket, steps: int = STEPS) -> dict[str, Any]:

@@ -347,3 +347,14 @@ def test_what_a_stop_left_of_an_upload_is_removed(bucket: Bucket, tmp_path: Path
     left.mkdir(parents=True)
     run.writer.check()
     assert not left.parents[1].exists()
+
+
+def test_lines_of_a_later_trainer_of_the_folder_are_not_put(bucket: Bucket, tmp_path: Path) -> None:
+    """It has begun, and not claimed the bucket yet."""
+    run = Run(tmp_path / "r", bucket)
+    run.step(save=True)
+    own = run.folder.ledger.read_bytes()
+    LedgerFile(run.folder.ledger).append((ledger.line(2, ledger.TRAINED, WeightVersion(2, 1), digest="0" * 64),))
+    run.upload()
+    (piece,) = head(bucket).lines["ledger.jsonl"]
+    assert bucket.read(piece.key, 2**20) == own
