@@ -6,6 +6,7 @@ The core of a service never sees these models: its `settings.py` turns the secti
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -35,6 +36,16 @@ _MOST_LINES = 100_000
 """Ledger lines that one checkpoint carries: some 40 MB, of the 64 that are read of its state."""
 
 
+def _bucket(value: Any) -> Any:
+    """Without slashes at its end. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    address = value.rstrip("/")
+    if not re.fullmatch(buckets.ADDRESS, address):
+        raise ValueError(f"{value[:200]!r} is no address as s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
+    return address
+
+
 class RunSection(Section):
     """Identity of the run; its folder `dir/name` holds config, checkpoints, ledger, metrics and plots. `bucket`,
     `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`, is this run's alone: the trainer keeps checkpoints and log there as
@@ -43,7 +54,7 @@ class RunSection(Section):
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     dir: Path = Path("runs")
-    bucket: str | None = Field(None, pattern=f"^{buckets.ADDRESS}$")
+    bucket: Annotated[str | None, BeforeValidator(_bucket)] = None
     seed: NonNegativeInt = 0
 
     @property
