@@ -223,19 +223,19 @@ def _read(folder: Path, chunk: Chunk, what: str, into: memoryview) -> None:
 
 
 def reads(
-    folder: Path, tree: WeightTree, what: str, check: Callable[[], None] = lambda: None
+    folder: Path, tree: WeightTree, what: str, wait_for: Callable[[Path], None] = lambda _: None
 ) -> dict[str, Callable[[], np.ndarray]]:
     """What makes each array of `tree` out of the chunks in `folder`, by name. The digest of a chunk is taken of the
     very bytes that the array is made of. An array within a chunk is a view of it, and the last such chunk stays in
-    memory: in the order of the tree each is read once. `check` is called before each chunk, and raises what is to end
-    this.
+    memory: in the order of the tree each is read once. `wait_for` is called with each chunk's path before it is read;
+    what it raises ends this.
 
     An array raises WeightsError if a chunk is missing or has another digest, and Unavailable if it cannot be read now.
     """
     starts = [0, *accumulate(chunk.size for chunk in tree.chunks)]
 
     def fill(index: int, into: memoryview) -> None:
-        check()
+        wait_for(folder / tree.chunks[index].blake3)
         _read(folder, tree.chunks[index], what, into)
 
     @lru_cache(1)

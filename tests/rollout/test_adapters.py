@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from services.rollout.engines.base import StagedWeights
+from services.rollout.engines.sglang_jax.weights.arrival import Arrival
 from services.rollout.engines.sglang_jax.weights.checksum import checksum
 from services.rollout.engines.sglang_jax.weights.layout import hugging_face, to_engine
 from services.rollout.engines.sglang_jax.weights.staging import BaseCache, load_leaves
@@ -61,7 +62,7 @@ def runner() -> SimpleNamespace:
 
 
 def load(weights: StagedWeights, bases: BaseCache) -> dict[str, np.ndarray]:
-    leaves, found, _ = load_leaves(runner(), weights, lambda: None, bases)
+    leaves, found, _ = load_leaves(runner(), weights, Arrival(lambda: None, is_complete=True), bases)
     assert found == checksum(leaves)
     return {name: np.asarray(v) for name, v in zip(sorted(names_of(runner())), leaves, strict=True)}
 
@@ -159,7 +160,7 @@ def test_a_load_that_fails_leaves_no_arrays_to_the_garbage_collection(tmp_path: 
     gc.disable()
     try:
         with suppress(WeightsError):
-            load_leaves(engine, weights, lambda: None, BaseCache())
+            load_leaves(engine, weights, Arrival(lambda: None, is_complete=True), BaseCache())
             pytest.fail("it was loaded")
         assert len(jax.live_arrays()) <= before
     finally:

@@ -16,7 +16,16 @@ from services.rollout.weights import pulling
 from services.rollout.weights.pulling import ChunkPuller
 from services.rollout.weights.updater import WeightUpdater
 from shared.clients.weights import WeightSource
-from shared.errors import Conflict, Forbidden, NotFound, Unavailable, VolleyError, WeightsError, WeightsUnpublished
+from shared.errors import (
+    Conflict,
+    EngineDied,
+    Forbidden,
+    NotFound,
+    Unavailable,
+    VolleyError,
+    WeightsError,
+    WeightsUnpublished,
+)
 from shared.models.config import ModelConfig
 from shared.run.weights import ManifestLeaf, Probe
 from shared.services_schema import Limits
@@ -88,7 +97,9 @@ class ReadingEngine(FakeEngine):
 
     arrays_of: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
 
-    async def stage(self, weights):
+    async def stage(self, weights, arriving=None):
+        if arriving is not None:
+            await arriving
         if weights.kind == "chunks":
             tree = WeightTree(weights.tree, tuple(Chunk(file.blake3, file.size) for file in weights.files))
             found = reads(Path(weights.folder), tree, weights.version)
@@ -244,6 +255,41 @@ async def test_without_sources_that_have_it_the_old_weights_serve(updates, train
     with pytest.raises(Unavailable, match="no source has chunk"):
         await updates.update(offer, None)
     assert (updates.current, updates.why_not_ready()) == (V[1], None)
+
+
+@dataclass
+class HastyEngine(FakeEngine):
+    """Does not wait for what is on its way: it has it already, or fails."""
+
+    error: VolleyError | None = None
+
+    async def stage(self, weights, arriving=None):
+        assert arriving is not None
+        assert not arriving.done()
+        if self.error is not None:
+            raise self.error
+        return await super().stage(weights)
+
+
+async def test_an_engine_that_has_the_weights_already_waits_for_what_is_passed_on(trainer, updates):
+    updates.engine = HastyEngine()
+    offer = trainer.offer(V[1], 1)
+    staged = await updates.stage(offer)
+    assert staged.timings["pulled_bytes"] > 0
+    for digest in staged.chunks:
+        assert updates.read_chunk(digest) == trainer.chunks.read(digest)
+
+
+@pytest.mark.parametrize("error", [EngineDied("gone"), WeightsError("another model")])
+async def test_an_engine_that_fails_ends_the_pull(trainer, updates, engine, error, monkeypatch):
+    await updates.update(trainer.offer(V[1], 1), None)
+    monkeypatch.setattr(updates, "engine", HastyEngine(error=error))
+    with pytest.raises(type(error), match=error.detail):
+        await updates.stage(trainer.offer(V[2], 2))
+    assert (updates.current, updates.staged) == (V[1], None)
+    monkeypatch.setattr(updates, "engine", engine)
+    await updates.update(trainer.offer(V[2], 2), None)
+    assert is_right(engine, V[2], 2)
 
 
 async def test_a_server_of_no_run_takes_none(engine, trainer):

@@ -240,6 +240,36 @@ async def test_a_chunk_of_several_sources_that_is_wrong_is_asked_for_whole_of_on
     assert avoided("wrong") == before
 
 
+async def test_what_is_placed_first_is_asked_for_first(puller, monkeypatch):
+    """But for chance among the next ones."""
+    monkeypatch.setattr(pulling, "N_AT_ONCE", 1)
+    monkeypatch.setattr(pulling, "_N_DRAWN", 2)
+    orders = set[tuple[str, ...]]()
+    async with sources(honest) as (source,):
+        for _ in range(12):
+            await puller.pull(CHUNKS, [source.url])
+            asked = tuple(source.asked)
+            for start in (0, 2, 4):
+                assert set(asked[start : start + 2]) == {chunk.blake3 for chunk in CHUNKS[start : start + 2]}
+            orders.add(asked)
+            puller.chunks.clear()
+            source.asked.clear()
+    assert len(orders) > 1
+
+
+async def test_nothing_is_pulled_any_more_when_what_it_was_for_has_ended(puller, folder):
+    async with sources(silent) as (source,):
+        async with puller.beside(CHUNKS, [source.url]) as arriving:
+            while not source.asked:
+                await asyncio.sleep(0.01)
+        assert arriving.cancelled()
+    async with sources(honest) as (source,), puller.beside(CHUNKS, [source.url]) as arriving:
+        told = await arriving
+    assert told["pulled_bytes"] == sum(map(len, DATA))
+    assert told["pull_s"] > 0
+    assert whole(folder)
+
+
 async def test_own_address_is_no_source(puller):
     with pytest.raises(Unavailable, match="there is none"):
         await puller.pull(CHUNKS, ["http://own/"])

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from services.rollout.api.generation import GenerationRunner
 from services.rollout.app import build_app
 from services.rollout.engines.base import (
+    Arriving,
     CommitMode,
     CommitResult,
     EngineInfo,
@@ -107,7 +108,9 @@ class FakeEngine:
         """-0.25, -0.5, … in the order of the tokens."""
         return ScoredTokens(self.version or "", -0.25 * np.arange(1, len(ids), dtype=np.float32))
 
-    async def stage(self, weights: StagedWeights) -> LoadedWeights:
+    async def stage(self, weights: StagedWeights, arriving: Arriving | None = None) -> LoadedWeights:
+        if arriving is not None:
+            await arriving
         self.staging.append(weights.version)
         self.on_stage()
         if self.stages is not None:

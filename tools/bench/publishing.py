@@ -47,7 +47,7 @@ from tools.bench.result import BenchResult, emit
 
 _READY_S = 600.0
 _MOVED = 0.01
-_N_ROUNDS = 3
+_N_ROUNDS = 5
 _RUN = "publishing"
 _PROBE = Probe(tuple(range(1, 65)), (-10.0,) * 63, 1e3)
 """Of as many tokens as a trainer's; any answer will do, what is measured is how long it takes."""

@@ -24,6 +24,7 @@ import numpy as np
 
 from services.rollout.app import open_rollout
 from services.rollout.engines.base import (
+    Arriving,
     CommitMode,
     CommitResult,
     EngineInfo,
@@ -136,7 +137,9 @@ class SimulatedEngine:
             raise Unavailable("no weights are committed yet", "retry when /ready answers 200")
         return ScoredTokens(self.serving.version, -(ids[1:] % 7 + 1).astype(np.float32) / 4)
 
-    async def stage(self, weights: StagedWeights) -> LoadedWeights:
+    async def stage(self, weights: StagedWeights, arriving: Arriving | None = None) -> LoadedWeights:
+        if arriving is not None:
+            await arriving
         started = time.perf_counter()
         self.staged = _Weights(weights.version, weights.digest, await asyncio.to_thread(load, weights))
         return LoadedWeights(self.staged.checksum, {"restore_s": time.perf_counter() - started})

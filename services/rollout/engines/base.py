@@ -8,9 +8,10 @@ it says of its weights (`Live`) is computed from the arrays that the next step w
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from shared.types import VersionSpan
 CommitMode = Literal["retract", "abort", "in_place"]
 FinishType = Literal["stop", "length", "abort"]
 BASE_VERSION = "base"
+type Arriving = asyncio.Future[Any]
+"""Done once all that is awaited is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +259,9 @@ class Engine(Protocol):
         """
         ...
 
-    async def stage(self, weights: StagedWeights) -> LoadedWeights:
-        """Loads weights beside the serving ones while decoding goes on; replaces what was staged.
+    async def stage(self, weights: StagedWeights, arriving: Arriving | None = None) -> LoadedWeights:
+        """Loads weights beside the serving ones while decoding goes on; replaces what was staged. Until `arriving` is
+        done, chunks that are not in their folder yet are on their way; what it raises, this raises.
 
         Raises WeightsError (files, names, shapes, contents or the probe differ), Unavailable (files cannot be read now)
         or OutOfMemory; then nothing is staged.

@@ -1,8 +1,9 @@
 """Chunks of published weights, from whoever has them, into a folder of this server's own.
 
-A chunk is asked for at the source that does least for us, several at once, in an order drawn by chance, so that servers
-that pull the same version soon have different chunks and get the others from each other. What a source has sent when
-its connection breaks is kept, and the rest is asked for at any other.
+A chunk is asked for at the source that does least for us, several at once, about in the order in which they are placed
+on the devices, but drawn by chance among the next ones: so servers that pull the same version soon have different
+chunks and get the others from each other. What a source has sent when its connection breaks is kept, and the rest is
+asked for at any other.
 
 Invariants: a chunk gets into the folder only with the digest that its name says, whoever sent it; a source that sent
 something else, too much, or too slowly is named, counted, and left out for a while; what was pulled is not pulled
@@ -14,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 from services.rollout import metrics
@@ -28,6 +29,7 @@ from shared.weights.manifest import Chunk, Delta
 from shared.weights.serving import SLOW_S, SLOWEST_BYTES_PER_S
 
 N_AT_ONCE = 4
+_N_DRAWN = 32
 PATIENCE_S, PATIENCE_FIRST_S, PATIENCE_BUSY_S = 10.0, 3.0, 30.0
 _PROGRESS_BYTES = 2**16
 _LACKS_S, _LACKS_MOST_S = 0.05, 0.5
@@ -42,6 +44,12 @@ type Way = Callable[[Chunk], Sequence[Delta]]
 
 def _whole(_: Chunk) -> Sequence[Delta]:
     return ()
+
+
+def _last_first(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The order of the stream, from its end, but drawn by chance within each `_N_DRAWN`."""
+    parts = [chunks[i : i + _N_DRAWN] for i in range(0, len(chunks), _N_DRAWN)]
+    return [chunk for part in reversed(parts) for chunk in random.sample(part, len(part))]
 
 
 class TooMuch(Exception):
@@ -91,8 +99,8 @@ class ChunkPuller:
         while one has enough to do), or none is left, naming what they did; and StorageFull. What was pulled until then
         stays.
         """
-        missing = await asyncio.to_thread(lambda: [chunk for chunk in wanted if chunk.blake3 not in self.chunks])
-        random.shuffle(missing)
+        lacking = await asyncio.to_thread(lambda: [chunk for chunk in wanted if chunk.blake3 not in self.chunks])
+        missing = _last_first(lacking)
         async with AsyncExitStack() as stack:
             pull = _Pull(self.chunks, way, [await self._opened(stack, i, url) for i, url in self._others(sources)])
             try:
@@ -105,6 +113,27 @@ class ChunkPuller:
         if pull.failure is not None:
             raise pull.failure
         return pull.n_bytes
+
+    @asynccontextmanager
+    async def beside(
+        self, wanted: Iterable[Chunk], sources: Sequence[str], way: Way = _whole
+    ) -> AsyncIterator[asyncio.Future[dict[str, float]]]:
+        """Pulls while something else goes on inside, and not after it. What it yields is done, with seconds and bytes,
+        when all are in the folder; it raises as `pull`.
+        """
+
+        async def timed() -> dict[str, float]:
+            start = time.perf_counter()
+            n_bytes = await self.pull(wanted, sources, way)
+            metrics.PULLED.inc(n_bytes)
+            return {"pull_s": time.perf_counter() - start, "pulled_bytes": n_bytes}
+
+        pulling = asyncio.ensure_future(timed())
+        try:
+            yield pulling
+        finally:
+            pulling.cancel()
+            await asyncio.gather(pulling, return_exceptions=True)
 
     def _others(self, sources: Sequence[str]) -> list[tuple[int, str]]:
         return [(i, url.rstrip("/")) for i, url in enumerate(sources) if url.rstrip("/") != self._own]

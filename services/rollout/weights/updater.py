@@ -278,7 +278,6 @@ class WeightUpdater:
         """What was pulled is there for the next try, and for other servers, whatever becomes of it here."""
         if self.puller is None:
             raise Forbidden("this server takes no weights", "start it with a run's configuration")
-        start = time.perf_counter()
         manifest = await self._manifest(offer)
         found = examine_published(manifest, self.puller.chunks.folder, self.model, self.run)
         self._fence.check(found, self._announced, self._serving, manifest.beginning)
@@ -290,10 +289,9 @@ class WeightUpdater:
         deltas = await asyncio.to_thread(lambda: [one for c in chunks.values() for one in manifest.way(c, have)])
         passed_on = [offer.manifest.blake3, *chunks, *(delta.chunk.blake3 for delta in deltas)]
         await self._retain(*passed_on)
-        n_bytes = await self.puller.pull(chunks.values(), offer.sources, lambda chunk: manifest.way(chunk, have))
-        metrics.PULLED.inc(n_bytes)
-        pulled = {"pull_s": time.perf_counter() - start, "pulled_bytes": n_bytes}
-        staged = _staged(found, None, await self.engine.stage(found))
+        async with self.puller.beside(chunks.values(), offer.sources, lambda c: manifest.way(c, have)) as pulling:
+            staged = _staged(found, None, await self.engine.stage(found, pulling))
+            pulled = await pulling
         return replace(
             staged,
             timings={**pulled, **staged.timings},

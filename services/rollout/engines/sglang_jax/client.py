@@ -26,6 +26,7 @@ from typing import Any, cast
 import numpy as np
 
 from services.rollout.engines.base import (
+    Arriving,
     CommitMode,
     CommitResult,
     EngineInfo,
@@ -126,12 +127,20 @@ class SglangEngine(asyncio.Protocol):
             raise self._without_weights()
         return ScoredTokens(**await self._call("score", ids=ids))
 
-    async def stage(self, weights: StagedWeights) -> LoadedWeights:
+    async def stage(self, weights: StagedWeights, arriving: Arriving | None = None) -> LoadedWeights:
+        fields = dataclasses.asdict(weights) | {"arriving": arriving is not None}
+        staging = asyncio.ensure_future(self._call("stage", **fields))
         try:
-            return LoadedWeights(**await self._call("stage", **dataclasses.asdict(weights)))
-        except asyncio.CancelledError:
-            self._send({"op": "forget", "call": _NO_CALL})
-            raise
+            if arriving is not None:
+                await asyncio.wait({staging, arriving}, return_when=asyncio.FIRST_COMPLETED)
+                if not staging.done():
+                    arriving.result()
+                    self._send({"op": "arrived", "call": _NO_CALL})
+            return LoadedWeights(**await staging)
+        finally:
+            if not staging.done() or staging.cancelled():
+                staging.cancel()
+                self._send({"op": "forget", "call": _NO_CALL})
 
     async def commit(self, version: str, mode: CommitMode) -> CommitResult:
         answer = await self._call("commit", version=version, mode=mode)

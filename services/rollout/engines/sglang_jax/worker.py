@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 from services.rollout.engines.base import BASE_VERSION, EngineSpec, StagedBase, StagedWeights
 from services.rollout.engines.sglang_jax.link import BEAT_S, EngineLink, Message, ServiceGone
+from services.rollout.engines.sglang_jax.weights.arrival import Arrival
 from services.rollout.weights.probe import check_probe
 from shared.errors import Conflict, InputError, OutOfMemory, VolleyError, WeightsError, problem
 from shared.process.imports import uncollected
@@ -53,6 +54,7 @@ class EngineWorker:
         self._scheduler: RolloutScheduler = scheduler
         self._staged: _Staged | None = None
         self._loading = -1
+        self._arrival: Arrival | None = None
         self._digest = ""
         self._probe_ids: Any = None
         self._known: tuple[list[Any], str] = ([], "")  # the arrays that were committed, and their checksum
@@ -75,7 +77,7 @@ class EngineWorker:
         if op == "generate":
             self._scheduler.add(message)
         elif op == "stage":
-            self._stage(message["call"], _weights(message))
+            self._stage(message["call"], _weights(message), arriving=message["arriving"])
         else:
             self._reply(message["call"], lambda: getattr(self, f"_on_{op}")(message))
 
@@ -86,11 +88,12 @@ class EngineWorker:
             answer = {"error": problem(error)}
         self._link.send({"op": "reply", "call": call, **answer})
 
-    def _stage(self, call: int, weights: StagedWeights) -> None:
+    def _stage(self, call: int, weights: StagedWeights, *, arriving: bool = False) -> None:
         self._staged, self._loading = None, call
-        threading.Thread(target=self._load, args=(call, weights), daemon=True).start()
+        self._arrival = Arrival(partial(self._still, call, weights), is_complete=not arriving)
+        threading.Thread(target=self._load, args=(call, weights, self._arrival), daemon=True).start()
 
-    def _load(self, call: int, weights: StagedWeights) -> None:
+    def _load(self, call: int, weights: StagedWeights, arrival: Arrival) -> None:
         """In a thread of its own: reads and verifies the weights, then has the loop's thread check and keep them.
 
         Nothing is read where the arrays that serve are of the same digest and still have the checksum they had: memory
@@ -106,8 +109,7 @@ class EngineWorker:
             if serves and _are(live, known) and (found := checksum(live)) == expected:
                 leaves, timings = known, {"checksum_s": time.perf_counter() - start}
             else:
-                still = partial(self._still, call, weights)
-                leaves, found, timings = load_leaves(self._scheduler.runner, weights, still, self._bases)
+                leaves, found, timings = load_leaves(self._scheduler.runner, weights, arrival, self._bases)
         except Exception as error:  # noqa: BLE001 - whatever fails here concerns these weights, not the engine
             # Without its traceback, whose frames hold the arrays that were loaded until the next garbage collection.
             failure = _as_weights_error(error, weights.version).with_traceback(None)
@@ -133,6 +135,10 @@ class EngineWorker:
     def _still(self, call: int, weights: StagedWeights) -> None:
         if call != self._loading:
             raise Conflict(f"{weights.version} is not wanted any more: others are staged, or nobody waits")
+
+    def _on_arrived(self, _: Message) -> None:
+        if self._arrival is not None:
+            self._arrival.complete()
 
     def _on_forget(self, _: Message) -> None:
         """Nobody waits for what is loading or staged; its memory is free as soon as the loading thread looks."""

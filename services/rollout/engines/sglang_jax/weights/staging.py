@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from services.rollout.engines.base import StagedBase, StagedWeights
+from services.rollout.engines.sglang_jax.weights.arrival import Arrival
 from services.rollout.engines.sglang_jax.weights.checksum import Sums, combined, sums
 from services.rollout.engines.sglang_jax.weights.layout import to_engine
 from services.rollout.engines.sglang_jax.weights.restore import CheckpointLeaf, open_checkpoint, open_hugging_face
@@ -30,12 +31,12 @@ _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 def load_leaves(
-    runner: Any, weights: StagedWeights, check: Callable[[], None], bases: BaseCache
+    runner: Any, weights: StagedWeights, arrival: Arrival, bases: BaseCache
 ) -> tuple[list[jax.Array], str, dict[str, float]]:
     """The leaves in the runner's order, on its devices, their checksum, and durations in seconds: `read_s` for opening
-    files, `place_s` for making arrays of them on the devices, `checksum_s`. While one array is placed and its checksum
-    taken, the next is read. `check` is called again and again meanwhile, and raises what is to end it. Adapters are
-    merged into the base that `bases` keeps.
+    files, `place_s` for making arrays of them on the devices, `checksum_s`; the last two of what was left to do when
+    the last chunk had come. While one array is placed and its checksum taken, the next is read, and waited for while
+    it is on its way. Adapters are merged into the base that `bases` keeps.
 
     Equal shapes and committed equal shardings are what lets a commit be a swap of pointers that never recompiles.
 
@@ -51,23 +52,24 @@ def load_leaves(
     if weights.base is not None:
         _bound_files(weights.base.files, weights.base.digest, n_elements)
     placed, found_sums, checksum_s = dict[str, jax.Array](), dict[str, Sums](), 0.0
-    with _open(weights, check, bases) as found:
+    with _open(weights, arrival, bases) as found:
         read = time.perf_counter()
         _bound_leaves(found, max(leaf.size for leaf in current.values()))
         shapes = {name: leaf.shape for name, leaf in current.items()}
         arrays = to_engine({k: v.read for k, v in found.items()}, shapes, runner.model_config.head_dim)
         with closing(_ahead(arrays)) as ready:
             for name, value in ready:
-                check()
+                arrival.check()
                 placed[name] = _place(name, value, current[name], exact=weights.kind != "hf")
                 begun = time.perf_counter()
                 found_sums[name] = sums(placed[name])
-                checksum_s += time.perf_counter() - begun
+                checksum_s += time.perf_counter() - begun if arrival.is_complete else 0.0
     begun = time.perf_counter()
     checksum = combined([found_sums[name] for name in current])
     end = time.perf_counter()
     checksum_s += end - begun
-    timings = {"read_s": read - start, "place_s": end - read - checksum_s, "checksum_s": checksum_s}
+    place_s = end - max(read, arrival.completed_at) - checksum_s
+    timings = {"read_s": read - start, "place_s": place_s, "checksum_s": checksum_s}
     return [placed[name] for name in current], checksum, timings
 
 
@@ -89,48 +91,44 @@ class BaseCache:
     def __init__(self) -> None:
         self._held: tuple[str, Mapping[str, np.ndarray]] = ("", {})
 
-    def arrays(self, base: StagedBase | None, kind: str, check: Callable[[], None]) -> Mapping[str, np.ndarray]:
+    def arrays(self, base: StagedBase | None, kind: str, arrival: Arrival) -> Mapping[str, np.ndarray]:
         """By the trainer's names; nothing is held any more where there is no base. Raises as `load_leaves`."""
         held = self._held
         if base is None or held[0] != base.digest:
             held = self._held = ("", {})
         if base is not None and held[0] != base.digest:
-            with _files(kind, Path(base.folder), PARAMS, base, f"base {base.digest}", check) as found:
+            with _files(kind, Path(base.folder), PARAMS, base, f"base {base.digest}", arrival) as found:
                 held = self._held = base.digest, {name: np.array(leaf.read()) for name, leaf in found.items()}
         return held[1]
 
 
 @contextmanager
-def _open(
-    weights: StagedWeights, check: Callable[[], None], bases: BaseCache
-) -> Iterator[Mapping[str, CheckpointLeaf]]:
+def _open(weights: StagedWeights, arrival: Arrival, bases: BaseCache) -> Iterator[Mapping[str, CheckpointLeaf]]:
     folder = Path(weights.folder)
     if weights.kind == "hf":
         yield open_hugging_face(folder)
         return
-    base = bases.arrays(weights.base, weights.kind, check)
-    with _files(weights.kind, folder, weights.below, weights, weights.version, check) as found:
+    base = bases.arrays(weights.base, weights.kind, arrival)
+    with _files(weights.kind, folder, weights.below, weights, weights.version, arrival) as found:
         yield _merged(base, found, weights.base.scale) if weights.base else found
 
 
 @contextmanager
 def _files(
-    kind: str, folder: Path, below: str, of: StagedWeights | StagedBase, what: str, check: Callable[[], None]
+    kind: str, folder: Path, below: str, of: StagedWeights | StagedBase, what: str, arrival: Arrival
 ) -> Iterator[Mapping[str, CheckpointLeaf]]:
     """The arrays that files of a manifest hold, as its tree says."""
     if kind == "chunks":
-        yield _chunked(folder, of, what, check)
+        yield _chunked(folder, of, what, arrival)
         return
-    with open_checkpoint(folder, below, of.files, what, check) as found:
+    with open_checkpoint(folder, below, of.files, what, arrival.check) as found:
         check_tree(found, of.tree)
         yield found
 
 
-def _chunked(
-    folder: Path, of: StagedWeights | StagedBase, what: str, check: Callable[[], None]
-) -> dict[str, CheckpointLeaf]:
+def _chunked(folder: Path, of: StagedWeights | StagedBase, what: str, arrival: Arrival) -> dict[str, CheckpointLeaf]:
     tree = WeightTree(of.tree, tuple(Chunk(file.blake3, file.size) for file in of.files))
-    arrays = reads(folder, tree, what, check)
+    arrays = reads(folder, tree, what, arrival.wait_for)
     return {leaf.key: CheckpointLeaf(leaf.shape, np.dtype(leaf.dtype), arrays[leaf.key]) for leaf in tree.leaves}
 
 

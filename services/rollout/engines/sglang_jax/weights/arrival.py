@@ -1,0 +1,42 @@
+"""Weights that are placed on the devices while chunks of them are still being pulled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_LOOK_S = 0.005
+
+
+class Arrival:
+    """What a loading thread waits for. `completed_at` is when the last chunk was there, in seconds of
+    `time.perf_counter`.
+
+    Args:
+        still: raises what is to end the loading.
+        is_complete: whether all there will be is there.
+    """
+
+    def __init__(self, still: Callable[[], None], *, is_complete: bool) -> None:
+        self.check = still
+        self._complete, self.completed_at = threading.Event(), 0.0
+        if is_complete:
+            self.complete()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._complete.is_set()
+
+    def complete(self) -> None:
+        """There is nothing to wait for any more: what is missing now stays so."""
+        self.completed_at = time.perf_counter()
+        self._complete.set()
+
+    def wait_for(self, chunk: Path) -> None:
+        """Until its file is there, or will not come."""
+        self.check()
+        while not (self._complete.wait(0) or chunk.is_file()):
+            self._complete.wait(_LOOK_S)
+            self.check()
