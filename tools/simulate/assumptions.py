@@ -14,7 +14,7 @@ class Constant(NamedTuple):
     source: str
 
 
-_OURS = "make simulate ARGS=--measure: one of two cores, with other work beside it (load 8)"
+_OURS = "make simulate ARGS=--measure: one core of an AMD EPYC of 2.6 GHz, with little beside it"
 _PUBLISHED = "published measurements of other projects, TPU v6e"
 
 
@@ -28,16 +28,16 @@ class Assumptions(NamedTuple):
     """
 
     network: Constant = Constant(12.5 * GB, "B/s", "data sheet: 100 Gbit/s a host, each way")
-    send: Constant = _ours(0.55 * GB, "B/s")
-    receive: Constant = _ours(0.55 * GB, "B/s")
+    send: Constant = _ours(1.4 * GB, "B/s")
+    receive: Constant = _ours(1.4 * GB, "B/s")
     latency: Constant = Constant(0.001, "s", "a request within a data centre, both ways and its parsing")
     served_at_once: Constant = Constant(8, "transfers", "of a source: shared/weights/serving.py")
     pulled_at_once: Constant = Constant(4, "transfers", "of a server: services/rollout/weights/pulling.py")
     take: Constant = Constant(11.5 * GB, "B/s", f"{_PUBLISHED}: device to host")
     place: Constant = Constant(16.4 * GB, "B/s", f"{_PUBLISHED}: host to device")
-    hash: Constant = _ours(5.0 * GB, "B/s a core")
-    encode: Constant = _ours(0.93 * GB, "B/s a core")
-    decode: Constant = _ours(0.37 * GB, "B/s a core")
+    hash: Constant = _ours(6.5 * GB, "B/s a core")
+    encode: Constant = _ours(2.2 * GB, "B/s a core")
+    decode: Constant = _ours(7.5 * GB, "B/s a core")
     cores: Constant = Constant(4, "cores", "that work on one version at once, the transfers of a server")
     delta: Constant = Constant(0.03, "of full bytes", "aim of a delta in bfloat16 at a learning rate of 1e-6")
     check: Constant = Constant(0.5, "s", "probe and checksum: a prefill of 64 tokens and one pass over memory")

@@ -1,54 +1,57 @@
-"""Measures on this machine what the simulation takes from us, on one core each: a few seconds."""
+"""Measures on this machine what the simulation takes from us, with the code that does it in the services: a few
+seconds.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import socket
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 
-import aiohttp
 import blake3
 import numpy as np
 import uvloop
-import zstandard
-from aiohttp import web
+from fastapi import Request
+from fastapi.responses import Response
 
+from shared.clients.weights import WeightSource
+from shared.services_schema import Limits, ServicesSection
+from shared.web.http import create_app
+from shared.web.serving import make_server
+from shared.weights import delta
+from shared.weights.chunks import ChunkFolder
+from shared.weights.manifest import CHUNK_BYTES
+from shared.weights.serving import ChunkDigest, Uplink
 from tools.simulate.assumptions import Assumptions, Constant
 
-_CHUNK = 8 * 2**20
-_SOURCE = "measured here just now, one core"
+_SOURCE = "measured here just now"
 _LEAST_S = 0.5
-_CHANGED = 0.02  # of the numbers, in the last bits: what a small step leaves in bfloat16
-_CHUNKS = 64
+_CHANGED = 0.02  # of the numbers: what a small step moves to another bfloat16
+_CHUNKS, _AT_ONCE = 128, 4
 
 
 def measured(given: Assumptions) -> Assumptions:
     """With the rates of this machine in the place of those that were recorded."""
     rng = np.random.default_rng(0)
-    old = (rng.standard_normal(_CHUNK // 2).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    old = (rng.standard_normal(CHUNK_BYTES // 2).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     new = np.where(rng.random(old.size) < _CHANGED, old ^ 1, old)
-    packed = _encoded(old, new)
+    base, data = old.tobytes(), memoryview(new.tobytes())
+    packed = delta.encode(base, data, 2)
+    assert packed is not None
+    room = memoryview(bytearray(base))
     rates = {
-        "hash": _rate(lambda: blake3.blake3(old.tobytes()).digest()),
-        "encode": _rate(lambda: _encoded(old, new)),
-        "decode": _rate(lambda: _decoded(old, packed)),
+        "hash": _rate(lambda: blake3.blake3(data).digest()),
+        "encode": _rate(lambda: delta.encode(base, data, 2)),
+        "decode": _rate(lambda: delta.apply(room, packed)),
     }
     rates["send"] = rates["receive"] = uvloop.run(_transferred())
     units = {"send": "B/s", "receive": "B/s"}
     return given._replace(**{k: Constant(v, units.get(k, "B/s a core"), _SOURCE) for k, v in rates.items()})
-
-
-def _encoded(old: np.ndarray, new: np.ndarray) -> bytes:
-    """XOR, low bytes before high ones, zstd."""
-    planes = (old ^ new).view(np.uint8).reshape(-1, 2).T
-    return zstandard.ZstdCompressor(level=1).compress(np.ascontiguousarray(planes).tobytes())
-
-
-def _decoded(old: np.ndarray, packed: bytes) -> bytes:
-    planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(packed), np.uint8).reshape(2, -1)
-    return (np.ascontiguousarray(planes.T).view(np.uint16).ravel() ^ old).tobytes()
 
 
 def _rate(work: Callable[[], object]) -> float:
@@ -58,43 +61,54 @@ def _rate(work: Callable[[], object]) -> float:
         start = time.perf_counter()
         work()
         best = min(best, time.perf_counter() - start)
-    return _CHUNK / best
+    return CHUNK_BYTES / best
 
 
 async def _transferred() -> float:
-    """Chunks a second from a process of its own to this one, by HTTP on the loopback."""
+    """Bytes a second of chunks from a process of its own to this one, by the uplink and the client of the services."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
     try:
-        port = await asyncio.to_thread(ours.recv)
-        async with aiohttp.ClientSession() as session:
-            start = time.perf_counter()
-            for _ in range(_CHUNKS):
-                async with session.get(f"http://127.0.0.1:{port}/") as answer:
-                    async for _block in answer.content.iter_any():
-                        pass
-            return _CHUNKS * _CHUNK / (time.perf_counter() - start)
+        url, digest = await asyncio.to_thread(ours.recv)
+        async with WeightSource(url) as source:
+            start, left = time.perf_counter(), iter(range(_CHUNKS))
+            async with asyncio.TaskGroup() as group:
+                for _ in range(_AT_ONCE):
+                    group.create_task(_pull(source, digest, left))
+            return _CHUNKS * CHUNK_BYTES / (time.perf_counter() - start)
     finally:
         process.terminate()
         process.join()
 
 
+async def _pull(source: WeightSource, digest: str, left: Iterator[int]) -> None:
+    room = memoryview(bytearray(CHUNK_BYTES))
+    for _ in left:
+        n_bytes = 0
+
+        def take(block: bytes) -> None:
+            nonlocal n_bytes
+            room[n_bytes : n_bytes + len(block)] = block
+            n_bytes += len(block)
+
+        await source.chunk(digest, take)
+
+
 def _serve(told: Connection) -> None:
-    """Sends its port, then a chunk to whoever asks."""
-    chunk = bytes(_CHUNK)
+    """Sends its address and a chunk's digest, then the chunk to whoever asks."""
+    with tempfile.TemporaryDirectory() as folder:
+        uvloop.run(_served(told, ChunkFolder(Path(folder) / "chunks")))
 
-    async def answer(_request: web.Request) -> web.Response:
-        return web.Response(body=chunk)
 
-    async def main() -> None:
-        app = web.Application()
-        app.router.add_get("/", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        told.send(runner.addresses[0][1])
-        await asyncio.Event().wait()
+async def _served(told: Connection, chunks: ChunkFolder) -> None:
+    digest = chunks.put(np.random.default_rng(0).bytes(CHUNK_BYTES))
+    app, uplink = create_app("source", limits=Limits(), tokens=None, ready=lambda: None), Uplink(chunks.read)
 
-    uvloop.run(main())
+    @app.get("/weights/chunks/{digest}")
+    async def chunk(request: Request, digest: ChunkDigest) -> Response:
+        return await uplink.answer(request, digest)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        told.send((f"http://127.0.0.1:{listener.getsockname()[1]}", digest))
+        await make_server(app, ServicesSection()).serve(sockets=[listener])
