@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shared.clients.base import HttpClient, Take
 from shared.errors import InputError, MalformedAnswer
+from shared.weights.holding import Holding, size_of
 from shared.weights.manifest import WeightOffer
 
 
@@ -22,3 +23,17 @@ class WeightSource(HttpClient):
     async def chunk(self, digest: str, take: Take, start: int = 0) -> None:
         """Its bytes from `start` on. Raises NotFound where it is not there, and Unavailable while others are served."""
         await self.download(f"/weights/chunks/{digest}", take, start=start)
+
+    async def holding(self, manifest: str, n: int) -> Holding:
+        """What it has of the n chunks of that version, in the order of its manifest. Raises NotFound where it knows
+        nothing of it, and DecodeError.
+        """
+        told = bytearray()
+
+        def take(block: bytes) -> None:
+            if len(told) + len(block) > size_of(n):
+                raise MalformedAnswer(f"{self.base_url} tells of more than {n} chunks")
+            told.extend(block)
+
+        await self.download(f"/weights/holdings/{manifest}", take)
+        return Holding.from_bytes(told, n)

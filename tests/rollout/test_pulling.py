@@ -5,6 +5,7 @@ who sent something else is named and left out.
 import asyncio
 import contextlib
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import blake3
 import httpx
+import numpy as np
 import orjson
 import pytest
 from fastapi import Request
@@ -19,21 +21,25 @@ from fastapi.responses import Response
 
 from services.rollout import metrics
 from services.rollout.weights import pulling
-from services.rollout.weights.pulling import ChunkPuller
+from services.rollout.weights.pulling import ChunkPuller, WantedVersion
 from shared.clients.weights import WeightSource
-from shared.errors import StorageFull, Unavailable, VolleyError
+from shared.errors import NotFound, StorageFull, Unavailable, VolleyError
 from shared.services_schema import Limits
 from shared.web.http import create_app, problem_response
 from shared.weights import serving
 from shared.weights.chunks import ChunkFolder
 from shared.weights.delta import encode
+from shared.weights.holding import Holding
 from shared.weights.manifest import Chunk, Delta
+from shared.weights.order import drawn
 from shared.weights.serving import Uplink
 from tests.support.asgi import served
 from tests.support.disk import file_size_limit
 
 DATA = [random.Random(i).randbytes(200_000 + i) for i in range(6)]
 CHUNKS = [Chunk(blake3.blake3(data).hexdigest(), len(data)) for data in DATA]
+MANY = [random.Random(i).randbytes(20_000) for i in range(100, 140)]
+VERSION = "m" * 64
 BY_DIGEST = {chunk.blake3: data for chunk, data in zip(CHUNKS, DATA, strict=True)}
 
 
@@ -117,6 +123,19 @@ async def no_http(writer, data, start):
     writer.close()
 
 
+async def slowly(writer, data, start):
+    await asyncio.sleep(0.1)
+    await honest(writer, data, start)
+
+
+async def busy(writer, data, start):
+    told = orjson.dumps({"type": "unavailable", "detail": "8 transfers are under way", "retry_after_s": 0.1})
+    writer.write(
+        b"HTTP/1.1 503 Busy\r\nContent-Type: application/problem+json\r\nRetry-After: 0\r\n"
+        b"Content-Length: %d\r\n\r\n" % len(told) + told
+    )
+
+
 def cut_after(n: int):
     """Breaks the connection after so many bytes of each answer."""
 
@@ -192,18 +211,11 @@ async def test_where_all_lie_nothing_is_kept_and_they_are_named(puller, folder, 
 async def test_a_source_that_has_enough_to_do_is_waited_for_and_named(puller, folder, monkeypatch):
     """All servers may be behind one address, and the trainer the only one they reach."""
     monkeypatch.setattr(pulling, "PATIENCE_FIRST_S", 0.2)
-    busy = orjson.dumps({"type": "unavailable", "detail": "8 transfers are under way", "retry_after_s": 0.1})
     answers = [0]
 
     async def at_first_busy(writer, data, start):
         answers[0] += 1
-        if answers[0] > 4:
-            await honest(writer, data, start)
-            return
-        writer.write(
-            b"HTTP/1.1 503 Busy\r\nContent-Type: application/problem+json\r\nRetry-After: 0\r\n"
-            b"Content-Length: %d\r\n\r\n" % len(busy) + busy
-        )
+        await (honest if answers[0] > 4 else busy)(writer, data, start)
 
     async with sources(at_first_busy) as (source,):
         await puller.pull(CHUNKS[:1], [source.url])
@@ -240,21 +252,11 @@ async def test_a_chunk_of_several_sources_that_is_wrong_is_asked_for_whole_of_on
     assert avoided("wrong") == before
 
 
-async def test_what_is_placed_first_is_asked_for_first(puller, monkeypatch):
-    """But for chance among the next ones."""
+async def test_chunks_are_asked_for_in_the_order_that_is_given(puller, monkeypatch):
     monkeypatch.setattr(pulling, "N_AT_ONCE", 1)
-    monkeypatch.setattr(pulling, "_N_DRAWN", 2)
-    orders = set[tuple[str, ...]]()
     async with sources(honest) as (source,):
-        for _ in range(12):
-            await puller.pull(CHUNKS, [source.url])
-            asked = tuple(source.asked)
-            for start in (0, 2, 4):
-                assert set(asked[start : start + 2]) == {chunk.blake3 for chunk in CHUNKS[start : start + 2]}
-            orders.add(asked)
-            puller.chunks.clear()
-            source.asked.clear()
-    assert len(orders) > 1
+        await puller.pull(CHUNKS, [source.url])
+        assert list(source.asked) == [chunk.blake3 for chunk in CHUNKS]
 
 
 async def test_nothing_is_pulled_any_more_when_what_it_was_for_has_ended(puller, folder):
@@ -284,17 +286,27 @@ async def test_a_full_disk_is_named_and_what_was_kept_stays(puller, folder):
     assert whole(folder)
 
 
-@contextlib.asynccontextmanager
-async def passing_on(folder: ChunkFolder, max_transfers: int = 8) -> AsyncIterator[tuple[str, list[str]]]:
-    """A service with an uplink, and the chunks that it has sent."""
-    app, sent = create_app("source", limits=Limits(), tokens=None, ready=lambda: None), list[str]()
+@dataclass
+class Passing:
+    """A service that passes on what is in its folder, once it has `puller`; the chunks that it has `sent`."""
 
-    def read(digest: str) -> bytes:
-        data = folder.read(digest)
-        sent.append(digest)
+    folder: ChunkFolder
+    pause_s: float = 0.0
+    sent: list[str] = field(default_factory=list)
+    url: str = ""
+    puller: ChunkPuller | None = None
+
+    def read(self, digest: str) -> bytes:
+        data = self.folder.read(digest)
+        time.sleep(self.pause_s)
+        self.sent.append(digest)
         return data
 
-    uplink = Uplink(read, max_transfers)
+
+@contextlib.asynccontextmanager
+async def passing_on(folder: ChunkFolder, max_transfers: int = 8, pause_s: float = 0.0) -> AsyncIterator[Passing]:
+    app, made = create_app("source", limits=Limits(), tokens=None, ready=lambda: None), Passing(folder, pause_s)
+    uplink = Uplink(made.read, max_transfers)
 
     async def chunk(request: Request) -> Response:
         try:
@@ -302,29 +314,114 @@ async def passing_on(folder: ChunkFolder, max_transfers: int = 8) -> AsyncIterat
         except VolleyError as error:
             return problem_response(error)
 
+    async def holding(request: Request) -> Response:
+        try:
+            assert made.puller is not None
+            return Response(made.puller.holding(request.path_params["digest"]).to_bytes())
+        except VolleyError as error:
+            return problem_response(error)
+
     app.add_route("/weights/chunks/{digest}", chunk)
-    async with served(app) as url:
-        yield url, sent
+    app.add_route("/weights/holdings/{digest}", holding)
+    async with served(app) as made.url:
+        made.puller = ChunkPuller(folder, lambda url: WeightSource(url), made.url)
+        yield made
 
 
-async def test_servers_that_pull_together_get_most_of_it_from_each_other(tmp_path):
-    """The trainer sends to two at once; each of four servers gets all of it, and the trainer sends no four copies."""
+async def test_servers_that_pull_together_get_most_of_it_from_each_other(tmp_path, monkeypatch):
+    """The trainer sends to two at once, and slowly; each of four servers gets all of it, and the trainer sends hardly
+    more than one copy: the others tell what they have.
+    """
+    monkeypatch.setattr(pulling, "_LOOK_S", 0.01)
     async with contextlib.AsyncExitStack() as stack:
-        folders = [ChunkFolder(tmp_path / str(i)) for i in range(5)]
+        trainer = await stack.enter_async_context(passing_on(ChunkFolder(tmp_path / "trainer"), 4, 0.02))
+        chunks = [Chunk(trainer.folder.put(data), len(data)) for data in MANY]
+        servers = [await stack.enter_async_context(passing_on(ChunkFolder(tmp_path / str(i)))) for i in range(4)]
+        urls, names = [trainer.url, *(one.url for one in servers)], [chunk.blake3 for chunk in chunks]
+
+        async def pull(one: Passing, seed: int) -> None:
+            assert one.puller is not None
+            await one.puller.pull(drawn(chunks, seed), urls, of=WantedVersion(VERSION, names))
+            assert one.puller.holding(VERSION).has.all()
+            assert not one.puller.holding(VERSION).pending.any()
+
+        await asyncio.gather(*(pull(one, seed) for seed, one in enumerate(servers)))
+        assert all(one.folder.read(name) == data for one in servers for name, data in zip(names, MANY, strict=True))
+        assert len(MANY) <= len(trainer.sent) < 2 * len(MANY)
+        assert sum(len(one.sent) for one in (trainer, *servers)) == 4 * len(MANY)
+
+
+async def test_who_tells_of_what_it_has_not_got_costs_little(puller, folder, monkeypatch):
+    monkeypatch.setattr(pulling, "_LOOK_S", 0.01)
+    app, asked = create_app("liar", limits=Limits(), tokens=None, ready=lambda: None), Counter[str]()
+
+    async def chunk(request: Request) -> Response:
+        asked[request.path_params["digest"]] += 1
+        return problem_response(NotFound("it is not here"))
+
+    async def holding(_: Request) -> Response:
+        return Response(Holding(*np.ones((2, len(CHUNKS)), np.bool_)).to_bytes())
+
+    app.add_route("/weights/chunks/{digest}", chunk)
+    app.add_route("/weights/holdings/{digest}", holding)
+    version = WantedVersion(VERSION, [chunk.blake3 for chunk in CHUNKS])
+    async with served(app) as liar, sources(slowly) as (trainer,):
+        await puller.pull(CHUNKS, [trainer.url, liar], of=version)
+    assert whole(folder)
+    assert trainer.asked.total() == len(CHUNKS)
+
+
+@pytest.mark.parametrize("told", [b"", b"\0", bytes(3), bytes(2**20)])
+async def test_who_tells_nothing_that_can_be_read_is_a_source_like_others(puller, folder, told):
+    app, other = (
+        create_app("source", limits=Limits(), tokens=None, ready=lambda: None),
+        ChunkFolder(folder.folder / "o"),
+    )
+    for data in DATA:
+        other.put(data)
+
+    async def chunk(request: Request) -> Response:
+        return Response(other.read(request.path_params["digest"]))
+
+    async def holding(_: Request) -> Response:
+        return Response(told)
+
+    app.add_route("/weights/chunks/{digest}", chunk)
+    app.add_route("/weights/holdings/{digest}", holding)
+    version = WantedVersion(VERSION, [chunk.blake3 for chunk in CHUNKS])
+    async with served(app) as url, sources(refusing) as (trainer,):
+        await puller.pull(CHUNKS, [trainer.url, url], of=version)
+    assert whole(folder)
+
+
+async def test_while_the_trainer_has_enough_to_do_others_are_asked_for_what_they_have(puller, folder, tmp_path):
+    """And nothing waits for the chunk that the trainer was asked for first."""
+    async with passing_on(ChunkFolder(tmp_path / "other")) as other, sources(busy) as (trainer,):
         for data in DATA:
-            folders[0].put(data)
-        urls, sent = zip(*[await stack.enter_async_context(passing_on(one, 2)) for one in folders], strict=True)
-        pullers = [ChunkPuller(folders[i], lambda url: WeightSource(url), urls[i]) for i in range(1, 5)]
-        await asyncio.gather(*(one.pull(CHUNKS, urls) for one in pullers))
-        assert all(map(whole, folders))
-        assert len(DATA) <= len(sent[0]) < 4 * len(DATA)
-        assert sum(map(len, sent)) == 4 * len(DATA)
+            other.folder.put(data)
+        version = WantedVersion(VERSION, [chunk.blake3 for chunk in CHUNKS])
+        assert other.puller is not None
+        await other.puller.pull(CHUNKS, [], of=version)
+        await puller.pull(CHUNKS, [trainer.url, other.url], of=version)
+    assert whole(folder)
+    assert len(other.sent) == len(CHUNKS)
+
+
+async def test_what_is_not_pulled_any_more_is_not_told_of(puller):
+    with pytest.raises(NotFound):
+        puller.holding(VERSION)
+    async with sources(honest) as (source,):
+        for name in "abc":
+            await puller.pull(CHUNKS, [source.url], of=WantedVersion(name, [chunk.blake3 for chunk in CHUNKS]))
+    assert puller.holding("c").has.all()
+    with pytest.raises(NotFound):
+        puller.holding("a")
 
 
 async def test_an_uplink_sends_what_it_has_to_so_many_at_once(tmp_path):
     folder = ChunkFolder(tmp_path / "chunks")
     digest = folder.put(DATA[0])
-    async with passing_on(folder, 1) as (url, _), httpx.AsyncClient(trust_env=False, base_url=url) as client:
+    async with passing_on(folder, 1) as one, httpx.AsyncClient(trust_env=False, base_url=one.url) as client:
         path = f"/weights/chunks/{digest}"
         assert (await client.get(path)).content == DATA[0]
         rest = await client.get(path, headers={"Range": "bytes=1000-"})

@@ -73,6 +73,7 @@ rollout       service POST /v1/chat/completions
 rollout       viewer  GET /v1/models
 rollout       viewer  GET /weights
 rollout       service GET /weights/chunks/{digest}
+rollout       service GET /weights/holdings/{digest}
 rollout       viewer  GET /get_model_info
 rollout       viewer  GET /get_server_info
 rollout       admin   POST /weights/stage

@@ -3,10 +3,13 @@ serving them, beside a plain write and read of the same bytes on the same disk.
 
     python -m tools.bench.publishing --layers 28 --hidden 1024 --servers 1 2    # Qwen3-0.6B's shape, in bfloat16
 
+    python -m tools.bench.publishing --layers 12 --hidden 512 --servers 1 2 4 8 --megabits 200
+
 The trainer's half (chunks, uplink, offers) runs here on random weights, the servers are processes with the real engine.
 A full version is one in which every weight is another; before one by deltas a hundredth of the weights moves to the
 next bfloat16. Of several rounds the fastest counts, as of the plain write and read. `take` is not measured: the arrays
-are in host memory. The last line is JSON.
+are in host memory. With `--megabits` every server is a host of its own, with links of that rate (`tools.bench.links`),
+and what is taken for raw is to send the bytes once over such a link. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -43,8 +46,10 @@ from shared.web.http import create_app
 from shared.web.serving import make_server
 from shared.weights.manifest import WeightOffer
 from shared.weights.serving import Uplink
+from tools.bench import links
 from tools.bench.result import BenchResult, emit
 
+_LOOPBACK = "127.0.0.1"
 _READY_S = 600.0
 _MOVED = 0.01
 _N_ROUNDS = 5
@@ -98,7 +103,13 @@ class Bench:
     def __init__(self, folder: Path, weights: dict[str, np.ndarray], url: str) -> None:
         self.publications, self._weights, self.url = Publications(folder / "published", _RUN), weights, url
         self._leaves = [ManifestLeaf(name, value.shape, "bfloat16") for name, value in weights.items()]
-        self._step = 0
+        self._step, self._n_sent = 0, 0
+
+    def read(self, digest: str) -> bytes:
+        """What is sent to a server."""
+        data = self.publications.read(digest)
+        self._n_sent += len(data)
+        return data
 
     def publish(self, config: Mapping[str, Any]) -> PublishedVersion:
         self._step += 1
@@ -116,8 +127,8 @@ class Bench:
                 self._weights[name].reshape(-1)[at] ^= 1
 
     async def hand_over(self, config: Mapping[str, Any], servers: Sequence[str]) -> dict[str, float]:
-        """Seconds of each part, of the slowest server, and bytes pulled by all."""
-        started = time.perf_counter()
+        """Seconds of each part, of the slowest server; bytes pulled by all, and how many of them the trainer sent."""
+        started, sent = time.perf_counter(), self._n_sent
         version = await asyncio.to_thread(self.publish, config)
         chunk_s = time.perf_counter() - started
         self.publications.announce(version)
@@ -130,17 +141,22 @@ class Bench:
         told = await asyncio.gather(*map(tell, servers))
         parts = {key: max(one.get(key, 0.0) for one in told) for one in told for key in one if key.endswith("_s")}
         pulled = sum(one["pulled_bytes"] for one in told)
-        return {"chunk_s": chunk_s, **parts, "total_s": time.perf_counter() - started, "pulled_bytes": pulled}
+        moved = {"pulled_bytes": pulled, "trainer_sent_bytes": self._n_sent - sent}
+        return {"chunk_s": chunk_s, **parts, "total_s": time.perf_counter() - started, **moved}
 
 
-async def measured(folder: Path, config: Mapping[str, Any], counts: Sequence[int]) -> dict[str, BenchResult]:
+async def measured(
+    folder: Path, config: Mapping[str, Any], counts: Sequence[int], megabits: float | None
+) -> dict[str, BenchResult]:
     weights = random_weights(config)
     n_bytes = sum(value.nbytes for value in weights.values())
-    raw_s = _raw_s(folder / "raw", weights)
-    results = {"published_bytes": BenchResult(n_bytes, "B"), "raw_write_and_read": BenchResult(raw_s, "s")}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        bench = Bench(folder, weights, f"http://127.0.0.1:{listener.getsockname()[1]}")
-        async with _serving(bench, listener), _Servers(folder, config, bench.url) as servers:
+    raw_s = _raw_s(folder / "raw", weights) if megabits is None else n_bytes * 8 / (megabits * 1e6)
+    raw = "raw_write_and_read" if megabits is None else "raw_link"
+    results = {"published_bytes": BenchResult(n_bytes, "B"), raw: BenchResult(raw_s, "s")}
+    with socket.create_server((_LOOPBACK if megabits is None else links.OWN, 0)) as listener:
+        host, port = listener.getsockname()
+        bench = Bench(folder, weights, f"http://{host}:{port}")
+        async with _serving(bench, listener), _Servers(folder, config, bench.url, megabits) as servers:
             for n in sorted(counts):
                 urls = await servers.at_least(n)
                 await bench.hand_over(config, urls)  # what is compiled, is compiled now
@@ -151,7 +167,7 @@ async def measured(folder: Path, config: Mapping[str, Any], counts: Sequence[int
                         found.append(await bench.hand_over(config, urls))
                 for kind, found in rounds.items():
                     for name, value in min(found, key=lambda parts: parts["total_s"]).items():
-                        unit = "B" if name == "pulled_bytes" else "s"
+                        unit = "B" if name.endswith("_bytes") else "s"
                         reference = n * n_bytes if unit == "B" else raw_s if name == "total_s" else None
                         results[f"{kind}_{n}_{name.removesuffix('_s')}"] = BenchResult(value, unit, reference)
             results["server_peak"] = BenchResult(servers.peak_bytes(), "B", n_bytes)
@@ -166,7 +182,7 @@ async def _serving(bench: Bench, listener: socket.socket) -> AsyncIterator[None]
     async def sources() -> Sequence[str]:
         return (bench.url,)
 
-    app.state.publishing = PublishingState(bench.publications, Uplink(bench.publications.read), sources)
+    app.state.publishing = PublishingState(bench.publications, Uplink(bench.read), sources)
     app.include_router(routes.router)
     server = make_server(app, ServicesSection())
     async with asyncio.TaskGroup() as group:
@@ -180,8 +196,8 @@ async def _serving(bench: Bench, listener: socket.socket) -> AsyncIterator[None]
 class _Servers:
     """Servers that serve nothing yet, one started after the other: memory and cores are few."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], trainer: str) -> None:
-        self._folder, self._trainer = folder, trainer
+    def __init__(self, folder: Path, config: Mapping[str, Any], trainer: str, megabits: float | None) -> None:
+        self._folder, self._trainer, self._megabits = folder, trainer, megabits
         self._urls, self._processes = list[str](), list[subprocess.Popen[bytes]]()
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_bytes(orjson.dumps(config))
@@ -196,23 +212,24 @@ class _Servers:
 
     async def at_least(self, n: int) -> Sequence[str]:
         """The addresses of all, once there are `n`."""
-        while len(self._urls) < n:
+        while (i := len(self._urls)) < n:
+            host, inside = (_LOOPBACK, ()) if self._megabits is None else links.add_host(i, self._megabits)
             port = free_port()
-            path = self._folder / f"{len(self._urls)}.yaml"
-            path.write_text(yaml.safe_dump(self._run(port)))
-            command = [str(python_of("rollout")), "-m", "services.rollout", "--config", str(path)]
+            path = self._folder / f"{i}.yaml"
+            path.write_text(yaml.safe_dump(self._run(host, port)))
+            command = [*inside, str(python_of("rollout")), "-m", "services.rollout", "--config", str(path)]
             self._processes.append(await asyncio.to_thread(_started, command))
-            self._urls.append(f"http://127.0.0.1:{port}")
+            self._urls.append(f"http://{host}:{port}")
             await _up(self._urls[-1])
         return self._urls
 
-    def _run(self, port: int) -> Mapping[str, Any]:
+    def _run(self, host: str, port: int) -> Mapping[str, Any]:
         folder = self._folder
         engine = {"context_length": 64, "max_running_requests": 4, "max_prefill_tokens": 64}
         engine |= {"precompile_token_paddings": [64], "precompile_bs_paddings": [4], "max_total_tokens": 512}
         run = {"run": {"name": _RUN, "dir": str(folder / f"host-{port}")}, "data": {"env": "none"}}
         run |= {"model": {"path": str(folder / "model"), "dtype": "bfloat16"}, "rollout": {"engine": engine}}
-        return run | {"services": {"rollout": {"port": port}, "trainer": {"url": self._trainer}}}
+        return run | {"services": {"rollout": {"host": host, "port": port}, "trainer": {"url": self._trainer}}}
 
     def peak_bytes(self) -> int:
         return max(_peak_bytes(process.pid) for process in self._processes)
@@ -260,9 +277,12 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--servers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--megabits", type=float, help="of the links of hosts that are made for it; needs root")
     given = parser.parse_args(sys.argv[1:])
+    if given.megabits is not None:
+        links.isolate(given.megabits)
     with tempfile.TemporaryDirectory() as folder:
-        work = measured(Path(folder), config_of(given.layers, given.hidden), given.servers)
+        work = measured(Path(folder), config_of(given.layers, given.hidden), given.servers, given.megabits)
         # As every service: a small answer by asyncio's own loop waits for an acknowledgement.
         emit(asyncio.run(work, loop_factory=uvloop.new_event_loop))
 

@@ -33,6 +33,7 @@ ROLES = {
     "POST /abort_request": Role.SERVICE,
     "GET /weights": Role.VIEWER,
     "GET /weights/chunks/{digest}": Role.SERVICE,
+    "GET /weights/holdings/{digest}": Role.SERVICE,
     "GET /get_model_info": Role.VIEWER,
     "GET /get_server_info": Role.VIEWER,
     "POST /weights/stage": Role.ADMIN,
@@ -128,6 +129,14 @@ async def weights(request: Request, state: Rollout) -> Response:
 async def chunk(request: Request, digest: ChunkDigest, state: Rollout) -> Response:
     """A chunk of what serves or is being pulled, or a manifest, by its blake3; `Range: bytes=N-` gives the rest."""
     return await state.uplink.answer(request, digest)
+
+
+@router.get("/weights/holdings/{digest}", tags=["weights"], openapi_extra=declares(answer=schemas.CHUNK))
+async def holding(digest: ChunkDigest, state: Rollout) -> Response:
+    """Which chunks of the version with that manifest are here, and which are on their way: a bit for each, in the
+    manifest's order, from the highest of the first byte on; the second row begins a new byte.
+    """
+    return Response(state.updates.holding(digest).to_bytes(), media_type="application/octet-stream")
 
 
 @router.post("/update_weights", tags=["weights"], openapi_extra=declares(body=schemas.UPDATE, answer=schemas.COMMITTED))

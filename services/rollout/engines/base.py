@@ -159,7 +159,8 @@ class StagedWeights:
     chunks (shared.weights.chunks), or a Hugging Face folder.
 
     Of chunks, `files` are those of the version's stream in their order, each with its digest for a name, and `tree` are
-    the arrays in the stream, in their order; a `base` is of chunks as well.
+    the arrays in the stream, in their order; a `base` is of chunks as well. Those that are still on their way come in
+    the order that the `seed` draws (shared.weights.order).
 
     A checkpoint's `files` are as its manifest names them: an engine reads each once (`shared.run.weights.copy_files`)
     and loads the very bytes whose digest it has taken. What they hold must have exactly the leaves of `tree`. With a
@@ -178,6 +179,7 @@ class StagedWeights:
     probe_logprobs: np.ndarray | None = None
     probe_noise: float | None = None
     base: StagedBase | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,8 @@
 """Chunks of published weights, from whoever has them, into a folder of this server's own.
 
-A chunk is asked for at the source that does least for us, several at once, about in the order in which they are placed
-on the devices, but drawn by chance among the next ones: so servers that pull the same version soon have different
-chunks and get the others from each other. What a source has sent when its connection breaks is kept, and the rest is
-asked for at any other.
+Several chunks are pulled at once, about in the order that the caller gives, each from whom `picking` says, by what the
+other servers tell now and then of what they have. What a source has sent when its connection breaks is kept, and the
+rest is asked for at any other.
 
 Invariants: a chunk gets into the folder only with the digest that its name says, whoever sent it; a source that sent
 something else, too much, or too slowly is named, counted, and left out for a while; what was pulled is not pulled
@@ -19,20 +18,25 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from services.rollout import metrics
+from services.rollout.weights.picking import ChunkPicker, Source
 from shared.clients.weights import WeightSource
 from shared.errors import NotFound, Unavailable, VolleyError
 from shared.process import telemetry
 from shared.weights.chunks import ChunkFolder
 from shared.weights.delta import apply
+from shared.weights.holding import Holding
 from shared.weights.manifest import Chunk, Delta
 from shared.weights.serving import SLOW_S, SLOWEST_BYTES_PER_S
 
 N_AT_ONCE = 4
-_N_DRAWN = 32
 PATIENCE_S, PATIENCE_FIRST_S, PATIENCE_BUSY_S = 10.0, 3.0, 30.0
 _PROGRESS_BYTES = 2**16
 _LACKS_S, _LACKS_MOST_S = 0.05, 0.5
+_LOOK_S, _LOOK_TIMEOUT_S = 0.2, 5.0
+_N_HOLDINGS = 2
 _AVOID_S: Mapping[str, float] = {"wrong": 60.0, "long": 60.0, "short": 5.0, "slow": 30.0, "broken": 0.2, "refused": 5.0}
 """For how long a source is left out, by what it did."""
 _log = telemetry.Log("pull")
@@ -46,42 +50,36 @@ def _whole(_: Chunk) -> Sequence[Delta]:
     return ()
 
 
-def _last_first(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The order of the stream, from its end, but drawn by chance within each `_N_DRAWN`."""
-    parts = [chunks[i : i + _N_DRAWN] for i in range(0, len(chunks), _N_DRAWN)]
-    return [chunk for part in reversed(parts) for chunk in random.sample(part, len(part))]
-
-
 class TooMuch(Exception):
     """A source sends more than the chunk has."""
 
 
-@dataclass(eq=False)
-class Source:
-    """Where chunks may be had; `avoided` is until when it is left out, by the monotonic clock, and `reason` why."""
+class PutOff(Exception):
+    """Who was asked has not got the chunk, or enough to do: nothing of it is here, and another may be picked."""
 
-    url: str
-    client: WeightSource
-    is_trainer: bool
-    n_transfers: int = 0
-    n_failures: int = 0
-    avoided: float = 0.0
-    reason: str = ""
-    is_busy: bool = False
+
+@dataclass(frozen=True, slots=True)
+class WantedVersion:
+    """What is pulled: the manifest's digest, and the digests of its chunks in its order."""
+
+    manifest: str
+    chunks: Sequence[str]
 
 
 @dataclass
 class _Download:
     """A chunk on its way: the first `n_bytes` of `into` are here, who sent some of them, and who has not got it just
-    now.
+    now. `index` is its place among those that are wanted, if it is one of them.
     """
 
     chunk: Chunk
     into: memoryview
+    index: int | None = None
     n_bytes: int = 0
     givers: set[Source] = field(default_factory=set)
     lacking: dict[Source, tuple[int, float]] = field(default_factory=dict)
     is_mixed: bool = True  # whether several sources may send parts of it
+    may_be_put_off: bool = False
 
 
 class ChunkPuller:
@@ -90,33 +88,57 @@ class ChunkPuller:
     def __init__(self, chunks: ChunkFolder, connect: Callable[[str], WeightSource], own: str) -> None:
         self.chunks, self._connect, self._own = chunks, connect, own
         self._avoided: dict[str, tuple[float, str]] = {}
+        self._holdings: dict[str, Holding] = {}
 
-    async def pull(self, wanted: Iterable[Chunk], sources: Sequence[str], way: Way = _whole) -> int:
+    def holding(self, manifest: str) -> Holding:
+        """What is here of that version. Raises NotFound for one that was not pulled lately."""
+        if (found := self._holdings.get(manifest)) is None:
+            raise NotFound(f"nothing is known here of the version with the manifest {manifest}")
+        return found
+
+    async def pull(
+        self, wanted: Iterable[Chunk], sources: Sequence[str], way: Way = _whole, of: WantedVersion | None = None
+    ) -> int:
         """All of them are in the folder then, some of them made of others by the deltas on their `way`. Returns how
-        many bytes were pulled for that.
+        many bytes were pulled for that. Where they are all chunks `of` a version, other servers are asked which of them
+        they have, and told which are here.
 
         Raises Unavailable if no source sends anything for `PATIENCE_S` (`PATIENCE_FIRST_S` at first, `PATIENCE_BUSY_S`
         while one has enough to do), or none is left, naming what they did; and StorageFull. What was pulled until then
         stays.
         """
-        lacking = await asyncio.to_thread(lambda: [chunk for chunk in wanted if chunk.blake3 not in self.chunks])
-        missing = _last_first(lacking)
+        chunks = list(wanted)
+        missing = await asyncio.to_thread(lambda: np.array([c.blake3 not in self.chunks for c in chunks], np.bool_))
+        places = {name: i for i, name in enumerate(of.chunks if of is not None else [c.blake3 for c in chunks])}
+        order = np.array([places[chunk.blake3] for chunk in chunks], np.int64)
+        own = Holding.nothing(len(places))
+        own.has[order] = ~missing
+        if of is not None:
+            self._holdings = dict([*self._holdings.items(), (of.manifest, own)][-_N_HOLDINGS:])
         async with AsyncExitStack() as stack:
-            pull = _Pull(self.chunks, way, [await self._opened(stack, i, url) for i, url in self._others(sources)])
+            opened = [await self._opened(stack, i, url) for i, url in self._others(sources)]
+            pull = _Pull(self.chunks, chunks, missing, way, opened, _Progress(own, order))
             try:
-                async with asyncio.TaskGroup() as group:
-                    room = max((chunk.size for chunk in missing), default=0)
-                    for _ in range(min(N_AT_ONCE, len(missing))):
-                        group.create_task(pull.work(missing, memoryview(bytearray(room))))
+                await self._done(pull, of)
             finally:
                 self._avoided |= {one.url: (one.avoided, one.reason) for one in pull.sources}
         if pull.failure is not None:
             raise pull.failure
         return pull.n_bytes
 
+    async def _done(self, pull: _Pull, of: WantedVersion | None) -> None:
+        async with asyncio.TaskGroup() as beside:
+            others = [source for source in pull.sources if of is not None and not source.is_trainer]
+            looks = [beside.create_task(pull.look(source, of)) for source in others if of is not None]
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(N_AT_ONCE, pull.n_missing)):
+                    group.create_task(pull.work())
+            for look in looks:
+                look.cancel()
+
     @asynccontextmanager
     async def beside(
-        self, wanted: Iterable[Chunk], sources: Sequence[str], way: Way = _whole
+        self, wanted: Iterable[Chunk], sources: Sequence[str], way: Way = _whole, of: WantedVersion | None = None
     ) -> AsyncIterator[asyncio.Future[dict[str, float]]]:
         """Pulls while something else goes on inside, and not after it. What it yields is done, with seconds and bytes,
         when all are in the folder; it raises as `pull`.
@@ -124,7 +146,7 @@ class ChunkPuller:
 
         async def timed() -> dict[str, float]:
             start = time.perf_counter()
-            n_bytes = await self.pull(wanted, sources, way)
+            n_bytes = await self.pull(wanted, sources, way, of)
             metrics.PULLED.inc(n_bytes)
             return {"pull_s": time.perf_counter() - start, "pulled_bytes": n_bytes}
 
@@ -144,27 +166,74 @@ class ChunkPuller:
         return Source(url, client, i == 0, avoided=avoided, reason=reason)
 
 
+@dataclass(frozen=True, slots=True)
+class _Progress:
+    """What is told to others, in the manifest's order; `order` is the place there of each chunk that is wanted."""
+
+    own: Holding
+    order: np.ndarray
+
+    def pending(self, index: int | None, *, is_pending: bool) -> None:
+        if index is not None:
+            self.own.pending[self.order[index]] = is_pending
+
+    def has(self, index: int | None) -> None:
+        if index is not None:
+            self.own.has[self.order[index]], self.own.pending[self.order[index]] = True, False
+
+
 class _Pull:
     """One update's chunks."""
 
-    def __init__(self, chunks: ChunkFolder, way: Way, sources: Sequence[Source]) -> None:
+    def __init__(
+        self,
+        folder: ChunkFolder,
+        chunks: Sequence[Chunk],
+        missing: np.ndarray,
+        way: Way,
+        sources: Sequence[Source],
+        progress: _Progress,
+    ) -> None:
         self._way, self.sources, self.n_bytes = way, sources, 0
         self.failure: VolleyError | None = None
-        self._chunks, self._last_byte, self._n_blocks, self._fresh = chunks, time.monotonic(), 0, 0
+        self._chunks, self._wanted, self._picker, self._progress = folder, chunks, ChunkPicker(missing), progress
+        self._room = max((chunk.size for chunk, lacks in zip(chunks, missing, strict=True) if lacks), default=0)
+        self._last_byte, self._n_blocks, self._fresh = time.monotonic(), 0, 0
 
-    async def work(self, missing: list[Chunk], room: memoryview) -> None:
-        """One of several that share the chunks still to come, with `room` for one. What ends it is the `failure`, and
-        not raised: Python 3.12.1 would count the cancellation of who waits for all of them as one that is still under
-        way.
+    @property
+    def n_missing(self) -> int:
+        return self._picker.n_missing
+
+    async def look(self, source: Source, of: WantedVersion) -> None:
+        """Asks another server again and again what it has; it ends with a cancellation."""
+        while True:
+            try:
+                async with asyncio.timeout(_LOOK_TIMEOUT_S):
+                    found = await source.client.holding(of.manifest, len(of.chunks))
+                source.holding = found.in_order(self._progress.order)
+            except NotFound:
+                source.holding = Holding.nothing(len(self._wanted))
+            except (VolleyError, TimeoutError):
+                source.holding = None
+            await asyncio.sleep(_LOOK_S)
+
+    async def work(self) -> None:
+        """One of several that share the chunks still to come. What ends it is the `failure`, and not raised: Python
+        3.12.1 would count the cancellation of who waits for all of them as one that is still under way.
         """
+        room = memoryview(bytearray(self._room))
         try:
-            while missing:
-                chunk = missing.pop()
-                if not await self._is_made(chunk, room):
-                    await self._fetch(chunk, room)
+            while (picked := self._picker.pick(self.sources, time.monotonic())) is not None:
+                index, source = picked
+                try:
+                    if not await self._is_made(self._wanted[index], room):
+                        await self._fetch(self._wanted[index], room, index, source)
+                    self._progress.has(index)
+                except PutOff:
+                    self._picker.put_back(index)
         except VolleyError as error:
             self.failure = self.failure or error
-            missing.clear()
+            self._picker.clear()
 
     async def _is_made(self, chunk: Chunk, room: memoryview) -> bool:
         """Whether deltas have made it of a chunk that was here."""
@@ -192,11 +261,18 @@ class _Pull:
             return False
         return self._chunks.add(chunk, data)
 
-    async def _fetch(self, chunk: Chunk, room: memoryview) -> None:
-        """Raises Unavailable, StorageFull."""
-        download = _Download(chunk, room[: chunk.size])
-        while not await self._is_kept(download):
-            await self._more(download, await self._choose(download))
+    async def _fetch(
+        self, chunk: Chunk, room: memoryview, index: int | None = None, picked: Source | None = None
+    ) -> None:
+        """Raises Unavailable, StorageFull; and PutOff, where a source was picked."""
+        download = _Download(chunk, room[: chunk.size], index, may_be_put_off=picked is not None)
+        try:
+            while not await self._is_kept(download):
+                source, picked = picked or await self._choose(download), None
+                await self._more(download, source)
+                download.may_be_put_off = False
+        finally:
+            self._progress.pending(index, is_pending=False)
         self.n_bytes += chunk.size
 
     async def _is_kept(self, download: _Download) -> bool:
@@ -220,7 +296,8 @@ class _Pull:
                 deadline = self._last_byte + PATIENCE_BUSY_S
             free = [s for s in self.sources if s.avoided <= now and download.lacking.get(s, (0, 0.0))[1] <= now]
             if free:
-                return min(free, key=lambda s: (s.n_transfers, s.is_trainer, random.random()))
+                index = download.index
+                return min(free, key=lambda s: (s.lacks(index), s.n_transfers, s.is_trainer, random.random()))
             if now > deadline or all(s.avoided > deadline for s in self.sources):
                 told = "; ".join(f"{s.url}: {s.reason or 'has not got it'}" for s in self.sources) or "there is none"
                 raise Unavailable(f"no source has chunk {download.chunk.blake3}: {told}")
@@ -238,17 +315,20 @@ class _Pull:
                 raise TooMuch
             download.into[download.n_bytes : end] = block
             download.n_bytes = end
+            self._progress.pending(download.index, is_pending=True)
             self._fresh += len(block)
             if self._fresh >= _PROGRESS_BYTES or end == chunk.size:  # a byte now and then is none
                 self._last_byte, self._n_blocks, self._fresh = time.monotonic(), self._n_blocks + 1, 0
 
+        if source.is_trainer:  # also before it sends
+            self._progress.pending(download.index, is_pending=True)
         source.n_transfers += 1
         try:
             async with asyncio.timeout(SLOW_S + (chunk.size - start) / SLOWEST_BYTES_PER_S):
                 await source.client.chunk(chunk.blake3, take, start)
             if (n := download.n_bytes) < chunk.size:
                 self._avoid(source, "short", f"chunk {chunk.blake3} ends after {n} of {chunk.size} bytes")
-            source.n_failures, source.is_busy = 0, False
+            source.n_failures, source.n_rests, source.is_busy = 0, 0, False
         except TooMuch:
             download.n_bytes, download.givers = 0, set()
             self._avoid(source, "long", f"chunk {chunk.blake3} is longer than {chunk.size} bytes")
@@ -260,17 +340,24 @@ class _Pull:
             source.n_transfers -= 1
             if download.n_bytes > start:
                 download.givers.add(source)
+            if not download.n_bytes:
+                self._progress.pending(download.index, is_pending=False)
 
     def _failed(self, download: _Download, source: Source, error: VolleyError) -> None:
-        """Who has not got a chunk, or enough to do, is asked again soon; less and less often."""
+        """Who has not got a chunk, or enough to do, is asked again soon; less and less often. Raises PutOff."""
         source.is_busy = isinstance(error, Unavailable) and error.retry_after_s < 1
-        if isinstance(error, NotFound) or source.is_busy:
-            source.reason = str(error) if source.is_busy else ""
-            n, _ = download.lacking.get(source, (0, 0.0))
-            wait_s = min(_LACKS_MOST_S, _LACKS_S * 2**n)
-            download.lacking[source] = n + 1, time.monotonic() + wait_s * random.uniform(0.5, 1.0)
-        else:
+        if not (isinstance(error, NotFound) or source.is_busy):
             self._avoid(source, "broken" if isinstance(error, Unavailable) else "refused", str(error))
+            return
+        source.reason = str(error) if source.is_busy else ""
+        if download.may_be_put_off and (source.is_busy or source.holding is not None):
+            if source.is_busy:
+                source.rests, source.n_rests = time.monotonic() + _wait_s(source.n_rests), source.n_rests + 1
+            else:  # what it told is not so any more
+                source.holding = Holding.nothing(len(self._wanted))
+            raise PutOff
+        n, _ = download.lacking.get(source, (0, 0.0))
+        download.lacking[source] = n + 1, time.monotonic() + _wait_s(n)
 
     def _avoid(self, source: Source, kind: str, reason: str) -> None:
         source.n_failures += 1
@@ -278,3 +365,8 @@ class _Pull:
         source.avoided, source.reason, source.is_busy = time.monotonic() + seconds, reason, False
         metrics.AVOIDED.labels(kind).inc()
         _log.warning("source avoided", url=source.url, kind=kind, reason=reason, seconds=seconds)
+
+
+def _wait_s(n: int) -> float:
+    """After so many tries before."""
+    return min(_LACKS_MOST_S, _LACKS_S * 2**n) * random.uniform(0.5, 1.0)

@@ -13,6 +13,7 @@ running, after others serve. What they computed is not read again: the commit af
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from services.rollout.engines.base import CommitMode, CommitResult, Engine, Live
 from services.rollout.weights.bucket import CheckpointBucket
 from services.rollout.weights.checkpoint import examine, examine_published
 from services.rollout.weights.fence import VersionFence
-from services.rollout.weights.pulling import ChunkPuller
+from services.rollout.weights.pulling import ChunkPuller, WantedVersion
 from services.rollout.weights.serving import Distrusted, NothingServes, Serving, ServingState, StagedUpdate
 from services.rollout.weights.turns import UpdateTurns
 from shared.errors import (
@@ -41,7 +42,9 @@ from shared.models.config import ModelConfig
 from shared.process import telemetry
 from shared.run import weights
 from shared.types import WeightVersion
+from shared.weights.holding import Holding
 from shared.weights.manifest import PublishedManifest, WeightOffer
+from shared.weights.order import drawn
 
 POLL_S, POLL_SERVING_S = 1.0, 3.0
 RETRY_BAD_S = 30.0
@@ -139,9 +142,16 @@ class WeightUpdater:
 
     def read_chunk(self, digest: str) -> bytes:
         """For other servers. Raises NotFound; it blocks."""
+        return self._passes_on().chunks.read(digest)
+
+    def holding(self, manifest: str) -> Holding:
+        """For other servers: what is here of a version. Raises NotFound."""
+        return self._passes_on().holding(manifest)
+
+    def _passes_on(self) -> ChunkPuller:
         if self.puller is None:
             raise NotFound("this server passes no weights on")
-        return self.puller.chunks.read(digest)
+        return self.puller
 
     async def watch(self) -> None:
         """Worker: loads the run's newest version whenever it is newer than the serving one."""
@@ -279,17 +289,22 @@ class WeightUpdater:
         if self.puller is None:
             raise Forbidden("this server takes no weights", "start it with a run's configuration")
         manifest = await self._manifest(offer)
-        found = examine_published(manifest, self.puller.chunks.folder, self.model, self.run)
+        seed, examined = (
+            random.getrandbits(32),
+            examine_published(manifest, self.puller.chunks.folder, self.model, self.run),
+        )
+        found = replace(examined, seed=seed)
         self._fence.check(found, self._announced, self._serving, manifest.beginning)
         if (known := self._known(found)) is not None:
             return known
         self.staged = None
-        chunks = manifest.chunks()
+        chunks = {chunk.blake3: chunk for tree in manifest.trees for chunk in drawn(tree.chunks, seed)}
         have = self.puller.chunks.__contains__
         deltas = await asyncio.to_thread(lambda: [one for c in chunks.values() for one in manifest.way(c, have)])
         passed_on = [offer.manifest.blake3, *chunks, *(delta.chunk.blake3 for delta in deltas)]
         await self._retain(*passed_on)
-        async with self.puller.beside(chunks.values(), offer.sources, lambda c: manifest.way(c, have)) as pulling:
+        of, way = WantedVersion(offer.manifest.blake3, list(manifest.chunks())), lambda chunk: manifest.way(chunk, have)
+        async with self.puller.beside(chunks.values(), offer.sources, way, of) as pulling:
             staged = _staged(found, None, await self.engine.stage(found, pulling))
             pulled = await pulling
         return replace(

@@ -24,6 +24,7 @@ from shared.models import adapter
 from shared.run.weights import PARAMS, ManifestFile, ManifestLeaf
 from shared.weights.chunks import reads
 from shared.weights.manifest import Chunk, WeightTree
+from shared.weights.order import by_arrival
 
 _MOST_BYTES, _BESIDE_BYTES = 5, 2**26
 """A number of a checkpoint has four bytes at most, and folders and padding take some."""
@@ -91,13 +92,15 @@ class BaseCache:
     def __init__(self) -> None:
         self._held: tuple[str, Mapping[str, np.ndarray]] = ("", {})
 
-    def arrays(self, base: StagedBase | None, kind: str, arrival: Arrival) -> Mapping[str, np.ndarray]:
-        """By the trainer's names; nothing is held any more where there is no base. Raises as `load_leaves`."""
-        held = self._held
+    def arrays(self, weights: StagedWeights, arrival: Arrival) -> Mapping[str, np.ndarray]:
+        """Of what the weights are adapters of, by the trainer's names; nothing is held any more where there is no base.
+        Raises as `load_leaves`.
+        """
+        held, base = self._held, weights.base
         if base is None or held[0] != base.digest:
             held = self._held = ("", {})
         if base is not None and held[0] != base.digest:
-            with _files(kind, Path(base.folder), PARAMS, base, f"base {base.digest}", arrival) as found:
+            with _files(weights, Path(base.folder), PARAMS, base, f"base {base.digest}", arrival) as found:
                 held = self._held = base.digest, {name: np.array(leaf.read()) for name, leaf in found.items()}
         return held[1]
 
@@ -108,28 +111,34 @@ def _open(weights: StagedWeights, arrival: Arrival, bases: BaseCache) -> Iterato
     if weights.kind == "hf":
         yield open_hugging_face(folder)
         return
-    base = bases.arrays(weights.base, weights.kind, arrival)
-    with _files(weights.kind, folder, weights.below, weights, weights.version, arrival) as found:
+    base = bases.arrays(weights, arrival)
+    with _files(weights, folder, weights.below, weights, weights.version, arrival) as found:
         yield _merged(base, found, weights.base.scale) if weights.base else found
 
 
 @contextmanager
 def _files(
-    kind: str, folder: Path, below: str, of: StagedWeights | StagedBase, what: str, arrival: Arrival
+    weights: StagedWeights, folder: Path, below: str, of: StagedWeights | StagedBase, what: str, arrival: Arrival
 ) -> Iterator[Mapping[str, CheckpointLeaf]]:
     """The arrays that files of a manifest hold, as its tree says."""
-    if kind == "chunks":
-        yield _chunked(folder, of, what, arrival)
+    if weights.kind == "chunks":
+        yield _chunked(folder, of, weights.seed, what, arrival)
         return
     with open_checkpoint(folder, below, of.files, what, arrival.check) as found:
         check_tree(found, of.tree)
         yield found
 
 
-def _chunked(folder: Path, of: StagedWeights | StagedBase, what: str, arrival: Arrival) -> dict[str, CheckpointLeaf]:
+def _chunked(
+    folder: Path, of: StagedWeights | StagedBase, seed: int | None, what: str, arrival: Arrival
+) -> dict[str, CheckpointLeaf]:
+    """In the order in which they come."""
     tree = WeightTree(of.tree, tuple(Chunk(file.blake3, file.size) for file in of.files))
-    arrays = reads(folder, tree, what, arrival.wait_for)
-    return {leaf.key: CheckpointLeaf(leaf.shape, np.dtype(leaf.dtype), arrays[leaf.key]) for leaf in tree.leaves}
+    arrays, leaves = (
+        reads(folder, tree, what, arrival.wait_for),
+        tree.leaves if seed is None else by_arrival(tree, seed),
+    )
+    return {leaf.key: CheckpointLeaf(leaf.shape, np.dtype(leaf.dtype), arrays[leaf.key]) for leaf in leaves}
 
 
 def _merged(

@@ -1,0 +1,40 @@
+"""The order in which a server pulls the chunks of a version, and its engine takes the arrays that they make.
+
+Chance draws it for each update: servers that pull the same version then have different chunks soon, and get the others
+from each other. A few that follow each other in the stream stay together, because small arrays share chunks with their
+neighbours. Service and engine are two processes: both follow one seed.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from shared.run.weights import ManifestLeaf
+from shared.weights.manifest import WeightTree, leaf_bytes
+
+TOGETHER = 8
+
+
+def drawn[T](chunks: Sequence[T], seed: int) -> list[T]:
+    """The chunks of a stream, in the order in which they are pulled."""
+    parts = [chunks[i : i + TOGETHER] for i in range(0, len(chunks), TOGETHER)]
+    random.Random(seed).shuffle(parts)
+    return [chunk for part in parts for chunk in part]
+
+
+def by_arrival(tree: WeightTree, seed: int) -> list[ManifestLeaf]:
+    """The arrays, each behind those whose last chunk comes before its own."""
+    starts = list(accumulate((chunk.size for chunk in tree.chunks), initial=0))
+    rank = {index: at for at, index in enumerate(drawn(range(len(tree.chunks)), seed))}
+
+    def last(start: int, end: int) -> int:
+        if start == end:
+            return -1
+        return max(rank[index] for index in range(bisect_right(starts, start) - 1, bisect_right(starts, end - 1)))
+
+    ends = list(accumulate(map(leaf_bytes, tree.leaves)))
+    ranks = {leaf.key: last(end - leaf_bytes(leaf), end) for leaf, end in zip(tree.leaves, ends, strict=True)}
+    return sorted(tree.leaves, key=lambda leaf: ranks[leaf.key])
