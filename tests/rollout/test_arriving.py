@@ -200,6 +200,16 @@ def test_who_is_not_wanted_any_more_waits_no_longer() -> None:
     assert ended.is_set()
 
 
+def test_seconds_before_the_last_chunk_do_not_count() -> None:
+    arrival, begun = Arrival(lambda: None, is_complete=False), time.perf_counter()
+    assert arrival.seconds_since(begun) == 0
+    time.sleep(0.05)
+    arrival.complete()
+    assert 0 <= arrival.seconds_since(begun) < time.perf_counter() - begun - 0.04
+    later = time.perf_counter()
+    assert 0 <= arrival.seconds_since(later) <= time.perf_counter() - later
+
+
 def in_a_thread(work: Callable[[], None], ended: threading.Event) -> threading.Thread:
     def run() -> None:
         work()

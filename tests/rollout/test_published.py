@@ -7,19 +7,24 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
+from services.rollout.api.generation import GenerationRunner
+from services.rollout.app import build_app
 from services.rollout.weights import pulling
 from services.rollout.weights.pulling import ChunkPuller
 from services.rollout.weights.updater import WeightUpdater
 from shared.clients.weights import WeightSource
 from shared.errors import (
     Conflict,
+    DecodeError,
     EngineDied,
     Forbidden,
+    MalformedAnswer,
     NotFound,
     Unavailable,
     VolleyError,
@@ -35,7 +40,7 @@ from shared.weights.manifest import Chunk, PublishedAdapter, PublishedManifest, 
 from shared.weights.serving import Uplink
 from tests.support import families, models
 from tests.support.asgi import served
-from tests.support.engine import FakeEngine
+from tests.support.engine import SETTINGS, FakeEngine
 
 CONFIG = models.tiny_config(num_hidden_layers=1, hidden_size=8, intermediate_size=8, vocab_size=8)
 MODEL = ModelConfig.parse(CONFIG)
@@ -155,6 +160,32 @@ async def test_what_serves_is_passed_on_and_older_chunks_are_not(updates, traine
     await updates.commit(V[2], None, None)
     with pytest.raises(NotFound):
         updates.read_chunk(first.manifest.blake3)
+
+
+async def test_other_servers_are_told_what_is_here(updates, engine, trainer):
+    """By the routes of the service, to the client that servers use; of what was never pulled, nothing."""
+    offer = trainer.offer(V[1], 1)
+    await updates.update(offer, None)
+    names = list(PublishedManifest.from_json(trainer.chunks.read(offer.manifest.blake3)).chunks())
+    app = build_app(SETTINGS, engine, updates, GenerationRunner(engine, 0.2, updates), None)
+    async with WeightSource("http://x", transport=httpx.ASGITransport(app)) as source:
+        told = await source.holding(offer.manifest.blake3, len(names))
+        assert told.has.all()
+        assert not told.pending.any()
+        with pytest.raises(DecodeError):
+            await source.holding(offer.manifest.blake3, 8 * len(names) + 8)
+        with pytest.raises(MalformedAnswer):
+            await source.holding(offer.manifest.blake3, 0)
+        for other in (V[1], "0" * 64):
+            with pytest.raises(NotFound):
+                await source.holding(other, len(names))
+
+
+async def test_a_server_without_a_puller_passes_nothing_on(engine):
+    alone = WeightUpdater(engine, None, MODEL, "test")
+    for ask in (alone.read_chunk, alone.holding):
+        with pytest.raises(NotFound, match="passes no weights on"):
+            ask("0" * 64)
 
 
 async def test_a_server_that_missed_a_push_asks_the_trainer(updates, engine, trainer):

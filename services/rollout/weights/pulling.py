@@ -128,8 +128,8 @@ class ChunkPuller:
 
     async def _done(self, pull: _Pull, of: WantedVersion | None) -> None:
         async with asyncio.TaskGroup() as beside:
-            others = [source for source in pull.sources if of is not None and not source.is_trainer]
-            looks = [beside.create_task(pull.look(source, of)) for source in others if of is not None]
+            others = [source for source in pull.sources if not source.is_trainer]
+            looks = [] if of is None else [beside.create_task(pull.look(source, of)) for source in others]
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(N_AT_ONCE, pull.n_missing)):
                     group.create_task(pull.work())
@@ -230,7 +230,8 @@ class _Pull:
                         await self._fetch(self._wanted[index], room, index, source)
                     self._progress.has(index)
                 except PutOff:
-                    self._picker.put_back(index)
+                    if self.failure is None:
+                        self._picker.put_back(index)
         except VolleyError as error:
             self.failure = self.failure or error
             self._picker.clear()

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
-from services.rollout.engines.base import Live
+from services.rollout.engines.base import Live, LoadedWeights, StagedWeights
 from services.rollout.weights.probe import check_probe
 from shared.errors import WeightsError
 
@@ -33,6 +34,20 @@ class StagedUpdate:
     manifest: str | None = None
     beginning: str | None = None
     chunks: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, found: StagedWeights, path: Path | None, loaded: LoadedWeights) -> Self:
+        """What an engine has loaded."""
+        return cls(
+            path,
+            found.version,
+            found.digest,
+            loaded.checksum,
+            loaded.timings,
+            found.probe_logprobs,
+            found.probe_noise,
+            found.base.digest if found.base else None,
+        )
 
     def judge(self, live: Live, dtype: str) -> str | None:
         """What speaks against `live` being these weights."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from services.rollout import metrics
-from services.rollout.engines.base import CommitMode, CommitResult, Engine, Live, LoadedWeights, StagedWeights
+from services.rollout.engines.base import CommitMode, CommitResult, Engine, Live, StagedWeights
 from services.rollout.weights.bucket import CheckpointBucket
 from services.rollout.weights.checkpoint import examine, examine_published
 from services.rollout.weights.fence import VersionFence
@@ -265,7 +265,7 @@ class WeightUpdater:
         again = await asyncio.to_thread(examine, where, self.model, self.run)
         if (again.version, again.digest) != (found.version, found.digest):
             raise WeightsError(f"{found.version} changed while it was loaded")
-        return _staged(found, where, loaded)
+        return StagedUpdate.of(found, where, loaded)
 
     async def _stage_copy(self, address: str) -> StagedUpdate:
         if self.bucket is None:
@@ -280,7 +280,7 @@ class WeightUpdater:
             n_bytes = await asyncio.to_thread(copy.fetch, found)
             metrics.PULLED.inc(n_bytes)
             pulled = {"pull_s": time.perf_counter() - start, "pulled_bytes": n_bytes}
-            staged = _staged(found, None, await self.engine.stage(found))
+            staged = StagedUpdate.of(found, None, await self.engine.stage(found))
             await asyncio.to_thread(copy.check_unchanged)
             return replace(staged, timings={**pulled, **staged.timings})
 
@@ -305,7 +305,7 @@ class WeightUpdater:
         await self._retain(*passed_on)
         of, way = WantedVersion(offer.manifest.blake3, list(manifest.chunks())), lambda chunk: manifest.way(chunk, have)
         async with self.puller.beside(chunks.values(), offer.sources, way, of) as pulling:
-            staged = _staged(found, None, await self.engine.stage(found, pulling))
+            staged = StagedUpdate.of(found, None, await self.engine.stage(found, pulling))
             pulled = await pulling
         return replace(
             staged,
@@ -391,19 +391,6 @@ class WeightUpdater:
         self.staged = None
         metrics.DISTRUSTED.inc()
         _log.error("weights distrusted", version=version, reason=reason)
-
-
-def _staged(found: StagedWeights, path: Path | None, loaded: LoadedWeights) -> StagedUpdate:
-    return StagedUpdate(
-        path,
-        found.version,
-        found.digest,
-        loaded.checksum,
-        loaded.timings,
-        found.probe_logprobs,
-        found.probe_noise,
-        found.base.digest if found.base else None,
-    )
 
 
 def _newer(candidate: str, state: ServingState) -> bool:

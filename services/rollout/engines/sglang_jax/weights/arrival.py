@@ -34,6 +34,10 @@ class Arrival:
         self.completed_at = time.perf_counter()
         self._complete.set()
 
+    def seconds_since(self, begun: float) -> float:
+        """But for those before the last chunk was there."""
+        return time.perf_counter() - max(begun, self.completed_at) if self.is_complete else 0.0
+
     def wait_for(self, chunk: Path) -> None:
         """Until its file is there, or will not come."""
         self.check()

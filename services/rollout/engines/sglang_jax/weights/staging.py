@@ -64,12 +64,11 @@ def load_leaves(
                 placed[name] = _place(name, value, current[name], exact=weights.kind != "hf")
                 begun = time.perf_counter()
                 found_sums[name] = sums(placed[name])
-                checksum_s += time.perf_counter() - begun if arrival.is_complete else 0.0
+                checksum_s += arrival.seconds_since(begun)
     begun = time.perf_counter()
     checksum = combined([found_sums[name] for name in current])
-    end = time.perf_counter()
-    checksum_s += end - begun
-    place_s = end - max(read, arrival.completed_at) - checksum_s
+    checksum_s += arrival.seconds_since(begun)
+    place_s = arrival.seconds_since(read) - checksum_s
     timings = {"read_s": read - start, "place_s": place_s, "checksum_s": checksum_s}
     return [placed[name] for name in current], checksum, timings
 
