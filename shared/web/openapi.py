@@ -73,6 +73,12 @@ def declares(
     return extra
 
 
+def declares_bytes(*statuses: int) -> dict[str, Any]:
+    """`openapi_extra` of a route that answers with bytes."""
+    content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    return {"responses": {str(status): {"description": "Done", "content": content} for status in statuses}}
+
+
 def _content(schema: Schema) -> dict[str, Any]:
     """With an example where the schema has one: of JSON alone, which is what a page can send."""
     plain = _plain(schema)

@@ -179,6 +179,8 @@ async def test_other_servers_are_told_what_is_here(updates, engine, trainer):
         for other in (V[1], "0" * 64):
             with pytest.raises(NotFound):
                 await source.holding(other, len(names))
+        await updates.update(trainer.offer(V[2], 2), None)
+        assert not (await source.holding(offer.manifest.blake3, len(names))).has.any()
 
 
 async def test_a_server_without_a_puller_passes_nothing_on(engine):

@@ -23,7 +23,7 @@ from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
 from shared.web.access import Role
 from shared.web.http import read_body, respond
-from shared.web.openapi import declares
+from shared.web.openapi import declares, declares_bytes
 from shared.weights.manifest import WeightOffer
 from shared.weights.serving import ChunkDigest, Uplink
 
@@ -125,13 +125,13 @@ async def weights(request: Request, state: Rollout) -> Response:
     return respond(request, {"current": updates.current, "staged": staged, "digest": updates.digest})
 
 
-@router.get("/weights/chunks/{digest}", tags=["weights"], openapi_extra=declares(answer=schemas.CHUNK))
+@router.get("/weights/chunks/{digest}", tags=["weights"], openapi_extra=declares_bytes(200, 206))
 async def chunk(request: Request, digest: ChunkDigest, state: Rollout) -> Response:
     """A chunk of what serves or is being pulled, or a manifest, by its blake3; `Range: bytes=N-` gives the rest."""
     return await state.uplink.answer(request, digest)
 
 
-@router.get("/weights/holdings/{digest}", tags=["weights"], openapi_extra=declares(answer=schemas.CHUNK))
+@router.get("/weights/holdings/{digest}", tags=["weights"], openapi_extra=declares_bytes(200))
 async def holding(digest: ChunkDigest, state: Rollout) -> Response:
     """Which chunks of the version with that manifest are here, and which are on their way: a bit for each, in the
     manifest's order, from the highest of the first byte on; the second row begins a new byte.

@@ -135,7 +135,6 @@ _OFFER = {
     "sources": {"type": "array", "items": _TEXT},
 }
 STAGE = _with_example({"anyOf": [_object({"manifest": _TEXT}), _object(_OFFER)]}, manifest=_CHECKPOINT)
-CHUNK = {"type": "string", "format": "binary"}
 STAGED = _object({"staged": {"type": "string"}, "digest": {"type": "string"}, "timings": _TIMINGS})
 COMMIT = _with_example(
     _object({"version": _TEXT}, {"base_version": _or_null(_TEXT), "mode": _MODE}), version=_VERSION_NAME

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -88,13 +88,19 @@ class ChunkPuller:
     def __init__(self, chunks: ChunkFolder, connect: Callable[[str], WeightSource], own: str) -> None:
         self.chunks, self._connect, self._own = chunks, connect, own
         self._avoided: dict[str, tuple[float, str]] = {}
-        self._holdings: dict[str, Holding] = {}
+        self._holdings: dict[str, tuple[Sequence[str], Holding]] = {}
 
     def holding(self, manifest: str) -> Holding:
         """What is here of that version. Raises NotFound for one that was not pulled lately."""
         if (found := self._holdings.get(manifest)) is None:
             raise NotFound(f"nothing is known here of the version with the manifest {manifest}")
-        return found
+        return found[1]
+
+    async def retain(self, digests: Collection[str]) -> None:
+        """Removes all other chunks. Others are told."""
+        await asyncio.to_thread(self.chunks.retain, digests)
+        for names, holding in self._holdings.values():
+            holding.has[:] &= np.fromiter((name in digests for name in names), np.bool_, len(names))
 
     async def pull(
         self, wanted: Iterable[Chunk], sources: Sequence[str], way: Way = _whole, of: WantedVersion | None = None
@@ -114,7 +120,7 @@ class ChunkPuller:
         own = Holding.nothing(len(places))
         own.has[order] = ~missing
         if of is not None:
-            self._holdings = dict([*self._holdings.items(), (of.manifest, own)][-_N_HOLDINGS:])
+            self._holdings = dict([*self._holdings.items(), (of.manifest, (of.chunks, own))][-_N_HOLDINGS:])
         async with AsyncExitStack() as stack:
             opened = [await self._opened(stack, i, url) for i, url in self._others(sources)]
             pull = _Pull(self.chunks, chunks, missing, way, opened, _Progress(own, order))

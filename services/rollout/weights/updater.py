@@ -329,7 +329,7 @@ class WeightUpdater:
         """These, and those of what serves, which others may be pulling from here."""
         if self.puller is not None:
             of_serving = self._serving.chunks if self._serving else frozenset[str]()
-            await asyncio.to_thread(self.puller.chunks.retain, of_serving.union(chunks))
+            await self.puller.retain(of_serving.union(chunks))
 
     def _known(self, found: StagedWeights) -> StagedUpdate | None:
         """Of weights that are staged or serve already."""

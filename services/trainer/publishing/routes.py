@@ -13,7 +13,7 @@ from services.trainer.publishing.publications import Publications
 from shared.errors import WeightsUnpublished
 from shared.web.access import Role
 from shared.web.http import respond
-from shared.web.openapi import declares
+from shared.web.openapi import declares, declares_bytes
 from shared.weights.manifest import WeightOffer
 from shared.weights.serving import ChunkDigest, Uplink
 
@@ -57,7 +57,7 @@ async def newest(request: Request, state: Here) -> Response:
     return respond(request, {**offer.to_json(), "digest": found.digest})
 
 
-@router.get("/weights/chunks/{digest}", openapi_extra=declares(answer={"type": "string", "format": "binary"}))
+@router.get("/weights/chunks/{digest}", openapi_extra=declares_bytes(200, 206))
 async def chunk(request: Request, digest: ChunkDigest, state: Here) -> Response:
     """A chunk or a manifest of one of the newest versions, by its blake3; `Range: bytes=N-` gives the rest."""
     return await state.uplink.answer(request, digest)
