@@ -212,13 +212,16 @@ def _empty(n_bytes: int) -> np.ndarray:
 
 def _read(folder: Path, chunk: Chunk, what: str, into: memoryview) -> None:
     """A whole chunk, and its digest. Raises as `reads`' arrays."""
+    path = folder / chunk.blake3
     try:
-        with open_file(folder / chunk.blake3) as file:
-            n = os.readv(file.fileno(), [into])
+        with open_file(path) as file:
+            n, was = os.readv(file.fileno(), [into]), os.fstat(file.fileno())
     except OSError as error:
         raise unreadable(f"{what}: chunk {chunk.blake3}", error) from error
     if n != chunk.size or blake3.blake3(into).hexdigest() != chunk.blake3:
-        (folder / chunk.blake3).unlink(missing_ok=True)  # it is asked for again
+        with suppress(OSError):
+            if os.path.samestat(was, path.stat()):  # not one that came after it
+                path.unlink()  # it is asked for again
         raise WeightsError(f"{what}: digest of chunk {chunk.blake3} differs")
 
 

@@ -7,7 +7,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -15,10 +18,11 @@ import pytest_asyncio
 from services.rollout.engines.base import Engine, EngineSpec, StagedWeights
 from services.rollout.engines.sglang_jax.client import open_engine
 from services.rollout.engines.sglang_jax.weights.arrival import Arrival
+from services.rollout.engines.sglang_jax.weights.staging import BaseCache, load_leaves
 from services.rollout.weights.checkpoint import examine_published
 from shared.errors import Conflict, Unavailable, WeightsError
 from shared.models.config import ModelConfig
-from shared.run.weights import ManifestLeaf
+from shared.run.weights import ManifestFile, ManifestLeaf
 from shared.weights import chunks as chunks_module
 from shared.weights import manifest as manifest_module
 from shared.weights.chunks import ChunkFolder, cut, in_order
@@ -146,6 +150,75 @@ async def test_what_does_not_come_whole_changes_nothing(engine: Engine, tmp_path
 
 
 @on_the_engine
+async def test_what_is_staged_while_its_pull_fails_is_not_kept(engine: Engine, tmp_path: Path) -> None:
+    """All that it was made of may have been there, or the caller be gone."""
+    failing, gone = Arriving(tmp_path, "v1", 1), Arriving(tmp_path, "v2", 2)
+    for version in (failing, gone):
+        version.come(version.digests)
+    staging = asyncio.ensure_future(engine.stage(failing.weights, failing.done))
+    await is_staged(engine, failing)
+    failing.done.set_exception(Unavailable("no source has it"))
+    with pytest.raises(Unavailable, match="no source has it"):
+        await staging
+    assert (await engine.status()).staged is None
+    staging = asyncio.ensure_future(engine.stage(gone.weights, gone.done))
+    await is_staged(engine, gone)
+    staging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await staging
+    assert (await engine.status()).staged is None
+
+
+async def is_staged(engine: Engine, version: Arriving) -> None:
+    async with asyncio.timeout(60):
+        while (await engine.status()).staged != version.weights.version:
+            await asyncio.sleep(0.01)
+
+
+@on_the_engine
+async def test_what_becomes_of_an_overtaken_version_is_nothing_to_the_next(engine: Engine, tmp_path: Path) -> None:
+    older, newer = Arriving(tmp_path, "v1", 1), Arriving(tmp_path, "v2", 2)
+    first = asyncio.ensure_future(engine.stage(older.weights, older.done))
+    await still_waits(first)
+    second = asyncio.ensure_future(engine.stage(newer.weights, newer.done))
+    with pytest.raises(Conflict, match="others are staged"):
+        await first
+    older.done.set_result(None)
+    newer.come(newer.digests[:-1])
+    await still_waits(second)
+    newer.come(newer.digests)
+    newer.done.set_result(None)
+    assert (await second).checksum == (await engine.stage(newer.at_once())).checksum
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_a_load_that_has_failed_does_not_wait_for_the_next_array(tmp_path: Path) -> None:
+    """Which may be half of the model, on a slow link."""
+    arrays = {"model.norm.weight": np.zeros(8, np.float32), "model.embed_tokens.weight": np.zeros((512, 8), np.float32)}
+    shapes = {"model.norm.scale": (8,), "model.embed_tokens.embedding": (512, 8)}
+    source, folder = ChunkFolder(tmp_path / "source"), ChunkFolder(tmp_path / "pulled")
+    tree = tree_of(source, arrays)
+    folder.put(source.read(tree.chunks[0].blake3))
+    leaves, structure = jax.tree.flatten({name: jnp.zeros(shape, jnp.bfloat16) for name, shape in shapes.items()})
+    runner = SimpleNamespace(
+        model_state_leaves=leaves, _model_state_def=structure, model_config=SimpleNamespace(head_dim=8)
+    )
+    files = tuple(ManifestFile(chunk.blake3, chunk.size, chunk.blake3) for chunk in tree.chunks)
+    weights = StagedWeights(str(folder.folder), "v1", kind="chunks", files=files, tree=tree.leaves)
+    failures, ended = list[BaseException](), threading.Event()
+
+    def load() -> None:
+        try:
+            load_leaves(runner, weights, Arrival(lambda: None, is_complete=False), BaseCache())
+        except WeightsError as error:
+            failures.append(error)
+
+    in_a_thread(load, ended)
+    assert ended.wait(60)
+    assert "the engine computes with bfloat16" in str(failures[0])
+
+
+@on_the_engine
 async def test_adapters_and_their_base_are_waited_for(engine: Engine, tmp_path: Path) -> None:
     source, folder = ChunkFolder(tmp_path / "source"), ChunkFolder(tmp_path / "pulled")
     base = tree_of(source, models.to_tunix(models.random_weights(CONFIG, 7), CONFIG))
@@ -157,6 +230,7 @@ async def test_adapters_and_their_base_are_waited_for(engine: Engine, tmp_path: 
     for chunk in (*drawn(base.chunks, 5), *drawn(tree.chunks, 5)):
         await asyncio.sleep(0.002)
         folder.put(source.read(chunk.blake3))
+    done.set_result(None)
     loaded = await staging
     assert loaded.checksum == (await engine.stage(replace(staged, folder=str(source.folder), version="v2"))).checksum
 

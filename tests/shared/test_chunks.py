@@ -1,5 +1,6 @@
 """Published weights as bytes: trees cut into chunks, chunks made of others, manifests."""
 
+import os
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -355,3 +356,23 @@ def test_an_address_is_a_source(url):
 
 def offer(url: str) -> dict:
     return WeightOffer("e000001-s000001", Chunk("a" * 64, 5), (url,)).to_json()
+
+
+def test_a_chunk_that_came_after_the_wrong_one_is_not_removed(tmp_path, monkeypatch):
+    """A reader that was held up reads what another chunk was written over; meanwhile the right one came again."""
+    folder = ChunkFolder(tmp_path / "chunks")
+    tree = tree_of(folder, {"w": np.arange(8, dtype=np.float32)})
+    (chunk,) = tree.chunks
+    path, right, readv = folder.path(chunk.blake3), folder.read(chunk.blake3), os.readv
+
+    def held_up(file: int, into: list[memoryview]) -> int:
+        path.rename(tmp_path / "spare")
+        (tmp_path / "spare").write_bytes(bytes(len(right)))
+        folder.put(right)
+        return readv(file, into)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "readv", held_up)
+        with pytest.raises(WeightsError, match="digest"):
+            chunks.reads(folder.folder, tree, "v")["w"]()
+    assert folder.read(chunk.blake3) == right

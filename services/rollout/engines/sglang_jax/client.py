@@ -128,19 +128,24 @@ class SglangEngine(asyncio.Protocol):
         return ScoredTokens(**await self._call("score", ids=ids))
 
     async def stage(self, weights: StagedWeights, arriving: Arriving | None = None) -> LoadedWeights:
-        fields = dataclasses.asdict(weights) | {"arriving": arriving is not None}
-        staging = asyncio.ensure_future(self._call("stage", **fields))
+        fields, number = dataclasses.asdict(weights) | {"arriving": arriving is not None}, next(self._numbers)
+        staging = asyncio.ensure_future(self._numbered(number, "stage", **fields))
         try:
             if arriving is not None:
                 await asyncio.wait({staging, arriving}, return_when=asyncio.FIRST_COMPLETED)
                 if not staging.done():
                     arriving.result()
-                    self._send({"op": "arrived", "call": _NO_CALL})
-            return LoadedWeights(**await staging)
-        finally:
-            if not staging.done() or staging.cancelled():
-                staging.cancel()
-                self._send({"op": "forget", "call": _NO_CALL})
+                    self._send({"op": "arrived", "call": _NO_CALL, "of": number})
+            loaded = LoadedWeights(**await staging)
+            if arriving is not None:
+                await arriving
+            return loaded
+        except BaseException:  # whatever it is, what was staged is nobody's
+            if staging.done() and not staging.cancelled():
+                staging.exception()
+            staging.cancel()
+            self._send({"op": "forget", "call": _NO_CALL, "of": number})
+            raise
 
     async def commit(self, version: str, mode: CommitMode) -> CommitResult:
         answer = await self._call("commit", version=version, mode=mode)
@@ -260,7 +265,9 @@ class SglangEngine(asyncio.Protocol):
         return EngineDied(f"the engine's process {self._process.pid} is gone: {cause}", "restart the server")
 
     async def _call(self, op: str, **fields: Any) -> Any:
-        number = next(self._numbers)
+        return await self._numbered(next(self._numbers), op, **fields)
+
+    async def _numbered(self, number: int, op: str, **fields: Any) -> Any:
         future = self._calls[number] = self._future()
         self._send({"op": op, "call": number, **fields})
         return await future

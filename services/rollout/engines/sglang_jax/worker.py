@@ -136,13 +136,16 @@ class EngineWorker:
         if call != self._loading:
             raise Conflict(f"{weights.version} is not wanted any more: others are staged, or nobody waits")
 
-    def _on_arrived(self, _: Message) -> None:
-        if self._arrival is not None:
+    def _on_arrived(self, message: Message) -> None:
+        if self._arrival is not None and message["of"] == self._loading:
             self._arrival.complete()
 
-    def _on_forget(self, _: Message) -> None:
-        """Nobody waits for what is loading or staged; its memory is free as soon as the loading thread looks."""
-        self._staged, self._loading = None, -1
+    def _on_forget(self, message: Message) -> None:
+        """Nobody waits for what that call is loading or has staged; its memory is free as soon as the loading thread
+        looks.
+        """
+        if message["of"] == self._loading:
+            self._staged, self._loading = None, -1
 
     def _on_commit(self, message: Message) -> Message:
         staged, current = self._staged, self._scheduler.version

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from shared.errors import Conflict
 
 _LOOK_S = 0.005
 
@@ -20,10 +23,25 @@ class Arrival:
     """
 
     def __init__(self, still: Callable[[], None], *, is_complete: bool) -> None:
-        self.check = still
+        self._still, self._has_failed = still, False
         self._complete, self.completed_at = threading.Event(), 0.0
         if is_complete:
             self.complete()
+
+    def check(self) -> None:
+        """Raises what is to end the loading."""
+        if self._has_failed:
+            raise Conflict("the loading has failed")
+        self._still()
+
+    @contextmanager
+    def ended_by_failure(self) -> Iterator[None]:
+        """What fails inside ends other threads' waits as well."""
+        try:
+            yield
+        except BaseException:
+            self._has_failed = True
+            raise
 
     @property
     def is_complete(self) -> bool:

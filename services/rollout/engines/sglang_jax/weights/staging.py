@@ -58,7 +58,7 @@ def load_leaves(
         _bound_leaves(found, max(leaf.size for leaf in current.values()))
         shapes = {name: leaf.shape for name, leaf in current.items()}
         arrays = to_engine({k: v.read for k, v in found.items()}, shapes, runner.model_config.head_dim)
-        with closing(_ahead(arrays)) as ready:
+        with closing(_ahead(arrays)) as ready, arrival.ended_by_failure():
             for name, value in ready:
                 arrival.check()
                 placed[name] = _place(name, value, current[name], exact=weights.kind != "hf")
