@@ -1,8 +1,8 @@
 """The order in which a server pulls the chunks of a version, and its engine takes the arrays that they make.
 
 Chance draws it for each update: servers that pull the same version then have different chunks soon, and get the others
-from each other. A few that follow each other in the stream stay together, because small arrays share chunks with their
-neighbours. Service and engine are two processes: both follow one seed.
+from each other. Of a version of many chunks a few that follow each other in the stream stay together, because small
+arrays share chunks with their neighbours. Service and engine are two processes: both follow one seed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ from itertools import accumulate
 from shared.run.weights import ManifestLeaf
 from shared.weights.manifest import WeightTree, leaf_bytes
 
-TOGETHER = 8
+_MOST_TOGETHER, _LEAST_PARTS = 8, 32
+
+
+def together(n: int) -> int:
+    """How many of n chunks stay together: none where all servers would begin with the same few."""
+    return max(1, min(_MOST_TOGETHER, n // _LEAST_PARTS))
 
 
 def drawn[T](chunks: Sequence[T], seed: int) -> list[T]:
     """The chunks of a stream, in the order in which they are pulled."""
-    parts = [chunks[i : i + TOGETHER] for i in range(0, len(chunks), TOGETHER)]
+    size = together(len(chunks))
+    parts = [chunks[i : i + size] for i in range(0, len(chunks), size)]
     random.Random(seed).shuffle(parts)
     return [chunk for part in parts for chunk in part]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shared.run.weights import ManifestLeaf
 from shared.weights.manifest import Chunk, WeightTree
-from shared.weights.order import TOGETHER, by_arrival, drawn
+from shared.weights.order import by_arrival, drawn, together
 
 
 def tree_of(n_leaves: list[int], sizes: list[int]) -> WeightTree:
@@ -26,14 +26,14 @@ def tree_of(n_leaves: list[int], sizes: list[int]) -> WeightTree:
     return WeightTree(leaves, tuple(Chunk(f"{i:064x}", size) for i, size in enumerate(chunks)))
 
 
-@pytest.mark.parametrize("n", [0, 1, TOGETHER, TOGETHER + 1, 100])
-def test_every_chunk_comes_once_and_neighbours_together(n):
+@pytest.mark.parametrize(("n", "size"), [(0, 1), (1, 1), (20, 1), (100, 3), (255, 7), (256, 8), (5001, 8)])
+def test_every_chunk_comes_once_and_neighbours_together(n, size):
+    assert together(n) == size
     orders = {tuple(drawn(range(n), seed)) for seed in range(20)}
     assert all(sorted(order) == list(range(n)) for order in orders)
-    assert (len(orders) > 1) == (n > TOGETHER)
+    assert (len(orders) > 1) == (n > size)
     for order in orders:
-        together = sum(b == a + 1 for a, b in pairwise(order))
-        assert together >= n - -(-n // TOGETHER)
+        assert sum(b == a + 1 for a, b in pairwise(order)) >= n - -(-n // size)
     assert drawn(range(n), 3) == drawn(range(n), 3)
 
 
