@@ -41,7 +41,8 @@ def layout(config: RunConfig, tokens: TokenLimits, rows_per_step: int) -> BatchL
     rows = min(trainer.train_micro_batch_size or rows_per_step, rows_per_step)
     shards = dict(zip(trainer.mesh.axis_names, trainer.mesh.shape, strict=True)).get("fsdp", 1)
     if tokens_at_once is not None:
-        longest = next(length for length in buckets if length >= config.rollout.engine.context_length)
+        context_length = min(config.rollout.engine.context_length, buckets[-1])  # supervised training has no engine
+        longest = next(length for length in buckets if length >= context_length)
         if tokens_at_once < longest * shards:
             raise ConfigError(
                 f"trainer.micro_batch_tokens={tokens_at_once} is less than {shards} rows of {longest} tokens",

@@ -1,3 +1,5 @@
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +10,9 @@ from services.trainer import options, settings
 from services.trainer.algorithms.terms.actor import ActorOptions
 from services.trainer.algorithms.terms.importance import Correction
 from services.trainer.algorithms.terms.policy_gradient import PolicyGradient
+from services.trainer.loop.interfaces import Waiter
 from services.trainer.settings import TokenLimits
+from services.trainer.status import TrainerStatus
 from shared import config
 from shared.errors import ConfigError
 from shared.routing import RoutingShape
@@ -115,6 +119,24 @@ def test_packed_micro_batches_hold_the_longest_sequence_on_every_shard():
         options.policy_options(load("trainer.micro_batch_tokens=159", "trainer.mesh.shape=[4,1]"), TOKENS)
     with pytest.raises(ConfigError, match="give one of them"):
         load("trainer.micro_batch_tokens=160", "trainer.train_micro_batch_size=8")
+
+
+def test_rows_of_supervised_training_need_not_hold_an_engines_context():
+    """It has none; the longest row is then what must fit."""
+    run = ["mode=sft", "sft.train=[x.jsonl]", "rollout.engine.context_length=512", "trainer.length_buckets=[40]"]
+    made = options.layout(load(*run, "trainer.micro_batch_tokens=80"), TOKENS, 8)
+    assert (made.buckets, made.rows) == ((40,), 2)
+    with pytest.raises(ConfigError, match="micro_batch_tokens=39 is less than 1 rows of 40 tokens"):
+        options.layout(load(*run, "trainer.micro_batch_tokens=39"), TOKENS, 8)
+
+
+async def test_an_iterator_that_ends_too_early_in_the_trainings_thread_is_an_error():
+    """A future cannot carry it: the trainer would load for ever."""
+    with ThreadPoolExecutor(1) as thread:
+        waiter = Waiter(thread, TrainerStatus("r", 0))
+        with pytest.raises(RuntimeError, match="ended too early"):
+            await asyncio.wait_for(waiter.blocking(next, iter(())), 60)
+        assert await waiter.blocking(next, iter((3,))) == 3
 
 
 def test_splash_attention_is_asked_for_only_where_all_rows_can_have_it():

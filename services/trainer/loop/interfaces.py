@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -184,6 +185,14 @@ class Collaborators:
     bucket: RunBucket | None = None
 
 
+def _called[*A, R](call: Callable[[*A], R], *args: *A) -> R:
+    """A future cannot carry StopIteration: who waits for it would wait for ever."""
+    try:
+        return call(*args)
+    except StopIteration as error:
+        raise RuntimeError("an iterator ended too early") from error
+
+
 class Waiter:
     """Waits for what blocks and for what is away, on behalf of the train loop."""
 
@@ -192,7 +201,7 @@ class Waiter:
 
     async def blocking[*A, R](self, call: Callable[[*A], R], *args: *A) -> R:
         """Runs a blocking call in the one training thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, call, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, partial(_called, call, *args))
 
     async def patiently[T](self, call: Callable[[], Awaitable[T]]) -> T:
         """Repeats what is safe to repeat while the other side is away or a disk is full; /status says so, and a stop
