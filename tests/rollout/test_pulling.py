@@ -351,46 +351,40 @@ async def test_servers_that_pull_together_get_most_of_it_from_each_other(tmp_pat
         assert sum(len(one.sent) for one in (trainer, *servers)) == 4 * len(MANY)
 
 
-async def test_who_tells_of_what_it_has_not_got_costs_little(puller, folder, monkeypatch):
-    monkeypatch.setattr(pulling, "_LOOK_S", 0.01)
-    app, asked = create_app("liar", limits=Limits(), tokens=None, ready=lambda: None), Counter[str]()
+@contextlib.asynccontextmanager
+async def telling(told: bytes, chunk: Callable[[str], Response]) -> AsyncIterator[str]:
+    """A server that says whatever a test wants of what it has."""
+    app = create_app("source", limits=Limits(), tokens=None, ready=lambda: None)
 
-    async def chunk(request: Request) -> Response:
-        asked[request.path_params["digest"]] += 1
-        return problem_response(NotFound("it is not here"))
+    async def answer(request: Request) -> Response:
+        return chunk(request.path_params["digest"])
 
     async def holding(_: Request) -> Response:
-        return Response(Holding(*np.ones((2, len(CHUNKS)), np.bool_)).to_bytes())
+        return Response(told)
 
-    app.add_route("/weights/chunks/{digest}", chunk)
+    app.add_route("/weights/chunks/{digest}", answer)
     app.add_route("/weights/holdings/{digest}", holding)
-    version = WantedVersion(VERSION, [chunk.blake3 for chunk in CHUNKS])
-    async with served(app) as liar, sources(slowly) as (trainer,):
-        await puller.pull(CHUNKS, [trainer.url, liar], of=version)
+    async with served(app) as url:
+        yield url
+
+
+OF = WantedVersion(VERSION, [chunk.blake3 for chunk in CHUNKS])
+
+
+async def test_who_tells_of_what_it_has_not_got_costs_little(puller, folder, monkeypatch):
+    monkeypatch.setattr(pulling, "_LOOK_S", 0.01)
+    told = Holding(*np.ones((2, len(CHUNKS)), np.bool_)).to_bytes()
+    lacks = problem_response(NotFound("it is not here"))
+    async with telling(told, lambda _: lacks) as liar, sources(slowly) as (trainer,):
+        await puller.pull(CHUNKS, [trainer.url, liar], of=OF)
     assert whole(folder)
     assert trainer.asked.total() == len(CHUNKS)
 
 
 @pytest.mark.parametrize("told", [b"", b"\0", bytes(3), bytes(2**20)])
 async def test_who_tells_nothing_that_can_be_read_is_a_source_like_others(puller, folder, told):
-    app, other = (
-        create_app("source", limits=Limits(), tokens=None, ready=lambda: None),
-        ChunkFolder(folder.folder / "o"),
-    )
-    for data in DATA:
-        other.put(data)
-
-    async def chunk(request: Request) -> Response:
-        return Response(other.read(request.path_params["digest"]))
-
-    async def holding(_: Request) -> Response:
-        return Response(told)
-
-    app.add_route("/weights/chunks/{digest}", chunk)
-    app.add_route("/weights/holdings/{digest}", holding)
-    version = WantedVersion(VERSION, [chunk.blake3 for chunk in CHUNKS])
-    async with served(app) as url, sources(refusing) as (trainer,):
-        await puller.pull(CHUNKS, [trainer.url, url], of=version)
+    async with telling(told, lambda digest: Response(BY_DIGEST[digest])) as url, sources(refusing) as (trainer,):
+        await puller.pull(CHUNKS, [trainer.url, url], of=OF)
     assert whole(folder)
 
 
@@ -399,10 +393,9 @@ async def test_while_the_trainer_has_enough_to_do_others_are_asked_for_what_they
     async with passing_on(ChunkFolder(tmp_path / "other")) as other, sources(busy) as (trainer,):
         for data in DATA:
             other.folder.put(data)
-        version = WantedVersion(VERSION, [chunk.blake3 for chunk in CHUNKS])
         assert other.puller is not None
-        await other.puller.pull(CHUNKS, [], of=version)
-        await puller.pull(CHUNKS, [trainer.url, other.url], of=version)
+        await other.puller.pull(CHUNKS, [], of=OF)
+        await puller.pull(CHUNKS, [trainer.url, other.url], of=OF)
     assert whole(folder)
     assert len(other.sent) == len(CHUNKS)
 
