@@ -56,6 +56,13 @@ def test_of_whom_nothing_is_known_is_asked_after_the_trainer():
     assert picks("11", source("trainer"), source("other"), n=2) == [(0, "trainer"), (1, "other")]
 
 
+def test_where_others_tell_nothing_they_are_asked_before_the_trainer():
+    picked = ChunkPicker(bits("1"), are_told=False).pick([source("trainer"), source("other")], 0.0)
+    assert picked is not None
+    assert picked[1] is not None
+    assert picked[1].url == "other"
+
+
 def test_who_is_left_out_or_rests_is_not_asked_and_what_who_is_left_out_has_does_not_count():
     left_out = source("other", "1110", avoided=5.0)
     assert picks("1111", source("trainer"), left_out, now=4.0) == [(0, "trainer")]

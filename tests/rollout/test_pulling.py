@@ -47,6 +47,7 @@ BY_DIGEST = {chunk.blake3: data for chunk, data in zip(CHUNKS, DATA, strict=True
 def impatient(monkeypatch):
     monkeypatch.setattr(pulling, "PATIENCE_S", 2.0)
     monkeypatch.setattr(pulling, "PATIENCE_FIRST_S", 2.0)
+    monkeypatch.setattr(pulling, "PATIENCE_BUSY_S", 4.0)
     monkeypatch.setattr(pulling, "SLOW_S", 0.3)
     monkeypatch.setattr(pulling, "SLOWEST_BYTES_PER_S", 2**20)
 
@@ -352,11 +353,12 @@ async def test_servers_that_pull_together_get_most_of_it_from_each_other(tmp_pat
 
 
 @contextlib.asynccontextmanager
-async def telling(told: bytes, chunk: Callable[[str], Response]) -> AsyncIterator[str]:
+async def telling(told: bytes, chunk: Callable[[str], Response], pause_s: float = 0.0) -> AsyncIterator[str]:
     """A server that says whatever a test wants of what it has."""
     app = create_app("source", limits=Limits(), tokens=None, ready=lambda: None)
 
     async def answer(request: Request) -> Response:
+        await asyncio.sleep(pause_s)
         return chunk(request.path_params["digest"])
 
     async def holding(_: Request) -> Response:
@@ -379,6 +381,34 @@ async def test_who_tells_of_what_it_has_not_got_costs_little(puller, folder, mon
         await puller.pull(CHUNKS, [trainer.url, liar], of=OF)
     assert whole(folder)
     assert trainer.asked.total() == len(CHUNKS)
+
+
+@pytest.mark.parametrize("error", [NotFound("it is not here"), Unavailable("enough to do", retry_after_s=0.1)])
+async def test_slow_servers_that_tell_of_what_they_do_not_send_hold_nothing_up_for_ever(puller, folder, error):
+    """One of them has always rested long enough; the trainer, if it sends, is asked all the same."""
+    told = Holding(*np.ones((2, len(CHUNKS)), np.bool_)).to_bytes()
+
+    def lacks(_: str) -> Response:
+        return problem_response(error)
+
+    async with contextlib.AsyncExitStack() as stack:
+        liars = [await stack.enter_async_context(telling(told, lacks, 0.3)) for _ in range(6)]
+        (trainer, silent_trainer) = await stack.enter_async_context(sources(honest, refusing))
+        async with asyncio.timeout(60):
+            await puller.pull(CHUNKS, [trainer.url, *liars], of=OF)
+        assert whole(folder)
+        folder.clear()
+        with pytest.raises(Unavailable, match="no source has chunk"):
+            async with asyncio.timeout(60):
+                await puller.pull(CHUNKS, [silent_trainer.url, *liars], of=OF)
+
+
+async def test_what_is_pulled_again_makes_nothing_else_forgotten(puller):
+    other = WantedVersion("n" * 64, OF.chunks)
+    async with sources(honest) as (source,):
+        for version in (OF, other, other, other):
+            await puller.pull(CHUNKS, [source.url], of=version)
+    assert puller.holding(VERSION).has.all()
 
 
 @pytest.mark.parametrize("told", [b"", b"\0", bytes(3), bytes(2**20)])

@@ -45,10 +45,12 @@ class Source:
 
 
 class ChunkPicker:
-    """Over `missing`, bool[n]: which of the wanted chunks are neither here nor on their way."""
+    """Over `missing`, bool[n]: which of the wanted chunks are neither here nor on their way. `are_told`: whether other
+    servers tell what they have; where they don't, they are asked before the trainer.
+    """
 
-    def __init__(self, missing: np.ndarray) -> None:
-        self._missing = missing
+    def __init__(self, missing: np.ndarray, *, are_told: bool = True) -> None:
+        self._missing, self._unknown = missing, 2 if are_told else 0
 
     @property
     def n_missing(self) -> int:
@@ -89,6 +91,6 @@ class ChunkPicker:
         if source.is_trainer:
             return (n, 1, int(rare.argmax())) if rare.any() else (n + _SPARED, 1, int(missing.argmax()))
         if source.holding is None:
-            return n, 2, int(missing.argmax())
+            return n, self._unknown, int(missing.argmax())
         offered = missing & source.holding.has
         return (n, 0, int(offered.argmax())) if offered.any() else None

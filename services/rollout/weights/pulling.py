@@ -120,10 +120,11 @@ class ChunkPuller:
         own = Holding.nothing(len(places))
         own.has[order] = ~missing
         if of is not None:
-            self._holdings = dict([*self._holdings.items(), (of.manifest, (of.chunks, own))][-_N_HOLDINGS:])
+            others = [(name, held) for name, held in self._holdings.items() if name != of.manifest]
+            self._holdings = dict([*others, (of.manifest, (of.chunks, own))][-_N_HOLDINGS:])
         async with AsyncExitStack() as stack:
             opened = [await self._opened(stack, i, url) for i, url in self._others(sources)]
-            pull = _Pull(self.chunks, chunks, missing, way, opened, _Progress(own, order))
+            pull = _Pull(self.chunks, chunks, missing, way, opened, _Progress(own, order), are_told=of is not None)
             try:
                 await self._done(pull, of)
             finally:
@@ -199,10 +200,17 @@ class _Pull:
         way: Way,
         sources: Sequence[Source],
         progress: _Progress,
+        *,
+        are_told: bool,
     ) -> None:
         self._way, self.sources, self.n_bytes = way, sources, 0
         self.failure: VolleyError | None = None
-        self._chunks, self._wanted, self._picker, self._progress = folder, chunks, ChunkPicker(missing), progress
+        self._chunks, self._wanted, self._picker, self._progress = (
+            folder,
+            chunks,
+            ChunkPicker(missing, are_told=are_told),
+            progress,
+        )
         self._room = max((chunk.size for chunk, lacks in zip(chunks, missing, strict=True) if lacks), default=0)
         self._last_byte, self._n_blocks, self._fresh = time.monotonic(), 0, 0
 
@@ -212,16 +220,17 @@ class _Pull:
 
     async def look(self, source: Source, of: WantedVersion) -> None:
         """Asks another server again and again what it has; it ends with a cancellation."""
+        pause_s = _LOOK_S
         while True:
             try:
                 async with asyncio.timeout(_LOOK_TIMEOUT_S):
                     found = await source.client.holding(of.manifest, len(of.chunks))
-                source.holding = found.in_order(self._progress.order)
+                source.holding, pause_s = found.in_order(self._progress.order), _LOOK_S
             except NotFound:
-                source.holding = Holding.nothing(len(self._wanted))
+                source.holding, pause_s = Holding.nothing(len(self._wanted)), _LOOK_S
             except (VolleyError, TimeoutError):
-                source.holding = None
-            await asyncio.sleep(_LOOK_S)
+                source.holding, pause_s = None, min(_LOOK_TIMEOUT_S, 2 * pause_s)
+            await asyncio.sleep(pause_s)
 
     async def work(self) -> None:
         """One of several that share the chunks still to come. What ends it is the `failure`, and not raised: Python
@@ -232,7 +241,7 @@ class _Pull:
             while (picked := self._picker.pick(self.sources, time.monotonic())) is not None:
                 index, source = picked
                 try:
-                    if not await self._is_made(self._wanted[index], room):
+                    if not await self._is_made_while_picked(self._wanted[index], room, source):
                         await self._fetch(self._wanted[index], room, index, source)
                     self._progress.has(index)
                 except PutOff:
@@ -241,6 +250,16 @@ class _Pull:
         except VolleyError as error:
             self.failure = self.failure or error
             self._picker.clear()
+
+    async def _is_made_while_picked(self, chunk: Chunk, room: memoryview, source: Source | None) -> bool:
+        """Meanwhile other workers reckon with what the source will be asked for."""
+        if source is None:
+            return await self._is_made(chunk, room)
+        source.n_transfers += 1
+        try:
+            return await self._is_made(chunk, room)
+        finally:
+            source.n_transfers -= 1
 
     async def _is_made(self, chunk: Chunk, room: memoryview) -> bool:
         """Whether deltas have made it of a chunk that was here."""
@@ -298,17 +317,22 @@ class _Pull:
         """Raises Unavailable."""
         while True:
             now = time.monotonic()
-            deadline = self._last_byte + (PATIENCE_S if self._n_blocks else PATIENCE_FIRST_S)
-            if any(s.is_busy for s in self.sources):
-                deadline = self._last_byte + PATIENCE_BUSY_S
+            deadline = self._deadline()
             free = [s for s in self.sources if s.avoided <= now and download.lacking.get(s, (0, 0.0))[1] <= now]
-            if free:
+            is_unasked = any(s not in download.lacking for s in free)
+            if free and (now <= deadline or (is_unasked and now <= deadline + PATIENCE_S)):
                 index = download.index
                 return min(free, key=lambda s: (s.lacks(index), s.n_transfers, s.is_trainer, random.random()))
             if now > deadline or all(s.avoided > deadline for s in self.sources):
                 told = "; ".join(f"{s.url}: {s.reason or 'has not got it'}" for s in self.sources) or "there is none"
                 raise Unavailable(f"no source has chunk {download.chunk.blake3}: {told}")
             await asyncio.sleep(_LACKS_S)
+
+    def _deadline(self) -> float:
+        """Until when there is something to wait for, whoever is asked."""
+        if any(s.is_busy for s in self.sources):
+            return self._last_byte + PATIENCE_BUSY_S
+        return self._last_byte + (PATIENCE_S if self._n_blocks else PATIENCE_FIRST_S)
 
     async def _more(self, download: _Download, source: Source) -> None:
         """As much of the chunk as the source sends."""
@@ -330,6 +354,7 @@ class _Pull:
         if source.is_trainer:  # also before it sends
             self._progress.pending(download.index, is_pending=True)
         source.n_transfers += 1
+        begun = time.monotonic()
         try:
             async with asyncio.timeout(SLOW_S + (chunk.size - start) / SLOWEST_BYTES_PER_S):
                 await source.client.chunk(chunk.blake3, take, start)
@@ -342,7 +367,7 @@ class _Pull:
         except TimeoutError:
             self._avoid(source, "slow", f"chunk {chunk.blake3}: {download.n_bytes - start} bytes in time")
         except VolleyError as error:
-            self._failed(download, source, error)
+            self._failed(download, source, error, time.monotonic() - begun)
         finally:
             source.n_transfers -= 1
             if download.n_bytes > start:
@@ -350,7 +375,7 @@ class _Pull:
             if not download.n_bytes:
                 self._progress.pending(download.index, is_pending=False)
 
-    def _failed(self, download: _Download, source: Source, error: VolleyError) -> None:
+    def _failed(self, download: _Download, source: Source, error: VolleyError, asked_s: float) -> None:
         """Who has not got a chunk, or enough to do, is asked again soon; less and less often. Raises PutOff."""
         source.is_busy = isinstance(error, Unavailable) and error.retry_after_s < 1
         if not (isinstance(error, NotFound) or source.is_busy):
@@ -358,11 +383,13 @@ class _Pull:
             return
         source.reason = str(error) if source.is_busy else ""
         if download.may_be_put_off and (source.is_busy or source.holding is not None):
-            if source.is_busy:
-                source.rests, source.n_rests = time.monotonic() + _wait_s(source.n_rests), source.n_rests + 1
-            else:  # what it told is not so any more
+            wait_s = _wait_s(source.n_rests) if source.is_busy else _LOOK_S * 2 ** min(source.n_rests, 7)
+            least_s = asked_s * min(source.n_rests, 8)  # else one of several slow ones would always have rested
+            source.rests, source.n_rests = time.monotonic() + max(wait_s, least_s), source.n_rests + 1
+            if not source.is_busy:
                 source.holding = Holding.nothing(len(self._wanted))
-            raise PutOff
+            if time.monotonic() <= self._deadline():
+                raise PutOff
         n, _ = download.lacking.get(source, (0, 0.0))
         download.lacking[source] = n + 1, time.monotonic() + _wait_s(n)
 
