@@ -87,7 +87,7 @@ class ChunkPicker:
 
     def _offer(self, source: Source, rare: np.ndarray) -> tuple[int, int, int] | None:
         """How much it has to do, a number that is higher for whom to spare, and a chunk; None if it has none."""
-        n, missing = source.n_transfers, self._missing
+        n, missing = source.n_transfers + source.n_rests, self._missing  # who sent nothing when asked is asked later
         if source.is_trainer:
             return (n, 1, int(rare.argmax())) if rare.any() else (n + _SPARED, 1, int(missing.argmax()))
         if source.holding is None:

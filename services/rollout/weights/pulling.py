@@ -322,7 +322,9 @@ class _Pull:
             is_unasked = any(s not in download.lacking for s in free)
             if free and (now <= deadline or (is_unasked and now <= deadline + PATIENCE_S)):
                 index = download.index
-                return min(free, key=lambda s: (s.lacks(index), s.n_transfers, s.is_trainer, random.random()))
+                return min(
+                    free, key=lambda s: (s.lacks(index), s.n_rests, s.n_transfers, s.is_trainer, random.random())
+                )
             if now > deadline or all(s.avoided > deadline for s in self.sources):
                 told = "; ".join(f"{s.url}: {s.reason or 'has not got it'}" for s in self.sources) or "there is none"
                 raise Unavailable(f"no source has chunk {download.chunk.blake3}: {told}")
