@@ -403,6 +403,10 @@ async def test_slow_servers_that_tell_of_what_they_do_not_send_hold_nothing_up_f
                 await puller.pull(CHUNKS, [silent_trainer.url, *liars], of=OF)
 
 
+def test_who_was_busy_a_thousand_times_is_asked_again():
+    assert 0 < pulling._wait_s(5000) <= 0.5
+
+
 async def test_what_is_pulled_again_makes_nothing_else_forgotten(puller):
     other = WantedVersion("n" * 64, OF.chunks)
     async with sources(honest) as (source,):

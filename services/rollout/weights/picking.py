@@ -8,7 +8,8 @@ in BitTorrent: Cohen 2003, but that here one source has everything). Who does le
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +39,15 @@ class Source:
     rests: float = 0.0
     n_rests: int = 0
     holding: Holding | None = None
+
+    @contextmanager
+    def transfer(self) -> Iterator[None]:
+        """It has one more to do inside."""
+        self.n_transfers += 1
+        try:
+            yield
+        finally:
+            self.n_transfers -= 1
 
     def lacks(self, index: int | None) -> bool:
         """Whether it is known not to have that one."""

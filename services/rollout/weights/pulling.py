@@ -15,7 +15,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -205,12 +205,8 @@ class _Pull:
     ) -> None:
         self._way, self.sources, self.n_bytes = way, sources, 0
         self.failure: VolleyError | None = None
-        self._chunks, self._wanted, self._picker, self._progress = (
-            folder,
-            chunks,
-            ChunkPicker(missing, are_told=are_told),
-            progress,
-        )
+        self._chunks, self._wanted, self._progress = folder, chunks, progress
+        self._picker = ChunkPicker(missing, are_told=are_told)
         self._room = max((chunk.size for chunk, lacks in zip(chunks, missing, strict=True) if lacks), default=0)
         self._last_byte, self._n_blocks, self._fresh = time.monotonic(), 0, 0
 
@@ -241,7 +237,9 @@ class _Pull:
             while (picked := self._picker.pick(self.sources, time.monotonic())) is not None:
                 index, source = picked
                 try:
-                    if not await self._is_made_while_picked(self._wanted[index], room, source):
+                    with source.transfer() if source else nullcontext():  # others reckon with what it will be asked for
+                        is_made = await self._is_made(self._wanted[index], room)
+                    if not is_made:
                         await self._fetch(self._wanted[index], room, index, source)
                     self._progress.has(index)
                 except PutOff:
@@ -250,16 +248,6 @@ class _Pull:
         except VolleyError as error:
             self.failure = self.failure or error
             self._picker.clear()
-
-    async def _is_made_while_picked(self, chunk: Chunk, room: memoryview, source: Source | None) -> bool:
-        """Meanwhile other workers reckon with what the source will be asked for."""
-        if source is None:
-            return await self._is_made(chunk, room)
-        source.n_transfers += 1
-        try:
-            return await self._is_made(chunk, room)
-        finally:
-            source.n_transfers -= 1
 
     async def _is_made(self, chunk: Chunk, room: memoryview) -> bool:
         """Whether deltas have made it of a chunk that was here."""
@@ -355,11 +343,11 @@ class _Pull:
 
         if source.is_trainer:  # also before it sends
             self._progress.pending(download.index, is_pending=True)
-        source.n_transfers += 1
         begun = time.monotonic()
         try:
-            async with asyncio.timeout(SLOW_S + (chunk.size - start) / SLOWEST_BYTES_PER_S):
-                await source.client.chunk(chunk.blake3, take, start)
+            with source.transfer():
+                async with asyncio.timeout(SLOW_S + (chunk.size - start) / SLOWEST_BYTES_PER_S):
+                    await source.client.chunk(chunk.blake3, take, start)
             if (n := download.n_bytes) < chunk.size:
                 self._avoid(source, "short", f"chunk {chunk.blake3} ends after {n} of {chunk.size} bytes")
             source.n_failures, source.n_rests, source.is_busy = 0, 0, False
@@ -371,7 +359,6 @@ class _Pull:
         except VolleyError as error:
             self._failed(download, source, error, time.monotonic() - begun)
         finally:
-            source.n_transfers -= 1
             if download.n_bytes > start:
                 download.givers.add(source)
             if not download.n_bytes:
@@ -404,5 +391,5 @@ class _Pull:
 
 
 def _wait_s(n: int) -> float:
-    """After so many tries before."""
-    return min(_LACKS_MOST_S, _LACKS_S * 2**n) * random.uniform(0.5, 1.0)
+    """After so many tries before, of which there is no end while others send."""
+    return min(_LACKS_MOST_S, _LACKS_S * 2 ** min(n, 10)) * random.uniform(0.5, 1.0)
