@@ -407,6 +407,18 @@ def test_who_was_busy_a_thousand_times_is_asked_again():
     assert 0 < pulling._wait_s(5000) <= 0.5
 
 
+async def test_many_busy_servers_of_which_one_has_always_rested_are_given_up(puller):
+    """Each is asked again later than the others take to answer: nobody but the clock would end it."""
+    told = Holding(*np.ones((2, len(CHUNKS)), np.bool_)).to_bytes()
+    has_enough = problem_response(Unavailable("enough to do", retry_after_s=0.1))
+    async with contextlib.AsyncExitStack() as stack:
+        others = [await stack.enter_async_context(telling(told, lambda _: has_enough, 0.1)) for _ in range(60)]
+        (trainer,) = await stack.enter_async_context(sources(busy))
+        with pytest.raises(Unavailable, match="enough to do"):
+            async with asyncio.timeout(40):
+                await puller.pull(CHUNKS, [trainer.url, *others], of=OF)
+
+
 async def test_what_is_pulled_again_makes_nothing_else_forgotten(puller):
     other = WantedVersion("n" * 64, OF.chunks)
     async with sources(honest) as (source,):
