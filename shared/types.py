@@ -94,8 +94,10 @@ class Trajectory:
     `teacher_logprobs` float32 [T] (a teacher's, natural log; None where nobody was asked, and then not on the wire).
     `routed_experts` are [n, L, k], of the first n positions, the experts that the engine sent them to (shared.routing;
     None where nobody asked, and then not on the wire).
-    `timings` are seconds. `status` is `completed` if the environment ended the episode, and `end` says how it ended
-    (None in records that are older than it). `faults` counts turns by what the model did wrong in them, `failures` the
+    `timings` are seconds. `status` is `completed` if the environment ended the episode after a whole turn. It is
+    `truncated` if a bound cut the last turn, or the episode before the environment ended it; older records say
+    `completed` of a cut last turn, and are trained on and replayed as they say. `end` says how it ended (None in
+    records that are older than it). `faults` counts turns by what the model did wrong in them, `failures` the
     failed attempts that this episode took, by class of error (see shared.outcomes).
     """
 

@@ -1,7 +1,10 @@
-"""Which weights of a run solved the most held-out tasks, by evals.jsonl.
+"""The version of a run that solved the most held-out tasks, by evals.jsonl.
+
+A task whose episode failed (infrastructure) counts as not solved: nothing is known of it, so this is the least that the
+version can have solved. An evaluation with more than MOST_FAILED of its tasks failed comes after every other one.
 
 Every evaluation measures exactly one version. Records of several, as older runs have, and of weights that were undone,
-do not count.
+do not count. Of several records of one version the last counts.
 """
 
 from __future__ import annotations
@@ -18,16 +21,35 @@ from shared.files.reading import whole_lines
 from shared.run.state import in_lineage
 from shared.types import WeightVersion
 
+MOST_FAILED = 0.05
+"""Share of the tasks of an evaluation that may have failed without it counting as incomplete."""
 
-@dataclass(frozen=True, order=True, slots=True)
+type Standing = tuple[bool, float, int]
+"""Orders evaluations: complete, share of all tasks that is solved at least, tasks played if it is incomplete."""
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredVersion:
-    """By `success`, then `reward_mean`, then the newest; both are means over the held-out tasks of the main
-    environment.
+    """`success` and `reward_mean` are means over the `n_tasks` - `failed` held-out tasks of the main environment that
+    were played.
     """
 
+    version: WeightVersion
     success: float
     reward_mean: float
-    version: WeightVersion
+    n_tasks: int
+    failed: int
+
+    @property
+    def rank(self) -> tuple[Standing, float, WeightVersion]:
+        """By standing, then `reward_mean`, then the newest."""
+        return standing(self.success, self.n_tasks - self.failed, self.failed), self.reward_mean, self.version
+
+
+def standing(success: float, played: int, failed: int) -> Standing:
+    """Args: success: share of the `played` tasks, of which there is one at least; failed: tasks beside them."""
+    is_complete = failed <= MOST_FAILED * (played + failed)
+    return is_complete, success * played / (played + failed), 0 if is_complete else played
 
 
 def best_version(evals: Path, lineage: Sequence[tuple[int, int]]) -> MeasuredVersion | None:
@@ -38,7 +60,8 @@ def best_version(evals: Path, lineage: Sequence[tuple[int, int]]) -> MeasuredVer
         found = [one for text in whole_lines(evals) if (one := _measured(text)) is not None]
     except OSError:
         return None
-    return max((one for one in found if in_lineage(one.version, lineage)), default=None)
+    last = {one.version: one for one in found if in_lineage(one.version, lineage)}
+    return max(last.values(), key=lambda one: one.rank, default=None)
 
 
 def _measured(text: bytes) -> MeasuredVersion | None:
@@ -46,9 +69,11 @@ def _measured(text: bytes) -> MeasuredVersion | None:
         row: Mapping[str, Any] = codec.from_json(text, "a line of evaluations", MAX_LINE_VALUES)
         low, high = (WeightVersion.parse(row[key]) for key in ("version_min", "version_max"))
         success, reward = row["success"], row["reward_mean"]
+        n_tasks, failed = row.get("n_tasks", 1), row.get("failed", 0)
         is_measured = isinstance(success, int | float) and isinstance(reward, int | float) and low.step == high.step
-        if row.get("env") is not None or not is_measured:
+        is_counted = isinstance(n_tasks, int) and isinstance(failed, int) and 0 <= failed < n_tasks
+        if row.get("env") is not None or not is_measured or not is_counted:
             return None
-        return MeasuredVersion(float(success), float(reward), high)
+        return MeasuredVersion(high, float(success), float(reward), n_tasks, failed)
     except (KeyError, TypeError, AttributeError, DecodeError):
         return None

@@ -47,7 +47,7 @@ def row(step: int, success: Any, n_tasks: Any = 200, **fields: Any) -> dict[str,
 
 
 def test_tasks_that_broke_are_not_counted() -> None:
-    assert SuccessRate.of(row(3, 0.5, 10, failed=4)) == SuccessRate(3, 6, 0.5, *wilson(3, 6))
+    assert SuccessRate.of(row(3, 0.5, 10, failed=4)) == SuccessRate(3, 6, 0.5, *wilson(3, 6), failed=4)
 
 
 @pytest.mark.parametrize("bad", [row(1, None), row(1, "x"), row(1, 1.5), row(1, 0.5, 4, failed=4), {"success": 0.5}])

@@ -157,7 +157,7 @@ async def test_whatever_ends_an_episode_on_the_models_side_is_data(end):
     trajectory.validate()
     assert trajectory.end == end
     assert trajectory.reward > 0
-    assert trajectory.status == ("truncated" if end in ("context", "turns") else "completed")
+    assert trajectory.status == ("truncated" if end in ("length", "context", "turns") else "completed")
     assert trajectory.faults == ({end: 1} if end in FAULTS else {})
 
 
@@ -166,7 +166,24 @@ async def test_a_turn_that_fills_the_context_ends_with_the_context():
     trajectory = await runner_of(ending("format"), balancer_of(ScriptedEngine([Say([50] * 99)])), bounds).run(
         spec(), TokenBudget(1)
     )
-    assert (trajectory.end, trajectory.faults) == ("context", {"format": 1})
+    assert (trajectory.end, trajectory.status, trajectory.faults) == ("context", "truncated", {"format": 1})
+
+
+@pytest.mark.parametrize(
+    ("script", "terminated", "status"),
+    [
+        ([Say([50] * 99), Say([5, EOS])], True, "completed"),
+        ([Say([5, EOS]), Say([50] * 99)], True, "truncated"),
+        ([Say([5, EOS]), Say([50] * 15 + [EOS])], True, "completed"),  # as long as it may be, and whole
+        ([Say([5, EOS]), Say([5, EOS])], False, "truncated"),
+    ],
+)
+async def test_the_last_turn_decides_whether_an_episode_is_truncated(script, terminated, status):
+    replies = iter([StepReply([], 0.0, False, False), StepReply([], 1.0, terminated, not terminated, success=True)])
+    env = ScriptedEnv(respond=lambda _: next(replies))
+    trajectory = await runner_of(env, balancer_of(ScriptedEngine(script))).run(spec(), TokenBudget(1))
+    assert (trajectory.status, trajectory.success) == (status, True)
+    assert Group.decode(Group(1, "e", "t", (trajectory,)).encode()).trajectories[0].status == status
 
 
 async def test_faults_of_all_turns_are_counted():

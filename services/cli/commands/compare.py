@@ -120,7 +120,7 @@ def table(runs: Sequence[ComparedRun]) -> str:
 def _successes(rates: Sequence[SuccessRate]) -> tuple[str, str, str, str]:
     if not rates:
         return "–", "–", "–", "–"
-    last, best = rates[-1], max(rates, key=lambda rate: rate.success)
+    last, best = rates[-1], max(rates, key=lambda rate: rate.standing)
     before = f"{rates[0].success:.1%}" if rates[0].step == 0 else "–"
     return before, f"{best.success:.1%} (step {best.step})", f"{last.success:.1%}", f"{last.low:.1%}–{last.high:.1%}"
 

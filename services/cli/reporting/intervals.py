@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from shared.run.best import Standing, standing
+
 _Z_95 = 1.959963984540054
 """The 97.5 % quantile of the standard normal distribution."""
 
@@ -27,13 +29,20 @@ def wilson(successes: int, tasks: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class SuccessRate:
-    """One evaluation: `success` is the share of `tasks` that were solved, with its 95 % interval."""
+    """One evaluation: `success` is the share of `tasks` that were solved, with its 95 % interval. `failed` tasks beside
+    them (infrastructure) were not played.
+    """
 
     step: int
     tasks: int
     success: float
     low: float
     high: float
+    failed: int = 0
+
+    @property
+    def standing(self) -> Standing:
+        return standing(self.success, self.tasks, self.failed)
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> Self | None:
@@ -41,10 +50,11 @@ class SuccessRate:
         step, success, tasks, failed = (row.get(key) for key in ("step", "success", "n_tasks", "failed"))
         if not isinstance(success, int | float) or not (isinstance(step, int) and isinstance(tasks, int)):
             return None
-        counted = tasks - (failed if isinstance(failed, int) else 0)
-        if counted < 1 or not 0 <= success <= 1:
+        failed = failed if isinstance(failed, int) else 0
+        counted = tasks - failed
+        if counted < 1 or failed < 0 or not 0 <= success <= 1:
             return None
-        return cls(step, counted, float(success), *wilson(round(success * counted), counted))
+        return cls(step, counted, float(success), *wilson(round(success * counted), counted), failed)
 
     def __str__(self) -> str:
         """As `29.0% (23.2–35.6)`."""

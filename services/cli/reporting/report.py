@@ -201,14 +201,16 @@ def _best(folder: RunFolder, lineage: Sequence[tuple[int, int]]) -> dict[str, An
     if best is None:
         return None
     is_kept = (folder.checkpoints / str(best.version)).is_dir()
-    return {"version": str(best.version), "success": best.success, "kept": is_kept}
+    told = {"version": str(best.version), "success": best.success, "kept": is_kept}
+    return told | {"tasks": best.n_tasks - best.failed, "failed": best.failed}
 
 
 def _best_rows(best: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if best is None:
         return []
     kept = "" if best["kept"] else ", not kept"
-    return [("best weights", f"{best['version']}: {best['success']:.1%}{kept}")]
+    failed = f" of {best['tasks']} tasks; {best['failed']} failed" if best["failed"] else ""
+    return [("best weights", f"{best['version']}: {best['success']:.1%}{failed}{kept}")]
 
 
 def _main_environment(record: RunRecord | None) -> str:

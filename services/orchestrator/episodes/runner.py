@@ -148,7 +148,8 @@ class EpisodeRunner:
                 start, result.reward, result.reward_components, [result.fault, "length" if cut == "length" else None]
             )
             if result.terminated:
-                return _Ended(result.success, "completed", end_of_turn(result.fault, cut=cut)), env_s
+                status: Status = "truncated" if cut else "completed"
+                return _Ended(result.success, status, end_of_turn(result.fault, cut=cut)), env_s
             if result.truncated:
                 return _Ended(result.success, "truncated", "turns"), env_s
             if n_turns >= self._bounds.max_turns:
