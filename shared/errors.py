@@ -11,6 +11,8 @@
     │   ├── WrongMethod         the path takes other methods                               405
     │   ├── Forbidden           a path outside the configured root, a missing token        403
     │   │   └── Unauthorized    no or a wrong bearer token                                 401
+    │   ├── RewardRefused       a judge or reward service would refuse every time
+    │   ├── UnknownFrame        a WebSocket message that is none of the protocol's
     │   └── Conflict            legal elsewhere, not in the present state                  409
     ├── Unavailable             try again later (also: a deadline passed)                  503
     │   ├── WeightsUnpublished  a rollout server has found no checkpoint yet
@@ -19,6 +21,11 @@
     │   ├── QueueUnavailable    Redis did not answer
     │   ├── ProcessesMissing    not all processes of the trainer are there
     │   ├── RateLimited         the service has enough to do now                           429
+    │   │   └── Busy                an environment has enough to do now; the call has not begun
+    │   ├── GivenUp             an environment's call took too long
+    │   ├── GradingBusy         no process was free to grade
+    │   ├── RewardFailed        a judge or reward service did not answer
+    │   │   └── JudgementUnusable   its answer is empty or cut off
     │   ├── OutOfMemory         weights or an episode do not fit                           507
     │   └── StorageUnavailable  files cannot be written now                                507
     │       ├── StorageFull     a disk, a quota or a file size limit is used up
@@ -26,11 +33,17 @@
     ├── ProcessLost             a process of the trainer is gone: the others have to end   503
     ├── Fenced                  a newer trainer has taken over; this one has to stop       409
     ├── WeightsError            digest, tree or fingerprint of a checkpoint differs        422
+    ├── SandboxFailed           code in a sandbox raised, crashed or met a limit           500
+    ├── OpenEnvRefused          a remote OpenEnv server answered with an error             500
+    ├── NemoGymRefused          a remote NeMo-Gym server answered with an error            500
+    ├── GradingEnded            grading an answer met a limit                              500
     ├── NonFinite               training gave numbers that are not finite                  500
     └── EngineDied              the inference engine is gone; the process has to end       500
 
 Foreign exceptions are translated to this tree in one function per client, and nowhere else. An HTTP answer carries an
-error as a problem body (RFC 9457), made by `problem` and read back by `from_problem`.
+error as a problem body (RFC 9457), made by `problem` and read back by `from_problem`. Classes that a service sends to
+another one are defined here, so that the reader knows them by name; classes that never leave their process may be
+defined elsewhere.
 """
 
 from __future__ import annotations
@@ -50,11 +63,16 @@ type Cause = Literal["infrastructure", "request", "defect"]
 type Action = Literal["again", "fail", "stop"]
 type Party = Literal["trainer", "orchestrator", "redis", "env", "rollout", "teacher", "disk", "peer"]
 """Whom somebody waits for."""
+type Why = Literal["exception", "crash", "memory", "cpu", "time", "output", "protocol", "refused"]
+"""Why a sandbox failed."""
 
 
 def _sendable(text: str) -> str:
     """Names of files may hold bytes that are no text: they would not go into an answer, nor into a log."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+_BY_NAME: dict[str, type[VolleyError]] = {}
 
 
 class VolleyError(Exception):
@@ -75,6 +93,10 @@ class VolleyError(Exception):
     action: ClassVar[Action] = "again"
     waits_on: ClassVar[Party | None] = None
     title: ClassVar[str] = "Internal error"
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _BY_NAME[cls.__name__] = cls
 
     def __init__(self, detail: str, hint: str = "") -> None:
         self.detail, self.hint = _sendable(detail), _sendable(hint)
@@ -148,6 +170,16 @@ class Conflict(InputError):
     status, title = 409, "Conflict"
 
 
+class RewardRefused(InputError):
+    """Asking again gives nothing else: a wrong key or model, or a budget that is used up."""
+
+    title = "Reward refused"
+
+
+class UnknownFrame(InputError):
+    title = "Unknown message type"
+
+
 class Unavailable(VolleyError):
     """The request may succeed later; `retry_after_s` says when to try, in seconds."""
 
@@ -187,6 +219,34 @@ class RateLimited(Unavailable):
     status, title = 429, "Too many requests"
 
 
+class Busy(RateLimited):
+    """The call has not begun, so it may be repeated."""
+
+    title = "Environment busy"
+
+
+class GivenUp(Unavailable):
+    """The call has begun, and nobody waits for its end."""
+
+    title = "Environment too slow"
+
+
+class GradingBusy(Unavailable):
+    """No process was free in time; nothing has begun."""
+
+    title = "Grading busy"
+
+
+class RewardFailed(Unavailable):
+    """The episode fails, and is played again."""
+
+    title = "No reward"
+
+
+class JudgementUnusable(RewardFailed):
+    """There is nothing to read in the answer, and it is not kept."""
+
+
 class OutOfMemory(Unavailable):
     status, title = 507, "Out of memory"
 
@@ -218,6 +278,45 @@ class WeightsError(VolleyError):
     cause = "infrastructure"
 
 
+class SandboxFailed(VolleyError):
+    """Code in a sandbox did not do what it was asked.
+
+    `why`: `exception` (it raised one; the detail ends with where), `crash` (its process ended by itself or by a fault
+    of its own), `memory`, `cpu`, `time` (the call's deadline) and `output` (its answer, log or files) for limits,
+    `protocol` (what it said is no answer), `refused` (what it returned is not what an environment returns, or it could
+    not be started). `alive`: whether the sandbox answers further calls; one that does not is gone.
+    """
+
+    title = "Sandboxed code failed"
+
+    def __init__(self, detail: str, hint: str = "", why: Why = "crash", alive: bool = False) -> None:
+        super().__init__(detail, hint)
+        self.why: Why = why
+        self.alive = alive
+
+
+class OpenEnvRefused(VolleyError):
+    """The server answered with an error frame, of that `code`. `told` is its message alone."""
+
+    title = "Refused by the OpenEnv server"
+
+    def __init__(self, detail: str, hint: str = "", code: str = "", told: str = "") -> None:
+        super().__init__(detail, hint or "a defect of the server, or an action that it does not take")
+        self.code, self.told = code, told
+
+
+class NemoGymRefused(VolleyError):
+    """The server answered a request of ours with an error."""
+
+    title = "Refused by the NeMo-Gym server"
+
+
+class GradingEnded(VolleyError):
+    """The limits of a confined call ended it: what was graded asks for more than any right answer does."""
+
+    title = "Grading ended by its limits"
+
+
 class NonFinite(VolleyError):
     """`what` names them: metrics, parameters by leaf name, parts of the optimizer's state."""
 
@@ -246,18 +345,6 @@ def _leaves[E: BaseException](group: BaseExceptionGroup[E]) -> Iterator[E]:
             yield from _leaves(error)
         else:
             yield error
-
-
-_BY_NAME: dict[str, type[VolleyError]] = {}
-
-
-def _register(kind: type[VolleyError]) -> None:
-    _BY_NAME[kind.__name__] = kind
-    for child in kind.__subclasses__():
-        _register(child)
-
-
-_register(VolleyError)
 
 
 def problem(error: VolleyError) -> dict[str, Any]:

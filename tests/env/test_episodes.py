@@ -6,11 +6,10 @@ from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 
-from services.env.backends.base import Busy, GivenUp
 from services.env.backends.threads import ThreadRunner
 from services.env.environments.base import Message, StepResult, assistant
 from services.env.episodes import MAX_STEPS, EpisodeRequest, Episodes
-from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
+from shared.errors import Busy, Conflict, GivenUp, NotFound, RateLimited, Unavailable, VolleyError
 from tests.env.scripted import ScriptedEnvironment, entry, until
 
 

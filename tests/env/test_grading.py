@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from services.env.grading import pool as pool_module
-from services.env.grading.pool import GradingBusy, GradingEnded, GradingPool
+from services.env.grading.pool import GradingPool
 from services.env.sandbox.inside import linux
 from services.env.sandbox.process.seccomp import build_program
-from shared.errors import InputError, Unavailable, VolleyError
+from shared.errors import GradingBusy, GradingEnded, InputError, Unavailable, VolleyError
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from services.env.environments.answers import boxed_answer
 from services.env.environments.base import assistant
 from services.env.environments.math.environment import Math, MathConfig, is_right
-from services.env.grading.pool import GradingEnded
-from shared.errors import ConfigError, NotFound
+from shared.errors import ConfigError, GradingEnded, NotFound
 
 ROWS = [
     {"problem": "Half of one?", "solution": "It is $\\boxed{\\frac{1}{2}}$.", "level": "Level 1"},

@@ -14,11 +14,10 @@ from pydantic import ValidationError
 
 from services.env.environments.base import Info, Message, StepResult, assistant, user
 from services.env.rewards import judge
-from services.env.rewards.failures import RewardRefused
 from services.env.rewards.rewards import RewardedEpisode, Rewards
 from services.env.rewards.store import RewardStore
 from shared.config import validate
-from shared.errors import ConfigError
+from shared.errors import ConfigError, RewardRefused
 from shared.reward_schema import EnvironmentRewards, JudgeReward, RewardServer
 from tests.env.conftest import OpenClient
 from tests.env.openai_server import ScoringServer, scoring_server

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from services.env.backends.base import Backend, GivenUp
+from services.env.backends.base import Backend
 from services.env.backends.processes import InProcesses, ProcessEpisode
 from services.env.backends.threads import ThreadRunner
 from services.env.catalogue import Catalogue
 from services.env.environments.base import assistant
 from services.env.workers.pool import WorkerPool, WorkerSettings
-from shared.errors import InputError, NotFound, VolleyError
+from shared.errors import GivenUp, InputError, NotFound, VolleyError
 from tests.env.conftest import OpenClient
 
 SETTINGS = WorkerSettings(n_threads=2, deadline_s=20.0, max_waiting=64)

@@ -4,17 +4,14 @@ model does is data.
 
 import ast
 import asyncio
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
+import orjson
 import pytest
 
-from services.env.api import openenv as served
-from services.env.backends import base as backends
-from services.env.backends.remote import nemo_gym, openenv
-from services.env.grading import pool
-from services.env.rewards import failures as rewards
-from services.env.sandbox import failure
 from services.orchestrator.episodes import failures
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.turn import TokenBounds, TokenBudget
@@ -79,8 +76,41 @@ def test_a_class_from_elsewhere_is_judged_like_its_ancestor():
     assert Overheated.cause == "infrastructure"
 
 
+READER = """
+import sys
+import orjson
+import services.orchestrator.app
+from shared.errors import from_problem
+for body in orjson.loads(sys.stdin.buffer.read()):
+    again = from_problem(body["status"], body)
+    print(type(again).__name__, again.action, again.detail, again.hint, sep="|")
+"""
+
+
+def test_every_class_survives_the_wire_to_another_process():
+    """The reader is a process of its own that imports nothing but the orchestrator, as in a run."""
+    sent = [type(error(name))(f"detail of {name}", "a hint") for name in sorted(error_classes())]
+    read = subprocess.run(
+        [sys.executable, "-c", READER],
+        input=orjson.dumps([errors.problem(one) for one in sent]),
+        capture_output=True,
+        check=True,
+        cwd=PROJECT,
+    ).stdout.decode()
+    assert read.splitlines() == [f"{type(one).__name__}|{one.action}|{one.detail}|{one.hint}" for one in sent]
+
+
+@pytest.mark.parametrize(
+    ("status", "name"),
+    [(404, "NotFound"), (418, "InputError"), (429, "RateLimited"), (500, "VolleyError"), (503, "Unavailable")],
+)
+def test_an_unknown_class_becomes_the_nearest_known_one(status, name):
+    again = errors.from_problem(status, {"type": "urn:volley:FromTheFuture", "status": status, "detail": "new"})
+    assert (type(again).__name__, again.detail) == (name, "new")
+
+
 def error(name):
-    modules = (errors, failures, backends, failure, pool, nemo_gym, openenv, served, rewards, teacher)
+    modules = (errors, failures, teacher)
     return next(getattr(module, name) for module in modules if hasattr(module, name))("planted")
 
 

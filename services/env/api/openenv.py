@@ -24,7 +24,7 @@ from services.env.api.state import EnvState, state_of
 from services.env.environments.base import TRAIN, Message, StepResult
 from services.env.episodes import EpisodeRequest, EpisodeSlot
 from shared import codec
-from shared.errors import InputError, NotFound, RateLimited, VolleyError
+from shared.errors import InputError, NotFound, RateLimited, UnknownFrame, VolleyError
 from shared.process import offload
 from shared.types import MAX_MESSAGE
 from shared.web.access import Role
@@ -214,10 +214,6 @@ class OpenEnvSession:
         result = await self._state.episodes.step(slot.id, str(next(self._numbers)), action.as_message())
         self._n_steps += 1
         return _stepped(slot, result)
-
-
-class UnknownFrame(InputError):
-    """A frame of a type that there is not."""
 
 
 def _code(error: VolleyError) -> str:

@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from services.env.environments.base import Demonstration, Info, Message, StepResult, check_task
-from shared.errors import RateLimited, Unavailable
 from shared.process import telemetry
 
 type Call = Literal["load", "list", "reset", "step", "demonstrate"]
@@ -26,18 +25,6 @@ CALL_SECONDS = telemetry.Histogram(
 def call_seconds(env: str, call: Call) -> telemetry.Histogram:
     """Where the durations of one environment's calls are counted; looked up once, for steps are many."""
     return CALL_SECONDS.labels(env, call)
-
-
-class Busy(RateLimited):
-    """The call has not begun, so it may be repeated."""
-
-    title = "Environment busy"
-
-
-class GivenUp(Unavailable):
-    """The call has begun, and nobody waits for its end."""
-
-    title = "Environment too slow"
 
 
 class LiveEpisode(Protocol):

@@ -27,10 +27,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.env.backends.base import Busy, KnownSplits, call_seconds
+from services.env.backends.base import KnownSplits, call_seconds
 from services.env.environments.base import MAX_REWARD, Demonstration, Fault, Info, Message, StepResult, check_task, user
 from services.env.harbor.tasks import HarborTask
-from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.limits import SandboxLimits, ShellProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
@@ -38,7 +37,7 @@ from services.env.tools.bash import BASH, BashSession, Shell
 from services.env.tools.calls import CallFormat, tool_calls_of
 from services.env.tools.dispatch import EpisodeTools
 from services.env.tools.settings import ToolUse
-from shared.errors import InputError, NotFound, RateLimited
+from shared.errors import Busy, InputError, NotFound, RateLimited, SandboxFailed
 
 HARBOR = "harbor"
 """The protocol of a submission that holds task folders."""

@@ -17,11 +17,10 @@ from typing import Any
 from services.env.backends.base import CALL_SECONDS, Call, KnownSplits
 from services.env.environments.base import Demonstration, Message, StepResult, check_task
 from services.env.sandbox import answers
-from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
-from shared.errors import NotFound, VolleyError
+from shared.errors import NotFound, SandboxFailed, VolleyError
 
 LOG_LINES = 200
 

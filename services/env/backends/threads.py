@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from services.env.backends.base import Busy, Call, GivenUp, call_seconds
+from services.env.backends.base import Call, call_seconds
 from services.env.environments.base import (
     AsyncEnvironment,
     AsyncEpisode,
@@ -30,7 +30,7 @@ from services.env.environments.base import (
     Message,
     StepResult,
 )
-from shared.errors import VolleyError
+from shared.errors import Busy, GivenUp, VolleyError
 from shared.process import telemetry
 
 _HUNG = telemetry.Gauge(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from services.env.backends.base import Backend, GivenUp, LiveEpisode
+from services.env.backends.base import Backend, LiveEpisode
 from services.env.backends.processes import InProcesses
 from services.env.backends.threads import InThreads
 from services.env.environments.base import Demonstration, Info, Message, StepResult
@@ -20,7 +20,7 @@ from services.env.tools.calls import CallFormat, tool_calls_of, write_call
 from services.env.tools.dispatch import EpisodeTools
 from services.env.tools.settings import ToolUse
 from services.env.tools.toolset import ToolSet
-from shared.errors import ConfigError
+from shared.errors import ConfigError, GivenUp
 
 _PATIENCE_S = 29.0
 """For all calls of a message, whatever their own bounds."""

@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from services.env.grading import worker
-from shared.errors import InputError, Unavailable, VolleyError
+from shared.errors import GradingBusy, GradingEnded, InputError, Unavailable, VolleyError
 
 START_S = 25.0
 """How long a library may take to be imported."""
@@ -28,18 +28,6 @@ CALL_S = worker.CONFINED_WALL_S + 4.0
 
 _ROOT = Path(__file__).resolve().parents[3]
 _PASSED_ON = ("PATH", "LANG", "PYTHONPYCACHEPREFIX", "LD_LIBRARY_PATH")
-
-
-class GradingEnded(VolleyError):
-    """The limits of a confined call ended it: what was graded asks for more than any right answer does."""
-
-    title = "Grading ended by its limits"
-
-
-class GradingBusy(Unavailable):
-    """No process was free in time; nothing has begun."""
-
-    title = "Grading busy"
 
 
 class GradingPool:

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from services.env.environments.base import Message
-from services.env.grading.pool import GradingEnded, GradingPool
-from services.env.rewards.failures import RewardRefused
+from services.env.grading.pool import GradingPool
 from services.env.rewards.patterns import last_match
 from services.env.rewards.servers import Answer, Question
+from shared.errors import GradingEnded, RewardRefused
 from shared.reward_schema import DEFAULT_PATTERN, JudgeReward, filled
 
 _SYSTEM = (

@@ -20,10 +20,9 @@ from typing import Any, Self
 from services.env.backends.base import LiveEpisode, finished
 from services.env.environments.base import Message, StepResult, fingerprint
 from services.env.rewards import judge, service
-from services.env.rewards.failures import JudgementUnusable, RewardFailed
 from services.env.rewards.servers import AskedServer
 from services.env.rewards.store import RewardStore
-from shared.errors import Conflict, VolleyError, first_error
+from shared.errors import Conflict, JudgementUnusable, RewardFailed, VolleyError, first_error
 from shared.reward_schema import EnvironmentRewards, JudgeReward, RewardServer, ServiceReward
 
 _MOST_SAID = 200

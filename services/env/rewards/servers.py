@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import orjson
 
-from services.env.backends.base import Busy
-from services.env.rewards.failures import JudgementUnusable, RewardFailed, RewardRefused
 from services.env.rewards.store import RewardStore
 from shared.clients.keys import read_key, without_key
 from shared.errors import (
     MAX_RETRY_AFTER_S,
+    Busy,
     Conflict,
     InputError,
+    JudgementUnusable,
     MalformedAnswer,
+    RewardFailed,
+    RewardRefused,
     Unavailable,
     VolleyError,
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from services.env.environments.base import MAX_REWARD, Demonstration, Fault, Info, Message, StepResult
-from services.env.sandbox.failure import SandboxFailed
+from shared.errors import SandboxFailed
 from shared.types import MAX_MESSAGE
 
 MAX_TEXT = 200

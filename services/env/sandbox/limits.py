@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 MAX_SOURCE = 2**20
 """Characters of one submitted file."""
@@ -87,4 +87,3 @@ class ShellProgram:
 
 
 type Program = EnvironmentProgram | ScriptProgram | ShellProgram
-type Why = Literal["exception", "crash", "memory", "cpu", "time", "output", "protocol", "refused"]

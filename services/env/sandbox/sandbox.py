@@ -15,11 +15,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from services.env.sandbox.failure import SandboxFailed
-from services.env.sandbox.limits import LOG_FACTOR, SandboxLimits, Why
+from services.env.sandbox.limits import LOG_FACTOR, SandboxLimits
 from services.env.sandbox.process import frames, workspace
 from services.env.sandbox.process.zygote import ProcessEnd, SpawnedProcess, ZygoteProcess
 from services.env.sandbox.turns import LONG_S, Turns
+from shared.errors import SandboxFailed, Why
 from shared.process import telemetry
 
 END_S = 5.0

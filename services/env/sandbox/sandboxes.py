@@ -28,14 +28,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
-from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.limits import MAX_SOURCE, EnvironmentProgram, Program, SandboxLimits, ShellProgram
 from services.env.sandbox.process import workspace
 from services.env.sandbox.process.zygote import MAX_LANDLOCK, ZygoteProcess, open_zygote
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.tier import Tier
 from services.env.sandbox.turns import Turns
-from shared.errors import InputError, RateLimited
+from shared.errors import InputError, RateLimited, SandboxFailed
 from shared.process import telemetry
 from shared.process.descriptors import HINT, exhausted
 

@@ -10,9 +10,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.sandbox import Sandbox
 from services.env.tools.base import Arguments, ToolFault, describe, read_arguments
+from shared.errors import SandboxFailed
 
 MAX_OUTPUT = 2**16
 """Bytes that a command may bring out of its sandbox."""

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from services.env.backends.base import Busy
 from services.env.tools.base import ToolDescription, ToolFault, ToolSession
 from services.env.tools.calls import ToolCall
 from services.env.tools.settings import ToolUse
 from shared.bounds import shortened
-from shared.errors import RateLimited, VolleyError, first_error
+from shared.errors import Busy, RateLimited, VolleyError, first_error
 from shared.process import telemetry
 
 TURN_S = 25.0

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from services.env.backends.base import Busy
 from services.env.sandbox import answers
-from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.limits import SandboxLimits, ScriptProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
@@ -15,7 +13,7 @@ from services.env.tools.base import Arguments, ToolFault, describe, read_argumen
 from services.env.tools.files import taken_back, to_send
 from services.env.tools.settings import PythonSettings
 from services.env.tools.workspace import Workspace
-from shared.errors import Conflict, RateLimited
+from shared.errors import Busy, Conflict, RateLimited, SandboxFailed
 
 MAX_OUTPUT = 2**17
 """Characters that a call may bring out of its sandbox."""

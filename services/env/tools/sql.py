@@ -10,12 +10,11 @@ from typing import Any
 
 from pydantic import Field
 
-from services.env.backends.base import Busy
 from services.env.backends.threads import ThreadRunner
-from services.env.grading.pool import GradingBusy, GradingEnded, GradingPool
+from services.env.grading.pool import GradingPool
 from services.env.tools.base import Arguments, ToolDescription, ToolFault, describe, read_arguments
 from services.env.tools.settings import SqlSettings
-from shared.errors import InputError
+from shared.errors import Busy, GradingBusy, GradingEnded, InputError
 
 _LIBRARY = GradingPool("services.env.tools.sql_library", wait_s=3.0)
 """Its wait and the longest call come to less than what a client waits for a step."""

@@ -20,9 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from services.env.backends.base import Busy, GivenUp
 from services.env.workers import wire
-from shared.errors import NotFound, RateLimited, Unavailable, from_problem
+from shared.errors import Busy, GivenUp, NotFound, RateLimited, Unavailable, from_problem
 from shared.process import telemetry
 
 _MODULE = "services.env.workers.worker"

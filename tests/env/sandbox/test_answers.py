@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.env.sandbox import answers
-from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.process import frames
-from shared.errors import InputError
+from shared.errors import InputError, SandboxFailed
 from shared.types import MAX_MESSAGE
 
 MESSAGE = {"role": "user", "content": "hi"}

@@ -13,10 +13,10 @@ import pytest
 import pytest_asyncio
 
 from services.env.sandbox import answers
-from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits, ScriptProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
+from shared.errors import SandboxFailed
 from tests.env.sandbox.hostile import PRELUDE, SCRIPTS, Script
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

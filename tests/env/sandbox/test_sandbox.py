@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from services.env.sandbox import answers
-from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits, ScriptProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
-from shared.errors import InputError, RateLimited, Unavailable
+from shared.errors import InputError, RateLimited, SandboxFailed, Unavailable
 
 ROOT = Path(__file__).parents[3]
 

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.limits import SandboxLimits, ShellProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
-from shared.errors import Forbidden, InputError
+from shared.errors import Forbidden, InputError, SandboxFailed
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from services.env.backends.base import Busy
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.base import ToolDescription
 from services.env.tools.calculator import CalculatorSession
@@ -18,7 +17,7 @@ from services.env.tools.dispatch import EpisodeTools
 from services.env.tools.python import PythonSession
 from services.env.tools.settings import PythonSettings, ToolUse
 from services.env.tools.workspace import Workspace
-from shared.errors import Conflict, RateLimited
+from shared.errors import Busy, Conflict, RateLimited
 from shared.process import telemetry
 from tests.env.tools.conftest import OpenTools, ask
 

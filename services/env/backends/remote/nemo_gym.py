@@ -39,7 +39,7 @@ from services.env.tools.calls import CallFormat, ToolCall, before_calls, tool_ca
 from shared import codec
 from shared.bounds import MAX_OBJECTS, shortened
 from shared.clients.base import HttpClient, HttpReply
-from shared.errors import DecodeError, NotFound, StorageDenied, Unavailable, VolleyError
+from shared.errors import DecodeError, NemoGymRefused, NotFound, StorageDenied, Unavailable
 from shared.process import offload
 from shared.types import MAX_MESSAGE
 
@@ -73,12 +73,6 @@ class NemoGymConfig(BaseModel):
     max_output: Annotated[int, Field(ge=100, le=100_000)] = 4000
     watch: bool = True
     max_sessions: Annotated[int, Field(ge=1, le=4096)] = 64
-
-
-class NemoGymRefused(VolleyError):
-    """The server answered a request of ours with an error."""
-
-    title = "Refused by the NeMo-Gym server"
 
 
 class SilentConnection(asyncio.Protocol):

@@ -27,7 +27,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.asyncio.client import connect as open_websocket
 from websockets.exceptions import ConnectionClosed, WebSocketException
 
-from services.env.backends.base import CALL_SECONDS, Busy, Call, GivenUp, KnownSplits
+from services.env.backends.base import CALL_SECONDS, Call, KnownSplits
 from services.env.backends.remote import address as addresses
 from services.env.backends.remote.paths import at_path
 from services.env.backends.remote.site import CONNECT_S, RemoteContext, RemoteDescription, RemoteSite
@@ -45,7 +45,7 @@ from services.env.environments.base import (
 )
 from shared import codec
 from shared.bounds import MAX_OBJECTS
-from shared.errors import DecodeError, NotFound, VolleyError
+from shared.errors import Busy, DecodeError, GivenUp, NotFound, OpenEnvRefused, VolleyError
 from shared.process import offload
 from shared.types import MAX_MESSAGE
 
@@ -196,7 +196,8 @@ class OpenEnvBackend(KnownSplits):
             code, told = str(data.get("code", "")), _complaint(data)
             if code == "CAPACITY_REACHED":
                 raise Busy(f"{self.site.address}: {told}", "config.max_sessions says how many sessions it has")
-            raise OpenEnvRefused(f"{self.site.address} answered {frame['type']} with {code}: {told}", code, told)
+            said = f"{self.site.address} answered {frame['type']} with {code}: {told}"
+            raise OpenEnvRefused(said, code=code, told=told)
         return data
 
     def text(self, observation: Any) -> str:
@@ -211,16 +212,6 @@ class OpenEnvBackend(KnownSplits):
         if found is None and path:
             raise VolleyError(f"{self.name}: the observation has no {path!r}", "config.observation names the path")
         return (found if isinstance(found, str) else orjson.dumps(found).decode())[:MAX_MESSAGE]
-
-
-class OpenEnvRefused(VolleyError):
-    """The server answered with an error frame, of that `code`. `told` is its message alone."""
-
-    title = "Refused by the OpenEnv server"
-
-    def __init__(self, detail: str, code: str = "", told: str = "") -> None:
-        super().__init__(detail, "a defect of the server, or an action that it does not take")
-        self.code, self.told = code, told
 
 
 class OpenEnvEpisode:

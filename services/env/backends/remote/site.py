@@ -19,9 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from services.env.backends.base import Busy, Call, GivenUp
+from services.env.backends.base import Call
 from services.env.backends.remote.address import RemoteAddress, read_address
-from shared.errors import ConfigError, InputError, ServiceUnreachable, VolleyError
+from shared.errors import Busy, ConfigError, GivenUp, InputError, ServiceUnreachable, VolleyError
 from shared.web.access import read_secret
 from shared.web.tls import client_context
 

@@ -12,14 +12,13 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.backends.base import Busy, KnownSplits
+from services.env.backends.base import KnownSplits
 from services.env.backends.remote.address import checked_socket
 from services.env.backends.remote.site import RemoteContext, RemoteDescription, RemoteSite
 from services.env.environments.base import Demonstration, Message, StepResult, check_task
 from services.env.sandbox import answers
-from services.env.sandbox.failure import SandboxFailed
 from shared.clients.env import EnvClient
-from shared.errors import DecodeError, InputError, NotFound, RateLimited, Unavailable
+from shared.errors import Busy, DecodeError, InputError, NotFound, RateLimited, SandboxFailed, Unavailable
 
 
 class VolleyConfig(BaseModel):

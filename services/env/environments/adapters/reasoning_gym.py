@@ -29,8 +29,8 @@ from services.env.environments.base import (
     user,
 )
 from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layouts, as_it_is
-from services.env.grading.pool import GradingEnded, GradingPool
-from shared.errors import NotFound
+from services.env.grading.pool import GradingPool
+from shared.errors import GradingEnded, NotFound
 
 _LIBRARY = GradingPool("services.env.environments.adapters.reasoning_gym_library")
 """Shared by all environments of the kind: the package is loaded once or twice, whatever their number."""

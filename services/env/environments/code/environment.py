@@ -15,14 +15,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.env.backends.base import Busy
 from services.env.environments.base import MAX_REWARD, Demonstration, Info, Message, StepResult, assistant, user
 from services.env.environments.code.data import Asserts, CodeProblem, PrintedTest, read_code
 from services.env.environments.code.grading import Grader, Verdict
 from services.env.environments.problem_files import ProblemFiles, files_of_splits
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.tools.toolset import Toolbox
-from shared.errors import NotFound, RateLimited
+from shared.errors import Busy, NotFound, RateLimited
 
 _FENCED = re.compile(r"```[ \t]*+(\w*+)[ \t]*+\n(.*?)```", re.DOTALL)
 _LANGUAGES = ("", "python", "python3", "py")

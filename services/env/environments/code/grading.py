@@ -25,10 +25,10 @@ import orjson
 
 from services.env.environments.code.data import Asserts, CodeProblem, PrintedTest
 from services.env.sandbox import answers
-from services.env.sandbox.failure import SandboxFailed
 from services.env.sandbox.limits import SandboxLimits, ScriptProgram
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
+from shared.errors import SandboxFailed
 
 MAX_OUTPUT = 2**18
 """Characters that a program may print in a test."""

@@ -26,7 +26,8 @@ from services.env.environments.base import (
 )
 from services.env.environments.math.data import MathProblem, read_math
 from services.env.environments.problem_files import ProblemFiles, files_of_splits
-from services.env.grading.pool import GradingEnded, GradingPool
+from services.env.grading.pool import GradingPool
+from shared.errors import GradingEnded
 
 _LIBRARY = GradingPool("services.env.environments.math.library")
 _ASK = "Think step by step and put the final answer in a box: \\boxed{…}"

@@ -35,7 +35,8 @@ from services.env.environments.games.layouts import MAX_DISTINCT, Effort, Layout
 from services.env.environments.problem_files import files_of_splits
 from services.env.environments.text_to_sql.data import SqlTask, read_tasks
 from services.env.environments.text_to_sql.samples import sample
-from services.env.grading.pool import GradingEnded, GradingPool
+from services.env.grading.pool import GradingPool
+from shared.errors import GradingEnded
 
 _LIBRARY = GradingPool("services.env.environments.text_to_sql.library")
 _FENCED = re.compile(r"```(?:sql|sqlite)?[ \t]*\n(.*?)```", re.IGNORECASE | re.DOTALL)

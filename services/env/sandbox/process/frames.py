@@ -12,10 +12,8 @@ from typing import Any, get_args
 
 import orjson
 
-from services.env.sandbox.failure import SandboxFailed
-from services.env.sandbox.limits import Why
 from shared.bounds import check_json
-from shared.errors import DecodeError, InputError
+from shared.errors import DecodeError, InputError, SandboxFailed, Why
 
 MAX_REQUEST = 2**25
 """Bytes: a source or a message of the greatest length, however it is escaped."""
