@@ -31,7 +31,7 @@ def create(folder: Path, name: str, uid: int) -> None:
         return
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o400)
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(secrets.token_hex(32))
         file.flush()
         os.fchown(file.fileno(), uid, uid)

@@ -113,7 +113,9 @@ def vulnerabilities(report: Any) -> list[str]:
 
 
 def _run(command: list[str], codes: tuple[int, ...] = (0,)) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    done = subprocess.run(
+        command, cwd=PROJECT, capture_output=True, encoding="utf-8", errors="replace", timeout=_TIMEOUT_S, check=False
+    )
     if done.returncode not in codes:
         raise AuditFailed(f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
     return done

@@ -91,7 +91,9 @@ def outdated(root: Path) -> list[str]:
 def is_current(root: Path, name: str) -> bool:
     venv = root / ".venvs" / name
     try:
-        return (venv / ".stamp").read_text() == stamp(root, name) and os.access(str(venv / "bin" / "python"), os.X_OK)
+        return (venv / ".stamp").read_text(encoding="utf-8") == stamp(root, name) and os.access(
+            str(venv / "bin" / "python"), os.X_OK
+        )
     except OSError:
         return False
 
@@ -143,7 +145,9 @@ def python_candidates(root: Path, uv: Path | None) -> Iterator[Path]:
     """
     for name in ENVIRONMENTS:
         with contextlib.suppress(OSError):
-            found = re.search(r"^home = (.+)$", (root / ".venvs" / name / "pyvenv.cfg").read_text(), re.M)
+            found = re.search(
+                r"^home = (.+)$", (root / ".venvs" / name / "pyvenv.cfg").read_text(encoding="utf-8"), re.M
+            )
             if found:
                 yield Path(found.group(1)) / "python3"
     yield Path(sys.executable)
@@ -226,7 +230,14 @@ def install_uv(root: Path) -> Path:
             shutil.rmtree(str(target), ignore_errors=True)
             for step in arguments:
                 command = [python, *step] if step[0].startswith("-") else step
-                done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+                done = subprocess.run(
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    encoding="utf-8",
+                    errors="replace",
+                    check=False,
+                )
                 output += done.stdout
                 if done.returncode != 0:
                     break
@@ -258,7 +269,7 @@ def with_venv(root: Path, target: Path) -> list[list[str]]:
 
 def locked_index() -> str:
     """The package index that uv.lock was made from."""
-    found = re.search(r'registry = "([^"]+)"', (ROOT / "uv.lock").read_text())
+    found = re.search(r'registry = "([^"]+)"', (ROOT / "uv.lock").read_text(encoding="utf-8"))
     if found is None:
         raise ValueError("uv.lock names no package index")
     return found[1]
@@ -339,7 +350,7 @@ def sync(root: Path, uv: Path, python: Path, name: str, which: str) -> None:
         code, output = run_loudly(command, {**environment, "UV_SYSTEM_CERTS": "1", "UV_NATIVE_TLS": "1"})
     if code != 0:
         raise InstallError(f"environment {name} could not be installed: {reason(output)}")
-    (venv / ".stamp").write_text(stamp(root, name))
+    (venv / ".stamp").write_text(stamp(root, name), encoding="utf-8")
     found = re.search(r"Installed (\d+ packages?)", output)
     seconds = time.monotonic() - began
     say(f"environment {name} is ready after {seconds:.0f} s" + (f", {found.group(1)} installed" if found else ""))
@@ -356,7 +367,8 @@ def run_quietly(command: list[str], environment: dict[str, str]) -> str | None:
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=60,
             check=False,
         )
@@ -429,7 +441,7 @@ def show(line: str) -> None:
 def locked(path: Path) -> Iterator[None]:
     """One bootstrap at a time; a second waits and then finds everything done."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

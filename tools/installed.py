@@ -42,7 +42,13 @@ def _install(package: str, variable: str, folder: Path, python: Path, also: Sequ
     ):
         try:
             done = subprocess.run(
-                command, env=uv_environment(ROOT), capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+                command,
+                env=uv_environment(ROOT),
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=_TIMEOUT_S,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             raise Unavailable(f"{package} was not installed within {_TIMEOUT_S:g} s") from None

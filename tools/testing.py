@@ -98,7 +98,14 @@ def _pytest(suite: Suite, arguments: Sequence[str]) -> tuple[int, str]:
     command = [str(python_of(suite.environment)), "-m", "pytest", *suite.options, *paths, *arguments]
     environment = _variables(suite)
     ran = subprocess.run(
-        command, cwd=PROJECT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        command,
+        cwd=PROJECT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
     )
     return ran.returncode, ran.stdout
 

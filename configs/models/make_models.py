@@ -125,14 +125,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="another folder than configs/models/NAME")
     arguments = parser.parse_args()
     model, out = MODELS[arguments.name], arguments.out or ROOT / "configs" / "models" / arguments.name
-    texts = [*conversations(rows=model.rows), *(path.read_text() for path in arguments.text)]
+    texts = [*conversations(rows=model.rows), *(path.read_text(encoding="utf-8") for path in arguments.text)]
     out.mkdir(parents=True, exist_ok=True)
     train(texts, model.pieces).save(str(out / "tokenizer.json"))
     template = TEMPLATE.replace("END", model.end)
     settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": template}
-    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     heads = {"num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim}
-    (out / "config.json").write_text(json.dumps(CONFIG | heads, indent=1) + "\n")
+    (out / "config.json").write_text(json.dumps(CONFIG | heads, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -192,12 +192,12 @@ def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{path}: {error.strerror}", "model.path must name a Hugging Face folder with a tokenizer"
         ) from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not UTF-8
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
@@ -217,7 +217,7 @@ def _special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def _template_text(settings: Mapping[str, Any], folder: Path) -> str:
     beside = folder / "chat_template.jinja"
-    text = beside.read_text() if beside.is_file() else settings.get("chat_template")
+    text = beside.read_text(encoding="utf-8") if beside.is_file() else settings.get("chat_template")
     if not isinstance(text, str):
         raise ConfigError(
             f"{folder} has no chat template", "add chat_template.jinja or chat_template in tokenizer_config.json"

@@ -49,8 +49,11 @@ class Scripts:
     def __init__(self, redis: Redis, keys: Keys) -> None:
         self._keys = keys.scripted
         folder = resources.files("shared.queue") / "lua"
-        prelude = (folder / "prelude.lua").read_text()
-        self._calls = {name: redis.register_script(prelude + (folder / f"{name}.lua").read_text()) for name in _SCRIPTS}
+        prelude = (folder / "prelude.lua").read_text(encoding="utf-8")
+        self._calls = {
+            name: redis.register_script(prelude + (folder / f"{name}.lua").read_text(encoding="utf-8"))
+            for name in _SCRIPTS
+        }
 
     async def call(self, name: str, *args: str | int | bytes) -> Any:
         """Runs one script; its answer as the server sent it.

@@ -167,7 +167,7 @@ def find_binary() -> Path:
 def _recent_enough(binary: Path) -> bool:
     try:
         answer = subprocess.run(
-            [str(binary), "--version"], capture_output=True, text=True, timeout=5, check=True
+            [str(binary), "--version"], capture_output=True, encoding="utf-8", errors="replace", timeout=5, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return False
@@ -189,7 +189,7 @@ def _bundled_binary() -> Path | None:
 
 def _port_before(folder: Path) -> int | None:
     with suppress(OSError, UnicodeDecodeError):
-        found = re.search(r"^port (\d{1,5})$", (folder / "redis.conf").read_text(), re.MULTILINE)
+        found = re.search(r"^port (\d{1,5})$", (folder / "redis.conf").read_text(encoding="utf-8"), re.MULTILINE)
         return int(found[1]) if found else None
     return None
 
@@ -200,7 +200,7 @@ def _quoted(path: Path) -> str:
 
 def _write_private(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
 
 
@@ -241,7 +241,7 @@ def _answers(spec: ServerSpec) -> bool:
 
 def _last_lines(log: Path, n: int = 3) -> str:
     with suppress(OSError):
-        return " | ".join(log.read_text(errors="replace").splitlines()[-n:])
+        return " | ".join(log.read_text(errors="replace", encoding="utf-8").splitlines()[-n:])
     return ""
 
 

@@ -129,7 +129,7 @@ def read_secret(path: Path, key: str) -> str:
         ConfigError: it cannot be read, or others can.
     """
     try:
-        with path.open() as file:
+        with path.open(encoding="utf-8") as file:
             status = os.fstat(file.fileno())
             secret = file.read(_MAX_SECRET).strip()
             if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:

@@ -22,7 +22,9 @@ def test_crashes_are_found_and_expected_ends_are_not(tmp_path: Path):
     (tmp_path / "trainer.log").write_bytes(
         orjson.dumps({"event": "did not end in time: ended by force", "after_s": 10})
     )
-    (tmp_path / "rollout-0.log").write_text("Traceback (most recent call last):\n  File x\nKeyError: 'y'\n")
+    (tmp_path / "rollout-0.log").write_text(
+        "Traceback (most recent call last):\n  File x\nKeyError: 'y'\n", encoding="utf-8"
+    )
     (tmp_path / "redis.log").write_bytes(orjson.dumps(quoting))
     assert crashes(tmp_path) == [
         "env: worker crashed: RuntimeError: handler is closed",

@@ -36,8 +36,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for slot, vendor, device in chips + others:
         folder = tmp_path / "sys/bus/pci/devices" / slot
         folder.mkdir(parents=True)
-        (folder / "vendor").write_text(f"{vendor}\n")
-        (folder / "device").write_text(f"{device}\n")
+        (folder / "vendor").write_text(f"{vendor}\n", encoding="utf-8")
+        (folder / "device").write_text(f"{device}\n", encoding="utf-8")
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()

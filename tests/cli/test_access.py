@@ -85,7 +85,9 @@ def test_of_a_run_that_others_started_the_configuration_tells(tmp_path):
     folder = RunFolder(tmp_path)
     services = {"env": {"url": "http://env:8101"}, "trainer": {"host": "10.0.0.1"}, "rollout_urls": ["http://far:1/"]}
     services["token_files"] = {"service": "secrets/s", "admin": "/run/secrets/a"}
-    folder.config.write_text(yaml.safe_dump({"model": {"path": "m"}, "data": {"env": "e"}, "services": services}))
+    folder.config.write_text(
+        yaml.safe_dump({"model": {"path": "m"}, "data": {"env": "e"}, "services": services}), encoding="utf-8"
+    )
     found = addresses.read(folder)
     assert found.urls == {
         "env": "http://env:8101",

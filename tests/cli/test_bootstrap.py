@@ -20,7 +20,7 @@ from tools import bootstrap
 
 def executable(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     path.chmod(0o755)
     return path
 
@@ -30,9 +30,9 @@ def checkout(tmp_path: Path) -> Path:
     """A project folder without environments, whose uv.lock and pyproject.toml are stand-ins."""
     root = tmp_path / "checkout"
     (root / "tools").mkdir(parents=True)
-    (root / "tools" / "bootstrap.py").write_text(Path(bootstrap.__file__).read_text())
+    (root / "tools" / "bootstrap.py").write_text(Path(bootstrap.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     for name in ("uv.lock", "pyproject.toml"):
-        (root / name).write_text(name)
+        (root / name).write_text(name, encoding="utf-8")
     return root
 
 
@@ -41,7 +41,7 @@ def run(checkout: Path, path: str, **variables: str) -> subprocess.CompletedProc
     home.mkdir(exist_ok=True)
     environment = {"PATH": path, "HOME": str(home), "PIP_INDEX_URL": "http://127.0.0.1:1/simple", **variables}
     command = [sys.executable, str(checkout / "tools" / "bootstrap.py")]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=120, check=False)
 
 
 FAKE_UV = """
@@ -57,7 +57,7 @@ esac
 
 
 def test_it_uses_only_the_syntax_of_python_3_8() -> None:
-    ast.parse(Path(bootstrap.__file__).read_text(), feature_version=(3, 8))
+    ast.parse(Path(bootstrap.__file__).read_text(encoding="utf-8"), feature_version=(3, 8))
 
 
 def test_it_makes_three_environments_and_then_nothing(checkout: Path, tmp_path: Path) -> None:
@@ -65,14 +65,14 @@ def test_it_makes_three_environments_and_then_nothing(checkout: Path, tmp_path: 
     calls = tmp_path / "calls"
     path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
     assert run(checkout, path, UV_CALLS=str(calls)).returncode == 0
-    made = calls.read_text().splitlines()
+    made = calls.read_text(encoding="utf-8").splitlines()
     assert [line.split()[0] for line in made] == [
         str(checkout / ".venvs" / name) for name in ("base", "rollout", "trainer")
     ]
     assert ["--extra rollout" in line for line in made] == [False, True, False]
     assert all("--locked" in line and "--no-python-downloads" in line for line in made)
     assert run(checkout, path, UV_CALLS=str(calls)).stderr == ""
-    assert len(calls.read_text().splitlines()) == 3
+    assert len(calls.read_text(encoding="utf-8").splitlines()) == 3
 
 
 def test_what_accelerates_is_named_or_found(checkout: Path, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_what_accelerates_is_named_or_found(checkout: Path, tmp_path: Path) -> N
     calls, path = tmp_path / "calls", f"{tmp_path / 'bin'}:/usr/bin:/bin"
     assert run(checkout, path, UV_CALLS=str(calls), VOLLEY_ACCELERATOR="cpu").returncode == 0
     assert run(checkout, path, UV_CALLS=str(calls), VOLLEY_ACCELERATOR="gpu").returncode == 0
-    made = [line.split() for line in calls.read_text().splitlines()[3:]]
+    made = [line.split() for line in calls.read_text(encoding="utf-8").splitlines()[3:]]
     assert [line[0] for line in made] == [str(checkout / ".venvs" / name) for name in ("rollout", "trainer")]
     assert [line[line.index("--extra") + 1] for line in made] == ["rollout-gpu", "trainer-gpu"]
     refused = run(checkout, path, UV_CALLS=str(calls), VOLLEY_ACCELERATOR="npu")
@@ -94,7 +94,7 @@ def test_what_accelerates_is_named_or_found(checkout: Path, tmp_path: Path) -> N
 
 def test_the_extras_of_every_accelerator_are_locked_with_their_libraries() -> None:
     """Of the one JAX that each environment has."""
-    lock = tomllib.loads((PROJECT / "uv.lock").read_text())
+    lock = tomllib.loads((PROJECT / "uv.lock").read_text(encoding="utf-8"))
     known = {(one["name"], one["version"]) for one in lock["package"]}
     extras = next(one for one in lock["package"] if one["name"] == "volley")["optional-dependencies"]
     for environment in bootstrap.ACCELERATED:
@@ -162,9 +162,9 @@ def test_a_new_lock_makes_them_anew(checkout: Path, tmp_path: Path) -> None:
     variables = {"UV_CALLS": str(tmp_path / "calls")}
     path = f"{tmp_path / 'bin'}:/usr/bin:/bin"
     run(checkout, path, **variables)
-    (checkout / "uv.lock").write_text("another")
+    (checkout / "uv.lock").write_text("another", encoding="utf-8")
     run(checkout, path, **variables)
-    assert len((tmp_path / "calls").read_text().splitlines()) == 6
+    assert len((tmp_path / "calls").read_text(encoding="utf-8").splitlines()) == 6
 
 
 def test_a_python_of_pyenv_is_found_past_a_dead_shim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,6 +208,6 @@ def test_an_old_uv_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_makefile_starts_it() -> None:
-    text = (PROJECT / "Makefile").read_text()
+    text = (PROJECT / "Makefile").read_text(encoding="utf-8")
     for target in ("quickstart", "test", "check", "format", "bench"):
         assert f"\n{target}: install" in text

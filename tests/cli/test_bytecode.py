@@ -22,6 +22,6 @@ def test_services_write_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_make_starts_writes_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FORBIDDEN, "1")
     command = ["make", "--no-print-directory", "--eval", "show-environment:\n\t@env", "show-environment"]
-    shown = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", check=True).stdout
     assert FORBIDDEN not in shown
     assert "PATH=" in shown

@@ -29,7 +29,7 @@ CONFIG = "configs/quickstart.yaml"
 def volley(*arguments: str, variables: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.cli", *arguments]
     env = {**os.environ, **(variables or {})}
-    return subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, encoding="utf-8", timeout=60, check=False)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_number_that_means_nothing_is_refused(arguments: list[str], capsys: py
 
 
 def test_a_runs_folder_is_no_model(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "run.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"is the folder of a run, not of a model \(.*{tmp_path}@latest"):
         model_folder(str(tmp_path))
 
@@ -112,10 +112,12 @@ def test_help_lists_the_commands() -> None:
 
 def test_going_on_with_a_finished_run_shows_its_report(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
-    config.write_text(f"run: {{name: r, dir: {tmp_path}}}\nmodel: {{path: configs/models/tiny}}\ndata: {{env: e}}\n")
+    config.write_text(
+        f"run: {{name: r, dir: {tmp_path}}}\nmodel: {{path: configs/models/tiny}}\ndata: {{env: e}}\n", encoding="utf-8"
+    )
     with runs.claimed(load([config])) as (folder, record, _):
         runs.write_record(folder, dataclasses.replace(record, finished=True))
-        folder.metrics.write_text('{"step": 1, "time": 5.0, "version": "e000001-s000001"}\n')
+        folder.metrics.write_text('{"step": 1, "time": 5.0, "version": "e000001-s000001"}\n', encoding="utf-8")
     done = volley("up", str(folder.path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(
@@ -130,7 +132,7 @@ def test_going_on_with_a_finished_run_shows_its_report(tmp_path: Path) -> None:
 
 
 def test_an_output_that_has_not_all_signs_is_no_error(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0}\n')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 5.0}\n', encoding="utf-8")
     done = volley("report", str(tmp_path), variables={"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr
     assert "mean |? log p|" in done.stdout

@@ -24,7 +24,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     config = folder / "run.yaml"
     config.write_text(
         f"run: {{dir: {folder}}}\nmodel: {{path: none}}\ndata: {{env: sokoban}}\n"
-        f"services: {{env: {{port: {port}, unsandboxed: [sums, broken]}}}}\n"
+        f"services: {{env: {{port: {port}, unsandboxed: [sums, broken]}}}}\n",
+        encoding="utf-8",
     )
     with subprocess.Popen([sys.executable, "-m", "services.env", "--config", str(config)], cwd=PROJECT) as process:
         try:
@@ -60,7 +61,7 @@ def test_a_template_is_written_tried_and_submitted(volley: Volley, url: str, tmp
     assert "active      validated; weight 0 joins no live run" in volley("show", "sums", "--url", url)[1]
     assert volley("retire", "sums", "--url", url)[1] == "sums@1 is retired\n"
     assert volley("activate", "sums", "--url", url)[1] == "sums@1 is active\n"
-    file.write_text(file.read_text() + "\n# the second\n")
+    file.write_text(file.read_text(encoding="utf-8") + "\n# the second\n", encoding="utf-8")
     code, _, err = volley("submit", str(file), "--url", url)
     assert (code, "PUT /environments/sums submits a new version" in err) == (1, True)
     assert volley("submit", str(file), "--url", url, "--replace")[0] == 0
@@ -70,7 +71,8 @@ def test_a_template_is_written_tried_and_submitted(volley: Volley, url: str, tmp
 def test_what_is_wrong_with_a_file_is_told_with_its_line(volley: Volley, url: str, tmp_path: Path) -> None:
     file = tmp_path / "broken.py"
     file.write_text(
-        "class A:\n    splits = {'train': 3}\n    def reset(self, split, index, seed):\n        return 1 / 0\n"
+        "class A:\n    splits = {'train': 3}\n    def reset(self, split, index, seed):\n        return 1 / 0\n",
+        encoding="utf-8",
     )
     code, out, _ = volley("submit", str(file), "--url", url)
     assert code == 1
@@ -83,8 +85,10 @@ def test_what_is_wrong_with_a_file_is_told_with_its_line(volley: Volley, url: st
 
 def test_settings_and_a_remote_environment_are_submitted(volley: Volley, url: str, tmp_path: Path) -> None:
     rows, settings = tmp_path / "rows.jsonl", tmp_path / "settings.yaml"
-    rows.write_text('{"responses_create_params": {"input": "Say x."}, "initial_count": 0, "expected_count": 0}\n')
-    settings.write_text("max_turns: 3\n")
+    rows.write_text(
+        '{"responses_create_params": {"input": "Say x."}, "initial_count": 0, "expected_count": 0}\n', encoding="utf-8"
+    )
+    settings.write_text("max_turns: 3\n", encoding="utf-8")
     command = [sys.executable, "-m", "tests.env.nemo_gym_server", str(port := free_port())]
     with subprocess.Popen(command, cwd=PROJECT) as process:
         try:
@@ -95,7 +99,7 @@ def test_settings_and_a_remote_environment_are_submitted(volley: Volley, url: st
             assert (code, "ok    splits: train: 1" in out) == (0, True), out
         finally:
             process.kill()
-    settings.write_text("- a\n")
+    settings.write_text("- a\n", encoding="utf-8")
     assert "does not hold a mapping" in volley(*whole)[2]
     assert "a remote environment needs a name" in volley("submit", *remote, "--url", url)[2]
     assert "--remote and --protocol belong together" in volley("submit", *remote[:2], "--url", url)[2]
@@ -113,9 +117,10 @@ def test_a_file_is_tried_without_a_service(tmp_path: Path) -> None:
         "    def reset(self, split, index, seed):\n"
         "        return f'{split} {index} {random.random()}' + str(__import__('time').time())\n"
         "    def step(self, text):\n"
-        "        return '', 1.0, True, False, {}\n"
+        "        return '', 1.0, True, False, {}\n",
+        encoding="utf-8",
     )
     command = [sys.executable, "-m", "services.cli", "env", "test", str(file)]
-    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=120)
     assert ended.returncode == 1, ended.stderr
     assert "FAIL  determinism: train/0 began differently when it was reset again with the same seed" in ended.stdout

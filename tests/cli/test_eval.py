@@ -37,7 +37,7 @@ MODEL = str(PROJECT / "configs/models/tiny")
 def ran(folder: Path, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     command = [sys.executable, "-c", PROGRAM, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 
@@ -45,7 +45,7 @@ def ran(folder: Path, *arguments: str) -> str:
 @pytest.mark.timeout(300)
 def test_a_model_is_measured_and_nothing_is_left(tmp_path: Path):
     told = ran(tmp_path, "eval", MODEL, CONFIG, "out.json", "data.n_eval_tasks=3", "run.dir=made/runs", "run.seed=4")
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert (found["model"], found["manifest"], found["seed"]) == (MODEL, None, 4)
     by_env = {row["env"]: row for row in found["evaluations"]}
     assert by_env.keys() == {"frozen_lake", "sokoban"}
@@ -64,7 +64,7 @@ def test_a_version_of_a_run_is_measured_as_the_run_measured_it(tmp_path: Path):
     last = {row.get("env"): row for row in jsonl.read(run.evals) if row["step"] == 3}
     before = {path: path.read_bytes() for path in run.path.rglob("*.jsonl")}
     ran(tmp_path, "eval", "runs/chaos", "", "out.json")
-    found = json.loads((tmp_path / "out.json").read_text())
+    found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert found["model"] == f"{run.path}@{last[None]['version_max']}"
     assert len(found["manifest"]) == 64
     for row in found["evaluations"]:

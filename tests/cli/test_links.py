@@ -48,10 +48,12 @@ def refused() -> str | None:
 def test_a_link_carries_no_more_than_its_rate_and_nothing_of_it_is_seen_outside() -> None:
     if (reason := refused()) is not None:
         pytest.skip(reason)
-    before = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    before = subprocess.run(["ip", "-o", "link"], capture_output=True, encoding="utf-8", check=True).stdout
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, encoding="utf-8", timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     n, seconds, address, host = json.loads(done.stdout)
     assert (n, address) == (N_BYTES, host)
     assert seconds > 0.8 * N_BYTES * 8 / (MEGABITS * 1e6)
-    assert subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout == before
+    assert subprocess.run(["ip", "-o", "link"], capture_output=True, encoding="utf-8", check=True).stdout == before

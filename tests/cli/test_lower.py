@@ -51,7 +51,7 @@ def test_training_and_engine_compile_for_tpus(tmp_path: Path) -> None:
         "trainer": {"max_steps": 1, "groups_per_step": 2, "length_buckets": [256], "mesh": {"shape": [2, 2]}},
         "rollout": {"engine": {"device": "tpu", "tp_size": 4, **sizes}},
     }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     said = lower(tmp_path / "run.yaml")
     for line in ("trainer, mesh [2, 2] on v5e:2x2", "gradient: ", "optimizer: ", "  fits: ", "over 4 of v5e:2x2"):
         assert line in said
@@ -63,6 +63,6 @@ def test_training_and_engine_compile_for_tpus(tmp_path: Path) -> None:
 
 def lower(file: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "tools.lower", str(file), *arguments]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

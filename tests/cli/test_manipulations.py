@@ -27,7 +27,7 @@ one.
 def test_every_manipulation_is_named_within_bounds(tmp_path: Path):
     valid = small_run.make(tmp_path / small_run.RUN)
     command = [sys.executable, "-m", "tests.support.mutations", str(valid), "1", str(_OF_A_KIND), str(_HUNG_S)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     summary = re.search(r"^(\d+) manipulations of \d+ kinds, (\d+) named", done.stdout, re.M)
     assert summary is not None

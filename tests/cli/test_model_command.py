@@ -14,7 +14,7 @@ from shared.process.ports import free_port
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigError, match="exists and is not empty"):
         model.main("smollm2", tmp_path)
     with pytest.raises(ConfigError, match="exists and is not empty"):
@@ -41,6 +41,6 @@ def test_without_the_hub_what_the_index_has_is_named(tmp_path: Path) -> None:
     folder = str(tmp_path / "m")
     program = f"from services.cli.commands.model import main; from pathlib import Path; main('a/b', Path({folder!r}))"
     variables = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub"), "PATH": ""}
-    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, encoding="utf-8")
     assert "Unavailable: the model a/b could not be had from the hub" in done.stderr
     assert "there is: smollm2" in done.stderr

@@ -193,7 +193,7 @@ def test_an_evaluation_of_undone_weights_does_not_count(folder: RunFolder) -> No
     checkpoint.mkdir(parents=True)
     state = initial_state(0).under(1, keep_reference=False).under(2, keep_reference=False)
     (checkpoint / "state.json").write_bytes(state.to_json(lineage=[(1, 0), (2, 2)], optimizer_files=[]))
-    (checkpoint / "manifest.json").write_text("{}")
+    (checkpoint / "manifest.json").write_text("{}", encoding="utf-8")
     summary = report.make(folder)
     assert summary["held_out_success_after_rl"] == 0.9
     best = summary["best"]

@@ -46,7 +46,7 @@ def test_a_new_run_records_what_it_is(tmp_path: Path) -> None:
     with runs.claimed(loaded(tmp_path)) as (folder, record, _):
         assert (record.seed, record.finished) == (0, False)
         assert {"volley", "python", "jax", "sglang-jax"} <= record.versions.keys()
-    assert "env: e" in folder.config.read_text()
+    assert "env: e" in folder.config.read_text(encoding="utf-8")
     assert runs.read_record(folder) == record
 
 
@@ -150,7 +150,7 @@ with runs.claimed(config.load([sys.argv[1]])) as claim:
 
 def test_a_run_whose_supervisor_was_killed_is_taken_up_when_its_processes_have_ended(tmp_path: Path) -> None:
     config, started = tmp_path / "c.yaml", tmp_path / "started"
-    config.write_text(loaded(tmp_path).to_yaml())
+    config.write_text(loaded(tmp_path).to_yaml(), encoding="utf-8")
     killed = subprocess.run(
         [sys.executable, "-c", KILLED, str(config), str(started)], cwd=PROJECT, timeout=60, check=False
     )
@@ -218,7 +218,7 @@ with runs.claimed(config.load([sys.argv[1]])) as claim, worked.counting(claim.fo
 
 def test_the_time_before_a_kill_counts(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_text(loaded(tmp_path).to_yaml())
+    path.write_text(loaded(tmp_path).to_yaml(), encoding="utf-8")
     elapsed = 0.0
     for _ in range(2):
         process = subprocess.Popen([sys.executable, "-c", COUNTS, str(path)], cwd=PROJECT)
@@ -271,9 +271,9 @@ def broken(folder: Path, what: str) -> Path:
         case "no record":
             (run / "run.json").unlink()
         case "torn record":
-            (run / "run.json").write_text('{"digest": ')
+            (run / "run.json").write_text('{"digest": ', encoding="utf-8")
         case "torn config":
-            (run / "config.yaml").write_text("run: {name: ")
+            (run / "config.yaml").write_text("run: {name: ", encoding="utf-8")
         case "no config":
             (run / "config.yaml").unlink()
         case "renamed":
@@ -306,14 +306,16 @@ def test_the_name_of_a_run_that_exists_may_not_change(tmp_path: Path) -> None:
 
 def test_an_edited_configuration_is_refused(tmp_path: Path) -> None:
     begun(tmp_path)
-    (tmp_path / "r" / "config.yaml").write_text(loaded(tmp_path, trainer={"groups_per_step": 4}).to_yaml())
+    (tmp_path / "r" / "config.yaml").write_text(
+        loaded(tmp_path, trainer={"groups_per_step": 4}).to_yaml(), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match=r"groups_per_step \(was 8, now 4\)"):
         claim(runs.stored(tmp_path / "r")[0])
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "run.json").write_text("[]")
+    (tmp_path / "r" / "run.json").write_text("[]", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"no readable run\.json"), runs.claimed(loaded(tmp_path)):
         pass
 
@@ -329,7 +331,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 def test_the_quickstart_takes_a_new_name_after_a_finished_run(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
-    config.write_text(loaded(tmp_path).to_yaml())
+    config.write_text(loaded(tmp_path).to_yaml(), encoding="utf-8")
     assert fresh_name([str(config)], []) == ["run.name=r"]
     with runs.claimed(loaded(tmp_path)) as (folder, record, _):
         runs.write_record(folder, dataclasses.replace(record, finished=True))
@@ -341,10 +343,10 @@ def test_secrets_are_private_and_stay(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.secrets.mkdir()
     path = runs.secret(folder, "token")
-    word = path.read_text()
+    word = path.read_text(encoding="utf-8")
     assert len(word) >= 32
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert runs.secret(folder, "token").read_text() == word
+    assert runs.secret(folder, "token").read_text(encoding="utf-8") == word
 
 
 def test_a_run_that_could_start_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,7 +360,7 @@ def test_a_run_that_could_start_nothing_says_so(tmp_path: Path, capsys: pytest.C
 
 def test_a_proof_that_fails_fails_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with runs.claimed(loaded(tmp_path)) as (folder, record, _):
-        folder.refused.write_text("{}\n")  # of a run without a checkpoint
+        folder.refused.write_text("{}\n", encoding="utf-8")  # of a run without a checkpoint
         assert train.finish(folder, record, prove=True) == 1
     told = capsys.readouterr().out
     assert f"the proof FAILED with 1 violation, which `volley verify {folder.path}` names." in told

@@ -78,7 +78,7 @@ def test_recovery_grows_by_a_step_for_each_step_since_the_checkpoint() -> None:
 def test_it_prints_its_assumptions_and_writes_all_of_it(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     done = subprocess.run(
-        [sys.executable, "-m", "tools.simulate", "--json", str(file)], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "tools.simulate", "--json", str(file)], capture_output=True, encoding="utf-8", check=True
     )
     written = json.loads(file.read_bytes())
     for name, constant in written["assumptions"].items():

@@ -138,7 +138,7 @@ time.sleep(100)
 def family() -> Iterator[int]:
     """A process with a child; each holds 25 files and 60 MB."""
     with subprocess.Popen(
-        [sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None

@@ -23,7 +23,7 @@ subprocess.Popen([sys.executable, "-c", {BURN!r} + told], stdin=subprocess.PIPE)
 def test_the_cost_is_of_the_process_and_of_all_it_started(tmp_path):
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
-    with (folder.logs / "env.log").open("w") as log:
+    with (folder.logs / "env.log").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", SERVICE], stdout=subprocess.PIPE, stderr=log, start_new_session=True
         )

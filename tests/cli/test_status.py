@@ -59,7 +59,7 @@ def folder_with(tmp_path, urls):
     files = {}
     for role in ("viewer", "service", "admin"):
         files[role] = tmp_path / role
-        files[role].write_text(f"{role}-0123456789abcdef")
+        files[role].write_text(f"{role}-0123456789abcdef", encoding="utf-8")
         files[role].chmod(0o600)
     record = {"urls": urls, "token_files": {role: str(path) for role, path in files.items()}, "ca_file": None}
     (tmp_path / "processes.json").write_bytes(orjson.dumps(record))

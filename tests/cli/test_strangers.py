@@ -66,7 +66,9 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS.keys())
 def test_a_stranger_on_the_port_of_redis_is_told_of_and_changes_nothing(valid: RunFolder, answer: bytes | None) -> None:
     with listening(answer) as port:
-        valid.services.write_text(yaml.safe_dump({"services": {"redis_url": f"redis://127.0.0.1:{port}/0"}}))
+        valid.services.write_text(
+            yaml.safe_dump({"services": {"redis_url": f"redis://127.0.0.1:{port}/0"}}), encoding="utf-8"
+        )
         result = command.verify(valid)
     assert result["ok"], result["violations"]
     assert result["redis"] not in ("agrees", "differs")

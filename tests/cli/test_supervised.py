@@ -155,7 +155,9 @@ def test_what_is_proven_of_a_run(folder: RunFolder):
             assert [one["kind"] for one in found] == ["metrics"]
             assert detail in found[0]["detail"]
     folder.sft.write_bytes(b"".join(whole))
-    folder.config.write_text(folder.config.read_text().replace("batch_size: 4", "batch_size: 5"))
+    folder.config.write_text(
+        folder.config.read_text(encoding="utf-8").replace("batch_size: 4", "batch_size: 5"), encoding="utf-8"
+    )
     assert {one["kind"] for one in verify(folder)["violations"]} == {"config", "state"}
 
 

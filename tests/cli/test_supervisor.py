@@ -45,7 +45,7 @@ def member(tmp_path: Path) -> Callable[..., SupervisedProcess]:
 
 def is_alive(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     return False
 
 
@@ -173,7 +173,7 @@ async def test_an_error_of_an_earlier_process_is_not_blamed(
     member: Callable[..., SupervisedProcess], reaper: Reaper
 ) -> None:
     failing = member("import sys; print('out of luck', file=sys.stderr); sys.exit(1)")
-    failing.spec.log.write_text('{"level":"error","event":"old trouble"}\n')
+    failing.spec.log.write_text('{"level":"error","event":"old trouble"}\n', encoding="utf-8")
     error = await fails(failing, reaper, [])
     assert "out of luck" in str(error)
     assert "old trouble" not in str(error)
@@ -225,7 +225,7 @@ async def test_a_process_that_ignores_sigterm_is_killed_with_its_children(
         "pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
     )
     async with keeping([member(program, stop_s=0.3)], reaper, print) as (kept,):
-        pids = [pid_of(kept), int((tmp_path / "grandchild").read_text())]
+        pids = [pid_of(kept), int((tmp_path / "grandchild").read_text(encoding="utf-8"))]
         assert all(map(is_alive, pids))
     await until(lambda: not any(map(is_alive, pids)))
 
@@ -244,10 +244,10 @@ async def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     )
     told = tmp_path / "pid"
     supervisor = await asyncio.create_subprocess_exec(sys.executable, "-c", program, str(told))
-    await until(lambda: told.exists() and told.read_text() != "")
+    await until(lambda: told.exists() and told.read_text(encoding="utf-8") != "")
     supervisor.kill()
     await supervisor.wait()
-    pid = int(told.read_text())
+    pid = int(told.read_text(encoding="utf-8"))
     await until(lambda: not is_alive(pid))
 
 
@@ -255,9 +255,12 @@ def test_the_last_error_of_a_log_is_found_among_its_events(tmp_path: Path) -> No
     log = tmp_path / "log"
     log.write_text(
         '{"level":"error","event":"worker'
-        ' failed","error":"Fenced","detail":"gone"}\n{"level":"info","event":"stopped"}\n'
+        ' failed","error":"Fenced","detail":"gone"}\n{"level":"info","event":"stopped"}\n',
+        encoding="utf-8",
     )
     assert last_error(log) == "worker failed: Fenced: gone"
-    log.write_text("Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'jax'\n")
+    log.write_text(
+        "Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module named 'jax'\n", encoding="utf-8"
+    )
     assert last_error(log) == "ModuleNotFoundError: No module named 'jax'"
     assert last_error(tmp_path / "missing") == ""

@@ -19,7 +19,9 @@ def test_no_folder_of_tests_is_forgotten(long: bool) -> None:
 
 
 def is_marked_long(folder: str) -> bool:
-    return any("mark.long" in path.read_text() for path in (PROJECT / "tests" / folder).rglob("test_*.py"))
+    return any(
+        "mark.long" in path.read_text(encoding="utf-8") for path in (PROJECT / "tests" / folder).rglob("test_*.py")
+    )
 
 
 def test_the_suites_that_need_jax_have_its_environment() -> None:

@@ -245,9 +245,9 @@ def change_a_reason(run: RunFolder) -> None:
 
 
 def change_the_bound(run: RunFolder) -> None:
-    tree = yaml.safe_load(run.config.read_text())
+    tree = yaml.safe_load(run.config.read_text(encoding="utf-8"))
     tree["grpo_config"]["off_policy_steps"] = 7
-    run.config.write_text(yaml.safe_dump(tree))
+    run.config.write_text(yaml.safe_dump(tree), encoding="utf-8")
 
 
 def change_the_record(run: RunFolder) -> None:
@@ -468,7 +468,7 @@ def test_a_missing_ledger_has_no_lines(tmp_path: Path):
 def redis(run: RunFolder, tmp_path: Path) -> Iterator[str]:
     """The run's Redis, in which a trainer has begun with the newest checkpoint."""
     with embedded_server(tmp_path / "redis") as spec:
-        run.services.write_text(yaml.safe_dump({"services": configured(spec.url, tmp_path)}))
+        run.services.write_text(yaml.safe_dump({"services": configured(spec.url, tmp_path)}), encoding="utf-8")
         asyncio.run(begin(spec.url))
         yield spec.url
 
@@ -505,7 +505,7 @@ def test_a_redis_that_lost_an_issued_ticket(run: RunFolder, redis: str):
 
 
 def test_a_redis_that_is_down_is_told(run: RunFolder):
-    run.services.write_text(yaml.safe_dump({"services": {"redis_url": "redis://127.0.0.1:1/0"}}))
+    run.services.write_text(yaml.safe_dump({"services": {"redis_url": "redis://127.0.0.1:1/0"}}), encoding="utf-8")
     result = verify(run)
     assert result["ok"]
     assert "did not answer" in result["redis"]

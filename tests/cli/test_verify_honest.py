@@ -187,11 +187,13 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint(tmp_path: Path):
     result = command.verify(folder)
     assert (result["ok"], result["steps"], result["redis"]) == (True, 0, "the run's folder names no Redis")
     assert command.told(result).endswith("nothing has been trained yet\nproven")
-    folder.sft.write_text('{"step":0}\n{"step":7}\n')  # of a warm start, or before the first checkpoint of SFT
-    folder.evals.write_text('{"step":0}\n')
+    folder.sft.write_text(
+        '{"step":0}\n{"step":7}\n', encoding="utf-8"
+    )  # of a warm start, or before the first checkpoint of SFT
+    folder.evals.write_text('{"step":0}\n', encoding="utf-8")
     assert violations(folder.path) == []
     for file in (folder.ledger, folder.metrics, folder.refused, folder.evals, folder.handovers):
-        file.write_text('{"step":1}\n')
+        file.write_text('{"step":1}\n', encoding="utf-8")
         assert f"there is more in {file.name}" in violations(folder.path)[0]["detail"]
         file.unlink()
     with claimed(config.stored(folder.path)) as claim:

@@ -37,7 +37,7 @@ def compose() -> dict[str, Any]:
     ):
         pytest.skip("no docker compose plugin on this machine")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("VOLLEY_")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, timeout=30)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -81,12 +81,12 @@ def test_secrets_reach_services_as_files_and_never_as_environment(compose: dict[
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 def test_image_is_built_from_the_lock_and_runs_without_root(path: Path) -> None:
-    lines = path.read_text().splitlines()
+    lines = path.read_text(encoding="utf-8").splitlines()
     bases = {line.split()[1] for line in lines if line.startswith("FROM ")}
     assert bases == {"python:3.13-slim"}
     assert [line for line in lines if line.startswith("USER ")][-1] == "USER volley"
-    assert "sync.sh" in path.read_text()
-    assert "uv sync --locked" in (ROOT / "docker" / "sync.sh").read_text()
+    assert "sync.sh" in path.read_text(encoding="utf-8")
+    assert "uv sync --locked" in (ROOT / "docker" / "sync.sh").read_text(encoding="utf-8")
 
 
 def test_there_is_one_image_for_each_environment_of_python() -> None:
@@ -111,24 +111,24 @@ def test_replica_takes_its_address_from_its_container(monkeypatch: pytest.Monkey
 
 def prepare(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "docker" / "prepare.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=30)
 
 
 def test_secrets_are_random_private_and_made_once(tmp_path: Path) -> None:
     assert prepare(tmp_path, os.getuid()).returncode == 0
-    made = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    made = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     assert sorted(made) == ["redis_password", "token_admin", "token_service", "token_viewer"]
     assert len(set(made.values())) == 4
     assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in made.values())
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o400}
     assert prepare(tmp_path, os.getuid()).returncode == 0
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == made
+    assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == made
 
 
 def test_given_secret_is_kept(tmp_path: Path) -> None:
-    (tmp_path / "token_admin").write_text("given")
+    (tmp_path / "token_admin").write_text("given", encoding="utf-8")
     assert prepare(tmp_path, os.getuid()).returncode == 0
-    assert (tmp_path / "token_admin").read_text() == "given"
+    assert (tmp_path / "token_admin").read_text(encoding="utf-8") == "given"
     assert (tmp_path / "redis_password").exists()
 
 

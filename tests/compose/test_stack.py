@@ -53,7 +53,9 @@ class ComposeStack:
 
     def __init__(self, folder: Path) -> None:
         override = folder / "override.yaml"
-        override.write_text("services:\n" + "".join(f"  {name}: {{ports: !reset []}}\n" for name in SERVICES))
+        override.write_text(
+            "services:\n" + "".join(f"  {name}: {{ports: !reset []}}\n" for name in SERVICES), encoding="utf-8"
+        )
         self._command = [
             "docker",
             "compose",
@@ -75,7 +77,7 @@ class ComposeStack:
             env=self._environment,
             cwd=ROOT,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=timeout_s,
         )
         assert not check or done.returncode == 0, f"{arguments}: {done.stderr[-4000:]}"
@@ -85,7 +87,7 @@ class ComposeStack:
         """Waits until the service's one container has ended. Raises TimeoutExpired."""
         container = self("ps", "--all", "--quiet", service).split()[-1]
         done = subprocess.run(
-            ["docker", "wait", container], capture_output=True, text=True, timeout=timeout_s, check=True
+            ["docker", "wait", container], capture_output=True, encoding="utf-8", timeout=timeout_s, check=True
         )
         return int(done.stdout)
 

@@ -30,7 +30,9 @@ class Block:
 
 def first_example() -> str:
     """The environment on the first page of docs/environments.md."""
-    found = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL)
+    found = re.search(
+        r"```python\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     assert found is not None
     return found[1]
 
@@ -39,7 +41,7 @@ def blocks() -> list[Block]:
     """Every block of the pages without a language, or with that of a shell: all others are data, code or pictures."""
     found = []
     for page in PAGES:
-        for _, language, text in _FENCE.findall(page.read_text()):
+        for _, language, text in _FENCE.findall(page.read_text(encoding="utf-8")):
             if language in ("", "sh", "bash", "shell", "console"):
                 found.append(Block(page.name, _lines(text)))
     return found
@@ -52,5 +54,5 @@ def _lines(text: str) -> tuple[str, ...]:
 
 def yaml_of(page: str, key: str) -> str:
     """The YAML block of a page that begins with `key`."""
-    text = next(path for path in PAGES if path.name == page).read_text()
+    text = next(path for path in PAGES if path.name == page).read_text(encoding="utf-8")
     return next(body for _, language, body in _FENCE.findall(text) if language == "yaml" and body.startswith(key))

@@ -61,10 +61,10 @@ def place(tmp_path_factory):
     for name in RUNS:
         (folder / "runs" / name).symlink_to(made)
     (folder / "bin").mkdir()
-    (folder / "bin" / "docker").write_text(DOCKER)
+    (folder / "bin" / "docker").write_text(DOCKER, encoding="utf-8")
     (folder / "bin" / "docker").chmod(0o755)
     (folder / "stack").mkdir()
-    (folder / "compass.py").write_text(first_example())
+    (folder / "compass.py").write_text(first_example(), encoding="utf-8")
     with embedded_server(folder / "redis") as redis:
         run = run_config(folder / "stack", redis.url)
         run = run.model_copy(update={"run": run.run.model_copy(update={"name": small_run.RUN})})
@@ -86,7 +86,7 @@ def shell(place, script, timeout_s=120):
         cwd=folder,
         env={**kept, **more, "PATH": path},
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=timeout_s,
     )
 
@@ -104,7 +104,7 @@ def test_a_line_runs(place, line):
     while re.match(r"[A-Z_]+=", command[0]):
         variables.append(command.pop(0))
     if command[0] == "make":
-        done = subprocess.run(["make", "-n", *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["make", "-n", *command[1:]], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60)
     elif command[0] == "volley" and command[1] in SHORT:
         done = shell(place, line)
     elif command[0] == "volley":
@@ -127,10 +127,10 @@ def docker(command, variables):
     if command[0] == "build":
         file, argument = ROOT / command[command.index("-f") + 1], command[command.index("--build-arg") + 1]
         name, _, value = argument.partition("=")
-        assert f"ARG {name}" in file.read_text()
-        assert f"\n{value} = " in (ROOT / "pyproject.toml").read_text()
+        assert f"ARG {name}" in file.read_text(encoding="utf-8")
+        assert f"\n{value} = " in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         return
-    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]
     assert command[0] == "compose"
     if command[1] == "run":
         *given, service = itertools.takewhile(lambda word: word != "volley", command[2:])
@@ -167,7 +167,7 @@ def test_a_script_runs(place, block, request):
 
 def secured(folder, text):
     """A service that is started in front of the calls, at a port that is free; it ends with the script."""
-    (folder / "security.yaml").write_text(yaml_of("security.md", "services:\n  token_files"))
+    (folder / "security.yaml").write_text(yaml_of("security.md", "services:\n  token_files"), encoding="utf-8")
     port = free_port()
     start, rest = text.split("\n", 1)
     wait = (
@@ -187,10 +187,10 @@ def test_the_services_start_as_on_several_hosts(tmp_path):
     ports = {name: free_port() for name in ("env", "rollout", "orchestrator", "trainer")}
     processes = []
     with embedded_server(tmp_path / "redis") as redis:
-        tree = yaml.safe_load((ROOT / SMALL).read_text())
+        tree = yaml.safe_load((ROOT / SMALL).read_text(encoding="utf-8"))
         tree["run"]["dir"], tree["model"]["path"] = str(tmp_path), str(ROOT / tree["model"]["path"])
         tree["services"] = {**configured(redis.url, tmp_path), **{name: {"port": port} for name, port in ports.items()}}
-        (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
         try:
             for line in lines:
                 name = re.search(r"services\.(\w+)", line)[1]
@@ -208,4 +208,4 @@ def test_the_services_start_as_on_several_hosts(tmp_path):
             for process in processes:
                 process.terminate()
             codes = [process.wait(60) for process in processes]
-    assert codes == [0, 0, 0, 0], [path.read_text()[-2000:] for path in tmp_path.glob("*.log")]
+    assert codes == [0, 0, 0, 0], [path.read_text(encoding="utf-8")[-2000:] for path in tmp_path.glob("*.log")]

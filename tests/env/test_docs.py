@@ -21,7 +21,7 @@ async def test_the_documented_environment_is_taken_and_played(open_client: OpenC
 
 
 def test_every_setting_is_documented() -> None:
-    text = DOCS.read_text()
+    text = DOCS.read_text(encoding="utf-8")
     for kind in catalogue.KINDS.values():
         for name in kind.config.model_fields:
             assert f"`{name}" in text or f"{name}:" in text or f".{name}`" in text, name

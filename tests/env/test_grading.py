@@ -55,7 +55,7 @@ def is_confined() -> bool:
 def test_what_a_fork_may_not_do_is_refused(pool: GradingPool, tmp_path: Path, name: str) -> None:
     path = tmp_path / "file"
     if name == "remove":
-        path.write_text("kept")
+        path.write_text("kept", encoding="utf-8")
     assert pool.grade("attack", str(path), name) in ("PermissionError", "BlockingIOError", "OSError")
     assert path.exists() == (name == "remove")
     assert pool.call("echo", 1) == [1]

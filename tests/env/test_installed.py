@@ -20,13 +20,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package that names an environment as an entry point, where this Python finds it."""
     site = tmp_path / "site"
     (site / "sums_of_tests").mkdir(parents=True)
-    (site / "sums_of_tests" / "__init__.py").write_text("import sys\nif 'pytest' in sys.modules:\n    " + _IMPORTED)
-    (site / "sums_of_tests" / "envs.py").write_text(ADDER)
+    (site / "sums_of_tests" / "__init__.py").write_text(
+        "import sys\nif 'pytest' in sys.modules:\n    " + _IMPORTED, encoding="utf-8"
+    )
+    (site / "sums_of_tests" / "envs.py").write_text(ADDER, encoding="utf-8")
     info = site / "sums_of_tests-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sums-of-tests\nVersion: 1.0\n")
-    (info / "top_level.txt").write_text("sums_of_tests\n")
-    (info / "entry_points.txt").write_text("[volley.environments]\nsums = sums_of_tests.envs:Adder\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sums-of-tests\nVersion: 1.0\n", encoding="utf-8")
+    (info / "top_level.txt").write_text("sums_of_tests\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[volley.environments]\nsums = sums_of_tests.envs:Adder\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(site))
     installed.cache_clear()
     yield site

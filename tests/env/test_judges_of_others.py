@@ -37,7 +37,7 @@ def proxy(tmp_path: Path) -> Iterator[str]:
     except Unavailable as why:
         pytest.skip(why.detail)
     config, port = tmp_path / "proxy.yaml", free_port()
-    config.write_text(CONFIG)
+    config.write_text(CONFIG, encoding="utf-8")
     command = [python.parent / "litellm", "--config", config, "--host", "127.0.0.1", "--port", str(port)]
     environment = {"PATH": os.defpath, "HOME": str(tmp_path), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     with subprocess.Popen([str(part) for part in command], env=environment, stdout=subprocess.DEVNULL) as process:
@@ -51,7 +51,7 @@ async def test_litellm_judges(
     open_client: OpenClient, gsm8k_files: dict[str, Path], proxy: str, tmp_path: Path
 ) -> None:
     token = tmp_path / "key"
-    token.write_text(KEY)
+    token.write_text(KEY, encoding="utf-8")
     token.chmod(0o600)
     async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(120):
         while True:

@@ -60,7 +60,7 @@ def test_tasks_do_not_depend_on_order_or_process() -> None:
         "    print(*(env.task(s, i) for s in ('eval', 'train') for i in (7, 2)))"
     )
     there = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], check=True, capture_output=True, encoding="utf-8", timeout=60
     ).stdout.split()
     envs = (frozen_lake(FrozenLakeConfig()), sokoban(SokobanConfig()))
     assert there == [env.task(split, i) for env in envs for split in ("eval", "train") for i in (7, 2)]

@@ -27,7 +27,7 @@ ROWS = [
 @pytest.fixture
 def env(tmp_path: Path) -> Math:
     path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     return Math(MathConfig(train=path, format_reward=0.1))
 
 
@@ -169,7 +169,7 @@ def test_demonstrations_replay_to_full_reward(env: Math) -> None:
 @pytest.mark.parametrize("line", ["{", "[]", '{"problem": "a"}', '{"problem": "a", "solution": "no box"}'])
 def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
-    path.write_text('{"problem": "a", "answer": "1"}\n' + line + "\n")
+    path.write_text('{"problem": "a", "answer": "1"}\n' + line + "\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"bad\.jsonl:2"):
         Math(MathConfig(train=path)).num_tasks("train")
 

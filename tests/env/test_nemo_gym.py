@@ -284,7 +284,7 @@ def upstream(python: Path, name: str) -> Iterator[str]:
 def example(python: Path, name: str) -> list[str]:
     """The rows that the package brings for a server."""
     found = next(python.parents[1].glob(f"lib/python3*/site-packages/resources_servers/{name}/data/example.jsonl"))
-    return found.read_text().splitlines()
+    return found.read_text(encoding="utf-8").splitlines()
 
 
 def increments(*counts: int) -> list[str]:
@@ -357,7 +357,7 @@ def test_responses_are_the_packages_own(python: Path) -> None:
         [str(python), "-c", UPSTREAM],
         input=json.dumps(found),
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         check=True,
         timeout=120,
     )

@@ -49,13 +49,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of an env service with tokens."""
     folder, port = tmp_path_factory.mktemp("openenv"), free_port()
     for role, token in TOKENS.items():
-        (folder / role).write_text(token)
+        (folder / role).write_text(token, encoding="utf-8")
         (folder / role).chmod(0o600)
     files = ", ".join(f"{role}: {folder / role}" for role in TOKENS)
     config = folder / "run.yaml"
     config.write_text(
         f"model: {{path: none}}\ndata: {{env: frozen_lake}}\nrun: {{name: x, dir: {folder}}}\n"
-        f"services: {{env: {{port: {port}}}, token_files: {{{files}}}}}\n"
+        f"services: {{env: {{port: {port}}}, token_files: {{{files}}}}}\n",
+        encoding="utf-8",
     )
     url = f"http://127.0.0.1:{port}"
     with running(sys.executable, "-m", "services.env", "--config", config, ready=f"{url}/ready") as process:
@@ -209,7 +210,8 @@ async def test_another_env_service_is_killed_and_comes_back(tmp_path: Path) -> N
     url, config = f"http://127.0.0.1:{port}", tmp_path / "run.yaml"
     config.write_text(
         f"model: {{path: none}}\ndata: {{env: sokoban}}\nrun: {{name: x, dir: {tmp_path}}}\n"
-        f"services: {{env: {{port: {port}}}}}\n"
+        f"services: {{env: {{port: {port}}}}}\n",
+        encoding="utf-8",
     )
     server = (sys.executable, "-m", "services.env", "--config", config)
     wanted = checked(RemoteEnvironment("volley", url, {"environment": "sokoban"}))
@@ -251,7 +253,7 @@ def test_openenvs_client_plays_what_we_serve(service: str, openenv: Path) -> Non
     actions = ["<answer>Right</answer>", "no action", "<answer>Down</answer>"]
     command = [openenv, PLAYER, f"{service}/openenv/frozen_lake", *actions]
     environment = {**os.environ, "TOKEN": TOKENS["service"]}
-    played = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    played = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", timeout=120, check=True)
     found = json.loads(played.stdout.splitlines()[-1])
     assert found["seen"][0]["observation"]["task"].startswith("eval/3@")
     assert [step["reward"] for step in found["seen"][1:]] == [0.0, pytest.approx(-0.1), 0.0]

@@ -20,7 +20,7 @@ COMMAND = [sys.executable, "-m", "services.env", "--config"]
 
 def config(folder: Path, *lines: str) -> str:
     path = folder / "run.yaml"
-    path.write_text("\n".join(["model: {path: none}", *lines]))
+    path.write_text("\n".join(["model: {path: none}", *lines]), encoding="utf-8")
     return str(path)
 
 
@@ -96,7 +96,7 @@ async def test_a_demonstration_is_played_through_the_client(service: str) -> Non
 )
 def test_a_wrong_configuration_is_one_line_and_exit_code_two(tmp_path: Path, data: str, named: str) -> None:
     command = [*COMMAND, config(tmp_path, f"data: {data}", "services: {env: {port: 0}}")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)
     assert ended.returncode == 2
     assert len(ended.stderr.splitlines()) == 1
     assert named in ended.stderr

@@ -51,7 +51,7 @@ def upstream(asked: Sequence[tuple[str, int, Sequence[str]]]) -> list[tuple[str,
         [sys.executable, "-W", "ignore", "-c", UPSTREAM],
         input=json.dumps(asked),
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=1200,
         env={"PYTHONHASHSEED": "0", "PYTHONPATH": str(Path(__file__).parents[2])},
     )
@@ -128,7 +128,7 @@ def test_only_the_modules_that_are_guarded_evaluate_answers() -> None:
     evaluators, parsers = {"eval", "exec"}, {"parse_expr", "sympify", "parse_latex", "S", "simplify"}
     lists, expressions = set(), set()
     for path in root.rglob("*.py"):
-        source = path.read_text()
+        source = path.read_text(encoding="utf-8")
         nodes = ast.walk(ast.parse(source)) if "answer" in source else ()
         for call in (node for node in nodes if isinstance(node, ast.Call)):
             name = getattr(call.func, "attr", getattr(call.func, "id", ""))

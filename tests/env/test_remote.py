@@ -24,7 +24,7 @@ SETTINGS = {"observation": "text", "action_field": "message", "num_tasks": {"tra
 @contextmanager
 def serving(port: int, mode: str = "") -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "tests.env.openenv_server", str(port), mode]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
@@ -199,7 +199,9 @@ async def test_no_spelling_leads_to_a_link_local_address(host: str) -> None:
 
 def test_tokens_are_kept_by_address(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
-    file.write_text("https://one.example 0123456789abcdef\nws://two.example:8000/x fedcba9876543210\n")
+    file.write_text(
+        "https://one.example 0123456789abcdef\nws://two.example:8000/x fedcba9876543210\n", encoding="utf-8"
+    )
     file.chmod(0o600)
     access = open_access(file, None, 1.0)
     assert access.tokens == {
@@ -207,7 +209,7 @@ def test_tokens_are_kept_by_address(tmp_path: Path) -> None:
         "http://two.example:8000": "fedcba9876543210",
     }
     assert "0123" not in repr(access)
-    file.write_text("one.example 0123456789abcdef\n")
+    file.write_text("one.example 0123456789abcdef\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="line 1") as refused:
         open_access(file, None, 1.0)
     assert "0123" not in str(refused.value)

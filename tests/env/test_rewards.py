@@ -61,7 +61,7 @@ async def test_a_judge_adds_its_weighted_score_and_is_asked_once(
     open_client: OpenClient, gsm8k: dict[str, Any], tmp_path: Path
 ) -> None:
     token = tmp_path / "key"
-    token.write_text("sk-secret")
+    token.write_text("sk-secret", encoding="utf-8")
     token.chmod(0o600)
     async with scoring_server() as server:
         given = {"rewards": rewards(2.0, tone={"weight": 0.5}), "reward_servers": served(server, token_file=token)}
@@ -468,7 +468,7 @@ async def test_a_key_that_the_server_says_back_is_not_told(
         with pytest.raises(ConfigError, match=r"reward_servers\.s\.token_file: .*key is empty"):
             async with open_client(**gsm8k, **given):
                 pass
-        token.write_text("sk-secret")
+        token.write_text("sk-secret", encoding="utf-8")
         server.failures, server.why = [401], "wrong key sk-secret"
         async with open_client(**gsm8k, **given) as client:
             detail = (await said(client, RIGHT)).json()["detail"]

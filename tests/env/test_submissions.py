@@ -183,7 +183,7 @@ async def test_a_damaged_record_costs_that_version_alone(open_client: OpenClient
         for name in ("one", "two"):
             await submit(client, ADDER, name=name)
             await decided(client, name)
-    (tmp_path / "environments/submitted/one/1/record.json").write_text("{")
+    (tmp_path / "environments/submitted/one/1/record.json").write_text("{", encoding="utf-8")
     async with open_client() as client:
         assert await states(client) == {"two@1": "active"}
         assert (await submit(client, ADDER, name="one")).json()["name"] == "one@2"
@@ -196,10 +196,10 @@ async def test_of_two_versions_that_a_crash_left_active_the_later_is_in_use(
         await submit(client, ADDER, name="adder")
         await decided(client, "adder")
         first = tmp_path / "environments/submitted/adder/1/record.json"
-        before = first.read_text()
+        before = first.read_text(encoding="utf-8")
         await client.put("/environments/adder", content=(ADDER + "#").encode(), headers=PYTHON)
         await decided(client, "adder@2")
-    first.write_text(before)
+    first.write_text(before, encoding="utf-8")
     for _ in range(2):
         async with open_client() as client:
             assert await states(client) == {"adder@1": "retired", "adder@2": "active"}
@@ -356,13 +356,13 @@ async def test_a_file_of_the_configuration_is_there_when_the_service_is(
 ) -> None:
     """It is kept as it was: later starts need the file no more; without what was kept, another file is refused."""
     file = tmp_path / "mine.py"
-    file.write_text(ADDER)
+    file.write_text(ADDER, encoding="utf-8")
     source = ConfiguredSource(FoundSource(file, None), hashlib.sha256(ADDER.encode()).hexdigest(), {})
     settings: dict[str, Any] = {"env": "mine-1@1", "sources": {"mine-1@1": source}}
     async with open_client(**settings) as client:
         assert (await client.get("/ready")).status_code == 200
         assert (await play(client, "mine-1@1", "1", "no")).json()["reward"] == 0.0
-    file.write_text(ADDER + "#")
+    file.write_text(ADDER + "#", encoding="utf-8")
     async with open_client(**settings) as client:
         assert (await client.get("/environments/mine-1")).json()["versions"][0]["state"] == "active"
     shutil.rmtree(tmp_path / "environments")
@@ -375,7 +375,7 @@ async def test_a_file_of_the_configuration_that_does_not_work_ends_the_service(
     open_client: OpenClient, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("import no_such_module\n")
+    file.write_text("import no_such_module\n", encoding="utf-8")
     source = ConfiguredSource(FoundSource(file, None), hashlib.sha256(file.read_bytes()).hexdigest(), {})
     for _ in range(2):
         with pytest.raises(ConfigError, match="no_such_module"):

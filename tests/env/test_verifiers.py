@@ -81,8 +81,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([str(find_uv()), "venv", "--quiet", "--python", sys.executable, str(folder / "venv")], check=True)
     python = folder / "venv" / "bin" / "python"
     command = [str(find_uv()), "pip", "install", "--quiet", "--only-binary", ":all:", "--python", str(python)]
-    subprocess.run([*command, *read_metadata(BRIDGE.read_text()).dependencies], check=True, timeout=300)
-    (folder / "guess_of_tests.py").write_text(ENVIRONMENT)
+    subprocess.run([*command, *read_metadata(BRIDGE.read_text(encoding="utf-8")).dependencies], check=True, timeout=300)
+    (folder / "guess_of_tests.py").write_text(ENVIRONMENT, encoding="utf-8")
     return python
 
 
@@ -134,7 +134,7 @@ def _upstream(python: Path, index: int, said: Sequence[str]) -> tuple[float, lis
         env=_variables(python),
         cwd=python.parents[2],
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         check=True,
         timeout=120,
     )

@@ -180,7 +180,7 @@ def _workers() -> list[int]:
     """Process ids of our own worker processes."""
     found = []
     for thread in Path("/proc/self/task").iterdir():
-        for child in map(int, (thread / "children").read_text().split()):
+        for child in map(int, (thread / "children").read_text(encoding="utf-8").split()):
             if b"services.env.workers.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(child)
     return found

@@ -33,7 +33,7 @@ PROBLEM = {"question": "How many are 40 and 2?", "answer": "40+2 = <<40+2=42>>42
 def run_config(folder: Path, redis_url: str, max_body_bytes: int = 100_000) -> RunConfig:
     """A run without an end, whose services ask for tokens."""
     files = write_tokens(folder)
-    (folder / "train.jsonl").write_text(json.dumps(PROBLEM))
+    (folder / "train.jsonl").write_text(json.dumps(PROBLEM), encoding="utf-8")
     tree = {
         "run": {"name": RUN, "dir": str(folder)},
         "model": {"path": str(FOLDER)},

@@ -98,7 +98,7 @@ def refused(client: httpx.Client, method: str, path: str, media: str, body: byte
 
 
 def rss() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * 4096
 
 
 @pytest.mark.timeout(600)

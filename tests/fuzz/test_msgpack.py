@@ -106,7 +106,7 @@ def intake() -> GroupBuffer:
 
 
 def rss() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * _PAGE
 
 
 @pytest.mark.parametrize("n_bodies", BODIES)

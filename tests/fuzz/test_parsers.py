@@ -152,7 +152,7 @@ def test_variants_have_bounded_rewards(case: tuple[str, dict[str, Any]]) -> None
         assert all(abs(value) <= 2**31 for value in described.values() if isinstance(value, int | float))
 
 
-TREE = yaml.safe_load((FOLDER.parents[1] / "quickstart.yaml").read_text())
+TREE = yaml.safe_load((FOLDER.parents[1] / "quickstart.yaml").read_text(encoding="utf-8"))
 OVERRIDES = st.builds(
     lambda key, sign, value: f"{key}{sign}{value}",
     st.sampled_from(["run.name", "trainer", "a.b", "", "data[0]", ".", "x"]) | TEXTS,
@@ -165,7 +165,7 @@ OVERRIDES = st.builds(
 @given(changed(TREE, JSON), st.lists(OVERRIDES, max_size=2))
 def test_configurations(tmp_path_factory: pytest.TempPathFactory, tree: dict[str, Any], overrides: list[str]) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
-    path.write_text(yaml.safe_dump(tree))
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
     with suppress(ConfigError):
         config.load([path], overrides).to_yaml()
 

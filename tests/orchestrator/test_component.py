@@ -97,7 +97,7 @@ async def until(client, state, timeout_s=60.0):
 
 
 def evals(folder):
-    return [orjson.loads(line) for line in (folder / "demo" / "evals.jsonl").read_text().splitlines()]
+    return [orjson.loads(line) for line in (folder / "demo" / "evals.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 async def test_a_run_from_start_to_finish(tmp_path, redis, redis_url):
@@ -193,7 +193,10 @@ async def test_a_mixture_changes_while_the_run_goes_on_and_no_ticket_its_task(tm
     assert (rows["frozen_lake"]["groups"] + rows["sokoban"]["groups"], rows["sokoban"]["share"]) == (8, 0.333333)
     assert not (tmp_path / "a" / "demo" / "mixture.jsonl").exists()
     changed, rows = await play(tmp_path / "b", patch=True)
-    (line,) = (orjson.loads(text) for text in (tmp_path / "b" / "demo" / "mixture.jsonl").read_text().splitlines())
+    (line,) = (
+        orjson.loads(text)
+        for text in (tmp_path / "b" / "demo" / "mixture.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     assert rows["sokoban"]["state"] == "removed"
     assert all(changed[t] == calm[t] for t in range(1, line["from_ticket"]))
     assert all(changed[t][0] == "frozen_lake" for t in range(line["from_ticket"], 9))

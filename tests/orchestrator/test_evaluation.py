@@ -37,12 +37,12 @@ async def measured(found, step):
 async def test_the_record_is_written_and_samples_beside_it(tmp_path):
     env = ScriptedEnv(n_turns=2)
     record = await measured(evaluator(tmp_path, env), 0)
-    (line,) = (tmp_path / "evals.jsonl").read_text().splitlines()
+    (line,) = (tmp_path / "evals.jsonl").read_text(encoding="utf-8").splitlines()
     assert orjson.loads(line)["n_tasks"] == 6
     assert (record.success, record.reward_mean, record.turns_mean, record.failed) == (1.0, 2.0, 2.0, 0)
     assert record.version_min == record.version_max == "e000001-s000000"
     assert sorted(env.created)[:2] == [("eval", 0, env.created[0][2]), ("eval", 1, env.created[1][2])]
-    samples = [orjson.loads(row) for row in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    samples = [orjson.loads(row) for row in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(samples) == 4
     assert "<|im_start|>assistant" in samples[0]["text"]
 
@@ -50,7 +50,7 @@ async def test_the_record_is_written_and_samples_beside_it(tmp_path):
 async def test_the_text_of_a_sample_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(ChatTokenizer, "decode", lambda self, ids: "word " * 60_000)
     await evaluator(tmp_path).run(0)
-    sample = orjson.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
+    sample = orjson.loads((tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()[0])
     assert 2**18 <= len(sample["text"]) <= 2**18 + 100
     assert "characters left out" in sample["text"]
 
@@ -142,7 +142,7 @@ async def test_two_orchestrators_measure_a_step_once(tmp_path):
 
 async def test_who_waits_for_another_orchestrators_evaluation_says_so(tmp_path):
     found = evaluator(tmp_path)
-    with (tmp_path / "evals.lock").open("w") as other:
+    with (tmp_path / "evals.lock").open("w", encoding="utf-8") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         task = asyncio.ensure_future(found.run(0))
         async with asyncio.timeout(60):
@@ -191,7 +191,7 @@ async def test_a_full_disk_delays_the_record_and_loses_nothing(tmp_path):
     await task
     assert status.disk is None
     assert [r.step for r in read_records(tmp_path / "evals.jsonl")] == [0]
-    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4
+    assert len((tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()) == 4
 
 
 @contextmanager
@@ -210,7 +210,9 @@ def test_records_of_before_there_were_ends_are_read(tmp_path):
         '{"step":0,"version_min":"e000001-s000000","version_max":"e000001-s000000","n_tasks":6,'
         '"success":1.0,"reward_mean":1.0,'
     )
-    (tmp_path / "evals.jsonl").write_text(old + '"turns_mean":1.0,"tokens":9,"elapsed_s":0.1,"failed":0}\n')
+    (tmp_path / "evals.jsonl").write_text(
+        old + '"turns_mean":1.0,"tokens":9,"elapsed_s":0.1,"failed":0}\n', encoding="utf-8"
+    )
     assert not evaluator(tmp_path).due(0)
 
 
@@ -218,11 +220,13 @@ async def test_each_environment_has_a_record_and_the_main_ones_makes_the_step_do
     others = [HeldOutTasks("adder@2", 3), HeldOutTasks("empty@1", 0)]
     found = evaluator(tmp_path, others=lambda: others)
     await found.run(0)
-    lines = [orjson.loads(line) for line in (tmp_path / "evals.jsonl").read_text().splitlines()]
+    lines = [orjson.loads(line) for line in (tmp_path / "evals.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [(line.get("env"), line["n_tasks"]) for line in lines] == [("adder@2", 3), (None, 6)]
     assert "env" not in lines[1]
     assert [(r.env, r.step) for r in found.records] == [("adder@2", 0), (None, 0)]
-    samples = [orjson.loads(row).get("env") for row in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    samples = [
+        orjson.loads(row).get("env") for row in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert samples == ["adder@2"] * 3 + [None] * 4
     others.append(HeldOutTasks("words@1", 2))
     assert not evaluator(tmp_path, others=lambda: others).due(0)

@@ -158,7 +158,10 @@ async def test_what_is_submitted_joins_is_trained_on_breaks_and_comes_back_and_t
         training.cancel()
     envs = {g.env for _, g in trainer.groups}
     assert envs == {"frozen_lake", "adder"}
-    whys = [orjson.loads(line)["why"] for line in (tmp_path / "demo" / "mixture.jsonl").read_text().splitlines()]
+    whys = [
+        orjson.loads(line)["why"]
+        for line in (tmp_path / "demo" / "mixture.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert whys[:2] == ["adder joined", "the shares changed"]
     assert any("is back" in why for why in whys)
     assert whys[-1] == "adder left"

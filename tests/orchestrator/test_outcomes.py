@@ -39,7 +39,7 @@ def error_classes():
         node.name: {ast.unparse(base).rpartition(".")[2] for base in node.bases}
         for file in [*PROJECT.glob("services/**/*.py"), *PROJECT.glob("shared/**/*.py")]
         if file.relative_to(PROJECT).parts[:2] != ("services", "cli")
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)
     }
     found = {"VolleyError"}
@@ -276,6 +276,6 @@ async def test_prometheus_tells_classes_and_lengths():
 
 
 def test_the_page_lists_every_class():
-    page = (PROJECT / "docs" / "failures.md").read_text()
+    page = (PROJECT / "docs" / "failures.md").read_text(encoding="utf-8")
     for name in [*error_classes(), *ENDS, *FAULTS, *FILTERS]:
         assert f"`{name}`" in page, name

@@ -40,7 +40,8 @@ async def test_sigterm_gives_back_tickets_and_deletes_episodes(tmp_path, redis, 
         }
         file = tmp_path / "run.yaml"
         file.write_text(
-            yaml.safe_dump(run_config(tmp_path, services=services).model_dump(mode="json", exclude_unset=True))
+            yaml.safe_dump(run_config(tmp_path, services=services).model_dump(mode="json", exclude_unset=True)),
+            encoding="utf-8",
         )
         assert config.load([file])
         queue, episodes = TicketQueue(redis, "demo"), env.app.state.env.episodes

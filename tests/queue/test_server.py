@@ -28,7 +28,7 @@ def test_the_password_is_in_no_command_line_and_in_private_files(redis_server: S
     assert redis_server.password not in " ".join(redis_server.argv)
     assert redis_server.password not in repr(redis_server)
     assert stat.S_IMODE(os.stat(redis_server.config).st_mode) == 0o600
-    assert redis_server.password not in redis_server.log.read_text()
+    assert redis_server.password not in redis_server.log.read_text(encoding="utf-8")
 
 
 async def test_a_client_without_the_password_is_refused(redis_server: ServerSpec, tmp_path: Path):
@@ -80,7 +80,9 @@ def test_it_is_gone_after_an_error(tmp_path: Path):
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path, redis_server: ServerSpec):
     spec = prepare(tmp_path)
-    spec.config.write_text(spec.config.read_text().replace(str(spec.port), str(redis_server.port)))
+    spec.config.write_text(
+        spec.config.read_text(encoding="utf-8").replace(str(spec.port), str(redis_server.port)), encoding="utf-8"
+    )
     with pytest.raises(QueueUnavailable, match=r"(?i)ended with code 1.*in use"), running(spec):
         pass
 
@@ -88,7 +90,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, redis_server: Serve
 def program(folder: Path, name: str, version: str) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / name
-    path.write_text(f"#!/bin/sh\necho '{version}'\n")
+    path.write_text(f"#!/bin/sh\necho '{version}'\n", encoding="utf-8")
     path.chmod(0o755)
     return path
 

@@ -154,7 +154,7 @@ def save(folder: Path, epoch: int, step: int, progress: TicketProgress, issued: 
         "done": sorted(progress.done),
         "void": progress.void,
     }
-    (draft / "state.json").write_text(json.dumps(state))
+    (draft / "state.json").write_text(json.dumps(state), encoding="utf-8")
     np.save(draft / "weights.npy", weights)
     for path in (*draft.iterdir(), draft):
         sync(path)
@@ -177,7 +177,7 @@ def checkpoints(folder: Path) -> list[Path]:
 def newest(folder: Path) -> tuple[dict[str, int], list[int], np.ndarray]:
     """(counters, finished tickets above low, weights) of the newest checkpoint, or of the start."""
     for path in reversed(checkpoints(folder)):
-        state = json.loads((path / "state.json").read_text())
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         return state, state.pop("done"), np.load(path / "weights.npy")
     return dict.fromkeys(("epoch", "step", "issued", "low", "void"), 0), [], np.zeros(WIDTH, np.float32)
 

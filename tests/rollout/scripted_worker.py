@@ -48,7 +48,7 @@ def run(link: EngineLink) -> None:
     script = Path(os.environ["SCRIPT"])
     if not (script / "hang-boot").exists():
         link.send({"op": "ready", "info": {**INFO, "pid": os.getpid()}})
-    (script / "pid").write_text(str(os.getpid()))
+    (script / "pid").write_text(str(os.getpid()), encoding="utf-8")
     while True:
         for message in link.receive(60.0):
             op = message["op"]

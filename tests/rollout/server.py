@@ -119,7 +119,8 @@ def running_server(folder: Path, config: dict[str, Any], *overrides: str) -> Ite
     path = folder / "run.yaml"
     path.write_text(
         f"run: {{name: test, dir: {folder}}}\nmodel: {{path: {model}}}\ndata: {{env: none}}\n"
-        f"rollout: {{engine: {engine}}}\nservices: {{rollout: {{port: {port}}}}}\n"
+        f"rollout: {{engine: {engine}}}\nservices: {{rollout: {{port: {port}}}}}\n",
+        encoding="utf-8",
     )
     command = [sys.executable, "-m", "services.rollout", "--config", str(path), *overrides]
     with subprocess.Popen(command) as process:

@@ -160,17 +160,17 @@ def of_another_model(bucket: Bucket, root: Path) -> None:
 
 
 def too_large(bucket: Bucket, root: Path) -> None:
-    manifest = json.loads((root / V1 / MANIFEST).read_text())
+    manifest = json.loads((root / V1 / MANIFEST).read_text(encoding="utf-8"))
     _changed(bucket, root, files=[file | {"size": 2**40} for file in manifest["files"]])
 
 
 def leading_elsewhere(bucket: Bucket, root: Path) -> None:
-    manifest = json.loads((root / V1 / MANIFEST).read_text())
+    manifest = json.loads((root / V1 / MANIFEST).read_text(encoding="utf-8"))
     _changed(bucket, root, files=[file | {"name": "../../../there"} for file in manifest["files"]])
 
 
 def with_files_below_a_file(bucket: Bucket, root: Path) -> None:
-    manifest = json.loads((root / V1 / MANIFEST).read_text())
+    manifest = json.loads((root / V1 / MANIFEST).read_text(encoding="utf-8"))
     below = {**manifest["files"][0], "name": f"{manifest['files'][0]['name']}/x"}
     _changed(bucket, root, files=[*manifest["files"], below])
 
@@ -185,7 +185,7 @@ def _largest(root: Path) -> tuple[str, Path]:
 
 
 def _changed(bucket: Bucket, root: Path, **changes: object) -> None:
-    manifest = json.loads((root / V1 / MANIFEST).read_text())
+    manifest = json.loads((root / V1 / MANIFEST).read_text(encoding="utf-8"))
     bucket.upload(f"checkpoints/{V1}/{MANIFEST}", json.dumps(manifest | changes).encode())
 
 

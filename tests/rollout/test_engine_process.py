@@ -47,8 +47,8 @@ class ScriptedProcess:
 
     @property
     def engine(self) -> int:
-        wait_until(lambda: (self.folder / "pid").is_file() and (self.folder / "pid").read_text() != "")
-        return int((self.folder / "pid").read_text())
+        wait_until(lambda: (self.folder / "pid").is_file() and (self.folder / "pid").read_text(encoding="utf-8") != "")
+        return int((self.folder / "pid").read_text(encoding="utf-8"))
 
     def ready(self) -> tuple[int, str]:
         answer = HTTP.get(f"{self.url}/ready", timeout=5)
@@ -84,7 +84,8 @@ def scripted(tmp_path: Path, op: str) -> Iterator[ScriptedProcess]:
     config = tmp_path / "run.yaml"
     config.write_text(
         f"run: {{name: run, dir: {tmp_path}}}\nmodel: {{path: {folder}}}\ndata: {{env: none}}\n"
-        f"services: {{rollout: {{port: {port}}}, limits: {{grace_s: 2}}}}\n"
+        f"services: {{rollout: {{port: {port}}}, limits: {{grace_s: 2}}}}\n",
+        encoding="utf-8",
     )
     if op not in ("stage", "commit"):
         models.write_checkpoint(root, VERSION, CONFIG, models.random_weights(CONFIG, 0), run="run")
@@ -102,7 +103,7 @@ def scripted(tmp_path: Path, op: str) -> Iterator[ScriptedProcess]:
         finally:
             process.kill()
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+                os.kill(int((folder / "pid").read_text(encoding="utf-8")), signal.SIGKILL)
 
 
 def lives(pid: int) -> bool:

@@ -154,7 +154,7 @@ async def test_a_checkpoint_removed_while_it_is_loaded_is_refused(
 
 def edited(folder: Path, **fields: Any) -> None:
     path = folder / MANIFEST
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields), encoding="utf-8")
 
 
 @pytest.mark.parametrize(
@@ -251,11 +251,11 @@ async def test_any_manifest_is_taken_or_refused_but_never_an_error_of_ours(
     engine = FakeEngine()
     updates = WeightUpdater(engine, root, MODEL, "test")
     app = build_app(SETTINGS, engine, updates, GenerationRunner(engine, 1.0, updates), None)
-    whole = (checkpoint / MANIFEST).read_text()
+    whole = (checkpoint / MANIFEST).read_text(encoding="utf-8")
     edited(checkpoint, **{field: value})
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             answer = await client.post("/weights/stage", json={"manifest": str(checkpoint)})
     finally:
-        (checkpoint / MANIFEST).write_text(whole)
+        (checkpoint / MANIFEST).write_text(whole, encoding="utf-8")
     assert answer.status_code in (200, 403, 409, 422)

@@ -74,7 +74,7 @@ def test_nothing_is_left_of_a_restore(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_different_trees_are_told_apart(tmp_path: Path) -> None:
-    small, large = CONFIG, json.loads(Path("configs/models/tiny/config.json").read_text())
+    small, large = CONFIG, json.loads(Path("configs/models/tiny/config.json").read_text(encoding="utf-8"))
     for name, config in (("a", small), ("b", large), ("c", small)):
         weights = models.random_weights(config, 0)
         folder = models.write_checkpoint(tmp_path / name, VERSION, config, weights)
@@ -97,7 +97,7 @@ def test_every_byte_is_read_once(tmp_path: Path) -> None:
     restored(folder)
 
     def rchar() -> int:
-        return int(Path("/proc/self/io").read_text().split()[1])
+        return int(Path("/proc/self/io").read_text(encoding="utf-8").split()[1])
 
     before = rchar()
     with opened(folder) as leaves:
@@ -203,7 +203,7 @@ except MemoryError as error:
 """
     (tmp_path / "params").mkdir()
     (tmp_path / "params" / "d").write_bytes(bytes(2**20))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", check=True)
     assert "cannot be held: File too large" in done.stdout
 
 

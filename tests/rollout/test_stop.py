@@ -31,9 +31,9 @@ def test_a_model_that_is_not_computed_is_one_line_and_a_code(tmp_path: Path) -> 
     model = models.write_hf(tmp_path / "model", models.tiny_config(architectures=["NoSuchModel"]))
     command = [sys.executable, "-m", "services.rollout", "--config", str(tmp_path / "run.yaml")]
     (tmp_path / "run.yaml").write_text(
-        f"model: {{path: {model}}}\ndata: {{env: none}}\nservices: {{rollout: {{port: 0}}}}\n"
+        f"model: {{path: {model}}}\ndata: {{env: none}}\nservices: {{rollout: {{port: 0}}}}\n", encoding="utf-8"
     )
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=200, check=False)
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line.startswith("rollout: ")]
     assert len(lines) == 1

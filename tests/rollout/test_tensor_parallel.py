@@ -175,7 +175,7 @@ for shape, dtype, spec in (
 def test_a_checksum_is_that_of_the_whole_array(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever devices hold which part; the expected one is numpy's."""
     monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={TP}")
-    done = subprocess.run([sys.executable, "-c", _CHECKSUMS], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", _CHECKSUMS], capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stderr
 
 

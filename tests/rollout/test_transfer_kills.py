@@ -44,8 +44,8 @@ def trainer_program(root: Path, port: int, *sources_of_all: str) -> None:
     from tests.support.asgi import served
 
     epoch_file = root / "epoch"
-    epoch = int(epoch_file.read_text()) + 1 if epoch_file.exists() else 1
-    epoch_file.write_text(str(epoch))
+    epoch = int(epoch_file.read_text(encoding="utf-8")) + 1 if epoch_file.exists() else 1
+    epoch_file.write_text(str(epoch), encoding="utf-8")
     made = Publications(root / "published", "test")
 
     def publish(step: int) -> None:
@@ -53,7 +53,7 @@ def trainer_program(root: Path, port: int, *sources_of_all: str) -> None:
         leaves = [ManifestLeaf(name, value.shape, "float32") for name, value in arrays.items()]
         reads = {name: partial(np.asarray, value) for name, value in arrays.items()}
         version = made.publish(WeightVersion(epoch, step), leaves, reads, CONFIG, None)
-        with (root / "digests").open("a") as file:
+        with (root / "digests").open("a", encoding="utf-8") as file:
             file.write(json.dumps([str(version.version), version.digest]) + "\n")
         made.announce(version)
 
@@ -132,7 +132,8 @@ class Server:
         config = folder / "run.yaml"
         config.write_text(
             f"run: {{name: test, dir: {folder / 'host'}}}\nmodel: {{path: {model}}}\ndata: {{env: none}}\n"
-            f"services: {{rollout: {{port: {self._port}}}, trainer: {{port: {trainer_port}}}}}\n"
+            f"services: {{rollout: {{port: {self._port}}}, trainer: {{port: {trainer_port}}}}}\n",
+            encoding="utf-8",
         )
         self.url = f"http://127.0.0.1:{self._port}"
         self._command = [sys.executable, "-m", "tools.simulated.rollout", "--config", str(config)]
@@ -187,7 +188,7 @@ def test_kills_in_the_middle_of_transfers_leave_right_weights_or_the_old_ones(tm
         wire.close()
         for server in servers:
             server.kill()
-    published = {tuple(json.loads(line)) for line in (tmp_path / "digests").read_text().splitlines()}
+    published = {tuple(json.loads(line)) for line in (tmp_path / "digests").read_text(encoding="utf-8").splitlines()}
     assert seen <= published
     assert len(seen) >= N_KILLS
 

@@ -265,7 +265,7 @@ def test_a_secret_of_ours_that_others_have_access_to_is_refused(tmp_path, mode: 
 
 def test_of_a_file_that_holds_no_single_secret_no_rights_are_taken(tmp_path) -> None:
     path = tmp_path / "passwd"
-    path.write_text("root:x:0:0\ndaemon:x:1:1\n")
+    path.write_text("root:x:0:0\ndaemon:x:1:1\n", encoding="utf-8")
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="name a file that holds the secret alone") as caught:
         read_secret(path, "--token-file")

@@ -72,7 +72,7 @@ PROGRAM = """
 
 class Program:
     def __init__(self, folder: Path, mode: str) -> None:
-        (folder / "program.py").write_text(textwrap.dedent(PROGRAM))
+        (folder / "program.py").write_text(textwrap.dedent(PROGRAM), encoding="utf-8")
         self.folder, self.port = folder, free_port()
         root = Path(__file__).parents[2]
         self.process = subprocess.Popen(
@@ -80,7 +80,7 @@ class Program:
             cwd=root,
             env={"PYTHONPATH": str(root)},
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
 
     def end(self, timeout: float = 20) -> tuple[int, str]:
@@ -182,9 +182,14 @@ def test_a_taken_port_is_one_line(tmp_path):
     config = tmp_path / "c.yaml"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        config.write_text(f"model: {{path: x}}\ndata: {{env: frozen_lake}}\nservices: {{env: {{port: {port}}}}}\n")
+        config.write_text(
+            f"model: {{path: x}}\ndata: {{env: frozen_lake}}\nservices: {{env: {{port: {port}}}}}\n", encoding="utf-8"
+        )
         done = subprocess.run(
-            [sys.executable, "-m", "services.env", "--config", str(config)], capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", "services.env", "--config", str(config)],
+            capture_output=True,
+            encoding="utf-8",
+            timeout=60,
         )
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1:{port}" in done.stderr

@@ -72,14 +72,14 @@ def test_a_template_may_close_turns_with_another_special_token_than_eos(tmp_path
     """Gemma's, as it is published, but for the names of its tokens."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, tmp_path)
-    added = json.loads((TINY / "tokenizer.json").read_text())
+    added = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
     first = 1 + max(added["model"]["vocab"].values())
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     added["added_tokens"] += [
         {"id": first + i, "content": text, **plain} for i, text in enumerate(("<|start|>", "<|stop|>"))
     ]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(added))
-    (tmp_path / "chat_template.jinja").write_text(GEMMA)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(added), encoding="utf-8")
+    (tmp_path / "chat_template.jinja").write_text(GEMMA, encoding="utf-8")
     gemma = ChatTokenizer(tmp_path)
     assert gemma.token(gemma.eos_id) == "<|stop|>"
     ids = [*gemma.render_prompt([user("a")]), *gemma.encode("b"), gemma.eos_id]
@@ -139,7 +139,9 @@ def test_what_a_folder_lacks_is_named(tmp_path, name, change, message):
     if change is None:
         (folder / name).unlink()
     else:
-        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
+        (folder / name).write_text(
+            json.dumps(json.loads((folder / name).read_text(encoding="utf-8")) | change), encoding="utf-8"
+        )
     with pytest.raises(ConfigError, match=message):
         ChatTokenizer(folder)
 
@@ -148,6 +150,6 @@ def test_a_template_cannot_reach_python(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(TINY, folder)
     hostile = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    (folder / "chat_template.jinja").write_text(hostile)
+    (folder / "chat_template.jinja").write_text(hostile, encoding="utf-8")
     with pytest.raises(InputError, match="refuses"):
         ChatTokenizer(folder).render_prompt([user("x")])

@@ -20,7 +20,7 @@ MINIMAL = "model: {path: m}\ndata: {env: frozen_lake}\n"
 
 def write(tmp_path, text, name="c.yaml"):
     path = tmp_path / name
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -265,7 +265,7 @@ def test_a_merged_tree_shares_nothing():
 def test_a_plain_override_means_what_omegaconf_reads(tmp_path, override):
     path = tmp_path / "c.yaml"
     minimal = {"model": {"path": "x"}, "data": {"env": "e"}}
-    path.write_text(yaml.safe_dump(minimal))
+    path.write_text(yaml.safe_dump(minimal), encoding="utf-8")
     plain = config.load([path], [override])
     assert plain.tree == OmegaConf.to_container(OmegaConf.merge(minimal, OmegaConf.from_dotlist([override])))
     assert config.load([path], [override, "run.seed=0x2"]).config.services == plain.config.services
@@ -273,5 +273,5 @@ def test_a_plain_override_means_what_omegaconf_reads(tmp_path, override):
 
 def test_a_value_may_refer_to_another(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text("model: {path: x}\ndata: {env: '${run.name}'}\nrun: {name: lake}\n")
+    path.write_text("model: {path: x}\ndata: {env: '${run.name}'}\nrun: {name: lake}\n", encoding="utf-8")
     assert config.load([path]).config.data.env == "lake"

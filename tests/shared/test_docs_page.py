@@ -44,7 +44,7 @@ async def test_a_browser_gets_the_whole_page_without_a_token_and_from_here():
 def test_nothing_of_ours_loads_from_another_host():
     folder = Path(docs_page.__file__).parent
     for path in (folder / "page.html", folder / "start.js"):
-        assert "://" not in path.read_text()
+        assert "://" not in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("service", SERVICES)

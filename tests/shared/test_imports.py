@@ -45,19 +45,19 @@ def started(service: str, environment: str, folder: Path, redis_url: str) -> str
         "data": {"env": environment},
         "services": configured(redis_url, folder),
     }
-    path.write_text(yaml.safe_dump(tree))
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
     log = folder / "log"
     command = [sys.executable, "-X", "importtime", "-m", f"services.{service}", "--config", str(path)]
     command += [f"services.{service}.port={port}"]
-    with log.open("w") as file, subprocess.Popen(command, cwd=ROOT, stderr=file) as process:
+    with log.open("w", encoding="utf-8") as file, subprocess.Popen(command, cwd=ROOT, stderr=file) as process:
         try:
             wait_http(f"http://127.0.0.1:{port}/ready", 120)
         except TimeoutError:
-            pytest.fail(f"services.{service} does not listen: {log.read_text()[-2000:]}")
+            pytest.fail(f"services.{service} does not listen: {log.read_text(encoding='utf-8')[-2000:]}")
         finally:
             process.terminate()
             process.wait(60)
-    return log.read_text()
+    return log.read_text(encoding="utf-8")
 
 
 def chains(text: str) -> dict[str, list[str]]:

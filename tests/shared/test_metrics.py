@@ -17,7 +17,9 @@ from tests.fuzz.stack import OPENERS, RUN, TOKEN, open_stack, run_config
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `(\w+)` \| (\w+) \| ([\w, ]*) \| (.+) \|$", re.MULTILINE)
-LABELS = {name: set(filter(None, labels.split(", "))) for name, _, labels, _ in ROW.findall(DOCS.read_text())}
+LABELS = {
+    name: set(filter(None, labels.split(", "))) for name, _, labels, _ in ROW.findall(DOCS.read_text(encoding="utf-8"))
+}
 UNITS = re.compile(r"_(ms|milliseconds|minutes|hours|kb|mb|percent)(_|$)")
 
 
@@ -32,7 +34,9 @@ def ours(families):
 def test_the_tables_of_the_documentation_are_the_metrics():
     assert OPENERS, "their import defines all metrics"
     defined = {(name, f.type, f.documentation) for name, f in ours(REGISTRY.collect()).items()}
-    documented = {(name, kind, text.replace("\\|", "|")) for name, kind, _, text in ROW.findall(DOCS.read_text())}
+    documented = {
+        (name, kind, text.replace("\\|", "|")) for name, kind, _, text in ROW.findall(DOCS.read_text(encoding="utf-8"))
+    }
     assert documented == defined
 
 

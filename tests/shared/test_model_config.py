@@ -188,11 +188,11 @@ def test_texts_end_where_either_file_says(tmp_path: Path) -> None:
     models.write_hf(tmp_path, OLD | {"eos_token_id": 0})
     assert ModelConfig.read(tmp_path).eos_token_ids == (0,)
     generation = tmp_path / "generation_config.json"
-    generation.write_text(json.dumps({"eos_token_id": [5, 0], "temperature": 0.6}))
+    generation.write_text(json.dumps({"eos_token_id": [5, 0], "temperature": 0.6}), encoding="utf-8")
     assert ModelConfig.read(tmp_path).eos_token_ids == (0, 5)
-    generation.write_text(json.dumps({"eos_token_id": 151645}))
+    generation.write_text(json.dumps({"eos_token_id": 151645}), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"151645 is outside the vocabulary of 512.*generation_config\.json"):
         ModelConfig.read(tmp_path)
-    generation.write_text("{")
+    generation.write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"generation_config\.json is not valid JSON"):
         ModelConfig.read(tmp_path)

@@ -89,7 +89,11 @@ def is_safe(name: str, args: list[ast.expr], keywords: list[ast.keyword]) -> boo
 
 def test_no_source_unpickles_or_evaluates():
     assert len(SOURCES) > 150
-    dangerous = {f"{path.relative_to(ROOT)}: {name}" for path in SOURCES for name in found(ast.parse(path.read_text()))}
+    dangerous = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in SOURCES
+        for name in found(ast.parse(path.read_text(encoding="utf-8")))
+    }
     assert dangerous == EXCEPTIONS.keys()
 
 

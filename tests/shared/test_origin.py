@@ -40,7 +40,7 @@ def source(tmp_path: Path) -> Path:
     made.start(state)
     made.save(replace(state, step=1, low=2), state.version)
     (folder / "config.yaml").write_text(
-        yaml.safe_dump({"run": {"name": "a"}, "model": {"path": "models/tiny"}, "data": {"env": "e"}})
+        yaml.safe_dump({"run": {"name": "a"}, "model": {"path": "models/tiny"}, "data": {"env": "e"}}), encoding="utf-8"
     )
     (folder / "run.json").write_bytes(orjson.dumps({"cwd": str(tmp_path)}))
     return folder

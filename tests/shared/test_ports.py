@@ -23,7 +23,7 @@ def chosen(environment: dict[str, str]) -> subprocess.Popen[str]:
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         cwd=Path(__file__).parents[2],
     )
 

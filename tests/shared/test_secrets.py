@@ -47,11 +47,11 @@ def started(service: str, folder: Path, **services: object) -> Iterator[subproce
         "data": {"env": "frozen_lake"},
         "services": {"token_files": write_tokens(folder).model_dump(mode="json"), **services},
     }
-    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    (folder / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     command = [sys.executable, "-m", f"services.{service}", "--config", str(folder / "run.yaml")]
     with (
-        (folder / "log").open("w") as log,
-        subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, text=True) as process,
+        (folder / "log").open("w", encoding="utf-8") as log,
+        subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, encoding="utf-8") as process,
     ):
         try:
             yield process
@@ -75,10 +75,10 @@ def test_a_service_tells_no_token_whatever_it_is_asked(tmp_path: Path):
                 ):
                     answers.append(client.request(method, path, headers=headers, content=b"\xc1"))
         assert {answer.status_code for answer in answers} >= {200, 400, 401, 403}
-        facts = [Path(f"/proc/{process.pid}/{name}").read_text() for name in ("cmdline", "environ")]
+        facts = [Path(f"/proc/{process.pid}/{name}").read_text(encoding="utf-8") for name in ("cmdline", "environ")]
         process.terminate()
         assert process.wait(20) == 0
-    expect_no_secret(*(answer.text for answer in answers), *facts, (tmp_path / "log").read_text())
+    expect_no_secret(*(answer.text for answer in answers), *facts, (tmp_path / "log").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("reachable", [True, False])
@@ -99,7 +99,7 @@ def test_a_password_that_redis_refuses_is_not_shown(tmp_path: Path, redis_server
                 f"http://127.0.0.1:{own}/runs", headers={"Authorization": f"Bearer {TOKENS['viewer']}"}, trust_env=False
             )
             expect_no_secret(answer.text)
-    told = (tmp_path / "log").read_text()
+    told = (tmp_path / "log").read_text(encoding="utf-8")
     assert "Redis refuses" in told or not reachable
     expect_no_secret(told)
     assert redis_server.password not in told

@@ -21,7 +21,7 @@ SOURCE = "class Mine:\n    pass\n"
 
 def loaded(folder: Path, data: dict[str, Any], *overrides: str) -> config.LoadedConfig:
     file = folder / "run.yaml"
-    file.write_text(yaml.safe_dump({"model": {"path": "none"}, "data": data}))
+    file.write_text(yaml.safe_dump({"model": {"path": "none"}, "data": data}), encoding="utf-8")
     return config.load([file], overrides)
 
 
@@ -29,10 +29,12 @@ def loaded(folder: Path, data: dict[str, Any], *overrides: str) -> config.Loaded
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The present directory: with a file, and a package."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.env.py").write_text(SOURCE)
+    (tmp_path / "my.env.py").write_text(SOURCE, encoding="utf-8")
     (tmp_path / "mine_of_tests" / "inner").mkdir(parents=True)
-    (tmp_path / "mine_of_tests" / "__init__.py").write_text("raise RuntimeError('nobody may import me')\n")
-    (tmp_path / "mine_of_tests" / "inner" / "envs.py").write_text(SOURCE)
+    (tmp_path / "mine_of_tests" / "__init__.py").write_text(
+        "raise RuntimeError('nobody may import me')\n", encoding="utf-8"
+    )
+    (tmp_path / "mine_of_tests" / "inner" / "envs.py").write_text(SOURCE, encoding="utf-8")
     return tmp_path
 
 
@@ -74,7 +76,7 @@ def test_a_file_that_is_too_large_is_not_read(here: Path) -> None:
 def test_a_resolved_configuration_is_read_without_the_file(here: Path) -> None:
     first = loaded(here, {"env": "./my.env.py"})
     (here / "my.env.py").unlink()
-    (here / "again.yaml").write_text(first.to_yaml())
+    (here / "again.yaml").write_text(first.to_yaml(), encoding="utf-8")
     assert config.load([here / "again.yaml"]).config == first.config
 
 
@@ -82,7 +84,7 @@ def test_another_content_class_or_setting_is_another_environment(here: Path) -> 
     names = {loaded(here, {"env": "./my.env.py"}).config.data.env}
     names.add(loaded(here, {"env": "./my.env.py:Mine"}).config.data.env)
     names.add(loaded(here, {"env": "./my.env.py", "env_config": {"size": 3}}).config.data.env)
-    (here / "my.env.py").write_text(SOURCE + "#")
+    (here / "my.env.py").write_text(SOURCE + "#", encoding="utf-8")
     names.add(loaded(here, {"env": "./my.env.py"}).config.data.env)
     assert len(names) == 4
 
@@ -90,10 +92,10 @@ def test_another_content_class_or_setting_is_another_environment(here: Path) -> 
 def test_a_run_refuses_a_changed_file_and_takes_one_that_was_moved(here: Path) -> None:
     was = pinned.relevant(loaded(here, {"env": "./my.env.py"}).config)
     (here / "elsewhere").mkdir()
-    (here / "elsewhere" / "my.env.py").write_text(SOURCE)
+    (here / "elsewhere" / "my.env.py").write_text(SOURCE, encoding="utf-8")
     moved = pinned.relevant(loaded(here, {"env": "elsewhere/my.env.py"}).config)
     assert pinned.permitted(was, moved, step=1) == []
-    (here / "my.env.py").write_text(SOURCE + "#")
+    (here / "my.env.py").write_text(SOURCE + "#", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"data\.env .* may not change"):
         pinned.permitted(was, pinned.relevant(loaded(here, {"env": "./my.env.py"}).config), step=1)
 
@@ -107,7 +109,7 @@ def test_a_mixture_names_files_too(here: Path) -> None:
 
 
 def test_a_package_is_packed_always_the_same_and_not_imported(here: Path) -> None:
-    (here / "pyproject.toml").write_text('[project]\nname = "mine"\ndependencies = ["numpy>=2"]\n')
+    (here / "pyproject.toml").write_text('[project]\nname = "mine"\ndependencies = ["numpy>=2"]\n', encoding="utf-8")
     found = loaded(here, {"env": "mine_of_tests.inner.envs:Mine"}).config.data
     source = found.sources[found.env]
     assert (found.env.partition("-")[0], source.path) == ("Mine", here / "mine_of_tests")

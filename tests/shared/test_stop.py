@@ -62,11 +62,11 @@ HELD = {
 
 @contextlib.contextmanager
 def running(folder: Path, tls: Tls) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    (folder / "program.py").write_text(textwrap.dedent(PROGRAM))
+    (folder / "program.py").write_text(textwrap.dedent(PROGRAM), encoding="utf-8")
     port, root = free_port(), Path(__file__).parents[2]
     command = [sys.executable, str(folder / "program.py"), str(port), tls.model_dump_json()]
     with subprocess.Popen(
-        command, cwd=root, env={"PYTHONPATH": str(root)}, stdout=subprocess.PIPE, text=True
+        command, cwd=root, env={"PYTHONPATH": str(root)}, stdout=subprocess.PIPE, encoding="utf-8"
     ) as process:
         try:
             yield process, port

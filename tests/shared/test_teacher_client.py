@@ -176,7 +176,7 @@ def test_a_key_is_read_from_a_file_of_its_own(tmp_path: Path) -> None:
     file.touch(0o600)
     with pytest.raises(ConfigError, match=r"services\.x: .*key is empty"):
         read_key(file, "services.x")
-    file.write_text("k\n")
+    file.write_text("k\n", encoding="utf-8")
     assert (read_key(file, "services.x"), read_key(None, "services.x")) == ("k", None)
 
 

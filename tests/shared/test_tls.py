@@ -87,7 +87,7 @@ def test_a_whole_service_over_tls(tmp_path: Path):
         "data": {"env": "frozen_lake"},
         "services": {"env": {"port": port}, "tls": tls.model_dump(mode="json"), "limits": {"grace_s": 1}},
     }
-    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     url = config.validate(tree).config.services.base_url("env")
     assert url == f"https://127.0.0.1:{port}"
     process = subprocess.Popen(
@@ -151,7 +151,7 @@ def test_a_certificate_that_cannot_be_used_is_found_before_the_start(tmp_path: P
 def test_certificate_and_key_come_together(tmp_path: Path):
     with pytest.raises(ConfigError, match="cert_file and key_file together"):
         config.validate({"model": {"path": "x"}, "data": {"env": "e"}, "services": {"tls": {"cert_file": "/a"}}})
-    (tmp_path / "empty.pem").write_text("nothing")
+    (tmp_path / "empty.pem").write_text("nothing", encoding="utf-8")
     with pytest.raises(ConfigError, match="holds no certificates"):
         client_context(tmp_path / "empty.pem")
 

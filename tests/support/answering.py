@@ -29,7 +29,7 @@ class Answering(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         line, value = self.answer(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.log.open("a") as log:
+        with self.log.open("a", encoding="utf-8") as log:
             log.write(line + "\n")
         self._send(value)
 

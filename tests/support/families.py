@@ -30,8 +30,8 @@ class FamilyCase:
 
 
 def case(name: str) -> FamilyCase:
-    written = json.loads((FOLDER / name / "config.json").read_text())
-    known = json.loads((FOLDER / name / "expected.json").read_text())
+    written = json.loads((FOLDER / name / "config.json").read_text(encoding="utf-8"))
+    known = json.loads((FOLDER / name / "expected.json").read_text(encoding="utf-8"))
     config = ModelConfig.parse(written).to_hf()
     weights = models.random_weights(config, known["seed"])
     return FamilyCase(written, config, weights, np.array(known["ids"], np.int32), np.array(known["logprobs"]))

@@ -94,7 +94,7 @@ def random_weights(config: Mapping[str, Any], seed: int) -> Weights:
 def write_hf(folder: Path, config: Mapping[str, Any], weights: Weights | None = None) -> Path:
     """Writes config.json and, if given, model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     if weights is not None:
         from safetensors.numpy import save_file
 

@@ -418,8 +418,16 @@ def _sizes(valid: Path) -> Iterator[Mutation]:
         lambda run: (run / "checkpoints" / head / "manifest.json").write_bytes(b"[" + b"[]," * (5 * 10**6) + b"[]]"),
     )
     yield "size: run.json", "of 1 GB", lambda run: os.truncate(run / "run.json", 10**9)
-    yield "size: config.yaml", "of aliases", lambda run: (run / "config.yaml").write_text(_alias_bomb())
-    yield "size: config.yaml", "deep", lambda run: (run / "config.yaml").write_text("run: " + "[" * 5000)
+    yield (
+        "size: config.yaml",
+        "of aliases",
+        lambda run: (run / "config.yaml").write_text(_alias_bomb(), encoding="utf-8"),
+    )
+    yield (
+        "size: config.yaml",
+        "deep",
+        lambda run: (run / "config.yaml").write_text("run: " + "[" * 5000, encoding="utf-8"),
+    )
 
 
 def _many(line: bytes) -> bytes:
@@ -476,12 +484,12 @@ def _edit_archive(run: Path, version: WeightVersion, change: Callable[[list[Grou
 
 
 def _set_yaml(path: Path, key: str, value: Any) -> None:
-    tree = at = yaml.safe_load(path.read_text())
+    tree = at = yaml.safe_load(path.read_text(encoding="utf-8"))
     *sections, last = key.split(".")
     for section in sections:
         at = at.setdefault(section, {})
     at[last] = value
-    path.write_text(yaml.safe_dump(tree))
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
 
 
 def _flip(path: Path, at: float) -> None:

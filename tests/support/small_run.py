@@ -259,7 +259,7 @@ def write_config(folder: Path) -> Path:
         "grpo_config": {"num_generations": SIZE, "off_policy_steps": ETA},
         "trainer": {"max_steps": STEPS, "groups_per_step": BATCH},
     }
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     with claimed(load([folder / "config.yaml"])):
         return folder
 

@@ -54,7 +54,7 @@ class Training:
     mark: str
 
     def text(self) -> str:
-        return self.output.read_text() + self.errors.read_text()
+        return self.output.read_text(encoding="utf-8") + self.errors.read_text(encoding="utf-8")
 
     def wait_for(self, pattern: str, timeout_s: float = 240.0) -> re.Match[str]:
         """The first match in what it has printed. Raises AssertionError, with all of it, when it ends or time is up."""
@@ -154,7 +154,7 @@ def _volley(folder: Path, simulated: bool, *arguments: str) -> Iterator[Training
 
 def _parent(pid: int) -> int:
     with contextlib.suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
     return 0
 
 

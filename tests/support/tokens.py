@@ -15,6 +15,6 @@ def write_tokens(folder: Path) -> TokenFiles:
 
 
 def write_private(path: Path, text: str) -> Path:
-    path.write_text(text + "\n")
+    path.write_text(text + "\n", encoding="utf-8")
     path.chmod(0o600)
     return path

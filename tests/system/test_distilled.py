@@ -58,12 +58,12 @@ def test_a_distilled_run_outlives_its_teacher_and_replays_without_it(tmp_path: P
                 wanted = np.array([told(int(t)) for t in one.token_ids], np.float32) * one.loss_mask
                 assert one.teacher_logprobs is not None
                 np.testing.assert_array_equal(one.teacher_logprobs, wanted)
-    asked = log.read_text()
+    asked = log.read_text(encoding="utf-8")
     command = [sys.executable, "-m", "services.cli", "replay", str(run.folder.path), "--from-step", "1", "--json"]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False, timeout=400)
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", check=False, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert orjson.loads(done.stdout)["first_divergence"] is None
-    assert log.read_text() == asked
+    assert log.read_text(encoding="utf-8") == asked
 
 
 def lines(folder: RunFolder) -> list[dict[str, float]]:

@@ -46,7 +46,7 @@ def test_a_run_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
     assert len(told) == N_STEPS
     assert all(0.0 <= share < 0.5 for share in told)
     command = [sys.executable, "-m", "services.cli", "replay", str(run.folder.path), "--from-step", "0", "--json"]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False, timeout=400)
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", check=False, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert orjson.loads(done.stdout)["first_divergence"] is None
 
@@ -54,8 +54,8 @@ def test_a_run_replays_the_routing_of_its_engine(tmp_path: Path) -> None:
 def mixture(folder: Path) -> Path:
     """The tiny model, with eight experts in each layer, and its tokenizer."""
     shutil.copytree(PROJECT / "configs/models/tiny", folder)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     family = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    (folder / "config.json").write_text(json.dumps(config | family | sizes))
+    (folder / "config.json").write_text(json.dumps(config | family | sizes), encoding="utf-8")
     return folder

@@ -51,7 +51,7 @@ def test_a_judged_run_outlives_its_judge_and_is_judged_again_from_what_was_kept(
     rows = metrics(run.folder)
     assert [row["step"] for row in rows] == list(range(1, N_STEPS + 1))
     assert all(0 < row["reward/clarity"] <= WEIGHT for row in rows), rows
-    asked = log.read_text().split()
+    asked = log.read_text(encoding="utf-8").split()
     assert len(asked) - len(set(asked)) <= 16, "questions were sent twice beside those under way when it was killed"
     assert spent(run) >= (len(set(asked)), 100 * len(set(asked)))
     assert spent(run)[0] <= BUDGET
@@ -62,7 +62,7 @@ def test_a_judged_run_outlives_its_judge_and_is_judged_again_from_what_was_kept(
     was, now = halved["environments"]["frozen_lake"]["reward"]
     clarity = sum(row["reward/clarity"] for row in rows) / len(rows)
     assert was - now == pytest.approx(clarity / 2, abs=1e-6)
-    assert log.read_text().split() == asked, "nobody was asked anew"
+    assert log.read_text(encoding="utf-8").split() == asked, "nobody was asked anew"
 
 
 def newest_step(folder: RunFolder) -> int:
@@ -87,6 +87,6 @@ def reverified(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> dict[st
 
 def read_otherwise(folder: RunFolder) -> None:
     """A mended scorer: the same answers of the judge are worth half."""
-    text = folder.config.read_text()
+    text = folder.config.read_text(encoding="utf-8")
     assert f"weight: {WEIGHT}" in text
-    folder.config.write_text(text.replace(f"weight: {WEIGHT}", f"weight: {WEIGHT / 2}"))
+    folder.config.write_text(text.replace(f"weight: {WEIGHT}", f"weight: {WEIGHT / 2}"), encoding="utf-8")

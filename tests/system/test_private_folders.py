@@ -50,7 +50,7 @@ class SeparateServices:
         self._root, self._running, self._programs = folder, dict[str, subprocess.Popen[bytes]](), programs
         self._ports = {name: free_port() for name in programs}
         password = folder / "redis_password"
-        password.write_text(redis.url.partition("://:")[2].partition("@")[0])
+        password.write_text(redis.url.partition("://:")[2].partition("@")[0], encoding="utf-8")
         password.chmod(0o600)
         self._overrides = [
             f"model.path={PROJECT / 'configs/models/tiny'}",
@@ -110,7 +110,9 @@ class SeparateServices:
         until(lambda: metrics.exists() and len(metrics.read_bytes().splitlines()) >= step, self.logs)
 
     def logs(self) -> str:
-        return "\n".join(path.read_text()[-3000:] for path in (self._root / "log", *self._root.glob("*/log")))
+        return "\n".join(
+            path.read_text(encoding="utf-8")[-3000:] for path in (self._root / "log", *self._root.glob("*/log"))
+        )
 
     def stop(self) -> None:
         for process in self._running.values():

@@ -34,14 +34,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
 
 
 def test_it_ends_with_its_result(run: Training) -> None:
-    lines = run.output.read_text().splitlines()
+    lines = run.output.read_text(encoding="utf-8").splitlines()
     assert re.fullmatch(rf"DONE: steps={N_STEPS} elapsed_sec=\d+\.\d", lines[-1])
     assert any("held-out success after RL" in line for line in lines)
-    assert run.errors.read_text() == ""
+    assert run.errors.read_text(encoding="utf-8") == ""
 
 
 def test_it_shows_a_line_a_step(run: Training) -> None:
-    steps = [line for line in run.output.read_text().splitlines() if re.match(r"step +\d+/", line)]
+    steps = [line for line in run.output.read_text(encoding="utf-8").splitlines() if re.match(r"step +\d+/", line)]
     assert len(steps) == N_STEPS
     for line in steps:
         assert all(
@@ -99,14 +99,14 @@ def test_the_run_is_proven(run: Training) -> None:
 
 def test_its_last_steps_replay_bit_identically(run: Training) -> None:
     command = [sys.executable, "-m", "services.cli", "replay", str(run.folder.path), "--from-step", "1", "--json"]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert orjson.loads(done.stdout)["first_divergence"] is None
 
 
 def test_secrets_are_in_private_files_only(run: Training) -> None:
     folder = run.folder
-    secrets = [path.read_text() for path in folder.secrets.iterdir()]
+    secrets = [path.read_text(encoding="utf-8") for path in folder.secrets.iterdir()]
     assert len(secrets) == 4
     assert all(
         stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
@@ -129,6 +129,6 @@ def test_a_finished_run_is_not_trained_again(run: Training) -> None:
     folder = run.folder.path
     command = [sys.executable, "-m", "services.cli", "train", "--config", SMALL]
     command += [f"run.dir={folder.parent}", f"run.name={folder.name}", f"trainer.max_steps={N_STEPS}"]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=60, check=False)
     assert done.returncode == 2
     assert "is finished" in done.stderr

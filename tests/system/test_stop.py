@@ -109,7 +109,7 @@ def expect_refusal(folder: Path, override: str, code: int, named: str, *more: st
     """One line that names the thing, the exit code, and nothing left."""
     with training(folder, override, *more) as run:
         assert run.wait(120) == code, run.text()
-        errors = run.errors.read_text()
+        errors = run.errors.read_text(encoding="utf-8")
         assert errors.count("\n") == 1, errors
         assert errors.startswith("volley: ")
         assert named in errors

@@ -56,7 +56,7 @@ def test_what_is_submitted_into_a_live_run_is_trained_on_and_judged_again(
         "frozen_lake": trained.count("frozen_lake"),
     }
     source = run.folder.environments / "submitted" / "compass" / "1" / "source" / "environment.py"
-    source.write_text(source.read_text().replace("float(right)", "float(not right)"))
+    source.write_text(source.read_text(encoding="utf-8").replace("float(right)", "float(not right)"), encoding="utf-8")
     after = _reverified(run.folder, capsys)["environments"]
     assert after["compass@1"]["changed"] == after["compass@1"]["episodes"] > 0
     assert after["frozen_lake"]["changed"] == 0

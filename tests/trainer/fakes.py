@@ -195,7 +195,7 @@ class FakeQueue:
         self.attended += 1
         if not finished:
             return
-        durable = len(self.ledger.read_text().splitlines())
+        durable = len(self.ledger.read_text(encoding="utf-8").splitlines())
         self.events.append(
             f"commit version={version} tickets={[f.ticket for f in finished]} void={void} ledger={durable}"
         )

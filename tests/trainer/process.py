@@ -84,7 +84,7 @@ class TrainerProcess:
 
     def start(self) -> None:
         path = self.folder / "config.yaml"
-        path.write_text(yaml.safe_dump(self.tree))
+        path.write_text(yaml.safe_dump(self.tree), encoding="utf-8")
         self.url = f"http://127.0.0.1:{self.tree['services']['trainer']['port']}"
         log = (self.folder / "trainer.log").open("ab")
         self.process = subprocess.Popen(
@@ -123,7 +123,7 @@ class TrainerProcess:
         return self.process.wait(timeout_s)
 
     def log(self) -> str:
-        return (self.folder / "trainer.log").read_text()
+        return (self.folder / "trainer.log").read_text(encoding="utf-8")
 
     def status(self) -> dict[str, Any]:
         return HTTP.get(f"{self.url}/status").json()

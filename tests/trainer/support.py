@@ -91,5 +91,5 @@ def write_shards(folder: Path, config: dict[str, Any], weights: models.Weights) 
         file = f"model-0000{i}-of-00002.safetensors"
         save_file({name: weights[name] for name in part}, folder / file)
         where |= dict.fromkeys(part, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}), encoding="utf-8")
     return folder

@@ -36,7 +36,7 @@ HERMES = (
 
 def written(path: Path, *rows: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
@@ -74,8 +74,8 @@ def test_a_prompt_and_its_completion_are_the_tokens_of_their_messages():
 @pytest.fixture(scope="session")
 def hermes(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     folder = shutil.copytree(TINY, tmp_path_factory.mktemp("hermes") / "model")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": HERMES}))
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": HERMES}), encoding="utf-8")
     return ChatTokenizer(folder)
 
 
@@ -198,7 +198,7 @@ def test_absent_files_and_folders_without_data(tmp_path: Path):
 def test_a_folder_as_datasets_have_it(tmp_path: Path):
     for name in ("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test-00000.jsonl"):
         written(tmp_path / name, {"from": name})
-    (tmp_path / "dataset_infos.json").write_text("{}")
+    (tmp_path / "dataset_infos.json").write_text("{}", encoding="utf-8")
     assert [found["from"][-20:-6] for _, found in records([tmp_path], "train")] == ["00000-of-00002", "00001-of-00002"]
     assert [place for place, _ in records([tmp_path], "eval")] == [f"{tmp_path}/data/test-00000.jsonl, line 1"]
     written(tmp_path / "plain/a.jsonl", 1)
@@ -286,8 +286,8 @@ def test_tools_that_the_template_leaves_out_are_counted(hermes: ChatTokenizer, t
     assert tokenized(hermes, rows, "conversations", 400, "error").told()["without_tools"] == 1
     shows = {"chat_template": "{{ tools | tojson if tools else '' }}" + HERMES}
     folder = shutil.copytree(TINY, tmp_path / "model")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | shows))
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | shows), encoding="utf-8")
     assert tokenized(ChatTokenizer(folder), rows, "conversations", 400, "error").told()["without_tools"] == 0
 
 

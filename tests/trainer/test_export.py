@@ -42,7 +42,7 @@ def make_run(folder: Path, case: families.FamilyCase, dtype: type) -> dict[str, 
         contents = CheckpointContents(params, {"count": np.zeros((), np.int32)}, master, case.config, None)
         checkpoints.save(replace(initial_state(0).under(1, keep_reference=False), step=step, low=step), contents, None)
     config = {"run": {"name": "run", "dir": str(folder)}, "model": {"path": str(model)}, "data": {"env": "frozen_lake"}}
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     return params
 
 

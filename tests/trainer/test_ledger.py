@@ -102,7 +102,7 @@ def test_metrics_of_undone_steps_and_of_replaced_trainers_are_removed(tmp_path: 
         log.append({"step": int(version[-1]), "version": version})
     log.repair(replace(state(2, 2), lineage=((1, 0), (2, 1))), 3)
     log.append({"step": 3, "version": "e000003-s000003"})
-    lines = [orjson.loads(x)["version"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = [orjson.loads(x)["version"] for x in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert lines == [versions[0], versions[2], "e000003-s000003"]
 
 

@@ -256,7 +256,7 @@ def test_a_base_that_is_damaged_or_of_others_is_refused(folders: CheckpointFolde
     with pytest.raises(WeightsError, match=f"base {found.base.digest}: digest of"):
         again.build()
     path = folder / weights.MANIFEST
-    path.write_text(path.read_text().replace(found.base.digest, "0" * 64))
+    path.write_text(path.read_text(encoding="utf-8").replace(found.base.digest, "0" * 64), encoding="utf-8")
     with pytest.raises(WeightsError, match="digest of the base"):
         weights.read_manifest(folder)
 
@@ -288,7 +288,7 @@ def test_a_mesh_divides_adapters_as_their_weights() -> None:
     assert found["layers.0.attn.q_proj.w_lora_a"][1] is None
 
 
-PEFT = json.loads((Path(__file__).parents[1] / "fixtures" / "lora" / "expected.json").read_text())
+PEFT = json.loads((Path(__file__).parents[1] / "fixtures" / "lora" / "expected.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(

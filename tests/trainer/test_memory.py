@@ -179,11 +179,11 @@ def test_what_fits_is_told() -> None:
 
 def test_the_limit_is_that_of_the_container_or_of_the_machine(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       1000 kB\nMemFree: 1 kB\n")
+    meminfo.write_text("MemTotal:       1000 kB\nMemFree: 1 kB\n", encoding="utf-8")
     assert memory.host_limit(tmp_path, meminfo) == (1024_000, "this machine")
-    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.max").write_text("max\n", encoding="utf-8")
     assert memory.host_limit(tmp_path, meminfo) == (1024_000, "this machine")
-    (tmp_path / "memory.max").write_text("4096\n")
+    (tmp_path / "memory.max").write_text("4096\n", encoding="utf-8")
     assert memory.host_limit(tmp_path, meminfo) == (4096, "this container")
     assert memory.resident() > 2**20
 

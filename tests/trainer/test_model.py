@@ -193,10 +193,12 @@ def test_bad_meshes_and_folders_are_refused(tmp_path: Path):
         mesh(8, 8)
     with pytest.raises(ConfigError, match="does not divide over tp=4"):
         model_of(WEIGHTS, CONFIG, mesh(1, 4))
-    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="not valid JSON"):
         ModelConfig.read(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in CONFIG.items() if k != "hidden_size"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({k: v for k, v in CONFIG.items() if k != "hidden_size"}), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match="lacks hidden_size"):
         ModelConfig.read(tmp_path)
 
@@ -204,6 +206,6 @@ def test_bad_meshes_and_folders_are_refused(tmp_path: Path):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 5}', '{"weight_map": {"a": 5}}'])
 def test_a_damaged_index_is_named(tmp_path: Path, text: str):
     folder = write_shards(tmp_path / "hf", CONFIG, WEIGHTS)
-    (folder / "model.safetensors.index.json").write_text(text)
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is no index of tensors"):
         leaves_of(folder, ModelConfig.parse(CONFIG), 0)

@@ -303,7 +303,9 @@ def test_a_disk_that_is_full_ends_the_publishing_and_not_the_gathering(two, tmp_
 
 def run_config(tmp_path: Path, *overrides: str) -> Any:
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump({"model": {"path": "configs/models/tiny"}, "data": {"env": "frozen_lake"}}))
+    path.write_text(
+        yaml.safe_dump({"model": {"path": "configs/models/tiny"}, "data": {"env": "frozen_lake"}}), encoding="utf-8"
+    )
     return config.load([path], [f"run.dir={tmp_path}", *overrides]).config
 
 
@@ -383,7 +385,7 @@ def trained(folder: Path, n: int) -> tuple[list[dict[str, Any]], dict[str, np.nd
     found = CheckpointFolders(run.checkpoints, "r", 3, OrbaxArrays()).newest()
     assert found is not None
     assert found.state.step == STEPS
-    lines = [orjson.loads(line) for line in run.metrics.read_text().splitlines()]
+    lines = [orjson.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     return lines, {name: np.asarray(value) for name, value in found.params.items()}
 
 

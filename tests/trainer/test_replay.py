@@ -60,7 +60,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def volley(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.cli", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False, env=in_use())
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=200, check=False, env=in_use()
+    )
 
 
 @pytest.mark.long

@@ -52,7 +52,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory):
 
 
 def lines(run: Path) -> list[dict]:
-    return [orjson.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [orjson.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def test_killed_and_resumed_ends_bit_identical(tmp_path: Path, redis: str, uninterrupted):

@@ -91,10 +91,10 @@ def test_what_the_assistant_says_and_its_end_are_trained():
 
 def test_demonstrations_are_rendered_with_the_tools_that_a_rollout_is_rendered_with(tmp_path: Path):
     folder = shutil.copytree(Path(__file__).parents[2] / "configs/models/tiny", tmp_path / "model")
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     told = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     settings["chat_template"] = told + settings["chat_template"]
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
     tokenizer = ChatTokenizer(folder)
     tool = {"type": "function", "function": {"name": "calculator", "description": "exact", "parameters": {}}}
     ((row,),) = sequences(tokenizer, [DemonstrationReply(TALK[:2], [tool])], 400)

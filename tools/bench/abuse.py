@@ -46,7 +46,8 @@ def running_service(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], int
     port = free_port()
     (folder / "run.yaml").write_text(
         f"model: {{path: none}}\ndata: {{env: frozen_lake}}\nrun: {{dir: {folder}}}\n"
-        f"services: {{env: {{port: {port}}}}}\n"
+        f"services: {{env: {{port: {port}}}}}\n",
+        encoding="utf-8",
     )
     command = [sys.executable, "-m", "services.env", "--config", str(folder / "run.yaml")]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
@@ -150,7 +151,7 @@ async def _pour(writer: asyncio.StreamWriter, chunk: bytes) -> None:
 
 
 def _resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

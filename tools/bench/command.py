@@ -111,7 +111,8 @@ def run(benchmark: Benchmark) -> dict[str, dict[str, Any]]:
             cwd=PROJECT,
             env=variables,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             timeout=benchmark.timeout_s,
             check=False,
         )

@@ -99,7 +99,8 @@ def our_server(folder: Path, n_sessions: int) -> Iterator[tuple[int, int]]:
     port, file = free_port(), folder / "run.yaml"
     file.write_text(
         f"model: {{path: none}}\ndata: {{env: echo}}\nrun: {{dir: {folder}}}\n"
-        f"orchestrator: {{max_concurrent_episodes: {n_sessions}}}\nservices: {{env: {{port: {port}}}}}\n"
+        f"orchestrator: {{max_concurrent_episodes: {n_sessions}}}\nservices: {{env: {{port: {port}}}}}\n",
+        encoding="utf-8",
     )
     command = [sys.executable, "-m", "tools.simulated.echo_env", "--config", file]
     with _serving(command, f"http://127.0.0.1:{port}/ready") as pid:

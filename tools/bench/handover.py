@@ -49,7 +49,9 @@ def main() -> None:
             f"run.dir={root}",
             *_OVERRIDES,
         ]
-        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=PROJECT, capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
         if done.returncode != 0:
             raise VolleyError(f"the run failed: {done.stderr.strip()}")
         rows = [

@@ -53,4 +53,4 @@ def _bound(megabits: float, device: str, *inside: str) -> None:
 
 
 def _do(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    subprocess.run(command, check=True, capture_output=True, encoding="utf-8", errors="replace")

@@ -146,7 +146,7 @@ async def load(
 
 def cpu_seconds(pid: int) -> float:
     """Of the process and its threads, proc(5)."""
-    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(stat[11]) + int(stat[12])) / _TICKS
 
 

@@ -71,7 +71,7 @@ def _measured(step: Callable[..., Any], params: Any, batch: Any) -> dict[str, fl
     compiled = jax.jit(step).lower(params, batch).compile()
     plan = compiled.memory_analysis()
     before = _memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
     jax.block_until_ready(compiled(params, batch))
     return {
         "compiled": plan.temp_size_in_bytes + plan.output_size_in_bytes,
@@ -80,7 +80,7 @@ def _measured(step: Callable[..., Any], params: Any, batch: Any) -> dict[str, fl
 
 
 def _memory(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 

@@ -216,7 +216,7 @@ class _Servers:
             host, inside = (_LOOPBACK, ()) if self._megabits is None else links.add_host(i, self._megabits)
             port = free_port()
             path = self._folder / f"{i}.yaml"
-            path.write_text(yaml.safe_dump(self._run(host, port)))
+            path.write_text(yaml.safe_dump(self._run(host, port)), encoding="utf-8")
             command = [*inside, str(python_of("rollout")), "-m", "services.rollout", "--config", str(path)]
             self._processes.append(await asyncio.to_thread(_started, command))
             self._urls.append(f"http://{host}:{port}")
@@ -253,8 +253,8 @@ async def _up(url: str) -> None:
 
 def _peak_bytes(pid: int) -> int:
     """Most memory that the service and its engine have had, together."""
-    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-    status = [Path(f"/proc/{one}/status").read_text() for one in pids]
+    pids = [pid, *map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split())]
+    status = [Path(f"/proc/{one}/status").read_text(encoding="utf-8") for one in pids]
     return sum(1024 * int(text.partition("VmHWM:")[2].split()[0]) for text in status)
 
 

@@ -45,7 +45,9 @@ def main() -> None:
 async def _measure(root: Path) -> tuple[float, float]:
     """(HTTP, engine) in tokens/s."""
     model = write_model(
-        root / "bench" / "checkpoints" / "base", json.loads(_MODEL.read_text()), np.random.default_rng(0)
+        root / "bench" / "checkpoints" / "base",
+        json.loads(_MODEL.read_text(encoding="utf-8")),
+        np.random.default_rng(0),
     )
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, 500, int(n)).astype(np.int32) for n in rng.integers(16, 96, N_REQUESTS)]
@@ -87,7 +89,7 @@ async def _through_engine(model: Path) -> AsyncIterator[Send]:
 async def _through_http(root: Path, model: Path) -> AsyncIterator[Send]:
     port = free_port()
     config = root / "config.yaml"
-    config.write_text(json.dumps(_config(root, model, port)))
+    config.write_text(json.dumps(_config(root, model, port)), encoding="utf-8")
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "services.rollout", "--config", str(config))
     body = {"sampling_params": {"max_new_tokens": N_NEW, "ignore_eos": True}}
     try:
@@ -150,7 +152,7 @@ def write_model(folder: Path, config: Mapping[str, Any], rng: np.random.Generato
         weights |= {f"model.layers.{layer}.{name}.weight": np.ones(size, np.float32) for name, size in gains.items()}
     weights |= {f"{name}.weight": rng.normal(0, 0.05, shape).astype(np.float32) for name, shape in shapes.items()}
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

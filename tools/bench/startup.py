@@ -144,7 +144,7 @@ def _supervised(checkout: Path, folder: Path) -> Iterator[subprocess.Popen[bytes
 
 
 def _tail(folder: Path) -> str:
-    return (folder / "said").read_text(errors="replace").strip()[-500:]
+    return (folder / "said").read_text(errors="replace", encoding="utf-8").strip()[-500:]
 
 
 def _urls(folder: RunFolder) -> dict[str, str]:
@@ -172,13 +172,13 @@ def cost_so_far(leader: int) -> StartCost:
         with contextlib.suppress(OSError):
             stat = _stat(process)
             ticks += sum(map(int, stat[11:15])) if int(stat[3]) == leader else 0
-    since_boot = float(Path("/proc/uptime").read_text().split()[0])
+    since_boot = float(Path("/proc/uptime").read_text(encoding="utf-8").split()[0])
     return StartCost(ticks / _TICKS, since_boot - int(own[19]) / _TICKS)
 
 
 def _stat(process: Path) -> list[str]:
     """The fields of /proc/PID/stat from the third on: state, parent, group, session, …; proc(5) counts from 1."""
-    return (process / "stat").read_text().rpartition(")")[2].split()
+    return (process / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
 
 
 def is_ready(url: str) -> bool:

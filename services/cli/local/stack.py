@@ -217,7 +217,7 @@ class _Builder:
         if self.redis is not None:
             password = self._folder.secrets / "redis"
             password.unlink(missing_ok=True)
-            with open(os.open(password, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            with open(os.open(password, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
                 file.write(self.redis.password)
             update |= {
                 "redis_url": self._seams.reach("redis", f"redis://127.0.0.1:{self.redis.port}/0"),

@@ -160,7 +160,7 @@ def secret(folder: RunFolder, name: str) -> Path:
     path = folder.secrets / name
     with (
         contextlib.suppress(FileExistsError),
-        open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
+        open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file,
     ):
         file.write(secrets.token_hex(24))
     return path
@@ -284,7 +284,7 @@ def _versions() -> dict[str, str]:
     if lock.exists():
         import tomllib
 
-        packages = tomllib.loads(lock.read_text())["package"]
+        packages = tomllib.loads(lock.read_text(encoding="utf-8"))["package"]
         for name in _PACKAGES:
             found[name] = ", ".join(str(p["version"]) for p in packages if p["name"] == name)
     return found
@@ -306,7 +306,7 @@ def _lock_file(path: Path) -> IO[str]:
     try:
         path.touch()
         open_file(path).close()
-        return path.open("a+")
+        return path.open("a+", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", "remove it, or choose another run.name=…") from error
 

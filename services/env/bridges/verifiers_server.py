@@ -287,7 +287,7 @@ def main():
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     Handler.bridge, Handler.loop = Server(given.module, environment), loop
-    Handler.token = given.token_file.read_text().strip().encode() if given.token_file else None
+    Handler.token = given.token_file.read_text(encoding="utf-8").strip().encode() if given.token_file else None
     served = ThreadingHTTPServer((given.host, given.port), Handler)
     sizes = {split: len(rows) for split, rows in Handler.bridge.splits.items()}
     print(f"{given.module} {sizes} at http://{given.host}:{served.server_port}", flush=True)

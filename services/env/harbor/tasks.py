@@ -251,7 +251,7 @@ def _variables(given: Mapping[str, str]) -> Mapping[str, str]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:  # none is there, or a folder
         raise InputError(f"there is no file {path.name}") from None
     except UnicodeDecodeError as error:

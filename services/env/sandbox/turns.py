@@ -104,6 +104,6 @@ def n_processors() -> int:
     """That this process may use: those it may run on, and as many as the quota of its container is worth."""
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # "max" is no quota
-        quota, period = map(int, _QUOTA.read_text().split())
+        quota, period = map(int, _QUOTA.read_text(encoding="utf-8").split())
         n = min(n, max(1, quota // period))
     return n

@@ -52,7 +52,7 @@ async def checked(file: Path, source: str, packages: Path, entry: str | None) ->
 def main() -> None:
     file, packages = Path(sys.argv[1]), Path(sys.argv[2])
     try:
-        found = asyncio.run(checked(file, file.read_text(), packages, *(sys.argv[3:4] or [None])))
+        found = asyncio.run(checked(file, file.read_text(encoding="utf-8"), packages, *(sys.argv[3:4] or [None])))
     except (VolleyError, OSError, UnicodeDecodeError) as error:
         sys.stderr.write(f"volley: {error}\n")
         raise SystemExit(2) from None

@@ -57,7 +57,7 @@ class SubmissionStore:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(content)
                 storage.fsync(file)
-            (made / _RECORD).write_text(version.model_dump_json(indent=1))
+            (made / _RECORD).write_text(version.model_dump_json(indent=1), encoding="utf-8")
             storage.fsync(made / _RECORD)
             storage.fsync(made)
             os.rename(made, path)

@@ -102,7 +102,7 @@ class McpClient:
 @asynccontextmanager
 async def connect(settings: McpSettings, where: str) -> AsyncIterator[McpClient]:
     """To be entered and left by one task. Raises Unavailable with the reason, ConfigError."""
-    with tempfile.TemporaryFile("w+") as errors:
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(settings.start_s):

@@ -144,7 +144,7 @@ def _keep(folder: RunFolder, beginning: str) -> None:
     path = folder.recorded_beginning
     with storage.storage(folder.path):
         folder.path.mkdir(parents=True, exist_ok=True)
-        known = path.read_text() if path.exists() else beginning
+        known = path.read_text(encoding="utf-8") if path.exists() else beginning
         if known != beginning and any(record.exists() for record in folder.handed_over.values()):
             raise AnotherBeginning(
                 f"{folder.path} holds records of another beginning of the run than the queue",

@@ -64,7 +64,7 @@ def convert(file: Path, folder: Path) -> None:
     _write(folder / "config.json", config)
     _write(folder / "generation_config.json", ids)
     _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **settings})
-    (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"])
+    (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"], encoding="utf-8")
 
 
 def config_of(fields: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:

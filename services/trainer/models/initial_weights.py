@@ -132,7 +132,7 @@ def _index(folder: Path, files: list[Path]) -> dict[str, _Place]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+            named = {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"model file {index} is no index of tensors: {error!r}", "the download is incomplete or damaged"

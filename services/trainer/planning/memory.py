@@ -200,11 +200,13 @@ def available(device: jax.Device) -> tuple[int, str]:
 def host_limit(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> tuple[int, str]:
     """The memory of this machine, or what its container may have of it, in bytes."""
     whole = next(
-        int(line.split()[1]) * 1024 for line in meminfo.read_text().splitlines() if line.startswith("MemTotal")
+        int(line.split()[1]) * 1024
+        for line in meminfo.read_text(encoding="utf-8").splitlines()
+        if line.startswith("MemTotal")
     )
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
-            limit = int((cgroup / name).read_text())
+            limit = int((cgroup / name).read_text(encoding="utf-8"))
         except (OSError, ValueError):  # not there, or "max"
             continue
         if limit < whole:
@@ -214,7 +216,7 @@ def host_limit(cgroup: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/pro
 
 def resident(statm: Path = Path("/proc/self/statm")) -> int:
     """What this process holds in memory, in bytes."""
-    return int(statm.read_text().split()[1]) * 4096
+    return int(statm.read_text(encoding="utf-8").split()[1]) * 4096
 
 
 def _leaves(described: ModelConfig, model: ModelOptions) -> dict[str, tuple[int, int]]:

@@ -208,7 +208,7 @@ class Publications:
             self._root.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 storage.replace(path, secrets.token_hex(8).encode())
-            return path.read_text()
+            return path.read_text(encoding="utf-8")
 
     def _retain(self, store: ChunkFolder, chunks: frozenset[str]) -> None:
         """The newest versions, and those that somebody is pulling."""

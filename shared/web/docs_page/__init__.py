@@ -51,7 +51,7 @@ def add(app: FastAPI, roles: Mapping[str, Role], *, secured: bool) -> None:
         roles: of all routes, {"POST /episodes/{id}/step": Role.SERVICE}; a route that is missing asks for admin.
         secured: whether the service asks for tokens.
     """
-    page = (_OWN / "page.html").read_text().replace("TITLE", html.escape(app.title))
+    page = (_OWN / "page.html").read_text(encoding="utf-8").replace("TITLE", html.escape(app.title))
     app.add_api_route("/docs", lambda: HTMLResponse(page, headers=_HEADERS), methods=["GET"], include_in_schema=False)
     for name, media_type in _ASSETS.items():
         app.add_api_route(f"/docs/{name}", _asset(name, media_type), methods=["GET"], include_in_schema=False)

@@ -46,7 +46,7 @@ def package_index(root: Path, packages: Mapping[str, bytes]) -> Iterator[str]:
         folder = root / "simple" / name.partition("-")[0]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-        (folder / "index.html").write_text(f'<a href="{name}">{name}</a>')
+        (folder / "index.html").write_text(f'<a href="{name}">{name}</a>', encoding="utf-8")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(root)))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

@@ -46,7 +46,7 @@ class Target:
         return self.folder / "secret.txt"
 
     def is_whole(self) -> bool:
-        return self.secret.read_text() == SECRET and {path.name for path in self.folder.iterdir()} == {
+        return self.secret.read_text(encoding="utf-8") == SECRET and {path.name for path in self.folder.iterdir()} == {
             "secret.txt",
             "socket",
         }
@@ -60,7 +60,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         local.bind(str(folder / "socket"))
         local.listen()
         found = Target(folder, server.getsockname()[1])
-        found.secret.write_text(SECRET)
+        found.secret.write_text(SECRET, encoding="utf-8")
         os.chmod(found.secret, 0o666)
         os.environ["VOLLEY_TEST_SECRET"] = SECRET
         yield found

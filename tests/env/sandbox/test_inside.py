@@ -24,7 +24,7 @@ def test_there_are_files():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_only_the_standard_library_is_imported(path: Path):
-    tree = ast.parse(path.read_text(), feature_version=(3, 10))
+    tree = ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
     allowed = sys.stdlib_module_names | {file.stem for file in FILES}
     for node in ast.walk(tree):
         names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
@@ -34,7 +34,7 @@ def test_only_the_standard_library_is_imported(path: Path):
 
 def constant(file: str, name: str) -> object:
     """The value of a constant of a module inside."""
-    for node in ast.parse((INSIDE / file).read_text()).body:
+    for node in ast.parse((INSIDE / file).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(
                 ast.unparse(node.value).replace("1 << 20", str(2**20)).replace("2 ** 31", str(2**31))

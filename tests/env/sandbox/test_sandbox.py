@@ -441,7 +441,7 @@ def is_zygote(pid: int) -> bool:
 
 def zygotes() -> set[int]:
     """The zygotes that are children of this process."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
     return {pid for pid in map(int, children) if is_zygote(pid)}
 
 
@@ -528,7 +528,7 @@ def folders_in(folder: Path) -> list[Path]:
 
 
 def descendants(pid: int) -> set[int]:
-    found = {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    found = {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()}
     return found.union(*map(descendants, found))
 
 

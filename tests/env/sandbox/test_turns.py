@@ -110,7 +110,7 @@ def state_of(sandbox: Sandbox) -> str:
     """Of a process without namespaces: R, S, T (stopped), …, proc(5); empty before its number is known."""
     if sandbox.pid is None:
         return ""
-    return Path(f"/proc/{sandbox.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return Path(f"/proc/{sandbox.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
 
 
 async def stands_still(sandbox: Sandbox) -> None:

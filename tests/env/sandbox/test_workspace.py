@@ -35,10 +35,10 @@ def test_what_is_deep_is_removed(tmp_path: Path):
 def test_what_cannot_be_read_is_removed(tmp_path: Path):
     folder, outside = tmp_path / "work", tmp_path / "outside"
     outside.mkdir()
-    (outside / "kept").write_text("x")
+    (outside / "kept").write_text("x", encoding="utf-8")
     (folder / "a" / "b").mkdir(parents=True)
     (folder / ".removed-0").mkdir()
-    (folder / "a" / "b" / "file").write_text("x")
+    (folder / "a" / "b" / "file").write_text("x", encoding="utf-8")
     (folder / "a" / "link").symlink_to(outside)
     (folder / "link").symlink_to(outside)
     (folder / ("n" * 200)).write_bytes(b"")
@@ -50,7 +50,7 @@ def test_what_cannot_be_read_is_removed(tmp_path: Path):
     (folder / "a").chmod(0)
     workspace.remove(folder)
     assert not folder.exists()
-    assert (outside / "kept").read_text() == "x"
+    assert (outside / "kept").read_text(encoding="utf-8") == "x"
     workspace.remove(folder)
 
 

@@ -176,7 +176,7 @@ def test_reading_is_total(text: str, form: CallFormat) -> None:
 )
 def test_what_a_models_own_template_writes_is_read(template: str, form: CallFormat, templates: Path) -> None:
     """The templates of the models, as the package trl carries them."""
-    compiled = compile_template((templates / f"{template}.jinja").read_text())
+    compiled = compile_template((templates / f"{template}.jinja").read_text(encoding="utf-8"))
     call = {"type": "function", "function": {"name": "python", "arguments": ARGUMENTS}}
     before: list[Message] = [{"role": "user", "content": "go"}]
     said = {"role": "assistant", "content": "", "tool_calls": [call]}

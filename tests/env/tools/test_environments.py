@@ -173,7 +173,7 @@ def test_settings_that_are_wrong_are_named(config: dict[str, Any], told: str) ->
 async def test_a_database_that_cannot_be_read_ends_the_service_at_its_start(
     open_client: OpenClient, tmp_path: Path
 ) -> None:
-    (tmp_path / "text").write_text("no database at all, though it has many characters" * 20)
+    (tmp_path / "text").write_text("no database at all, though it has many characters" * 20, encoding="utf-8")
     for name, told in (("missing", "cannot be opened"), ("text", "not a database")):
         tools = {"tools": [{"sql": {"database": tmp_path / name}}]}
         with pytest.raises(ConfigError, match=f"frozen_lake: tools: .*{told}"):
@@ -193,7 +193,7 @@ def test_sqlite_writes_databases_to_memory() -> None:
 
 
 def test_every_setting_of_tools_is_documented() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "tools.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "tools.md").read_text(encoding="utf-8")
     for model in (ToolUse, PythonSettings, SqlSettings, WorkspaceSettings, McpSettings):
         for name in model.model_fields:
             assert f"`{name}" in text, f"{model.__name__}.{name}"

@@ -245,7 +245,7 @@ def test_killed_while_it_uploads(bucket: Bucket, tmp_path: Path, monkeypatch: py
         finish(process)
     assert n_gone > 1
     check(tmp_path, bucket, steps)
-    assert '"poison"' not in (tmp_path / "r" / "ledger.jsonl").read_text()
+    assert '"poison"' not in (tmp_path / "r" / "ledger.jsonl").read_text(encoding="utf-8")
 
 
 @pytest.mark.long

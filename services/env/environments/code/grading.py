@@ -200,4 +200,4 @@ def _names(text: str | None) -> list[str]:
 
 @cache
 def _text_of(name: str) -> str:
-    return resources.files("services.env.environments.code").joinpath(name).read_text()
+    return resources.files("services.env.environments.code").joinpath(name).read_text(encoding="utf-8")

@@ -91,7 +91,7 @@ def capabilities() -> int:
     """The effective ones, as a mask; 0 where there is no such thing."""
     if not linux.IS_LINUX:
         return 0
-    with open("/proc/self/status") as file:
+    with open("/proc/self/status", encoding="utf-8") as file:
         return next(int(line.split()[1], 16) for line in file if line.startswith("CapEff:"))
 
 
@@ -108,7 +108,7 @@ def is_privileged(reads_all: bool) -> bool:
 def be_first_to_go() -> None:
     """When the machine's memory runs out, the kernel ends sandboxes before anything else."""
     if linux.IS_LINUX:
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
             file.write("1000")
 
 

@@ -131,7 +131,7 @@ def _make_etc(etc: str, uid: int) -> None:
         "hosts": "127.0.0.1 localhost\n",
     }
     for name, text in names.items():
-        with open(f"{etc}/{name}", "x") as file:
+        with open(f"{etc}/{name}", "x", encoding="utf-8") as file:
             file.write(text)
     for name in os.listdir("/etc"):
         _show(f"/etc/{name}", f"{etc}/{name}", devices=False)
