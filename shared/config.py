@@ -186,6 +186,19 @@ def _overridden(tree: Any, overrides: Sequence[str]) -> Any:
     return tree
 
 
+def recorded(path: Path) -> LoadedConfig:
+    """The configuration in the folder of a run that anybody may have made. Raises ConfigError.
+
+    Nothing that it names is opened, and no variable of the environment is put into it.
+    """
+    with _translated(f"config file {path}"):
+        tree = _read(path)
+    if not _is_plain(tree):
+        raise ConfigError(f"config file {path} holds more than plain values", "a run's own configuration has no ${…}")
+    with _in_file([path], ()):
+        return validate(tree)
+
+
 def stored(folder: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """The configuration in a run's folder, with absolute paths: older runs hold some relative to where they were
     started.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.cli import environment_arguments, model_arguments, sft_arguments
+from services.cli.run_arguments import accept, add_run_dir, add_trust
 from shared.config import add_arguments
 from shared.errors import ConfigError, VolleyError
 
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parsed(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
+        accept(arguments)
         code = _flushed(command(arguments))
     except VolleyError as error:
         print(f"volley: {error}", file=sys.stderr)
@@ -120,7 +122,7 @@ def _add_running(commands: _Commands) -> None:
 
 def _add_looking(commands: _Commands) -> None:
     report = commands.add_parser("report", help="make summary.json, the plot and the table of a run")
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    add_run_dir(report)
     report.set_defaults(command=_report)
 
     compare = commands.add_parser(
@@ -137,6 +139,7 @@ def _add_looking(commands: _Commands) -> None:
         " given again: for each combination",
     )
     compare.add_argument("--plot", type=Path, metavar="FILE.png", help="where the picture goes")
+    add_trust(compare)
     compare.add_argument("--json", action="store_true", help="for programs")
     compare.add_argument("rest", nargs="*", metavar="RUN_DIR | key.path=value", help="runs, or values for --vary")
     compare.set_defaults(command=_compare)
@@ -147,6 +150,7 @@ def _add_looking(commands: _Commands) -> None:
     status.add_argument(
         "targets", nargs="*", metavar="RUN_DIR|URL", help="a run's folder or addresses (default: the newest of runs/)"
     )
+    add_trust(status)
     status.add_argument("--json", action="store_true", help="for programs")
     status.add_argument(
         "--token-file", type=Path, metavar="FILE", help="a viewer's token, for services given by address"
@@ -157,7 +161,7 @@ def _add_looking(commands: _Commands) -> None:
     access = commands.add_parser(
         "access", help="print addresses and token files of a running run, for a shell to evaluate"
     )
-    access.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    add_run_dir(access)
     access.add_argument("--json", action="store_true", help="for programs")
     access.set_defaults(command=_access)
 
@@ -166,14 +170,14 @@ def _add_proving(commands: _Commands) -> None:
     verify = commands.add_parser(
         "verify", help="prove that no ticket of a run was lost or trained twice, from its folder"
     )
-    verify.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    add_run_dir(verify)
     verify.add_argument("--json", action="store_true", help="for programs")
     verify.set_defaults(command=_verify)
 
     replay = commands.add_parser(
         "replay", help="train archived groups again from a retained checkpoint, and compare bit for bit"
     )
-    replay.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    add_run_dir(replay)
     replay.add_argument("--from-step", type=int, metavar="K", help="step of the checkpoint to begin at")
     replay.add_argument(
         "--refused",
@@ -187,7 +191,7 @@ def _add_proving(commands: _Commands) -> None:
     reverify = commands.add_parser(
         "reverify", help="play archived episodes to the environments of today: what their rewards would be now"
     )
-    reverify.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    add_run_dir(reverify)
     reverify.add_argument("--env", metavar="NAME", help="only episodes of that environment")
     reverify.add_argument("--by", metavar="NAME", help="the environment that judges them, e.g. its next version NAME@2")
     reverify.add_argument("--json", action="store_true", help="for programs")
@@ -249,6 +253,7 @@ def _add_measuring(commands: _Commands) -> None:
         metavar="FILE.yaml",
         help="on what, and how (default: the run's own); given again, the later file wins",
     )
+    add_trust(evaluate)
     evaluate.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     evaluate.set_defaults(command=_evaluate)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.cli.layout import TEMPLATES
+from services.cli.run_arguments import add_trust
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def _add_submit(parts: _Commands) -> None:
 
 def _add_target(part: argparse.ArgumentParser) -> None:
     part.add_argument("--run", type=Path, metavar="RUN_DIR", help="whose service (default: the newest of runs/)")
+    add_trust(part)
     part.add_argument("--url", help="of the service, instead of a run")
     part.add_argument("--token-file", type=Path, metavar="FILE", help="an admin's token, with --url")
     part.add_argument("--ca-file", type=Path, metavar="FILE", help="who vouches for the service, with --url")

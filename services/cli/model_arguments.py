@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from services.cli.run_arguments import add_run_dir
 from shared.models.origin import LATEST
 
 type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -18,7 +19,7 @@ def add(commands: _Commands) -> None:
     get.set_defaults(command=_get)
 
     export = commands.add_parser("export", help="write a run's weights as a folder that transformers loads")
-    export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    add_run_dir(export)
     export.add_argument("folder", type=Path, metavar="FOLDER", help="a new one")
     export.add_argument("--version", default=LATEST, metavar="VERSION", help="e000001-s000020 (default: the newest)")
     export.add_argument(

@@ -15,7 +15,7 @@ from shared.errors import ConfigError
 from shared.files import storage
 from shared.models import origin
 from shared.models.origin import ORIGIN, Origin
-from shared.run import weights
+from shared.run import trust, weights
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 
@@ -89,6 +89,17 @@ def _copy(found: Origin, kept: Path) -> None:
     draft.rename(kept)
 
 
+def _model_inside(folder: RunFolder) -> Path:
+    """The model that a run's folder keeps, or names on the hub. Raises ConfigError."""
+    kept = kept_in(folder.path)
+    if kept.is_dir() and not kept.is_symlink():
+        return kept
+    path = config.recorded(folder.config).config.model.path
+    if config.is_folder(path, folder.path):
+        trust.check(folder)
+    return model_folder(path)
+
+
 def copy_small(source: Path, target: Path) -> None:
     """What a model's folder holds beside the weights: configurations, tokenizer, chat template."""
     for pattern in _SMALL:
@@ -98,9 +109,14 @@ def copy_small(source: Path, target: Path) -> None:
 
 
 def model_of(found: Origin) -> Path:
-    """The folder with the config.json and the tokenizer of a version of another run. Raises ConfigError."""
+    """The folder with the config.json and the tokenizer of a version of another run. Raises ConfigError, also where a
+    run's folder that is not trusted names a folder outside.
+    """
     try:
-        return model_folder(config.stored(Path(found.folder)).config.model.path, Path(found.folder))
+        folder = RunFolder(Path(found.folder))
+        if trust.is_own(folder):
+            return model_folder(config.stored(folder.path).config.model.path, folder.path)
+        return _model_inside(folder)
     except ConfigError as error:
         raise ConfigError(
             f"model.path={found.path}: the model of run {found.run} cannot be found: {error.detail}", error.hint

@@ -17,6 +17,7 @@ from services.cli.commands import access, status
 from services.cli.runs import addresses
 from shared.errors import ConfigError, ServiceUnreachable
 from shared.process.ports import free_port
+from shared.run import trust
 from shared.run.folder import RunFolder
 from shared.services_schema import Limits, ServicesSection, Tls
 from shared.web.access import AccessTokens, Role, read_tokens
@@ -88,6 +89,7 @@ def test_of_a_run_that_others_started_the_configuration_tells(tmp_path):
     folder.config.write_text(
         yaml.safe_dump({"model": {"path": "m"}, "data": {"env": "e"}, "services": services}), encoding="utf-8"
     )
+    trust.accept(folder)
     found = addresses.read(folder)
     assert found.urls == {
         "env": "http://env:8101",

@@ -11,6 +11,8 @@ import pytest
 from services.cli.commands import status
 from shared.errors import ConfigError
 from shared.process.wedge import QUIET_S
+from shared.run import trust
+from shared.run.folder import RunFolder
 from shared.services_schema import Limits, TokenFiles
 from shared.web.access import Role, read_tokens
 from shared.web.http import create_app
@@ -74,6 +76,7 @@ async def test_a_wedge_is_shown_from_the_runs_folder_with_a_viewers_token(tmp_pa
     tokens = read_tokens(folder_with(tmp_path, {}))
     async with stack(tokens) as urls:
         folder_with(tmp_path, urls)
+        trust.accept(RunFolder(tmp_path))
         assert await show(tmp_path) == 1
     shown = capsys.readouterr().out
     assert "the run is wedged, nothing has advanced for 60 s" in shown

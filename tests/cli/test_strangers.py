@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from services.cli.verify import command
+from shared.run import trust
 from shared.run.folder import RunFolder
 from tests.support import small_run
 
@@ -69,6 +70,7 @@ def test_a_stranger_on_the_port_of_redis_is_told_of_and_changes_nothing(valid: R
         valid.services.write_text(
             yaml.safe_dump({"services": {"redis_url": f"redis://127.0.0.1:{port}/0"}}), encoding="utf-8"
         )
+        trust.accept(valid)
         result = command.verify(valid)
     assert result["ok"], result["violations"]
     assert result["redis"] not in ("agrees", "differs")

@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 from shared.queue.client import connect
 from shared.queue.queue import TicketQueue
 from shared.queue.server import embedded_server
-from shared.run import archive, commits, ledger, weights
+from shared.run import archive, commits, ledger, trust, weights
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
 from shared.run.mixture import MixtureChange
@@ -469,6 +469,7 @@ def redis(run: RunFolder, tmp_path: Path) -> Iterator[str]:
     """The run's Redis, in which a trainer has begun with the newest checkpoint."""
     with embedded_server(tmp_path / "redis") as spec:
         run.services.write_text(yaml.safe_dump({"services": configured(spec.url, tmp_path)}), encoding="utf-8")
+        trust.accept(run)
         asyncio.run(begin(spec.url))
         yield spec.url
 
@@ -506,6 +507,7 @@ def test_a_redis_that_lost_an_issued_ticket(run: RunFolder, redis: str):
 
 def test_a_redis_that_is_down_is_told(run: RunFolder):
     run.services.write_text(yaml.safe_dump({"services": {"redis_url": "redis://127.0.0.1:1/0"}}), encoding="utf-8")
+    trust.accept(run)
     result = verify(run)
     assert result["ok"]
     assert "did not answer" in result["redis"]

@@ -27,6 +27,7 @@ from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
 from shared.models import origin
+from shared.run import trust
 from shared.run.folder import RunFolder
 
 _NAME = "eval"
@@ -61,7 +62,7 @@ def main(
     loaded, source = _configured(target, paths, overrides)
     try:
         with _scratch(loaded) as folder:
-            if source is not None and source.environments.is_dir():
+            if source is not None and trust.is_own(source) and source.environments.is_dir():
                 shutil.copytree(source.environments, folder / _NAME / "environments", symlinks=True)
             result = _measured(config.changed(loaded, {"run.dir": str(folder)}), seams)
     except train.Stopped as stopped:
@@ -94,6 +95,7 @@ def _configured(target: str, paths: Sequence[str], overrides: Sequence[str]) -> 
     if paths:
         loaded = config.rooted(config.load(paths, overrides), Path.cwd())
     else:
+        trust.check(run)
         loaded, _ = stored(run.path, overrides)
     path = f"{run.path}@{version or origin.LATEST}" if is_run else target
     changed = config.changed(loaded, {"model.path": path, **_ALONE})

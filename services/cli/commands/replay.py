@@ -15,6 +15,7 @@ from services.cli.layout import variables_of
 from services.cli.local import trainer_program
 from shared import config
 from shared.errors import ConfigError
+from shared.run import trust
 from shared.run.folder import RunFolder
 
 
@@ -39,6 +40,7 @@ def replayed(folder: RunFolder, what: list[str], last: int | None, *, show: bool
     """
     if not folder.config.exists():
         raise ConfigError(f"{folder.path} is not the folder of a run", "it holds no config.yaml")
+    trust.check(folder)
     cpu = config.load([folder.config]).config.rollout.engine.device == "cpu"
     arguments = [str(folder.path), *what, *([] if last is None else ["--to-step", str(last)])]
 

@@ -25,7 +25,7 @@ from shared.clients.env import EnvClient
 from shared.errors import ConfigError
 from shared.models.chat import ChatTokenizer
 from shared.models.hub import model_folder
-from shared.run import archive, commits
+from shared.run import archive, commits, trust
 from shared.run.folder import RunFolder
 from shared.run.state import in_lineage
 from shared.types import Group, WeightVersion
@@ -66,6 +66,7 @@ def main(run_dir: Path, *, only: str | None, instead: str | None, as_json: bool 
     folder = RunFolder(run_dir.absolute())
     if not folder.config.exists():
         raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
+    trust.check(folder)
     if instead is not None and only is None:
         raise ConfigError("--by needs --env: whose episodes are to be judged by it?")
     result = asyncio.run(_reverified(folder, only, instead))

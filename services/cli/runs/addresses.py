@@ -17,6 +17,7 @@ from services.cli.runs.record import read_record, write_json
 from shared import config
 from shared.errors import ConfigError
 from shared.files.reading import read_file
+from shared.run import trust
 from shared.run.folder import RunFolder
 from shared.services import SERVICES
 from shared.services_schema import ServicesSection, TokenFiles
@@ -40,15 +41,19 @@ def write(folder: RunFolder, urls: Mapping[str, str], external: Mapping[str, str
     files = _absolute(services.token_files, Path.cwd())
     tree = {"urls": {**urls, **external}, "external": list(external), "token_files": files.model_dump(mode="json")}
     write_json(folder.processes, {**tree, "ca_file": services.tls.ca_file and services.tls.ca_file.absolute()})
+    trust.mark(folder)
 
 
 def read(folder: RunFolder) -> Addresses:
-    """Of a run that was started here, or whose folder says where its services are. Raises ConfigError."""
+    """Of a run that was started here, or whose folder says where its services are. Raises ConfigError, also for a
+    folder that is not trusted: callers send a token from a file that it names to an address that it names.
+    """
     recorded = _recorded(folder)
     if recorded is None and not folder.config.is_file():
         raise ConfigError(
             f"{folder.path} is not the folder of a run started here", "give RUN_DIR or the services' addresses"
         )
+    trust.check(folder)
     record = read_record(folder)
     base = Path(record.cwd) if record is not None else Path.cwd()
     found = _configured(folder) if recorded is None else recorded

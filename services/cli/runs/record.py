@@ -30,7 +30,7 @@ from shared.files.reading import open_file, read_file
 from shared.files.storage import replace
 from shared.models.hub import keep
 from shared.models.origin import LATEST
-from shared.run import commits, pinned
+from shared.run import commits, pinned, trust
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.run.weights import MANIFEST
@@ -109,6 +109,7 @@ def claimed(loaded: LoadedConfig, say: Callable[[str], None] = print) -> Iterato
         record = dataclasses.replace(record, origin=None if origin is None else dataclasses.asdict(origin))
         replace(folder.config, loaded.to_yaml().encode())
         write_record(folder, record)
+        trust.mark(folder)
         yield RunClaim(folder, record, lock)
 
 
@@ -190,6 +191,7 @@ def _agree(folder: RunFolder, in_force: Mapping[str, Any]) -> None:
         replace(
             folder.config, config.changed(loaded, {change.key: change.now for change in changed}).to_yaml().encode()
         )
+        trust.mark(folder)
 
 
 def _continued(folder: RunFolder, loaded: LoadedConfig, say: Callable[[str], None]) -> RunRecord | None:

@@ -53,7 +53,7 @@ def main(run_dir: Path, as_json: bool) -> int:
 
 def verify(folder: RunFolder) -> Result:
     """Everything that can be proven now; `violations` names the rest. Raises ConfigError."""
-    run = config.load([folder.config]).config
+    run = config.recorded(folder.config).config
     batch, name = run.trainer.groups_per_step, run.run.name
     seen = "there is no queue" if run.is_supervised else asyncio.run(queue.ask(folder, name))
     findings = Findings()

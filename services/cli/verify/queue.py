@@ -15,6 +15,7 @@ from shared.errors import VolleyError
 from shared.queue.client import command, connect
 from shared.queue.queue import TicketQueue
 from shared.queue.records import QueueState
+from shared.run import trust
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
 from shared.services_schema import ServicesSection
@@ -33,9 +34,13 @@ class QueueContents:
 
 
 async def ask(folder: RunFolder, run: str) -> QueueContents | str:
-    """What the run's Redis knows, or why it cannot be asked. Ask before the files are read: they only ever
+    """What the run's Redis knows, or why it is not asked. Ask before the files are read: they only ever
     know more.
+
+    The folder names the address, and the file of the password that is sent there: only a trusted one is believed.
     """
+    if not trust.is_own(folder):
+        return "not asked: no `volley up` of this user wrote the address in the folder (--trust uses it)"
     files = [path for path in (folder.config, folder.services) if path.exists()]
     services = config.load(files).config.services
     if services.redis_url is None:
