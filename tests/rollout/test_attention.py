@@ -1,5 +1,7 @@
-"""Block attention against a plain float64 softmax, and float32 logits against the engine's rounding."""
+"""Block attention against a plain float64 softmax."""
 
+import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
-from services.rollout.engines.sglang_jax.scheduling.attention import attend_blocks, write_and_attend
-from services.rollout.engines.sglang_jax.scheduling.step import float32_logits
+from services.rollout.engines.sglang_jax.scheduling.attention import (
+    attend_blocks,
+    store_as_words,
+    write_and_attend,
+)
 
 HEADS, KV, DIM, SLOTS = 4, 2, 128, 700
 rng = np.random.default_rng(0)
@@ -88,18 +92,28 @@ def test_heads_of_any_size_fit_the_pools_longer_rows(dim: int) -> None:
     np.testing.assert_array_equal(written[slots, 0, ::2, 0, :dim], k)
 
 
-def test_bfloat16_models_get_float32_logits() -> None:
-    """The engine keeps bfloat16 logits: log-probabilities off by up to 0.06."""
-    mesh = jax.make_mesh((1, 1), ("data", "tensor"), axis_types=(AxisType.Explicit, AxisType.Explicit))
-    hidden = jnp.array(rng.normal(size=(4, 64)), jnp.bfloat16)
-    table = jnp.array(rng.normal(size=(96, 64)), jnp.bfloat16)
-    head = SimpleNamespace(
-        embedding=SimpleNamespace(value=table), dtype=jnp.bfloat16, promote_dtype=lambda pair, dtype: pair
-    )
-    with jax.set_mesh(mesh):
-        logits = float32_logits(SimpleNamespace(mesh=mesh, vocab_size=90, soft_cap=None), hidden, head)
-    assert logits.dtype == jnp.float32
-    assert logits.shape == (4, 90)
-    exact = np.asarray(hidden, float) @ np.asarray(table, float).T[:, :90]
-    np.testing.assert_allclose(logits, exact, atol=1e-4)
-    assert np.abs(exact.astype(jnp.bfloat16).astype(float) - exact).max() > 1e-2
+def test_a_pool_of_words_holds_bfloat16_bits_and_is_never_converted_whole() -> None:
+    """XLA for CPUs would scatter into a bfloat16 pool by way of a float32 copy of it."""
+    length, dim, width = 20, 64, 128
+    q, k, v = (jnp.array(rng.normal(size=(length, n, dim)), jnp.bfloat16) for n in (HEADS, KV, KV))
+    slots, lens = jnp.array(rng.permutation(SLOTS)[:length], jnp.int32), jnp.array([length, 0], jnp.int32)
+    held = SimpleNamespace(kv_buffer=[jnp.zeros((SLOTS, 1, 2 * KV // 2, 2, width), jnp.bfloat16)])
+    store_as_words(held)
+    (pool,) = held.kv_buffer
+    compiled = (
+        jax.jit(partial(write_and_attend, scale=dim**-0.5, block_q=16)).lower(q, k, v, pool, slots, slots, lens, lens)
+    ).compile()
+    assert not re.search(rf"(f32|bf16)\[({SLOTS}|{SLOTS * 2 * KV}),", compiled.as_text())
+    out, written = compiled(q, k, v, pool, slots, slots, lens, lens)
+    exact = [np.asarray(one, np.float32) for one in (q, k, v)]
+    np.testing.assert_allclose(np.asarray(out, np.float32), reference(*exact, 0, dim**-0.5), atol=2e-2)
+    assert written.dtype == jnp.uint16
+    rows = np.asarray(written).reshape(SLOTS, 2 * KV, width)[np.asarray(slots)]
+    np.testing.assert_array_equal(rows[:, ::2, :dim].view(jnp.bfloat16), np.asarray(k))
+    np.testing.assert_array_equal(rows[:, 1::2, :dim].view(jnp.bfloat16), np.asarray(v))
+
+
+def test_a_float32_pool_keeps_its_dtype() -> None:
+    held = SimpleNamespace(kv_buffer=[jnp.zeros((4, 1, 2, 1, 128))])
+    store_as_words(held)
+    assert held.kv_buffer[0].dtype == jnp.float32

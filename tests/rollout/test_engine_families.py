@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,3 +56,39 @@ async def test_the_engine_computes_what_transformers_computes(name: str, tmp_pat
 def _scores(weights: models.Weights, case: families.FamilyCase) -> list[float]:
     ids = case.ids.tolist()
     return decoder_reference.score(weights, case.config, ids[:1], ids[1:]).tolist()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe", "gemma2"])
+async def test_the_engine_computes_in_bfloat16_what_transformers_computes(name: str, tmp_path: Path) -> None:
+    """Within the rounding of bfloat16, for one request and for several, whose keys and values are cached."""
+    case = families.case(name)
+    folder = models.write_hf(tmp_path / "hf", case.written, case.weights)
+    sampling = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+    async with open_engine(EngineSpec(str(folder), dtype="bfloat16", **SIZES)) as engine:
+        alone = await engine.generate(GenerateRequest("a", case.ids[:40], sampling))
+        requests = [GenerateRequest(f"b{n}", case.ids[: 36 + n], sampling) for n in range(4)]
+        together = await asyncio.gather(*(engine.generate(request) for request in requests))
+    for request, answer in [
+        (GenerateRequest("a", case.ids[:40], sampling), alone),
+        *zip(requests, together, strict=True),
+    ]:
+        prompt = request.input_ids.tolist()
+        expected = decoder_reference.score(case.weights, case.config, prompt, list(answer.output_ids))
+        atol = 0.15 if "moe" in name else 0.06  # rounding sends some tokens to other experts
+        np.testing.assert_allclose(answer.logprobs, expected, atol=atol)
+
+
+@pytest.mark.long
+async def test_experts_and_paddings_that_suit_no_tile(tmp_path: Path) -> None:
+    """Three of six experts a token, and 64 tokens at once: 192 rows."""
+    case = families.case("qwen3-moe")
+    config = {**case.config, "num_experts": 6, "num_experts_per_tok": 3}
+    written = {**case.written, "num_experts": 6, "num_experts_per_tok": 3}
+    weights = models.random_weights(config, 3)
+    folder = models.write_hf(tmp_path / "hf", written, weights)
+    sampling = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+    async with open_engine(EngineSpec(str(folder), token_paddings=(64,), **SIZES)) as engine:
+        answer = await engine.generate(GenerateRequest("a", case.ids[:40], sampling))
+    expected = decoder_reference.score(weights, config, case.ids[:40].tolist(), list(answer.output_ids))
+    np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)

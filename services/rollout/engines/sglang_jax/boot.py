@@ -9,21 +9,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import psutil
-from sgl_jax.srt.layers import embeddings
+from sgl_jax.srt.layers import embeddings, moe
 from sgl_jax.srt.layers.attention import native_backend
+from sgl_jax.srt.layers.linear import LinearBase
 from sgl_jax.srt.layers.logits_processor import LogitsProcessor
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.server_args import ServerArgs
 
 from services.rollout.engines.base import EngineSpec
 from services.rollout.engines.sglang_jax.link import EngineLink, Message
-from services.rollout.engines.sglang_jax.scheduling.attention import BlockAttention
+from services.rollout.engines.sglang_jax.scheduling.attention import BlockAttention, store_as_words
+from services.rollout.engines.sglang_jax.scheduling.products import (
+    expert_products,
+    float32_logits,
+    linear_through_float32,
+)
 from services.rollout.engines.sglang_jax.scheduling.scheduler import RolloutScheduler
-from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows, float32_logits
+from services.rollout.engines.sglang_jax.scheduling.step import SamplingRows
 from shared.models.config import ModelConfig
 
 PAGE_SIZE = 16
 """Tokens that the paged attention of TPUs reads at once."""
+_SMALLEST_CPU_BATCH = 2
+"""XLA for CPUs compiles a batch of one row badly: it copies the whole pool and converts every bfloat16 weight."""
 _WATCHDOG_S = 900.0
 _POOL_SHARE = 1 / 16  # of the host's memory
 _POOL_ALIGNMENT = 128  # the engine rounds head_dim up to a multiple of it in its pool
@@ -48,7 +56,11 @@ def build_scheduler(
     embeddings.Llama3RotaryEmbedding._compute_cos_sin = _scaled_cos_sin
     if spec.device != "tpu":
         native_backend.NativeAttention = BlockAttention
+    if spec.device == "cpu":
+        LinearBase.__call__, moe.gmm = linear_through_float32, expert_products
     scheduler = RolloutScheduler(_server_args(spec, runs_on or spec.device), link, version)
+    if spec.device == "cpu":
+        store_as_words(scheduler.runner.token_to_kv_pool)
     scheduler.parent_process = scheduler.tp_worker.parent_process = _ThisProcess()
     return scheduler
 
@@ -96,7 +108,9 @@ def _server_args(spec: EngineSpec, runs_on: str) -> ServerArgs:
     pool = spec.max_total_tokens
     if pool is None and spec.device == "cpu":
         pool = _default_pool(spec)
-    bs = spec.bs_paddings or _default_bs(spec.max_running_requests)
+    least = _SMALLEST_CPU_BATCH if spec.device == "cpu" else 1
+    running = max(spec.max_running_requests, least)
+    bs = spec.bs_paddings or _default_bs(running, _SMALLEST_CPU_BATCH if spec.device == "cpu" else 8)
     tokens = spec.token_paddings or _default_tokens(spec)
     return ServerArgs(
         model_path=os.path.abspath(spec.model_path),
@@ -106,12 +120,12 @@ def _server_args(spec: EngineSpec, runs_on: str) -> ServerArgs:
         tp_size=spec.tp_size,
         dtype=spec.dtype,
         context_length=spec.context_length,
-        max_running_requests=spec.max_running_requests,
+        max_running_requests=running,
         max_total_tokens=pool,
         max_prefill_tokens=spec.max_prefill_tokens,
         chunked_prefill_size=spec.max_prefill_tokens,
         precompile_token_paddings=list(tokens),
-        precompile_bs_paddings=list(bs),
+        precompile_bs_paddings=sorted({max(size, least) for size in bs}),
         page_size=PAGE_SIZE if spec.device == "tpu" else 1,
         attention_backend="fa" if spec.device == "tpu" else "native",
         disable_hybrid_swa_memory=True,  # one pool for all layers: a prefix is cached whole, or not at all
@@ -135,9 +149,9 @@ def _default_pool(spec: EngineSpec) -> int:
     return min(4 * spec.max_running_requests * spec.context_length, max(fitting, 2 * spec.context_length))
 
 
-def _default_bs(largest: int) -> tuple[int, ...]:
-    """8, 32, 128, … up to the largest: a batch is padded to at most four times its size."""
-    return tuple(sorted({size for i in range(8) if (size := 8 * 4**i) < largest} | {largest}))
+def _default_bs(largest: int, smallest: int) -> tuple[int, ...]:
+    """The smallest, then four times as many, up to the largest: a batch is padded to at most four times its size."""
+    return tuple(sorted({size for i in range(9) if (size := smallest * 4**i) < largest} | {largest}))
 
 
 def _default_tokens(spec: EngineSpec) -> tuple[int, ...]:

@@ -90,14 +90,37 @@ def write_and_attend(
     tokens, kv_heads, dim = k.shape
     width = pool.shape[-1]
     new = jnp.pad(jnp.stack([k, v], axis=2), ((0, 0), (0, 0), (0, 0), (0, width - dim)))
-    new = new.reshape(tokens, *pool.shape[1:]).astype(pool.dtype)
+    new = _stored(new.reshape(tokens, *pool.shape[1:]), pool.dtype)
     at = jnp.where(out_cache_loc >= 0, out_cache_loc, pool.shape[0])
-    pool = pool.at[at].set(
-        new, mode="drop"
-    )  # in place only while the pool keeps its shape: a reshape here copies it twice
+    pool = pool.at[at].set(new, mode="drop")  # in place only while the pool keeps its shape: a reshape copies it twice
     rows = pool.reshape(-1, width)
     attend = partial(attend_blocks, kv_heads=kv_heads, scale=scale, block_q=block_q, window=window, softcap=softcap)
     return attend(q, rows, cache_loc, seq_lens, query_lens), pool
+
+
+def store_as_words(kv_pool: Any) -> None:
+    """Replace the bfloat16 buffers of an empty pool by uint16 buffers of the same shape and sharding.
+
+    XLA for CPUs scatters no bfloat16: it would convert the whole pool to float32 and back at every layer of every
+    step. A bitcast of the pool would copy it, so the pool itself holds the bits as uint16.
+    """
+    for layer, buffer in enumerate(kv_pool.kv_buffer):
+        if buffer.dtype == jnp.bfloat16:
+            kv_pool.kv_buffer[layer] = jnp.zeros(buffer.shape, jnp.uint16, device=buffer.sharding)
+
+
+def _stored(values: jax.Array, dtype: Any) -> jax.Array:
+    """Values as the pool stores them: cast to its float dtype, or the bits of bfloat16 where it is uint16."""
+    if dtype == jnp.uint16:
+        return jax.lax.bitcast_convert_type(values.astype(jnp.bfloat16), jnp.uint16)
+    return values.astype(dtype)
+
+
+def _loaded(stored: jax.Array) -> jax.Array:
+    """Float32 values of what `_stored` made."""
+    if stored.dtype == jnp.uint16:
+        stored = jax.lax.bitcast_convert_type(stored, jnp.bfloat16)
+    return stored.astype(jnp.float32)
 
 
 def attend_blocks(
@@ -117,7 +140,8 @@ def attend_blocks(
 
     Args:
         q: [T, H, D], the queries of all requests one after another; T is padded.
-        rows: [slots * 2 K, at least D], for each slot the key and the value of each head in turn.
+        rows: [slots * 2 K, at least D], for each slot the key and the value of each head in turn; floats, or uint16
+            with the bits of bfloat16.
         cache_loc: int32[C], the slots of all tokens of all requests one after another.
         seq_lens, query_lens: int32[B]; 0 for padding, which comes last.
         scale: factor on the scores.
@@ -175,8 +199,8 @@ def _one_block(
         top, total, mixed = state
         slot = jax.lax.dynamic_slice_in_dim(slots, key_start + i * BLOCK_K, BLOCK_K)
         index = slot[None, :] * (2 * kv_heads) + head_rows
-        k = rows.at[index].get(mode="promise_in_bounds")[..., :dim].astype(jnp.float32)
-        v = rows.at[index + 1].get(mode="promise_in_bounds")[..., :dim].astype(jnp.float32)
+        k = _loaded(rows.at[index].get(mode="promise_in_bounds")[..., :dim])
+        v = _loaded(rows.at[index + 1].get(mode="promise_in_bounds")[..., :dim])
         scores = jnp.matmul(k, q_KDN).transpose(0, 2, 1) * scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sgl_jax.srt.layers.logits_processor import LogitsMetadata, LogitsProcessor
+from sgl_jax.srt.layers.logits_processor import LogitsMetadata
 from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
 
@@ -108,16 +108,3 @@ def compiled_step(mesh: jax.sharding.Mesh) -> Any:
         return tokens, logprobs, experts, pool
 
     return step
-
-
-def float32_logits(processor: LogitsProcessor, hidden_states: jax.Array, lm_head: Any) -> jax.Array:
-    """Replaces `LogitsProcessor._get_logits`: accumulates and keeps float32 where the engine rounds logits to bfloat16.
-
-    The engine's log-probabilities are then within 1e-6 of its own prefill's instead of 6e-2.
-    """
-    hidden, embedding = lm_head.promote_dtype((hidden_states, lm_head.embedding.value), dtype=lm_head.dtype)
-    hidden = jax.sharding.reshard(hidden, NamedSharding(processor.mesh, P("data", None)))
-    sharding = NamedSharding(processor.mesh, P("data", "tensor"))
-    logits = jnp.dot(hidden, embedding.T, preferred_element_type=jnp.float32, out_sharding=sharding)
-    logits = logits[..., : processor.vocab_size]
-    return processor.soft_cap * jnp.tanh(logits / processor.soft_cap) if processor.soft_cap else logits
