@@ -1,5 +1,7 @@
 """Remote environments as submissions: an OpenEnv server as a process of its own, which is also killed."""
 
+import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -189,6 +191,72 @@ async def test_what_cannot_be_a_remote_environment_is_refused(
         assert detail in refused.json()["detail"]
         assert "secret" not in refused.text
         assert (await client.get("/environments/far")).status_code == 404
+
+
+METADATA = [
+    "169.254.169.254",
+    "169.254.169.254.",
+    "2852039166",
+    "0xa9fea9fe",
+    "0xA9.0376.43518",
+    "0251.0376.0251.0376",
+    "169.16689662",
+    "::ffff:a9fe:a9fe",
+    "::ffff:169.254.169.254%1",
+    "::169.254.169.254",
+    "::ffff:0:169.254.169.254",
+    "64:ff9b::169.254.169.254",
+    "64:ff9b:1::a9fe:a9fe",
+    "64:ff9b:1:a9fe:a9:fe00::",
+    "64:ff9b:1:a9:fe:a9fe::",
+    "64:ff9b:1:0:a9:fea9:fe00::",
+    "2002:a9fe:a9fe::1",
+    "2001:0:a9fe:a9fe::1",
+    "2001:0:4136:e378:8000:63bf:5601:5601",
+    "fe80::5efe:a9fe:a9fe",
+    "2001:db8::200:5efe:169.254.169.254",
+    "fe80::a9fe:a9fe%eth0",
+    "fd00:ec2::254",
+    "fd20:ce::254",
+    "100.100.100.200",
+    "168.63.129.16",
+    "192.0.0.192",
+    "0.0.0.0",
+    "::",
+    "ff02::1",
+]
+
+
+@pytest.mark.parametrize("host", METADATA)
+def test_every_spelling_of_a_metadata_address_is_refused(host: str) -> None:
+    assert address.why_refused(host) is not None
+    with pytest.raises(InputError, match="does not connect to"):
+        address.read_address(f"http://[{host}]:80" if ":" in host else f"http://{host}:80")
+    with pytest.raises(PermissionError):
+        address.checked_socket((socket.AF_INET6, socket.SOCK_STREAM, 6, "", (host, 80)))
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "::1", "10.0.0.1", "192.168.1.2", "8.8.8.8", "2001:db8::1", "64:ff9b:1::10.0.0.1", "fd00::1"]
+    + ["2002:0a00:0001::1", "2a00:1450::8a", "host", "1.example", "0x.example", "2852039166.example"],
+)
+def test_addresses_of_the_own_machine_and_of_private_networks_are_allowed(host: str) -> None:
+    assert address.why_refused(host) is None
+
+
+async def test_a_name_is_judged_by_the_address_that_the_connection_goes_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resolver that answers something else each time is asked once: its answer is judged, then connected to."""
+    answers = iter([["64:ff9b::a9fe:a9fe", "169.254.169.254"], ["127.0.0.1"]])
+
+    async def resolved(host: str, port: int, **_: Any) -> list[Any]:
+        families = {True: socket.AF_INET6, False: socket.AF_INET}
+        return [(families[":" in ip], socket.SOCK_STREAM, 6, "", (ip, port)) for ip in next(answers)]
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", resolved)
+    with pytest.raises(PermissionError):
+        await address.connect(address.read_address("http://harmless.example"), 5.0)
+    assert next(answers) == ["127.0.0.1"]
 
 
 @pytest.mark.parametrize("host", ["169.254.169.254", "2852039166", "0xa9fea9fe", "::ffff:a9fe:a9fe"])

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,7 +20,44 @@ from shared.errors import InputError
 
 MAX_URL = 500
 _PORTS = {"http": 80, "ws": 80, "https": 443, "wss": 443}
-_METADATA = tuple(ipaddress.ip_network(net) for net in ("169.254.0.0/16", "fe80::/10", "fd00:ec2::/32"))
+_METADATA = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "169.254.0.0/16",
+            "fe80::/10",
+            "fd00:ec2::/32",  # AWS
+            "fd20:ce::254/128",  # Google Cloud
+            "100.100.100.200/32",  # Alibaba Cloud
+            "168.63.129.16/32",  # Azure
+            "192.0.0.192/32",  # Oracle Cloud
+        ),
+    )
+)
+"""Where the metadata services of clouds are."""
+_LAST = (12, 13, 14, 15)
+_EMBEDDING = tuple(
+    (ipaddress.ip_network(net), at)
+    for net, at in (
+        ("::/96", _LAST),  # IPv4-compatible
+        ("::ffff:0:0/96", _LAST),  # IPv4-mapped
+        ("::ffff:0:0:0/96", _LAST),  # IPv4-translated (RFC 2765)
+        ("64:ff9b::/96", _LAST),  # NAT64 (RFC 6052)
+        ("64:ff9b:1::/48", _LAST),  # NAT64 with a prefix of its own (RFC 8215), of any length that RFC 6052 has
+        ("64:ff9b:1::/48", (6, 7, 9, 10)),
+        ("64:ff9b:1::/48", (7, 9, 10, 11)),
+        ("64:ff9b:1::/48", (9, 10, 11, 12)),
+        ("2002::/16", (2, 3, 4, 5)),  # 6to4
+        ("2001::/32", (4, 5, 6, 7)),  # the server of Teredo
+    )
+)
+"""Networks of IPv6 whose addresses lead to an IPv4 address, and its bytes in them."""
+_TEREDO = ipaddress.ip_network("2001::/32")
+_ISATAP = (b"\x00\x00\x5e\xfe", b"\x02\x00\x5e\xfe")
+_NUMBERS = re.compile(r"(?:0x[0-9a-f]*|[0-9]+)(?:\.(?:0x[0-9a-f]*|[0-9]+)){0,3}", re.IGNORECASE)
+"""IPv4 as libc reads it: of one to four parts, decimal, octal or hexadecimal."""
+
+type IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 type AddressInfo = tuple[Any, Any, int, str, Any]
 """What getaddrinfo says: family, kind, protocol, canonical name, socket address."""
@@ -82,15 +121,42 @@ _CREDENTIALS_HINT = (
 
 def why_refused(host: str) -> str | None:
     """Why no connection to this address is made; None if it may be, or is a name whose addresses are not known yet."""
-    try:
-        found = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
+    found = _parsed(host.partition("%")[0].rstrip("."))
+    if found is None:
         return None
-    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-        found = found.ipv4_mapped
-    if found.is_unspecified or found.is_multicast or any(found in net for net in _METADATA):
+    if found.is_unspecified or found.is_multicast or any(map(_is_metadata, (found, *_embedded(found)))):
         return f"{found} is an address that this service does not connect to (link-local, multicast or unspecified)"
     return None
+
+
+def _is_metadata(address: IpAddress) -> bool:
+    return any(address in net for net in _METADATA)
+
+
+def _parsed(host: str) -> IpAddress | None:
+    """None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        pass
+    try:
+        return ipaddress.IPv4Address(socket.inet_aton(host)) if _NUMBERS.fullmatch(host) else None
+    except OSError:
+        return None
+
+
+def _embedded(address: IpAddress) -> Iterator[ipaddress.IPv4Address]:
+    """The IPv4 addresses that packets to an IPv6 address may end at."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return
+    packed = address.packed
+    for net, at in _EMBEDDING:
+        if address in net:
+            yield ipaddress.IPv4Address(bytes(packed[i] for i in at))
+    if address in _TEREDO:
+        yield ipaddress.IPv4Address(bytes(byte ^ 0xFF for byte in packed[12:]))
+    if packed[8:12] in _ISATAP:
+        yield ipaddress.IPv4Address(packed[12:])
 
 
 def checked_socket(info: AddressInfo) -> socket.socket:
