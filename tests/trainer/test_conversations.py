@@ -127,7 +127,7 @@ def test_what_both_answers_begin_with_is_their_prompt():
         ({"messages": [{"role": "user"}, SAID]}, "its content is null"),
         ({"messages": [USER | {"content": [{"type": "image"}]}, SAID]}, "no text"),
         ({"messages": [USER | {"tool_calls": [CALL]}, SAID]}, "only the assistant"),
-        ({"messages": [USER, SAID | {"tool_calls": [{}]}]}, "a call has no name"),
+        ({"messages": [USER, SAID | {"tool_calls": [{}]}]}, "has no name"),
         ({"messages": TALK, "tools": "no schema"}, "tools is text"),
         ({"messages": TALK, "prompt": "go"}, "which of them"),
         ({"messages": TALK, "completion": "Up"}, "messages and completion"),

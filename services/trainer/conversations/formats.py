@@ -12,15 +12,14 @@ with `train: false` or `weight: 0` is there to be answered, and not learned. Oth
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from shared.errors import InputError
+from shared.models.messages import kind, read_messages, read_tools
 
-_ROLES = ("system", "user", "assistant", "tool")
 _FORMATS = ("messages", "completion", "chosen")
 COLUMNS = (*_FORMATS, "rejected", "prompt", "tools")
 """All that is looked at in a record."""
@@ -49,11 +48,11 @@ def conversation(record: Any) -> Conversation:
     found = _format(record)
     if found == "chosen":
         raise InputError("it is a preference pair", "train on pairs with mode=dpo (`volley dpo`)")
-    tools = _tools(record.get("tools"))
+    tools = read_tools(record.get("tools"))
     if found == "messages":
         if record.get("prompt") is not None:
             raise InputError("it has messages and a prompt: which of them is meant?", _EXPECTED)
-        return _whole(_messages(record["messages"], "messages"), 0, tools)
+        return _whole(read_messages(record["messages"], "messages"), 0, tools)
     prompt = _side(record.get("prompt"), "user", "prompt")
     return _whole([*prompt, *_side(record["completion"], "assistant", "completion")], len(prompt), tools)
 
@@ -64,7 +63,7 @@ def preference_pair(record: Any) -> PreferencePair:
         raise InputError("it is no preference pair", "pairs have chosen and rejected, and mostly a prompt")
     if record.get("rejected") is None:
         raise InputError("it has chosen, but no rejected")
-    tools = _tools(record.get("tools"))
+    tools = read_tools(record.get("tools"))
     prompt = [] if record.get("prompt") is None else _side(record["prompt"], "user", "prompt")
     chosen, rejected = (_side(record[key], "assistant", key) for key in ("chosen", "rejected"))
     if not prompt:
@@ -78,7 +77,7 @@ def preference_pair(record: Any) -> PreferencePair:
 
 def _format(record: Any) -> str:
     if not isinstance(record, dict):
-        raise InputError(f"it is {_kind(record)}, not an object", _EXPECTED)
+        raise InputError(f"it is {kind(record)}, not an object", _EXPECTED)
     found = [key for key in _FORMATS if record.get(key) is not None]
     if not found:
         keys = ", ".join(map(str, list(record)[:8])) or "nothing"
@@ -119,81 +118,4 @@ def _side(value: Any, role: str, key: str) -> list[dict[str, Any]]:
     """Text as one message of `role`, or a list of messages."""
     if value is None:
         raise InputError("it has a completion, but no prompt")
-    return [{"role": role, "content": value}] if isinstance(value, str) else _messages(value, key)
-
-
-def _messages(value: Any, key: str) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value:
-        raise InputError(f"{key} is {_kind(value)}, not a list of messages", 'each is {"role": …, "content": …}')
-    return [_message(one, f"{key}[{i}]") for i, one in enumerate(value)]
-
-
-def _message(value: Any, at: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f"{at} is {_kind(value)}, not a message", 'each is {"role": …, "content": …}')
-    role = value.get("role")
-    if role is None:
-        raise InputError(f"{at} has no role", f"roles are {', '.join(_ROLES)}")
-    if role not in _ROLES:
-        raise InputError(f"{at} has the unknown role {str(role)[:50]!r}", f"roles are {', '.join(_ROLES)}")
-    calls = value.get("tool_calls")
-    if calls and role != "assistant":
-        raise InputError(f"{at}: only the assistant has tool_calls")
-    content = _text(value.get("content"), at) if not (calls and value.get("content") is None) else ""
-    made = {**value, "content": content}
-    if calls:
-        made["tool_calls"] = _calls(calls, at)
-    else:
-        made.pop("tool_calls", None)
-    return made
-
-
-def _text(content: Any, at: str) -> str:
-    """Of a list of parts, which other programs write, the texts."""
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if all(isinstance(part, str) for part in parts):
-            return "".join(map(str, parts))
-        raise InputError(f"{at} has parts that are no text: images and sounds cannot be trained on")
-    if not isinstance(content, str):
-        raise InputError(f"{at}: its content is {_kind(content)}, not text")
-    return content
-
-
-def _calls(calls: Any, at: str) -> list[dict[str, Any]]:
-    """With arguments as objects, which chat templates expect; OpenAI writes them as text."""
-    if not isinstance(calls, list):
-        raise InputError(f"{at}: tool_calls is {_kind(calls)}, not a list")
-    made = []
-    for call in calls:
-        inner = (call.get("function") or call) if isinstance(call, dict) else None
-        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-            raise InputError(f"{at}: a call has no name", 'calls are {"function": {"name": …, "arguments": {…}}}')
-        given = inner.get("arguments")
-        arguments = _parsed(given) if isinstance(given, str) else given
-        function = {**inner, "arguments": arguments if isinstance(arguments, dict) else given or {}}
-        made.append({**call, "type": "function", "function": function} if call.get("function") else function)
-    return made
-
-
-def _tools(value: Any) -> list[dict[str, Any]]:
-    """JSON schemas, also as text, which is how Parquet files mostly hold them."""
-    tools = _parsed(value) if isinstance(value, str) else value
-    if tools is None or tools == []:
-        return []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InputError(f"tools is {_kind(tools)}, not a list of JSON schemas")
-    return tools
-
-
-def _parsed(text: str) -> Any:
-    """The text itself if it is not JSON; None if it is empty."""
-    try:
-        return json.loads(text) if text.strip() else None
-    except (ValueError, RecursionError):
-        return text
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return "an empty list" if value == [] else names.get(type(value), "a number")
+    return [{"role": role, "content": value}] if isinstance(value, str) else read_messages(value, key)
