@@ -104,6 +104,126 @@ def test_pairs_share_a_prompt_that_is_not_learned(record: Any):
     assert learned(record, kind="pairs") == ["Right<|im_end|>", "Up<|im_end|>"]
 
 
+FLAGGED = ("train", "training", "trainable", "train_on_turn", "loss", "loss_mask", "loss_weight", "weight")
+
+
+@pytest.mark.parametrize("flag", FLAGGED)
+@pytest.mark.parametrize("value", [False, 0, 0.0, "false", "False", "0", Decimal(0), True, 1, 1.0, "true", "1", None])
+def test_a_flag_of_another_program_means_what_train_means(flag: str, value: Any):
+    is_learned = value in (True, "true", "1", None)
+    texts = learned({"messages": [USER, SAID | {flag: value}, *TALK[2:]]})
+    assert texts == ["Right<|im_end|>Up<|im_end|>" if is_learned else "Up<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (SAID | {"weight": 0.5}, "message 1: weight is 0.5"),
+        (SAID | {"train": "no"}, "message 1: train is 'no'"),
+        (SAID | {"loss_mask": [0, 1]}, r"loss_mask is \[0, 1\]"),
+        (SAID | {"train": 2}, "train is 2"),
+        (SAID | {"weight": float("nan")}, "weight is nan"),
+        (SAID | {"train": True, "weight": 0}, "contradict each other: train: True, weight: 0"),
+        (SAID | {"loss": 0, "trainable": True}, "contradict"),
+        (SAID | {"mask": 1}, "flag mask, whose meaning differs"),
+        (SAID | {"content": [{"type": "text", "text": "a", "train": False}]}, "a part with train"),
+    ],
+)
+def test_a_flag_that_is_unclear_or_contradicts_another_is_refused(message: Any, why: str):
+    with pytest.raises(InputError, match=why):
+        conversation({"messages": [USER, message, *TALK[2:]]})
+    with pytest.raises(InputError, match="message 0 is the user's and has train: True"):
+        conversation({"messages": [USER | {"train": True}, SAID]})
+
+
+SYSTEM, ASKED = {"role": "system", "content": "s"}, "Which way is it?"
+UP = {"role": "assistant", "content": "Up"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ("go", [USER]),
+        ([USER], [USER]),
+        (" go\n", [USER]),
+        ([SYSTEM, USER], [SYSTEM, USER]),
+        ([SYSTEM, USER], [USER]),
+        ("go", [SYSTEM, USER]),
+        (TALK[:3], TALK[:3]),
+        ("ok", TALK[:3]),
+        (None, [USER]),
+    ],
+)
+def test_a_prompt_that_the_answers_repeat_is_rendered_once(prompt: Any, before: list[Any]):
+    """Whichever of the two holds it; as TRL's `maybe_extract_prompt` reads a text prompt beside whole conversations."""
+    pair = preference_pair({"prompt": prompt, "chosen": [*before, SAID], "rejected": [*before, UP]})
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    wanted = max(given, before, key=len)
+    for side, said in ((pair.chosen, SAID), (pair.rejected, UP)):
+        assert [one["content"].strip() for one in side.messages] == [one["content"].strip() for one in [*wanted, said]]
+        assert side.learned == [False] * len(wanted) + [True]
+    assert pair.chosen.repeats_prompt is (prompt is not None)
+    if prompt is not None:
+        alone = conversation({"prompt": prompt, "completion": [*before, SAID]})
+        assert (alone.messages, alone.learned) == (pair.chosen.messages, pair.chosen.learned)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "said"),
+    [
+        (ASKED, f"{ASKED} Up", "Up"),
+        (ASKED, f"\n{ASKED}\nUp ", "Up "),
+        ("Q: which way?\nA:", "Q: which way?\nA: Up", "Up"),
+        ([SYSTEM, {"role": "user", "content": ASKED}], f"{ASKED} Up", "Up"),
+        ("which way is it", "which way is it: Up", ": Up"),
+        ("天空是什么颜色？", "天空是什么颜色？蓝色", "蓝色"),
+        ("go", "going", "going"),  # by chance
+        ("Hi", "Hi there", "Hi there"),
+        ("which way is it", "which way is italics", "which way is italics"),
+        (ASKED, ASKED, ASKED),  # an echo is an answer
+    ],
+)
+def test_a_text_prompt_that_the_completion_repeats_is_rendered_once(prompt: Any, completion: str, said: str):
+    record = {"prompt": prompt, "completion": completion}
+    assert learned(record) == [f"{said}<|im_end|>"]
+    found = tokenized(TOKENIZER, [("here", record)], "conversations", 400, "error")
+    assert found.told()["prompt_repeated"] == int(said != completion)
+    assert len(conversation(record).messages) == (1 if isinstance(prompt, str) else len(prompt)) + 1
+    pair = {"prompt": prompt, "chosen": completion, "rejected": "no"}
+    assert learned(pair, kind="pairs") == [f"{said}<|im_end|>", "no<|im_end|>"]
+
+
+PARTS = {"role": "assistant", "content": [{"type": "text", "text": "z"}]}
+Z = {"role": "assistant", "content": "z"}
+
+
+@pytest.mark.parametrize(
+    ("row", "identical"),
+    [
+        ({"prompt": "b", "chosen": "z", "rejected": "z"}, True),
+        ({"prompt": "b", "chosen": "", "rejected": ""}, True),
+        ({"prompt": "b", "chosen": [Z | {"name": "A"}], "rejected": [Z | {"name": "B"}]}, True),
+        ({"prompt": "b", "chosen": [Z], "rejected": [PARTS]}, True),
+        ({"prompt": "b", "chosen": "z", "rejected": [USER | {"content": "b"}, Z]}, True),
+        ({"prompt": "b", "chosen": [Z], "rejected": [Z, USER]}, True),  # what follows the last answer is cut off
+        ({"chosen": [USER, Z], "rejected": [USER, Z]}, True),
+        ({"chosen": [USER, Z | {"train": 1}], "rejected": [USER, Z]}, True),
+        ({"prompt": "b", "chosen": "z", "rejected": "z "}, False),
+        ({"prompt": "b", "chosen": "z", "rejected": ""}, False),
+        ({"prompt": "b", "chosen": "zz", "rejected": "z"}, False),
+        ({"prompt": "b", "chosen": [Z], "rejected": [Z, USER, SAID]}, False),
+        ({"chosen": [USER, Z], "rejected": [USER, Z, USER, SAID]}, False),
+    ],
+)
+def test_pairs_are_equal_where_their_tokens_are_whatever_their_layout(row: Any, identical: bool):
+    rows = [("a", {"prompt": "a", "chosen": "x", "rejected": "y"}), ("b", row)]
+    found = tokenized(TOKENIZER, rows, "pairs", 400, "error")
+    assert (found.n_identical, len(found.examples)) == (identical, 2 - identical)
+    if identical:
+        with pytest.raises(ConfigError, match="of 1 pairs 0 are too long, and 1 have one answer twice"):
+            tokenized(TOKENIZER, rows[1:], "pairs", 400, "error")
+
+
 def test_what_both_answers_begin_with_is_their_prompt():
     pair = preference_pair({"chosen": TALK, "rejected": [*TALK[:3], SAID]})
     assert pair.chosen.learned == pair.rejected.learned == [False, False, False, True]
@@ -121,7 +241,7 @@ def test_what_both_answers_begin_with_is_their_prompt():
         ({"messages": [SAID]}, "begins with the assistant"),
         ({"messages": [USER, SAID, SAID]}, "messages 1 and 2 are both the assistant's"),
         ({"messages": [USER, SAID | {"train": False}]}, "nothing to learn"),
-        ({"messages": [USER, SAID | {"weight": 0.5}]}, "weight 0 or 1"),
+        ({"messages": [USER, SAID | {"weight": 0.5}]}, "message 1: weight is 0.5, neither true or 1 nor false or 0"),
         ({"messages": [{"content": "go"}, SAID]}, r"messages\[0\] has no role"),
         ({"messages": [{"role": "human", "content": "go"}, SAID]}, "unknown role 'human'"),
         ({"messages": [{"role": "user"}, SAID]}, "its content is null"),
@@ -145,8 +265,20 @@ def test_what_is_no_conversation_says_why(record: Any, why: str):
     [
         ({"messages": TALK}, "no preference pair"),
         ({"prompt": "go", "chosen": "a"}, "no rejected"),
-        ({"prompt": "go", "chosen": "a", "rejected": "a"}, "the same"),
-        ({"chosen": TALK, "rejected": TALK[:2]}, "no message of the assistant"),
+        ({"prompt": "go", "chosen": "a", "rejected": None}, "chosen, but no rejected"),
+        ({"prompt": "go", "rejected": "a"}, "rejected, but no chosen"),
+        (
+            {"prompt": "go", "chosen": [USER | {"content": "no"}, SAID], "rejected": TALK},
+            "chosen begins with another one",
+        ),
+        (
+            {"prompt": "go", "chosen": [{"role": "system", "content": "s"}, SAID], "rejected": TALK},
+            "which of them is the",
+        ),
+        (
+            {"prompt": "go", "chosen": [{"role": "system", "content": "s"}, *TALK], "rejected": TALK},
+            "begin with different prompts",
+        ),
     ],
 )
 def test_what_is_no_pair_says_why(record: Any, why: str):

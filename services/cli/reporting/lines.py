@@ -23,6 +23,7 @@ OTHERS = {
     "truncated": "too long and truncated",
     "identical": "with one answer twice and dropped",
     "without_tools": "whose tools the chat template leaves out",
+    "prompt_repeated": "whose answer began with the prompt, which was taken out",
 }
 """What the first line of a supervised run says of data that are not there as they were given."""
 

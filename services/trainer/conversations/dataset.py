@@ -43,8 +43,8 @@ type Example = tuple[TokenSequence, ...]
 @dataclass(frozen=True, slots=True)
 class Dataset:
     """`examples` that are used; how many others were too long and dropped, and how many of these were truncated; how
-    many pairs were dropped because both answers are the same tokens, and of how many examples the chat template leaves
-    out the tools.
+    many pairs were dropped because both answers are the same tokens, of how many examples the chat template leaves out
+    the tools, and in how many an answer began with the prompt, which was taken out there.
     """
 
     examples: Sequence[Example]
@@ -52,6 +52,7 @@ class Dataset:
     n_truncated: int = 0
     n_identical: int = 0
     n_without_tools: int = 0
+    n_prompt_repeated: int = 0
 
     def told(self) -> dict[str, int]:
         """How many of what."""
@@ -62,7 +63,8 @@ class Dataset:
     def told_of_others(self) -> dict[str, int]:
         """How many are not there as they were given."""
         counts = {"dropped": self.n_dropped, "truncated": self.n_truncated}
-        return counts | {"identical": self.n_identical, "without_tools": self.n_without_tools}
+        counts |= {"identical": self.n_identical, "without_tools": self.n_without_tools}
+        return counts | {"prompt_repeated": self.n_prompt_repeated}
 
 
 def tokenized(
@@ -75,7 +77,7 @@ def tokenized(
     """
     examples, n = list[Example](), Counter[str]()
     for place, record in records:
-        example, leaves_out = _rendered(tokenizer, record, kind, place)
+        example, noted = _rendered(tokenizer, record, kind, place)
         length = max(len(one.ids) for one in example)
         if length > longest:
             if too_long == "error":
@@ -84,25 +86,27 @@ def tokenized(
             if too_long == "drop" or not all(one.n_learned for one in example):
                 n["dropped"] += 1
                 continue
-        if kind == "pairs" and digest([[example[:1]]]) == digest([[example[1:]]]):
+        if kind == "pairs" and np.array_equal(example[0].ids, example[1].ids):
             n["identical"] += 1
             continue
         n["truncated"] += length > longest
-        n["without_tools"] += leaves_out
+        n.update(noted)
         examples.append(example)
     if not examples and n["identical"]:
-        told = f"of {n.total()} pairs {n['dropped']} are too long, and {n['identical']} have one answer twice"
-        raise ConfigError(f"{told}, in tokens as they are trained on", _LONGER)
+        n_pairs, n_dropped, n_identical = n["dropped"] + n["identical"], n["dropped"], n["identical"]
+        told = f"of {n_pairs} pairs {n_dropped} are too long, and {n_identical} have one answer twice"
+        hint = "chosen and rejected have to differ within the length that is trained on"
+        raise ConfigError(f"{told}, in tokens as they are trained on", hint)
     if not examples:
         raise ConfigError(f"none of {n['dropped']} conversations fits into {longest} tokens", _LONGER)
-    return Dataset(examples, n["dropped"], n["truncated"], n["identical"], n["without_tools"])
+    return Dataset(examples, n["dropped"], n["truncated"], n["identical"], n["without_tools"], n["prompt_repeated"])
 
 
 _LONGER = "raise trainer.length_buckets, or choose another sft.too_long"
 
 
-def _rendered(tokenizer: ChatTokenizer, record: Any, kind: Kind, place: str) -> tuple[Example, bool]:
-    """And whether the chat template leaves out its tools."""
+def _rendered(tokenizer: ChatTokenizer, record: Any, kind: Kind, place: str) -> tuple[Example, list[str]]:
+    """And what has to be counted: whether the chat template leaves out its tools, and an answer repeats the prompt."""
     try:
         if kind == "conversations":
             found = (conversation(record),)
@@ -110,7 +114,11 @@ def _rendered(tokenizer: ChatTokenizer, record: Any, kind: Kind, place: str) -> 
             pair = preference_pair(record)
             found = (pair.chosen, pair.rejected)
         example = tuple(_sequence(tokenizer, one) for one in found)
-        return example, tokenizer.leaves_out(found[0].messages, found[0].tools)
+        noted = {
+            "without_tools": tokenizer.leaves_out(found[0].messages, found[0].tools),
+            "prompt_repeated": found[0].repeats_prompt,
+        }
+        return example, [name for name, is_so in noted.items() if is_so]
     except InputError as error:
         raise ConfigError(f"{place}: {error.detail}", error.hint) from error
 
