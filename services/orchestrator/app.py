@@ -28,7 +28,7 @@ from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from shared.models.hub import model_folder
 from shared.process.boot import RunningService
-from shared.queue.client import connect
+from shared.queue.client import REFUSED_S, connect
 from shared.queue.queue import TicketQueue
 from shared.queue.registry import Registry
 from shared.run.folder import RunFolder
@@ -55,7 +55,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
     settings = replace(settings, routing_replay=routing is not None)
     async with AsyncExitStack() as stack:
         redis = await stack.enter_async_context(
-            connect(settings.redis_url, settings.redis_password_file, settings.ca_file)
+            connect(settings.redis_url, settings.redis_password_file, settings.ca_file, refused_s=REFUSED_S)
         )
         environments = await stack.enter_async_context(
             EnvClient(settings.env_url, token=token, ca_file=settings.ca_file)

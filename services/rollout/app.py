@@ -27,7 +27,7 @@ from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from shared.process.boot import RunningService
 from shared.process.telemetry import Log
-from shared.queue.client import connect
+from shared.queue.client import REFUSED_S, connect
 from shared.queue.registry import RegisteredServer, Registry
 from shared.schema import RunConfig
 from shared.types import WeightVersion
@@ -81,7 +81,9 @@ async def open_rollout(
         if settings.redis_url is None:
             yield RunningService(app, workers)
             return
-        async with connect(settings.redis_url, settings.redis_password_file, settings.ca_file) as redis:
+        async with connect(
+            settings.redis_url, settings.redis_password_file, settings.ca_file, refused_s=REFUSED_S
+        ) as redis:
             heartbeat = _heartbeat(Registry(redis, settings.run), settings, updates, generation)
             yield RunningService(app, [*workers, heartbeat])
 

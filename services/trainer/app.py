@@ -45,7 +45,7 @@ from shared.models.origin import Origin
 from shared.process import telemetry
 from shared.process.boot import RunningService
 from shared.process.imports import uncollected
-from shared.queue.client import connect
+from shared.queue.client import REFUSED_S, connect
 from shared.queue.queue import TicketQueue
 from shared.queue.registry import Registry
 from shared.run import archive
@@ -97,7 +97,7 @@ async def open_trainer(
     model = await asyncio.to_thread(model_folder, config.model.path, config.run.folder, weights=True)
     status = TrainerStatus(settings.run, config.trainer.max_steps)
     async with AsyncExitStack() as stack:
-        redis = connect(settings.redis_url, settings.redis_password_file, settings.ca_file)
+        redis = connect(settings.redis_url, settings.redis_password_file, settings.ca_file, refused_s=REFUSED_S)
         stack.push_async_callback(redis.aclose)
         env = EnvClient(settings.env_url, token=token, ca_file=settings.ca_file)
         environments = await stack.enter_async_context(env)

@@ -1,20 +1,24 @@
 """The connection to Redis or Valkey: time-outs, no hidden retries, and the translation of its errors.
 
 Retries are the caller's: a client that repeats commands by itself would hide the lost replies that the queue must know
-of.
+of. Every new connection reads the password file again, so the password may change while a client is in use.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import redis.exceptions as foreign
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
 
 from shared.errors import ConfigError, Fenced, QueueUnavailable
 from shared.process.descriptors import HINT, exhausted
@@ -26,21 +30,61 @@ MAX_BLOCK_MS = 2000  # the longest a command may block, far below the socket tim
 _CLOSED = (
     "the handler is closed"  # uvloop says so, with a RuntimeError, where asyncio would notice a reset when it reads
 )
+REFUSED_S = 20.0
+"""How long a service tries again while Redis refuses its password, in seconds: it may be changing."""
 _TRANSIENT = ("OOM", "MISCONF", "READONLY", "LOADING", "BUSY", "CLUSTERDOWN", "MASTERDOWN", "TRYAGAIN", "NOREPLICAS")
+_REFUSALS = (foreign.AuthenticationError, foreign.AuthorizationError, foreign.NoPermissionError)
 
 
-def connect(url: str, password_file: Path | None = None, ca_file: Path | None = None) -> Redis:
+class _Secret(CredentialProvider):
+    """The password in a file, as it is when a connection is made; the last one that was read if the file is gone."""
+
+    def __init__(self, path: Path, user: str | None) -> None:
+        self._path, self._user = path, user
+        self._password = self._read()
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        with suppress(ConfigError):
+            self._password = self._read()
+        return (self._password,) if self._user is None else (self._user, self._password)
+
+    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
+        return self.get_credentials()
+
+    def _read(self) -> str:
+        return read_secret(self._path, "services.redis_password_file")
+
+
+@dataclass
+class _Patience:
+    """How long refusals of a client are waited out, and since when it is refused by the monotonic clock."""
+
+    refused_s: float
+    since: float | None = None
+
+    def is_over(self) -> bool:
+        now = time.monotonic()
+        self.since = now if self.since is None else self.since
+        return now - self.since >= self.refused_s
+
+
+_patience = WeakKeyDictionary[Redis, _Patience]()
+
+
+def connect(
+    url: str, password_file: Path | None = None, ca_file: Path | None = None, *, refused_s: float = 0.0
+) -> Redis:
     """A client for `redis://[:password@]host:port/db` (or `rediss://`, `unix://`); it connects with the first command.
 
     Args:
         url: where the server is.
         password_file: a file with the password alone, readable by its owner only; it replaces a password in the URL.
         ca_file: who vouches for a server at `rediss://` (default: the system's authorities).
+        refused_s: a refused password counts as `QueueUnavailable` for so long, in seconds; then as a ConfigError.
 
     Raises:
         ConfigError: the URL or the password file cannot be used.
     """
-    secret = {"password": read_secret(password_file, "services.redis_password_file")} if password_file else {}
     trust = {"ssl_ca_certs": str(ca_file)} if ca_file and url.startswith("rediss:") else {}
     try:
         client = Redis.from_url(
@@ -52,23 +96,30 @@ def connect(url: str, password_file: Path | None = None, ca_file: Path | None = 
         )
     except ValueError as error:
         raise ConfigError("the Redis URL is malformed", "expected redis://host:port/db") from error
-    client.connection_pool.connection_kwargs.update(secret | trust)
+    kwargs = client.connection_pool.connection_kwargs
+    kwargs.update(trust)
+    if password_file:
+        kwargs.pop("password", None)
+        kwargs["credential_provider"] = _Secret(password_file, kwargs.pop("username", None))
+    _patience[client] = _Patience(refused_s)
     return client
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def translated(redis: Redis) -> Iterator[None]:
     """Maps errors of the client and the server to the project's own.
 
     Raises:
-        QueueUnavailable: the server did not answer, or cannot take writes now.
+        QueueUnavailable: the server did not answer, or cannot take this command now.
         Fenced: the consumer group is gone, so another trainer has begun (or the server was wiped).
-        ConfigError: the server refuses the password or the user.
+        ConfigError: the server refuses the password or the user, and has for longer than `connect` was told.
     """
+    patience = _patience.setdefault(redis, _Patience(0.0))
     try:
         yield
-    except (foreign.AuthenticationError, foreign.AuthorizationError, foreign.NoPermissionError) as error:
-        raise ConfigError(f"Redis refuses this client: {error}", "check services.redis_url and its password") from error
+    except _REFUSALS as error:
+        message, hint = f"Redis refuses this client: {error}", "check services.redis_url and its password"
+        raise (ConfigError if patience.is_over() else QueueUnavailable)(message, hint) from error
     except (foreign.ConnectionError, foreign.TimeoutError, OSError) as error:
         if (reason := exhausted(error)) is not None:
             raise QueueUnavailable(f"Redis was not asked: {reason}", HINT) from error
@@ -79,17 +130,18 @@ def translated() -> Iterator[None]:
         raise QueueUnavailable(f"the connection to Redis broke: {error}", "is the server running?") from error
     except foreign.ResponseError as error:
         raise _from_server(error) from error
+    patience.since = None
 
 
 async def command(redis: Redis, *args: str | int | bytes) -> Any:
     """Runs one command; its answer as redis-py parses it. Raises as `translated`."""
-    with translated():
+    with translated(redis):
         return await redis.execute_command(*args)
 
 
 async def transaction(redis: Redis, *commands: Sequence[str | int | bytes]) -> list[Any]:
     """Runs several commands with none of another client in between; their answers. Raises as `translated`."""
-    with translated():
+    with translated(redis):
         async with redis.pipeline(transaction=True) as pipe:
             for args in commands:
                 pipe.execute_command(*args)
@@ -97,15 +149,22 @@ async def transaction(redis: Redis, *commands: Sequence[str | int | bytes]) -> l
 
 
 def _from_server(error: foreign.ResponseError) -> Exception:
-    """By the server's code; in a transaction the client puts the name of the command before it."""
+    """By the server's code, which the client cuts off the errors that it knows; in a transaction it puts the name of
+    the command before it.
+    """
     text = str(error).rpartition(" caused error: ")[2].strip("(',\")")
-    code = text.partition(" ")[0]
+    code = error.status_code or text.partition(" ")[0]
     if code in ("NOGROUP", "UNBLOCKED"):
         return Fenced("the consumer group of this trainer is gone", "another trainer has begun, or Redis was wiped")
-    if code in _TRANSIENT or isinstance(error, foreign.OutOfMemoryError | foreign.ReadOnlyError):
+    if code in _TRANSIENT:
         return QueueUnavailable(
-            f"Redis cannot take this command now: {text}", "look at its memory limit, disk and role"
+            f"Redis cannot take this command now: {code} {text.removeprefix(f'{code} ')}",
+            "look at its memory limit, disk and role",
         )
+    if code == "WRONGTYPE":
+        return QueueUnavailable(f"a key of this run is damaged: {text}", "the next trainer restores it")
+    if code == "DENIED":
+        return ConfigError(f"Redis refuses this client: {text}", "check services.redis_url and its password")
     return error
 
 

@@ -12,6 +12,9 @@ Invariants:
 - Every issued ticket is finished, queued, leased, or in the pool of tickets to be issued again. `begin` and `open`
   restore this from a checkpoint alone, whatever the server has lost.
 - Every write of a trainer carries its fence; a trainer that was replaced changes nothing and gets `Fenced`.
+- Partial loss of the server's data is treated as total loss: every script checks that the keys are whole, and removes
+  all of them otherwise. The trainer is then fenced, and the next one restores the queue.
+- A lease goes by the queue's own clock, which neither goes back nor jumps ahead with the server's.
 
 Nothing here repeats a command. After `QueueUnavailable` every method may simply be called again.
 """
@@ -27,7 +30,7 @@ from dataclasses import dataclass, field
 import orjson
 from redis.asyncio import Redis
 
-from shared.errors import Fenced
+from shared.errors import Fenced, QueueUnavailable
 from shared.process import telemetry
 from shared.queue.client import MAX_BLOCK_MS, command, transaction
 from shared.queue.progress import TicketProgress
@@ -176,7 +179,7 @@ class TicketQueue:
         while not await self._scripts.fenced("open_chunk", lineage.fence, [_CHUNK, *told]):
             pass
         counts = await command(self._redis, "HGETALL", self.keys.tries)
-        lineage.tries.update({int(ticket): int(n) for ticket, n in counts.items()})
+        lineage.tries.update({int(t): int(n) for t, n in counts.items() if t.isdigit() and n.isdigit()})
 
     async def read(self, epoch: int, consumer: str, count: int, block_ms: int) -> list[StreamEntry]:
         """Up to `count` groups in the order of arrival, each ticket at most once between two commits of it.
@@ -219,7 +222,8 @@ class TicketQueue:
                 continue  # deleted while it was pending
             entry, ticket = entry_id.decode(), _ticket_of(fields)
             if ticket is None:
-                _log.warning("an entry that no producer wrote is left alone", entry=entry)
+                _log.warning("an entry that no producer wrote is removed", entry=entry)
+                await self._remove(lineage, entry)
             elif lineage.progress.is_finished(ticket):
                 again.append(Finished(ticket, entry))
             elif ticket not in lineage.held:
@@ -228,6 +232,10 @@ class TicketQueue:
             await self._commit(lineage, again)
         lineage.held.update(entry.ticket for entry in fresh)
         return fresh
+
+    async def _remove(self, lineage: _Lineage, entry: str) -> None:
+        stream = self.keys.stream
+        await transaction(self._redis, ("XACK", stream, f"t{lineage.fence}", entry), ("XDEL", stream, entry))
 
     async def commit(self, epoch: int, version: int, finished: Sequence[Finished], void: int) -> None:
         """Records tickets whose effect is durable, and opens capacity. Idempotent.
@@ -296,7 +304,13 @@ class TicketQueue:
             ("XLEN", keys.dead),
         )
         names = ("issued", "low", "version", "epoch", "void", "reissued", "duplicates", "strays")
-        counts = {name: int(raw.get(name.encode(), 0)) for name in names}
+        try:
+            counts = {name: int(raw.get(name.encode(), 0)) for name in names}
+            lineage = tuple((epoch, step) for epoch, step in orjson.loads(raw.get(b"lineage", b"[]")))
+        except (ValueError, TypeError) as error:
+            raise QueueUnavailable(
+                "the state of the queue in Redis is damaged", "the next trainer restores it"
+            ) from error
         return QueueState(
             **counts,
             ready=raw.get(b"ready") == b"1",
@@ -305,7 +319,7 @@ class TicketQueue:
             done=done,
             dead=dead,
             refused=raw.get(b"refused", b"").decode(errors="replace"),
-            lineage=tuple((epoch, step) for epoch, step in orjson.loads(raw.get(b"lineage", b"[]"))),
+            lineage=lineage,
             beginning=raw.get(b"beginning", b"").decode(errors="replace"),
         )
 

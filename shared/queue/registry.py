@@ -8,7 +8,7 @@ whether to send it work (its version, its load) is the reader's choice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Annotated
@@ -59,8 +59,10 @@ class Registry:
 
     async def servers(self) -> list[RegisteredServer]:
         """All servers with a live lease, sorted by id."""
+        await self._drop_damaged_index()
         ids = sorted(id.decode() for id in await command(self._redis, "SMEMBERS", self._index))
         records = await command(self._redis, "MGET", *map(self._key, ids)) if ids else []
+        await self._shorten(ids)
         gone = [id for id, record in zip(ids, records, strict=True) if record is None]
         if gone:
             await command(self._redis, "SREM", self._index, *gone)
@@ -92,7 +94,20 @@ class Registry:
                     async with asyncio.timeout(_GOODBYE_S):
                         await self._deregister(known)
 
+    async def _drop_damaged_index(self) -> None:
+        """An index of another type; every server registers again within `HEARTBEAT_S`."""
+        if await command(self._redis, "TYPE", self._index) not in (b"set", b"none"):
+            await command(self._redis, "DEL", self._index)
+
+    async def _shorten(self, ids: Sequence[str]) -> None:
+        """Limits leases to `TTL_S`: Redis keeps them longer if its wall clock has gone back since they were written."""
+        keys, most = [self._key(id) for id in ids], int(TTL_S * 1000)
+        left = await transaction(self._redis, *(("PTTL", key) for key in keys)) if keys else []
+        for key in (key for key, ms in zip(keys, left, strict=True) if ms > most):
+            await command(self._redis, "PEXPIRE", key, most)
+
     async def _register(self, server: RegisteredServer) -> None:
+        await self._drop_damaged_index()
         record = orjson.dumps(asdict(server))
         lease = ("SET", self._key(server.id), record, "PX", int(TTL_S * 1000))
         await transaction(self._redis, lease, ("SADD", self._index, server.id))

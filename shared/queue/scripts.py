@@ -47,7 +47,7 @@ class Scripts:
     """Calls the scripts of one run by name."""
 
     def __init__(self, redis: Redis, keys: Keys) -> None:
-        self._keys = keys.scripted
+        self._redis, self._keys = redis, keys.scripted
         folder = resources.files("shared.queue") / "lua"
         prelude = (folder / "prelude.lua").read_text(encoding="utf-8")
         self._calls = {
@@ -61,7 +61,7 @@ class Scripts:
         Raises:
             QueueUnavailable: the server did not answer; the script may or may not have run.
         """
-        with translated():
+        with translated(self._redis):
             return await self._calls[name](keys=self._keys, args=list(args))
 
     async def fenced(self, name: str, fence: str, args: Sequence[str | int] = ()) -> int:

@@ -2,7 +2,8 @@
 
 Faults: lost leases, lost replies, duplicate and stray groups, a trainer that crashes with uncommitted work, between
 checkpoint and commit, or while it begins, a replaced trainer that goes on, a lost newest checkpoint, a wiped server,
-and a server that forgets its last moments (its append-only file is up to a second behind).
+a server that loses some of its keys or parts of them, one that forgets its last moments (its append-only file is up to
+a second behind), and a clock that jumps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from redis.asyncio import Redis
 
 from shared.errors import Fenced
 from shared.queue.client import command, connect
@@ -30,10 +32,14 @@ BATCH, ETA, STEPS = 2, 2, 12
 CAP, TOTAL = (ETA + 1) * BATCH, STEPS * BATCH
 TTL_S = 600.0
 END = ("goes on", "commits", "commits", "dies before its commit")
+JUMP_MS = 3_600_000
 FAULTS = (
+    "clock_jumps",
     "crash",
     "crash_in_begin",
+    "lose_a_key",
     "lose_a_lease",
+    "lose_a_part",
     "lose_a_reply",
     "lose_the_newest_checkpoint",
     "publish_stray",
@@ -287,6 +293,38 @@ class QueueMachine(RuleBasedStateMachine):
         self.do(command(self.redis, "FLUSHALL"))
         self.saved = None
 
+    def lose_a_key(self, pick: int) -> None:
+        """One key, or two, or one is replaced by a key of another type."""
+        names = self.keys()
+        if not names:
+            return
+        first, second = names[pick % len(names)], names[pick // 7 % len(names)]
+        self.do(command(self.redis, "DEL", first, second))
+        if pick % 3 == 0:
+            self.do(command(self.redis, "SET", first, "something else"))
+        self.recognise()
+
+    def lose_a_part(self, pick: int) -> None:
+        """A field, a member, an entry, or the consumer groups."""
+        names = self.keys()
+        if names:
+            self.do(lose_a_part_of(self.redis, names[pick % len(names)], pick))
+            self.recognise()
+
+    def clock_jumps(self, pick: int) -> None:
+        """By an hour: what the queue read last is as far away in the other direction."""
+        if self.trainer and self.do(command(self.redis, "HEXISTS", self.queue.keys.state, "wall")):
+            jump = JUMP_MS if pick % 2 else -JUMP_MS
+            self.do(command(self.redis, "HINCRBY", self.queue.keys.state, "wall", jump))
+
+    def keys(self) -> list[bytes]:
+        return sorted(self.do(command(self.redis, "KEYS", "*")))
+
+    def recognise(self) -> None:
+        """Any script finds that the data are not whole; the trainer may go on until it reads or commits."""
+        self.saved = None
+        self.do(self.queue.renew(1, TTL_S))
+
     def save(self, pick: int) -> None:
         if self.trainer:
             self.saved = self.do(self.dump())
@@ -374,6 +412,22 @@ class QueueMachine(RuleBasedStateMachine):
         for ticket in range(1, self.state().issued + 1):
             self.do(self.queue.renew(ticket, 0.0))
         self.consume(count=CAP, filtered=False, steps=ETA + 1, end="commits")
+
+
+async def lose_a_part_of(redis: Redis, key: bytes, pick: int) -> None:
+    match (await command(redis, "TYPE", key)).decode():
+        case "hash":
+            fields = sorted(await command(redis, "HKEYS", key))
+            await command(redis, "HDEL", key, fields[pick % len(fields)])
+        case "zset":
+            await command(redis, "ZPOPMIN", key)
+        case "set":
+            await command(redis, "SPOP", key)
+        case _ if pick % 2:
+            await command(redis, "XTRIM", key, "MAXLEN", pick % 4)
+        case _:
+            for group in await command(redis, "XINFO", "GROUPS", key):
+                await command(redis, "XGROUP", "DESTROY", key, group[1])
 
 
 def fence(trainer: TrainerModel) -> bytes | None:

@@ -18,7 +18,7 @@ from tests.support.redis import begun
         {"t": "9" * 5000, "d": "z"},
     ],
 )
-async def test_an_entry_that_no_producer_wrote_is_left_alone(redis: Redis, fields: dict[str, str]) -> None:
+async def test_an_entry_that_no_producer_wrote_is_removed(redis: Redis, fields: dict[str, str]) -> None:
     queue = TicketQueue(redis, "r")
     epoch = await begun(queue, 0, 0, 0, 0, [], 0)
     await redis.xadd(queue.keys.stream, fields)

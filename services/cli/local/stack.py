@@ -234,7 +234,7 @@ async def _ping(services: ServicesSection) -> None:
     assert services.redis_url is not None
     client = redis_client.connect(services.redis_url, services.redis_password_file, services.tls.ca_file)
     async with client:
-        with redis_client.translated():
+        with redis_client.translated(client):
             await client.ping()
 
 

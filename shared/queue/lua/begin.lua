@@ -1,4 +1,6 @@
 -- ARGV: nonce, epoch, low, version, issued, void, above. Returns {epoch, fence}. Closes the queue until open_chunk opens it.
+-- Entries without a ticket's record would be delivered beside those that replace them.
+if size('XLEN', Q) ~= size('HLEN', SEEN) then forget() end
 local epoch = math.max(num('epoch'), tonumber(ARGV[2]), tonumber(ARGV[7])) + 1
 local fence, low = epoch .. '-' .. ARGV[1], tonumber(ARGV[3])
 local issued = math.max(tonumber(ARGV[5]), low)
@@ -31,4 +33,6 @@ if tonumber(ARGV[4]) > base then redis.call('UNLINK', TRIES) end  -- a step forg
 redis.call('HSET', ST, 'ready', 0, 'epoch', epoch, 'fence', fence, 'low', low, 'version', ARGV[4], 'issued', issued,
   'void', ARGV[6], 'progressed', 0, 'phase', 'queued', 'cursor', 0, 'mark', mark,
   'base', base, 'began', ARGV[4], 'refused', '')
+for field, first in pairs({ wake = 0, lineage = '[]', beginning = '' }) do redis.call('HSETNX', ST, field, first) end
+now_ms()
 return { epoch, fence }

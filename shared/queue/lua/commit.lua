@@ -1,6 +1,6 @@
 -- ARGV: fence, version or '', void or '', low, then (ticket, entry id or '') pairs. Returns Redis's own low, or -1 if fenced.
 -- `low` comes from the checkpoint: it heals a server that lost its last second.
-local ADVANCE_PER_CALL = 1000
+local PER_CALL = 1000
 -- A server that lost its last second may know of `begin` and not of the end of `open_chunk`: nobody else would open it.
 if redis.call('HGET', ST, 'fence') ~= ARGV[1] or redis.call('HGET', ST, 'phase') ~= 'open' then return -1 end
 local group, low, target = 't' .. ARGV[1], num('low'), tonumber(ARGV[4])
@@ -8,9 +8,21 @@ local before = low
 
 for i = 5, #ARGV, 2 do
   clear(ARGV[i], group, ARGV[i + 1])
-  if tonumber(ARGV[i]) > low then redis.call('SADD', DONE, ARGV[i]) end
+  local ticket, issued = tonumber(ARGV[i]), num('issued')
+  if ticket > low then redis.call('SADD', DONE, ticket) end
+  if ticket > math.max(issued, target) then
+    -- The server lost the last second, in which it issued the tickets up to this one.
+    if ticket - issued > PER_CALL then
+      forget()
+      return -1
+    end
+    for lost = issued + 1, ticket - 1 do
+      if not is_finished(lost) then redis.call('ZADD', LEASE, lost, lost) end
+    end
+    redis.call('HSET', ST, 'issued', ticket)
+  end
 end
-for _ = 1, ADVANCE_PER_CALL do
+for _ = 1, PER_CALL do
   if redis.call('SREM', DONE, low + 1) == 0 then
     if low >= target then break end
     clear(low + 1, group, '')

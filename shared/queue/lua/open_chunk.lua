@@ -10,9 +10,11 @@ local function move(next_phase, next_cursor)
   return 0
 end
 
+-- Entry ids in their order. A damaged id is greater than any other.
 local function at_most(a, b)
   local a_ms, a_seq = string.match(a, '(%d+)-(%d+)')
   local b_ms, b_seq = string.match(b, '(%d+)-(%d+)')
+  if not (a_ms and b_ms) then return false end
   a_ms, b_ms = tonumber(a_ms), tonumber(b_ms)
   return a_ms < b_ms or (a_ms == b_ms and tonumber(a_seq) <= tonumber(b_seq))
 end
@@ -52,6 +54,10 @@ for ticket = tonumber(cursor) + 1, last do
 end
 if last < issued then return move('lost', last) end
 move('open', 0)
+if not whole() or size('XLEN', Q) ~= size('HLEN', SEEN) then
+  forget()
+  return -1
+end
 redis.call('HSET', ST, 'lineage', ARGV[3], 'beginning', ARGV[4], 'ready', 1)
 wake()
 return 1

@@ -6,8 +6,9 @@ local function refuse(reason, now)
   return { reason, num('version'), num('wake'), ahead[2] and tonumber(ahead[2]) - now or -1 }
 end
 
+if redis.call('HGET', ST, 'ready') ~= '1' then return { NOT_READY, num('version'), num('wake'), -1 } end
+redis.call('HSET', ST, 'lease_ms', ARGV[1])
 local now = now_ms()
-if redis.call('HGET', ST, 'ready') ~= '1' then return refuse(NOT_READY, now) end
 local batch, total = tonumber(ARGV[2]), tonumber(ARGV[4])
 local cap, version = (tonumber(ARGV[3]) + 1) * batch, num('version')
 
