@@ -14,6 +14,7 @@ from shared.errors import ConfigError
 if TYPE_CHECKING:
     from services.cli.commands import environments
 
+_FILE_HELP = "a Python file, a .zip, a .whl, a folder (also of Harbor's tasks), or - for standard input"
 type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
@@ -24,9 +25,10 @@ def add(commands: _Commands) -> None:
     init.add_argument("file", type=Path, metavar="FILE.py")
     init.add_argument("--template", choices=TEMPLATES, default="sums", help="what to begin with (default: sums)")
     init.set_defaults(command=_init)
-    test = parts.add_parser("test", help="validate a file on this machine, as the service would")
-    test.add_argument("file", type=Path, metavar="FILE.py")
-    test.add_argument("--entry", metavar="CLASS", help="the environment's class, where the file has several")
+    test = parts.add_parser("test", help="validate a file or folder on this machine, as the service would")
+    test.add_argument("file", type=Path, metavar="FILE", help=_FILE_HELP)
+    test.add_argument("--entry", metavar="CLASS", help="the environment's class, where there are several")
+    test.add_argument("--config", type=Path, metavar="FILE.yaml", help="arguments of the class")
     test.set_defaults(command=_test)
     _add_submit(parts)
     _add_target(listed := parts.add_parser("list", help="list all environments and their states"))
@@ -46,7 +48,7 @@ def add(commands: _Commands) -> None:
 def _add_submit(parts: _Commands) -> None:
     submit = parts.add_parser("submit", help="submit one to a run's environment service; it is validated first")
     source = submit.add_mutually_exclusive_group(required=True)
-    source.add_argument("file", type=Path, nargs="?", metavar="FILE.py")
+    source.add_argument("file", type=Path, nargs="?", metavar="FILE", help=_FILE_HELP)
     source.add_argument(
         "--import-path", metavar="PACKAGE.MODULE:CLASS", help="of a package that is installed beside the service"
     )
@@ -64,7 +66,7 @@ def _add_submit(parts: _Commands) -> None:
         "--config", type=Path, metavar="FILE.yaml", help="arguments of the class, or settings of the protocol"
     )
     submit.add_argument("--name", metavar="NAME", help="default: the file's name")
-    submit.add_argument("--entry", metavar="CLASS", help="the environment's class, where the file has several")
+    submit.add_argument("--entry", metavar="CLASS", help="the environment's class, where there are several")
     submit.add_argument(
         "--weight",
         type=_weight,
@@ -114,11 +116,12 @@ def _init(arguments: argparse.Namespace) -> int:
 def _test(arguments: argparse.Namespace) -> int:
     from services.cli.commands import environments
 
-    return environments.test(arguments.file, arguments.entry)
+    return environments.test(arguments.file, arguments.entry, arguments.config)
 
 
 def _submit(arguments: argparse.Namespace) -> int:
     from services.cli.commands import environments
+    from services.cli.commands.environment_source import EnvSource
 
     if (arguments.remote is None) != (arguments.protocol is None):
         raise ConfigError("--remote and --protocol belong together", "for example --protocol openenv")
@@ -126,7 +129,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         raise ConfigError("--tasks goes with --remote", "a file of one's own makes its tasks itself")
     if arguments.entry is not None and arguments.file is None:
         raise ConfigError("--entry goes with a file", "an import path names its class after the colon")
-    source = environments.EnvSource(
+    source = EnvSource(
         arguments.file,
         arguments.import_path,
         arguments.remote,

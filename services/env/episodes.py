@@ -148,8 +148,13 @@ class Episodes:
 
     async def step(self, episode_id: str, request_id: str, message: Message) -> StepResult:
         """Raises NotFound (unknown or expired), Conflict (over, failed, or id reused), Unavailable (did not end in
-        time).
+        time), InputError (`tool_calls` where the episode offers no tools; it goes on).
         """
+        if message.get("tool_calls") and not (slot := self._find(episode_id)).tools:
+            raise InputError(
+                f"message.tool_calls: an episode of {slot.request.entry.name} has no tools to call",
+                "send the answer as text in message.content",
+            )
         return await self._answered(episode_id, request_id, fingerprint(message), lambda live: live.step(message))
 
     async def finish(self, episode_id: str, request_id: str) -> StepResult:

@@ -57,7 +57,13 @@ type Take = Callable[[bytes], None]
 
 class _Wire(Protocol):
     async def send(
-        self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        params: Mapping[str, Any] | None,
+        timeout_s: float,
+        media_type: str | None = None,
     ) -> HttpReply: ...
 
     async def receive(self, path: str, headers: Mapping[str, str], take: Take) -> HttpReply:
@@ -135,6 +141,12 @@ class HttpClient:
 
     async def put(self, path: str, body: Any) -> Any:
         return await self._send("PUT", path, self._pack(body), None, None)
+
+    async def upload(self, method: str, path: str, content: bytes, media_type: str, params: Mapping[str, str]) -> Any:
+        """Sends bytes as they are."""
+        assert self._wire is not None, "enter the client first"
+        sent = self._wire.send(method, path, content, params, self._timeout_s, media_type)
+        return _read(await self._translated(f"{method} {self.base_url}{path}", sent), path, MAX_OBJECTS)
 
     async def delete(self, path: str, *, attempts: int = 1) -> Any:
         return await retry(lambda: self._send("DELETE", path, None, None, None), attempts=attempts)
@@ -225,10 +237,16 @@ class _Network:
         )
 
     async def send(
-        self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        params: Mapping[str, Any] | None,
+        timeout_s: float,
+        media_type: str | None = None,
     ) -> HttpReply:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-        url, headers = self._base_url + path, self._content_type if body is not None else None
+        url, headers = self._base_url + path, _content_type(media_type, self._content_type, body)
         async with self._session.request(
             method, url, data=body, params=params, headers=headers, timeout=timeout, allow_redirects=False
         ) as answer:
@@ -251,6 +269,12 @@ class _Network:
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def _content_type(media_type: str | None, usual: dict[str, str], body: bytes | None) -> dict[str, str] | None:
+    if body is None:
+        return None
+    return {"Content-Type": media_type} if media_type else usual
 
 
 async def _bounded(answer: aiohttp.ClientResponse, path: str) -> bytes:
@@ -276,11 +300,16 @@ class _Direct:
         self._direct = Direct(base_url, headers, transport)
 
     async def send(
-        self, method: str, path: str, body: bytes | None, params: Mapping[str, Any] | None, timeout_s: float
+        self,
+        method: str,
+        path: str,
+        body: bytes | None,
+        params: Mapping[str, Any] | None,
+        timeout_s: float,
+        media_type: str | None = None,
     ) -> HttpReply:
-        answer = await self._direct.send(
-            method, path, body, params, self._content_type if body is not None else {}, timeout_s
-        )
+        headers = _content_type(media_type, self._content_type, body) or {}
+        answer = await self._direct.send(method, path, body, params, headers, timeout_s)
         told = answer.headers
         return HttpReply(answer.status_code, told.get("Content-Type", ""), answer.content, told.get("Retry-After", ""))
 

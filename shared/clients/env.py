@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
+
 from shared.clients.base import MALFORMED, HttpClient
 from shared.errors import DecodeError
 from shared.outcomes import FAULTS, Fault
@@ -65,10 +67,16 @@ class EnvClient(HttpClient):
         return await self.get("/environments", attempts=1)
 
     async def submit(self, body: Mapping[str, Any], *, replace: bool = False) -> Mapping[str, Any]:
-        """The version that a submission makes, as POST /environments takes it; with `replace` a new one of a name that
-        is there. Raises Conflict, InputError, Forbidden.
+        """The version that a submission makes, as POST /environments takes it, with a zip file's bytes in `archive`;
+        with `replace` a new one of a name that is there. Raises Conflict, InputError, Forbidden.
         """
-        row = await (self.put(f"/environments/{body['name']}", body) if replace else self.post("/environments", body))
+        method, path = ("PUT", f"/environments/{body['name']}") if replace else ("POST", "/environments")
+        if "archive" in body:
+            query = {key: str(value) for key, value in body.items() if value is not None and key != "archive"}
+            query["config"] = orjson.dumps(body.get("config") or {}).decode()
+            row = await self.upload(method, path, body["archive"], "application/zip", query)
+        else:
+            row = await (self.put(path, body) if replace else self.post(path, body))
         return _read(lambda: {**row, "name": str(row["name"]), "state": str(row["state"])})
 
     async def versions(self, name: str) -> list[Mapping[str, Any]]:

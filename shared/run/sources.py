@@ -14,7 +14,7 @@ import hashlib
 import io
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,8 +136,13 @@ def _located(package: str, base: Path | None) -> Path:
 
 
 def _packed(path: Path) -> bytes:
-    """A zip file, always the same for the same files. Raises ConfigError, OSError."""
+    """A package or module with what declares its needs. Raises ConfigError, OSError."""
     files = {f"{path.name}/{name}": file for name, file in _files(path)} if path.is_dir() else {path.name: path}
+    return _zipped(files, path, _declared(path))
+
+
+def _zipped(files: Mapping[str, Path], path: Path, more: Iterable[tuple[str, bytes]] = ()) -> bytes:
+    """A zip file of what `path` holds, always the same for the same files. Raises ConfigError, OSError."""
     if len(files) > MAX_FILES or sum(file.stat().st_size for file in files.values()) > MAX_BYTES:
         raise ConfigError(
             f"{path} has more than {MAX_FILES} files or {MAX_BYTES >> 20} MiB",
@@ -147,9 +152,30 @@ def _packed(path: Path) -> bytes:
 
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
-        for name, content in sorted([*((n, file.read_bytes()) for n, file in files.items()), *_declared(path)]):
+        for name, content in sorted([*((n, file.read_bytes()) for n, file in files.items()), *more]):
             archive.writestr(zipfile.ZipInfo(name, _SINCE), content)
     return out.getvalue()
+
+
+def packed_folder(folder: Path) -> bytes:
+    """A folder as a zip file: Harbor's task folders, a package, or a project with its modules at its top or in `src`.
+
+    Raises ConfigError naming what is missing, OSError.
+    """
+    files = dict(_files(folder))
+    if not any(_is_importable(name) or Path(name).name == "task.toml" for name in files):
+        raise ConfigError(
+            f"{folder} holds no environment: no Python module or package at its top or in src/, and no task.toml",
+            "name a project's or package's folder, or one with task folders of Harbor",
+        )
+    is_nested = {"__init__.py", "task.toml"} & files.keys()
+    return _zipped({f"{folder.name}/{name}" if is_nested else name: file for name, file in files.items()}, folder)
+
+
+def _is_importable(name: str) -> bool:
+    """Whether a file makes a module or package that can be imported from the folder, or from its `src`."""
+    parts = name.removeprefix("src/").split("/")
+    return name.endswith(".py") if len(parts) == 1 else parts[1:] == ["__init__.py"]
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:

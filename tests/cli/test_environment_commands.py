@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,7 +27,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     config = folder / "run.yaml"
     config.write_text(
         f"run: {{dir: {folder}}}\nmodel: {{path: none}}\ndata: {{env: sokoban}}\n"
-        f"services: {{env: {{port: {port}, unsandboxed: [sums, broken]}}}}\n",
+        f"services: {{env: {{port: {port}, unsandboxed: [sums, broken, zipped, project]}}}}\n",
         encoding="utf-8",
     )
     with subprocess.Popen([sys.executable, "-m", "services.env", "--config", str(config)], cwd=PROJECT) as process:
@@ -105,6 +108,94 @@ def test_settings_and_a_remote_environment_are_submitted(volley: Volley, url: st
     assert "--remote and --protocol belong together" in volley("submit", *remote[:2], "--url", url)[2]
     code, _, err = volley("submit", "--import-path", "somewhere.envs:Maze", "--url", url)
     assert (code, "is no environment of a package that is installed beside the service" in err) == (1, True)
+
+
+SUMS = (PROJECT / "services/env/submissions/templates/sums.py").read_text()
+
+
+def packed(path: Path, **files: str) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(f"{name}.py", content)
+    return path
+
+
+def test_a_zip_file_and_a_folder_are_submitted(volley: Volley, url: str, tmp_path: Path) -> None:
+    sized = SUMS.replace("class Sums:", "class Sums:\n    def __init__(self, size=3):\n        self.size = size\n")
+    assert sized != SUMS
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("size: 7\n")
+    whole = packed(tmp_path / "zipped.zip", zipped=sized)
+    code, out, err = volley("submit", str(whole), "--config", str(settings), "--url", url)
+    assert (code, "zipped@1 is active" in out) == (0, True), out + err
+    (folder := tmp_path / "project").mkdir()
+    (folder / "pyproject.toml").write_text('[project]\nname = "project"\nversion = "1"\n')
+    (folder / "src").mkdir()
+    (folder / "src" / "envs.py").write_text(SUMS)
+    code, out, err = volley("submit", str(folder), "--url", url)
+    assert (code, "project@1 is active" in out) == (0, True), out + err
+    (folder / "src" / "more.py").write_text("x = 1\n")
+    code, out, err = volley("submit", str(folder), "--url", url, "--replace")
+    assert (code, "the archive holds envs, more" in err) == (1, True), out + err
+    assert volley("submit", str(folder), "--url", url, "--replace", "--entry", "envs:Sums")[0] == 0
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-8-sig", "utf-16"])
+def test_a_file_in_the_encoding_it_declares_is_submitted(
+    volley: Volley, url: str, tmp_path: Path, encoding: str
+) -> None:
+    file = tmp_path / f"in_{encoding}.py"
+    declared = "" if encoding.startswith("utf") else f"# -*- coding: {encoding} -*-\n"
+    file.write_bytes((declared + "# é\n" + SUMS).encode(encoding))
+    code, out, err = volley("submit", str(file), "--url", url)
+    assert (code, "is active" in out) == (0, True), out + err
+
+
+def test_standard_input_is_submitted(volley: Volley, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, content in (("text", SUMS.encode()), ("zip", packed(tmp_path / "a.zip", a=SUMS).read_bytes())):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+        code, out, err = volley("submit", "-", "--name", f"stdin_{name}", "--url", url)
+        assert (code, f"stdin_{name}@1 is active" in out) == (0, True), out + err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(SUMS.encode()), encoding="utf-8"))
+    assert "what comes from standard input needs a name" in volley("submit", "-", "--url", url)[2]
+
+
+def test_what_is_no_environment_is_named_before_anything_is_sent(volley: Volley, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "notes.txt").write_text("nothing")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.py").touch()
+    (tmp_path / "text.zip").write_text("no zip file")
+    whole = packed(tmp_path / "whole.zip", a=SUMS).read_bytes()
+    (tmp_path / "torn.zip").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "bytes.py").write_bytes(b"x = '\xe9'\n")
+    (tmp_path / "null.py").write_bytes(b"x = 1\0\n")
+    (tmp_path / "declared.py").write_bytes(b"# coding: klingon\n")
+    os.mkfifo(tmp_path / "fifo")
+    for name, told in (
+        ("nowhere.zip", "does not exist"),
+        ("folder", "holds no environment"),
+        ("empty", "holds no environment"),
+        ("empty.py", "is empty"),
+        ("text.zip", "is not a zip file"),
+        ("torn.zip", "is a damaged zip file"),
+        ("bytes.py", "declare its encoding"),
+        ("null.py", "null bytes"),
+        ("declared.py", "unknown encoding"),
+        ("fifo", "is neither a file nor a folder"),
+    ):
+        for command in ("submit", "test"):
+            code, out, err = volley(command, str(tmp_path / name))
+            assert (code, out, told in err, len(err.splitlines())) == (2, "", True, 1), err
+
+
+def test_a_zip_file_and_a_folder_are_tried_without_a_service(tmp_path: Path) -> None:
+    (folder := tmp_path / "package").mkdir()
+    (folder / "__init__.py").write_text(SUMS)
+    for path in (packed(tmp_path / "sums.zip", sums=SUMS), folder):
+        command = [sys.executable, "-m", "services.cli", "env", "test", str(path)]
+        ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)
+        assert (ended.returncode, "ok    loads" in ended.stdout) == (0, True), ended.stdout + ended.stderr
 
 
 def test_a_file_is_tried_without_a_service(tmp_path: Path) -> None:

@@ -102,6 +102,44 @@ async def test_a_canary_that_fails_is_rejected_and_the_version_before_goes_on(op
         assert (await client.post("/adder@2/num_tasks", json={"split": "train"})).status_code == 404
 
 
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"sum": 3}'}}
+TELLS = """
+class Tells:
+    splits = {"train": 20, "eval": 5}
+
+    def reset(self, split, index, seed):
+        return f"{split} {index}"
+
+    def step(self, text):
+        return "you said " + text, 0.0, False, False, {}
+"""
+
+
+async def stepped(client: httpx.AsyncClient, env: str, content: str | None, number: str = "1") -> httpx.Response:
+    made = (await client.post("/episodes", json=opened(env, f"{env} {number}"))).json()
+    message = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+    answer = await client.post(f"/episodes/{made['episode_id']}/step", json={"request_id": "1", "message": message})
+    if answer.status_code == 422:
+        plain = {"request_id": "2", "message": {"role": "assistant", "content": "plain"}}
+        assert (await client.post(f"/episodes/{made['episode_id']}/step", json=plain)).status_code == 200
+    return answer
+
+
+async def test_tool_calls_reach_an_environment_with_tools_and_are_refused_by_others(open_client: OpenClient) -> None:
+    tools = "    tools = [{'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object'}}}]\n"
+    named = TELLS.replace("class Tells:\n", "class Tells:\n" + tools)
+    async with open_client() as client:
+        for name, source in (("one", TELLS), ("two", named)):
+            await submit(client, source, name=name)
+            assert (await decided(client, name))["state"] == "active"
+        refused = await stepped(client, "one", None)
+        assert (refused.status_code, "has no tools to call" in refused.json()["detail"]) == (422, True)
+        for content, before in ((None, ""), ("Well.", "Well.\n")):
+            answer = await stepped(client, "two", content, f"with {content}")
+            said = answer.json()["messages"][0]["content"]
+            assert said == f'you said {before}<tool_call>{{"name":"add","arguments":{{"sum":3}}}}</tool_call>'
+
+
 async def test_a_service_without_room_for_more_sandboxes_blames_no_environment(open_client: OpenClient) -> None:
     async with open_client(max_sandboxes=2) as client:
         await submit(client, ADDER, name="adder", weight=1)

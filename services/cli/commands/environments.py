@@ -10,16 +10,16 @@ import asyncio
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from services.cli.commands.environment_source import EnvSource, read_content, settings_of
 from services.cli.layout import CACHE, PROJECT, TEMPLATES, python_of, variables_of
 from services.cli.runs import addresses
 from shared.clients.env import EnvClient
-from shared.config import read_tree
 from shared.errors import ConfigError, Unavailable
 from shared.run.folder import RunFolder
 from shared.web.access import Role, read_token, token_for
@@ -61,64 +61,23 @@ def init(file: Path, template: str) -> int:
     return 0
 
 
-def test(file: Path, entry: str | None) -> int:
-    """Validates a file in the sandbox of this machine; the exit code is 0 if it would be taken."""
-    if not file.is_file():
-        raise ConfigError(f"there is no file {file}")
-    command = [
-        str(python_of("base")),
-        "-m",
-        "services.env.submissions.check",
-        str(file.absolute()),
-        str(CACHE / "packages"),
-    ]
-    command += [entry] if entry else []
+def test(file: Path, entry: str | None, config: Path | None) -> int:
+    """Validates a file or folder in the sandbox of this machine; the exit code is 0 if it would be taken."""
+    content = read_content(file)
+    asked = {"name": content.name or "environment", "archive": content.archive, "entry": entry}
+    asked |= {"config": dict(settings_of(config))}
+    command = [str(python_of("base")), "-m", "services.env.submissions.check", str(CACHE), orjson.dumps(asked).decode()]
     ended = subprocess.run(
         command,
         cwd=PROJECT,
         env=variables_of("base", cpu=True),
+        input=content.data,
         stdout=subprocess.PIPE,
-        encoding="utf-8",
-        errors="replace",
         check=False,
     )
     if ended.stdout:
         _print_report(orjson.loads(ended.stdout))
     return ended.returncode
-
-
-@dataclass(frozen=True, slots=True)
-class EnvSource:
-    """What is submitted: a Python file, the import path of a package that is installed beside the service, or the
-    address of a remote environment, with the files of its tasks by split. `config` is a file with its settings.
-    """
-
-    file: Path | None = None
-    import_path: str | None = None
-    remote: str | None = None
-    protocol: str | None = None
-    tasks: Mapping[str, Path] = field(default_factory=dict[str, Path])
-    config: Path | None = None
-    entry: str | None = None
-
-    def body(self, name: str | None, weight: float) -> dict[str, Any]:
-        """Of POST /environments. Raises ConfigError."""
-        settings = _settings(self.config) if self.config else {}
-        whole = {"name": name or self._plain_name(), "config": settings, "weight": weight}
-        if self.file is not None:
-            return {**whole, "source": _text(self.file), "entry": self.entry}
-        if self.import_path is not None:
-            return {**whole, "import_path": self.import_path}
-        tasks = {split: _text(path) for split, path in self.tasks.items()}
-        return {**whole, "url": self.remote, "protocol": self.protocol, **({"tasks": tasks} if tasks else {})}
-
-    def _plain_name(self) -> str:
-        """Raises ConfigError."""
-        if self.file is not None:
-            return self.file.stem
-        if self.import_path is not None:
-            return self.import_path.rpartition(":")[2]
-        raise ConfigError("a remote environment needs a name", "add --name NAME")
 
 
 def submit(target: EnvTarget, source: EnvSource, name: str | None, *, weight: float, replace: bool, wait: bool) -> int:
@@ -139,24 +98,6 @@ async def _submit(target: EnvTarget, body: Mapping[str, Any], replace: bool, wai
         if row["state"] == "canary":
             print(f"live runs play it now and then; `volley env show {body['name']}` tells how it fares")
         return 0
-
-
-def _settings(file: Path) -> Mapping[str, Any]:
-    """Raises ConfigError."""
-    settings = read_tree(file)
-    try:
-        orjson.dumps(settings)
-    except TypeError as error:
-        raise ConfigError(f"{file}: {error}", "settings are what JSON knows; put quotes around a date") from error
-    return settings
-
-
-def _text(file: Path) -> str:
-    """Raises ConfigError."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
 async def _decided(client: EnvClient, name: str, told: str) -> Mapping[str, Any]:

@@ -153,7 +153,7 @@ async def _file(request: Request, name: str | None = None) -> Submission:
     """A file as the body, the rest in the query. Args: name: that of the path. Raises InputError."""
     query = http.validated(SubmitQuery, _named(dict(request.query_params), name), strict=False)
     archive = _media_type(request) in ARCHIVE
-    return Submission(query.name, await request.body(), query.entry, {}, query.weight, archive)
+    return Submission(query.name, await request.body(), query.entry, query.config, query.weight, archive)
 
 
 async def _object(raw: Mapping[str, Any], name: str | None = None) -> Submission:

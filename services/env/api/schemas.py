@@ -6,7 +6,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from fastapi import Request
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Json, JsonValue, model_validator
 from pydantic.config import JsonDict
 
 from services.env.backends.base import FinishedEpisode
@@ -61,12 +61,13 @@ Config = Annotated[dict[str, JsonValue], AfterValidator(_check_config)]
 
 
 class SubmitQuery(Body, json_schema_extra=_example(name="adder", weight=1.0)):
-    """`entry` names the class where the file has several; `weight` is its share of live runs beside their own
-    environment of weight 1, 0 joins none.
+    """`entry` names the class where the file has several; `config`, as JSON text, has the arguments of the class or the
+    settings of task folders; `weight` is the share of live runs beside their own environment of weight 1, 0 joins none.
     """
 
     name: EnvName
     entry: EntryName | None = None
+    config: Annotated[Json[dict[str, JsonValue]], AfterValidator(_check_config)] = {}
     weight: Weight = 0.0
 
 

@@ -20,6 +20,7 @@ from services.env.sandbox import answers
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
 from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.sandboxes import Sandboxes
+from services.env.tools.calls import with_calls_written
 from shared.errors import NotFound, SandboxFailed, VolleyError
 
 LOG_LINES = 200
@@ -57,10 +58,11 @@ class SandboxedBackend(KnownSplits):
         try:
             asked = {"split": split, "index": index, "seed": seed}
             opened = answers.read_opening(await self.call(sandbox, "reset", "reset", asked))
+            reads_messages = answers.read_description(sandbox.description).protocol == "volley"
         except BaseException:
             await self.end(sandbox)
             raise
-        return SandboxedEpisode(self, sandbox, opened.task, opened.messages, opened.tools)
+        return SandboxedEpisode(self, sandbox, opened.task, opened.messages, opened.tools, reads_messages)
 
     async def demonstration(self, split: str, index: int) -> Demonstration:
         check_task(self.name, self.splits_of, split, index)
@@ -117,16 +119,19 @@ class SandboxedBackend(KnownSplits):
 
 @dataclass(frozen=True, slots=True)
 class SandboxedEpisode:
-    """An episode in a process of its own."""
+    """An episode in a process of its own. `reads_messages`: its class takes whole messages; others take their text."""
 
     backend: SandboxedBackend
     sandbox: Sandbox
     task: str
     opening: tuple[Message, ...]
     tools: Sequence[Mapping[str, Any]]
+    reads_messages: bool
     database: None = None
 
     async def step(self, message: Message) -> StepResult:
+        if not self.reads_messages:
+            message = Message(role="assistant", content=with_calls_written(message))
         return answers.read_step(await self.backend.call(self.sandbox, "step", "step", {"message": message}))
 
     async def close(self) -> None:

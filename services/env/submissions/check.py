@@ -1,22 +1,29 @@
-"""`python -m services.env.submissions.check FILE PACKAGES [CLASS]`: the validation of a file, without a service.
+"""`python -m services.env.submissions.check CACHE ASKED < FILE`: the validation of a file, without a service.
 
-Prints the report as JSON; the exit code is 0 if the environment would be taken, 1 if not, 2 if it cannot be tried here.
+ASKED is a JSON object with the file's `name`, `archive` (whether it is a zip file), `entry` and `config`. Prints the
+report as JSON; the exit code is 0 if the environment would be taken, 1 if not, 2 if it cannot be tried here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from services.env.backends.sandboxed import LOG_LINES, SandboxedBackend
+from services.env.backends.base import SubmittedBackend
+from services.env.backends.sandboxed import LOG_LINES
 from services.env.sandbox.limits import SandboxLimits
-from services.env.sandbox.packages.dependencies import PYPI, DependencyStore
+from services.env.sandbox.packages.dependencies import PYPI
 from services.env.sandbox.sandboxes import Sandboxes
-from services.env.submissions.programs import of_source
+from services.env.submissions.offers import local_backend
+from services.env.submissions.programs import Programs
+from services.env.submissions.store import SubmissionStore
+from services.env.submissions.submission import Submission, numbered
 from services.env.submissions.submissions import MIN_TIER
 from services.env.submissions.validation import Validated, validate
 from shared.errors import VolleyError
@@ -24,36 +31,37 @@ from shared.errors import VolleyError
 _DEADLINE_S = 30.0
 
 
-async def checked(file: Path, source: str, packages: Path, entry: str | None) -> Validated:
-    """Args: packages: where dependencies are installed. Raises Unavailable where no sandbox can be started."""
-    dependencies = DependencyStore(packages, os.environ.get("UV_DEFAULT_INDEX", PYPI))
+async def checked(wanted: Submission, cache: Path, kept: Path) -> Validated:
+    """Args: cache: where archives are unpacked and dependencies installed; kept: a folder for what is sent.
 
+    Raises InputError (what a service would refuse at once), Unavailable (no sandbox can be started).
+    """
+    store = SubmissionStore(kept)
+    programs = Programs(store, cache, os.environ.get("UV_DEFAULT_INDEX", PYPI))
     async with Sandboxes() as sandboxes:
         tier = await sandboxes.probe()
         if tier.level < MIN_TIER:
             sys.stderr.write(f"note  this machine cannot confine the code: {'; '.join(tier.missing)}\n")
+        source = await programs.check(wanted, sandboxes.probe_shell)
+        version = numbered(wanted, 1, source.protocol)
+        await asyncio.to_thread(store.add, version, source.files)
         log: deque[str] = deque(maxlen=LOG_LINES)
 
-        def open_backend(splits: Mapping[str, int], has_demonstration: bool) -> SandboxedBackend:
-            return SandboxedBackend(
-                file.stem,
-                lambda: of_source(source, file.name, entry, {}, dependencies),
-                splits,
-                has_demonstration,
-                sandboxes,
-                SandboxLimits(),
-                _DEADLINE_S,
-                log,
-            )
+        def open_backend(splits: Mapping[str, int], has_demonstration: bool) -> SubmittedBackend:
+            known = version.model_copy(update={"splits": splits, "has_demonstration": has_demonstration})
+            return local_backend(known, programs, sandboxes, SandboxLimits(), _DEADLINE_S, log)
 
         return await validate(open_backend)
 
 
 def main() -> None:
-    file, packages = Path(sys.argv[1]), Path(sys.argv[2])
+    cache, asked = Path(sys.argv[1]), json.loads(sys.argv[2])
+    content = sys.stdin.buffer.read()
+    wanted = Submission(asked["name"], content, asked["entry"], asked["config"], 0.0, asked["archive"])
     try:
-        found = asyncio.run(checked(file, file.read_text(encoding="utf-8"), packages, *(sys.argv[3:4] or [None])))
-    except (VolleyError, OSError, UnicodeDecodeError) as error:
+        with tempfile.TemporaryDirectory() as kept:
+            found = asyncio.run(checked(wanted, cache, Path(kept)))
+    except (VolleyError, OSError) as error:
         sys.stderr.write(f"volley: {error}\n")
         raise SystemExit(2) from None
     sys.stdout.write(found.report.model_dump_json() + "\n")

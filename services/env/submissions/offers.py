@@ -60,26 +60,7 @@ class Offers:
             remote = RemoteEnvironment(version.protocol, version.url, version.config)
             known = (version.splits, version.has_demonstration, self._store.source(version) / TASKS)
             return open_remote(version.full_name, remote, self._remotes, log, *known)
-        if version.protocol == HARBOR:
-            return HarborBackend(
-                version.full_name,
-                lambda: self._programs.tasks_of(version),
-                version.splits,
-                read_config(version.config),
-                self._sandboxes,
-                self._limits,
-                log,
-            )
-        return SandboxedBackend(
-            version.full_name,
-            lambda: self._programs.of(version),
-            version.splits,
-            version.has_demonstration,
-            self._sandboxes,
-            self._limits,
-            self._deadline_s,
-            log,
-        )
+        return local_backend(version, self._programs, self._sandboxes, self._limits, self._deadline_s, log)
 
     def put(self, version: SubmittedVersion) -> None:
         """Offers a version, or withdraws it, by its state; what was seen of it as a canary is forgotten."""
@@ -151,3 +132,28 @@ class Offers:
 
     def _log_of(self, version: SubmittedVersion) -> deque[str]:
         return self._logs.setdefault(version.full_name, deque(maxlen=LOG_LINES))
+
+
+def local_backend(
+    version: SubmittedVersion,
+    programs: Programs,
+    sandboxes: Sandboxes,
+    limits: SandboxLimits,
+    deadline_s: float,
+    log: deque[str],
+) -> SubmittedBackend:
+    """The backend of a version that came as a file. Raises InputError where its settings are none that are known."""
+    name, splits = version.full_name, version.splits
+    if version.protocol == HARBOR:
+        config = read_config(version.config)
+        return HarborBackend(name, lambda: programs.tasks_of(version), splits, config, sandboxes, limits, log)
+    return SandboxedBackend(
+        name,
+        lambda: programs.of(version),
+        splits,
+        version.has_demonstration,
+        sandboxes,
+        limits,
+        deadline_s,
+        log,
+    )

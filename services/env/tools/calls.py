@@ -130,6 +130,18 @@ def write_call(name: str, arguments: Mapping[str, Any], form: CallFormat = "herm
     return f"{_OPEN}{_dumps({'name': name, 'arguments': arguments})}{_CLOSE}"
 
 
+def with_calls_written(message: Message) -> str:
+    """The message as one text: its content, then each of its `tool_calls` in the format `hermes`."""
+    parts = [message["content"]] if message["content"] else []
+    for structured in message.get("tool_calls", ())[:MAX_CALLS]:
+        call = _from_openai(structured)
+        readable = call.arguments is not None
+        parts.append(
+            write_call(call.name, call.arguments or {}) if readable else f"{_OPEN}{_dumps(structured)}{_CLOSE}"
+        )
+    return "\n".join(parts)
+
+
 def _spoken(text: str) -> str:
     """What a message says beside what it thinks first; a template may have written the opening <think> itself. A tag
     inside an argument is part of it.
@@ -344,9 +356,11 @@ _DECODER = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 
 def _from_openai(call: object) -> ToolCall:
     """OpenAI's shape, in which `arguments` is JSON text."""
-    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(call, dict):
+        return ToolCall(problem=f"a tool call must be one JSON object, not {_kind(call)}")
+    function = call.get("function", call)
     if not isinstance(function, dict):
-        return ToolCall(problem="a tool call must have a function with name and arguments")
+        return ToolCall(problem=f"the function of a tool call must be one JSON object, not {_kind(function)}")
     arguments = function.get("arguments")
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}  # as some servers write the call of a tool without arguments
@@ -355,19 +369,31 @@ def _from_openai(call: object) -> ToolCall:
             arguments, end = _loads(arguments.strip(), 0)
             if end < len(arguments):
                 raise ValueError("more than one value")
-        except (TypeError, ValueError):
-            return ToolCall(problem="the arguments are not valid JSON")
+        except ValueError as error:
+            return ToolCall(problem=f"the arguments are not valid JSON: {error}")
     return _checked({"name": function.get("name"), "arguments": arguments})
 
 
 def _checked(call: Any, keys: Sequence[str] = ("arguments",)) -> ToolCall:
     arguments = next((call[key] for key in keys if key in call), None) if isinstance(call, dict) else None
-    match call:
-        case {"name": str(name)} if isinstance(arguments, dict):
-            return ToolCall(name, arguments)
-        case _:
-            wanted = _OBJECT if keys[0] == "arguments" else _OBJECT.replace("arguments", keys[0])
-            return ToolCall(problem=wanted)
+    if not isinstance(call, dict):
+        return ToolCall(problem=f"a tool call must be one JSON object, not {_kind(call)}")
+    name = call.get("name")
+    if name is None:
+        return ToolCall(problem="the tool call has no name")
+    if not isinstance(name, str):
+        return ToolCall(problem=f"the name of a tool call must be text, not {_kind(name)}")
+    if arguments is None:
+        return ToolCall(problem=f"the tool call of {name[:80]} has no {keys[0]}")
+    if not isinstance(arguments, dict):
+        return ToolCall(problem=f"the {keys[0]} of {name[:80]} must be one JSON object, not {_kind(arguments)}")
+    return ToolCall(name, arguments)
+
+
+def _kind(value: Any) -> str:
+    """The name of a value's type in JSON."""
+    names = {bool: "true or false", str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return names.get(type(value), "null")
 
 
 def _after_space(text: str, at: int) -> int:

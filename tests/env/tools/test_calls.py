@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.env.environments.base import Message, assistant
-from services.env.tools.calls import MAX_CALLS, CallFormat, ToolCall, tool_calls, write_call
+from services.env.tools.calls import MAX_CALLS, CallFormat, ToolCall, tool_calls, with_calls_written, write_call
 from shared.models.chat import compile_template
 
 PYTHON = {
@@ -91,7 +91,7 @@ def test_texts_of_every_format(text: str, calls: list[ToolCall]) -> None:
     [
         ("<tool_call>python(1)</tool_call>", "Expecting value at its character 1"),
         (f"<tool_call>{J1} and more</tool_call>", "</tool_call> after it"),
-        ('<tool_call>{"name": "python"}</tool_call>', "name and arguments"),
+        ('<tool_call>{"name": "python"}</tool_call>', "has no arguments"),
         ('<tool_call>{"name": "python", "arguments": {"n": NaN}}</tool_call>', "not a finite number"),
         ('<tool_call>{"name": "python", "arguments": {"n": 1e999}}</tool_call>', "not a finite number"),
         ("<tool_call>" + "[" * 100_000, "nested too deeply"),
@@ -118,6 +118,30 @@ def test_a_call_that_cannot_be_read_says_why(text: str, told: str) -> None:
     (call,) = read(text)
     assert told in call.problem
     assert not call.name
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ('["python"]', "must be one JSON object, not a list"),
+        ('{"arguments":{}}', "has no name"),
+        ('{"name":3,"arguments":{}}', "the name of a tool call must be text, not a number"),
+        ('{"name":"python"}', "the tool call of python has no arguments"),
+        ('{"name":"python","arguments":"code"}', "the arguments of python must be one JSON object, not text"),
+    ],
+)
+def test_each_mistake_in_a_call_has_a_message_of_its_own(call: str, told: str) -> None:
+    (found,) = read(f"<tool_call>{call}</tool_call>")
+    assert told in found.problem
+
+
+def test_structured_calls_are_written_as_text_that_reads_back() -> None:
+    calls = [{"function": {"name": "add", "arguments": '{"a": 1}'}}, {"function": {"name": "stop", "arguments": ""}}]
+    text = with_calls_written({"role": "assistant", "content": "So:", "tool_calls": calls})
+    assert text.startswith("So:\n<tool_call>")
+    assert [(c.name, c.arguments) for c in read(text)] == [("add", {"a": 1}), ("stop", {})]
+    (torn,) = read(with_calls_written({"role": "assistant", "content": "", "tool_calls": [{"function": 3}]}))
+    assert torn.problem
 
 
 def test_a_message_of_calls_and_bombs_is_read_in_time() -> None:

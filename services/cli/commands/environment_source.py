@@ -1,0 +1,149 @@
+"""The environment that a person names on the command line, as the service takes it.
+
+A file or folder becomes either the text of a Python file or the bytes of a zip file. Nothing of it is imported or run.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import sys
+import tokenize
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from shared.config import read_tree
+from shared.errors import ConfigError
+from shared.run.sources import MAX_BYTES, packed_folder
+
+STDIN = Path("-")
+_ZIP_MARKS = (b"PK\x03\x04", b"PK\x05\x06")
+_ARCHIVES = (".zip", ".whl")
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """`name` is the file's or folder's own, empty for standard input; `data` the zip file, or Python text in UTF-8."""
+
+    name: str
+    data: bytes
+    archive: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSource:
+    """What is submitted: a file or folder, the import path of a package that is installed beside the service, or the
+    address of a remote environment, with the files of its tasks by split. `config` is a file with its settings.
+    """
+
+    file: Path | None = None
+    import_path: str | None = None
+    remote: str | None = None
+    protocol: str | None = None
+    tasks: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    config: Path | None = None
+    entry: str | None = None
+
+    def body(self, name: str | None, weight: float) -> dict[str, Any]:
+        """Of POST /environments; `archive` holds a zip file's bytes. Raises ConfigError."""
+        content = read_content(self.file) if self.file is not None else None
+        whole: dict[str, Any] = {"config": settings_of(self.config), "weight": weight}
+        whole["name"] = name or self._plain_name(content)
+        if content is not None:
+            form = {"archive": content.data} if content.archive else {"source": content.data.decode()}
+            return {**whole, **form, "entry": self.entry}
+        if self.import_path is not None:
+            return {**whole, "import_path": self.import_path}
+        tasks = {split: _text(path) for split, path in self.tasks.items()}
+        return {**whole, "url": self.remote, "protocol": self.protocol, **({"tasks": tasks} if tasks else {})}
+
+    def _plain_name(self, content: Content | None) -> str:
+        """Raises ConfigError."""
+        if content is not None and content.name:
+            return content.name
+        if self.import_path is not None:
+            return self.import_path.rpartition(":")[2]
+        what = "what comes from standard input" if content is not None else "a remote environment"
+        raise ConfigError(f"{what} needs a name", "add --name NAME")
+
+
+def read_content(path: Path) -> Content:
+    """Reads a Python file, a zip file, a wheel or a folder; `-` is standard input. Raises ConfigError."""
+    if path == STDIN:
+        return _recognised("standard input", "", sys.stdin.buffer.read(MAX_BYTES + 1))
+    try:
+        if path.is_dir():
+            return Content(path.resolve().name, packed_folder(path.resolve()), True)
+        if not path.is_file():
+            problem = "is neither a file nor a folder" if path.exists() else "does not exist"
+            raise ConfigError(f"{path} {problem}", "name a Python file, a .zip, a .whl or a folder")
+        with path.open("rb") as file:
+            return _recognised(str(path), path.stem, file.read(MAX_BYTES + 1), is_archive=path.suffix in _ARCHIVES)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from error
+
+
+def settings_of(file: Path | None) -> Mapping[str, Any]:
+    """The settings in a YAML file; none without one. Raises ConfigError."""
+    if file is None:
+        return {}
+    settings = read_tree(file)
+    try:
+        orjson.dumps(settings)
+    except TypeError as error:
+        raise ConfigError(f"{file}: {error}", "settings are what JSON knows; put quotes around a date") from error
+    return settings
+
+
+def _recognised(what: str, name: str, data: bytes, *, is_archive: bool = False) -> Content:
+    """Args: is_archive: the file's name says that it is one. Raises ConfigError."""
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{what} has more than {MAX_BYTES} bytes", "declare large packages as dependencies")
+    if not data.strip():
+        raise ConfigError(f"{what} is empty", "an environment is a Python file, a .zip, a .whl or a folder")
+    if data.startswith(_ZIP_MARKS):
+        _check_zip(what, data)
+        return Content(name, data, True)
+    if is_archive:
+        raise ConfigError(f"{what} is not a zip file", "make one with `python -m zipfile -c NAME.zip FOLDER`")
+    return Content(name, _python_text(what, data).encode(), False)
+
+
+def _check_zip(what: str, data: bytes) -> None:
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            n = len(archive.namelist())
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, IndexError) as error:
+        raise ConfigError(f"{what} is a damaged zip file: {error}", "make it again") from None
+    if not n:
+        raise ConfigError(f"{what} is a zip file without files", "put the environment into it")
+
+
+def _python_text(what: str, data: bytes) -> str:
+    """The text of a Python file in the encoding that it declares (PEP 263); UTF-16 by its mark. Raises ConfigError."""
+    try:
+        encoding = "utf-16" if data.startswith(_UTF_16) else tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+        text = data.decode(encoding).removeprefix("\ufeff")
+    except (SyntaxError, UnicodeError, LookupError) as error:
+        told = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ConfigError(
+            f"{what} is not a Python file that can be read: {told}",
+            "save it as UTF-8, or declare its encoding in its first line: # -*- coding: latin-1 -*-",
+        ) from None
+    if "\0" in text:
+        raise ConfigError(f"{what} is not a Python file: it holds null bytes", "name a .py, .zip or .whl file")
+    return text
+
+
+def _text(file: Path) -> str:
+    """Raises ConfigError."""
+    try:
+        return file.read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
