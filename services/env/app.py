@@ -14,7 +14,8 @@ from services.env.api.routes import ROLES, direct_routes, router
 from services.env.api.state import EnvState
 from services.env.backends.remote.site import open_access
 from services.env.backends.threads import ThreadRunner
-from services.env.catalogue import Catalogue, try_out
+from services.env.catalogue import KINDS, Catalogue, CatalogueEntry, try_out
+from services.env.content import ContentRecord
 from services.env.episodes import Episodes
 from services.env.rewards.rewards import Rewards
 from services.env.sandbox.sandboxes import Sandboxes
@@ -58,13 +59,19 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     catalogue = open_catalogue(settings, runner, toolbox, pool if settings.n_processes else None)
     rewarding = Rewards(settings.rewards, settings.reward_servers, settings.folder, settings.ca_file)
     async with sandboxes, servers, pool, rewarding as rewards:
-        submissions = _submissions(settings, catalogue, sandboxes)
+        store = SubmissionStore(settings.folder / "submitted")
+        submissions, content = (
+            _submissions(settings, store, catalogue, sandboxes),
+            ContentRecord(settings.folder, store),
+        )
         await submissions.open()
         for full_name, source in settings.sources.items():
             await configured(submissions, full_name, source)
         try_out_all(settings, catalogue)
         await try_out_tools(settings, catalogue)
         check_rewarded(settings, catalogue)
+        await content.ensure_all(_played(settings, catalogue))
+        pool.expect(content.expected())
         episodes = Episodes(
             max_episodes=settings.max_episodes,
             ttl_s=settings.ttl_s,
@@ -81,7 +88,7 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
             max_objects=MAX_OBJECTS,
             about=lambda: {"sandbox": sandboxes.tier.describe() if sandboxes.tier else None},
         )
-        app.state.env = EnvState(catalogue, episodes, submissions, rewards, ToolSet(toolbox, ANY_TOOLS))
+        app.state.env = EnvState(catalogue, episodes, submissions, rewards, ToolSet(toolbox, ANY_TOOLS), content)
         app.state.websockets = True
         app.include_router(environments.router)
         app.include_router(openenv.router)
@@ -97,10 +104,17 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
             runner.close()
 
 
-def _submissions(settings: EnvSettings, catalogue: Catalogue, sandboxes: Sandboxes) -> Submissions:
+def _played(settings: EnvSettings, catalogue: Catalogue) -> list[CatalogueEntry]:
+    """The run's environments, and those that were added to it."""
+    names = {settings.env, *settings.others}
+    return [entry for entry in catalogue.entries() if entry.name in names or entry.name not in KINDS]
+
+
+def _submissions(
+    settings: EnvSettings, store: SubmissionStore, catalogue: Catalogue, sandboxes: Sandboxes
+) -> Submissions:
     """Raises ConfigError."""
     remotes = open_access(settings.remote_tokens_file, settings.ca_file, settings.deadline_s)
-    store = SubmissionStore(settings.folder / "submitted")
     programs = Programs(store, settings.folder, settings.package_index)
     offers = Offers(store, catalogue, sandboxes, remotes, programs, settings.sandbox, settings.deadline_s)
     return Submissions(store, catalogue, sandboxes, programs, offers, unsandboxed=settings.unsandboxed)

@@ -70,6 +70,11 @@ class RunFolder:
         return self.path / "environments"
 
     @property
+    def environment_data(self) -> Path:
+        """Digests of what decides the tasks of each environment (by the environment service)."""
+        return self.environments / "data.json"
+
+    @property
     def archive(self) -> Path:
         return self.path / "archive"
 

@@ -51,7 +51,11 @@ async def _own(folder: RunFolder) -> EnvClient | None:
 async def _started(folder: RunFolder) -> AsyncIterator[str]:
     """A service with the run's configuration, and what was submitted to the run; it does not outlive us. Raises
     ConfigError, Unavailable.
+
+    It refuses data files that have changed since the run was made; what it records of a run that recorded none is
+    removed again.
     """
+    is_recorded = folder.environment_data.exists()
     with tempfile.TemporaryDirectory() as logs, Reaper.running() as reaper:
         spec, url = _service(folder, Path(logs) / "env.log")
         child = await Child.start(spec, reaper)
@@ -60,6 +64,8 @@ async def _started(folder: RunFolder) -> AsyncIterator[str]:
             yield url
         finally:
             await child.stop()
+            if not is_recorded:
+                folder.environment_data.unlink(missing_ok=True)
 
 
 def _service(folder: RunFolder, log: Path) -> tuple[ProcessSpec, str]:

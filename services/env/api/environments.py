@@ -61,7 +61,15 @@ async def list_environments(request: Request) -> Response:
     theirs = {version.full_name for version in state.submissions.all()}
     rows = [entry.describe() for entry in entries.values() if entry.name not in theirs]
     rows += [version.describe() for version in state.submissions.listed()]
-    rows = [{**row, "trouble": _trouble(entries.get(row["name"])), **_rewards(state, row["name"])} for row in rows]
+    rows = [
+        {
+            **row,
+            "trouble": _trouble(entries.get(row["name"])),
+            "data": state.content.of(row["name"]),
+            **_rewards(state, row["name"]),
+        }
+        for row in rows
+    ]
     found = await asyncio.to_thread(installed)
     return respond(request, {"environments": rows, "installed": [one.describe() for one in found]})
 
@@ -86,6 +94,7 @@ async def submit_environment(request: Request) -> Response:
         return _told(request, await state.submissions.submit(await _object(raw)), 202)
     body = http.validated(RegisterBody, raw, strict=True)
     entry, new = await state.catalogue.register(body.name, body.base, body.config, body.weight)
+    await state.content.ensure(entry)
     return respond(request, entry.describe(), 201 if new else 200)
 
 

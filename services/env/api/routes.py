@@ -62,6 +62,7 @@ async def create_episode(request: Request) -> Response:
     body = await read(request, CreateBody)
     state = state_of(request)
     wanted = EpisodeRequest(body.env, body.split, body.index, body.seed, state.catalogue.get(body.env))
+    await state.content.ensure(wanted.entry)
     slot = await state.episodes.create(body.request_id, wanted)
     return respond(request, created(slot, state.episodes.ttl_s), 201)
 

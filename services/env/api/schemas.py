@@ -223,7 +223,8 @@ class ToolAnswered(BaseModel):
 class Described(BaseModel):
     """An environment on offer. Of a submitted one, `name` is `NAME@VERSION` and `why` says how it got into its
     `state`; of a remote one, `url` says where it is. `trouble` is why its episodes fail for now, null while they do
-    not; `rewards` are those beside its own.
+    not; `rewards` are those beside its own. `data` has the digest of what decides its tasks and of each part of it
+    (files, a package), null where there is none or it was not played yet.
     """
 
     name: str
@@ -236,6 +237,7 @@ class Described(BaseModel):
     url: str | None = None
     trouble: str | None = None
     rewards: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
 
 
 class SubmittedShown(Described):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from services.env.catalogue import Catalogue
+from services.env.content import ContentRecord
 from services.env.episodes import Episodes
 from services.env.rewards.rewards import Rewards
 from services.env.submissions.submissions import Submissions
@@ -20,7 +21,7 @@ MAX_TRIALS = 8
 @dataclass(frozen=True, slots=True)
 class EnvState:
     """Lives in `app.state.env`. `tools` are those that any environment can be given; `tool_places` bounds the requests
-    that try tools.
+    that try tools. `content` is what the environments were first played with.
     """
 
     catalogue: Catalogue
@@ -28,6 +29,7 @@ class EnvState:
     submissions: Submissions
     rewards: Rewards
     tools: ToolSet
+    content: ContentRecord
     tool_places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_TRIALS))
 
 

@@ -12,6 +12,24 @@ import orjson
 
 from services.env.environments.base import EVAL, TRAIN, check_task
 from shared.errors import ConfigError
+from shared.run.weights import digest
+
+_expected = dict[Path, str]()
+
+
+def expect(digests: Mapping[str, str]) -> None:
+    """From now on this process reads a file of `digests` (blake3 in hex, by path) only if it has that digest."""
+    _expected.update({Path(path): found for path, found in digests.items()})
+
+
+def _check(path: Path) -> None:
+    """Raises ConfigError, OSError."""
+    wanted = _expected.get(path.absolute())
+    if wanted is not None and (found := digest(path)) != wanted:
+        raise ConfigError(
+            f"data file {path} has changed: its digest is {found[:16]}, it was {wanted[:16]} when the service started",
+            "put the file back as it was, or start a new run",
+        )
 
 
 def files_of_splits(train: Path | None, evaluation: Path | None) -> dict[str, Path]:
@@ -27,6 +45,7 @@ def read_rows[P](path: Path, parse: Callable[[Mapping[str, Any], str], P], *, no
     file, and the line if one is not JSON.
     """
     try:
+        _check(path)
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"data file {path}: {error.strerror}", hint) from error
@@ -69,8 +88,8 @@ class ProblemFiles[P]:
         return len(self._problems[split])
 
     def task(self, split: str, index: int) -> str:
-        digest = hashlib.blake2b(self._text(self.problem(split, index)).encode(), digest_size=6).hexdigest()
-        return f"{split}/{index}@{digest}"
+        of_text = hashlib.blake2b(self._text(self.problem(split, index)).encode(), digest_size=6).hexdigest()
+        return f"{split}/{index}@{of_text}"
 
     def problem(self, split: str, index: int) -> P:
         """Raises NotFound."""

@@ -14,11 +14,14 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import orjson
 
 from services.env.workers import wire
 from shared.errors import Busy, GivenUp, NotFound, RateLimited, Unavailable, from_problem
@@ -62,10 +65,11 @@ class Worker:
         self._writer: asyncio.StreamWriter | None = None
 
     @classmethod
-    async def start(cls, settings: WorkerSettings) -> tuple[Self, asyncio.StreamReader]:
-        """Once it is ready. Raises OSError if there is none."""
+    async def start(cls, settings: WorkerSettings, digests: Mapping[str, str]) -> tuple[Self, asyncio.StreamReader]:
+        """Once it is ready. Raises OSError if there is none. Args: digests: of data files, by path."""
         ours, theirs = socket.socketpair()
-        arguments = [theirs.fileno(), settings.n_threads, settings.deadline_s, settings.max_waiting]
+        arguments: list[object] = [theirs.fileno(), settings.n_threads, settings.deadline_s, settings.max_waiting]
+        arguments.append(orjson.dumps(dict(digests)).decode())
         try:
             with theirs:
                 process = await asyncio.create_subprocess_exec(
@@ -169,6 +173,11 @@ class WorkerPool:
         self._changed = asyncio.Event()
         self._episodes = itertools.count(1)
         self._trouble = ""
+        self._digests: Mapping[str, str] = {}
+
+    def expect(self, digests: Mapping[str, str]) -> None:
+        """Processes that start from now on read data files only if they have these digests, by path."""
+        self._digests = dict(digests)
 
     async def __aenter__(self) -> Self:
         return self
@@ -242,7 +251,7 @@ class WorkerPool:
         while True:
             began = time.monotonic()
             try:
-                worker, reader = await Worker.start(self._settings)
+                worker, reader = await Worker.start(self._settings, self._digests)
             except OSError as error:
                 self._trouble = f"it cannot be started: {error.strerror or error}"
                 _log.error("worker process cannot be started", reason=str(error))

@@ -1,6 +1,6 @@
 """A worker process: environments that are built in, and the episodes that were begun in it.
 
-    python -m services.env.workers.worker DESCRIPTOR THREADS DEADLINE_S MAX_WAITING
+    python -m services.env.workers.worker DESCRIPTOR THREADS DEADLINE_S MAX_WAITING DIGESTS
 
 Requests and answers go through the socket of that number (see `wire`), many at once. The end of the socket ends the
 process, and with it all of its episodes; so does an environment whose calls hang in all of its threads.
@@ -16,9 +16,12 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 from services.env.backends.base import LiveEpisode
 from services.env.backends.threads import InThreads, ThreadRunner
 from services.env.catalogue import KINDS
+from services.env.environments import problem_files
 from services.env.sandbox.inside import linux
 from services.env.workers import wire
 from shared.errors import NotFound, VolleyError, problem
@@ -96,8 +99,11 @@ class WorkerProcess:
         return self._environments[name]
 
 
-async def main(descriptor: int, n_threads: int, deadline_s: float, max_waiting: int) -> None:
+async def main(
+    descriptor: int, n_threads: int, deadline_s: float, max_waiting: int, digests: Mapping[str, str]
+) -> None:
     telemetry.configure("env")
+    problem_files.expect(digests)
     if linux.IS_LINUX:  # also one that is stopped ends with the service
         linux.set_parent_death_signal(signal.SIGKILL)
     end = socket.socket(fileno=descriptor)
@@ -112,4 +118,6 @@ async def main(descriptor: int, n_threads: int, deadline_s: float, max_waiting: 
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])))
+    asyncio.run(
+        main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]), orjson.loads(sys.argv[5]))
+    )

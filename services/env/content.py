@@ -1,0 +1,168 @@
+"""Digests of what decides the tasks of an environment: its data files, what was submitted, the package that makes them.
+
+Invariant: what an environment was first played with in a run is in a file beside the submitted environments before an
+episode of it begins, and an environment that differs from it is not played. Only content counts: the same bytes at
+another path are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import blake3
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from services.env.catalogue import CatalogueEntry
+from services.env.environments.text_to_sql.data import read_tasks
+from services.env.submissions.store import SubmissionStore
+from shared.errors import ConfigError
+from shared.files import storage
+from shared.run.weights import digest
+
+FILE = "data.json"
+_SPLITS = ("train", "eval")
+_PACKAGES = {"reasoning_gym": "reasoning-gym", "gymnasium": "gymnasium"}
+"""The package whose version decides the tasks of a kind of environment."""
+_SHOWN = 16
+
+
+class ContentPart(BaseModel):
+    """`digest` is blake3 of the bytes at the path `source`, in hex; of a package its version."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    source: str
+    digest: str
+
+
+type Content = Mapping[str, ContentPart]
+"""By part: `train`, `eval`, `databases/NAME`, `tools/database`, `source`, `package`."""
+_RECORD = TypeAdapter(dict[str, dict[str, ContentPart]])
+
+
+class ContentRecord:
+    """Args: folder: of the service, where the record is; store: of the submitted environments."""
+
+    def __init__(self, folder: Path, store: SubmissionStore) -> None:
+        self._file, self._store = folder / FILE, store
+        self._known: dict[str, Content] = {}
+        self._alone = asyncio.Lock()
+
+    def of(self, name: str) -> dict[str, Any] | None:
+        """As GET /environments tells it; None for an environment without content of its own, or not played yet."""
+        parts = self._known.get(name)
+        if not parts:
+            return None
+        return {"digest": digest_of(parts), "parts": {part: one.model_dump() for part, one in parts.items()}}
+
+    async def ensure_all(self, entries: Iterable[CatalogueEntry]) -> None:
+        """Raises as `ensure`."""
+        for entry in entries:
+            await self.ensure(entry)
+
+    def expected(self) -> dict[str, str]:
+        """Digests of data files by path, for the processes that read them."""
+        found = (one for parts in self._known.values() for part, one in parts.items() if part in _SPLITS)
+        return {one.source: one.digest for one in found}
+
+    async def ensure(self, entry: CatalogueEntry) -> None:
+        """Records the content of an environment that has none yet.
+
+        Raises ConfigError if it is not the content that the run has played, or cannot be read; StorageUnavailable.
+        """
+        if entry.name in self._known:
+            return
+        async with self._alone:
+            self._known[entry.name] = await asyncio.to_thread(self._checked, entry)
+
+    def _checked(self, entry: CatalogueEntry) -> Content:
+        found = dict(_parts(entry, self._store))
+        record = _read(self._file)
+        known = record.get(entry.name, {})
+        for part, one in found.items():
+            if part in known and known[part].digest != one.digest:
+                raise _changed(entry.name, part, known[part], one)
+        if new := {part: one for part, one in found.items() if part not in known}:
+            with storage.storage(self._file.parent.parent):
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+            record[entry.name] = {**known, **new}
+            storage.replace(self._file, _RECORD.dump_json(record, indent=1))
+        return found
+
+
+def digest_of(parts: Content) -> str:
+    """blake3 of an environment's parts in hex, whatever their paths."""
+    found = blake3.blake3()
+    for part, one in sorted(parts.items()):
+        found.update(f"{part}\0{one.digest}\0".encode())
+    return found.hexdigest(length=16)
+
+
+def _changed(env: str, part: str, was: ContentPart, now: ContentPart) -> ConfigError:
+    if part == "package":
+        return ConfigError(
+            f"{env}: {now.source} {now.digest} is installed, the run has played it with {was.digest}",
+            f"install {now.source}=={was.digest}, or start a new run",
+        )
+    moved = "" if was.source == now.source else f" (then at {was.source})"
+    return ConfigError(
+        f"{env}: {now.source} has changed since the run began: its digest is {now.digest[:_SHOWN]}, it was "
+        f"{was.digest[:_SHOWN]}{moved}",
+        "put the file back as it was, or start a new run: tasks and evaluations before and after would differ",
+    )
+
+
+def _parts(entry: CatalogueEntry, store: SubmissionStore) -> Iterator[tuple[str, ContentPart]]:
+    """Raises ConfigError for a file that cannot be read."""
+    config = entry.config
+    if (package := _PACKAGES.get(entry.kind)) is not None:
+        yield "package", ContentPart(source=package, digest=metadata.version(package))
+    for part in _SPLITS:
+        if isinstance(path := config.get(part), str):
+            yield part, _of_file(Path(path))
+    for file in _databases(entry.kind, config):
+        yield f"databases/{file.name}", _of_file(file)
+    tools = config.get("tools")
+    for tool in tools if isinstance(tools, list) else ():
+        if isinstance(tool, Mapping) and isinstance(path := tool.get("database"), str):
+            yield "tools/database", _of_file(Path(path))
+    name, _, number = entry.name.partition("@")
+    source = store.folder / name / number / "source"
+    if number.isdecimal() and source.is_dir():
+        yield "source", ContentPart(source=str(source), digest=_of_tree(source))
+
+
+def _databases(kind: str, config: Mapping[str, Any]) -> Iterable[Path]:
+    """Those that tasks of text-to-SQL name."""
+    if kind != "text_to_sql" or not config.get("databases"):
+        return ()
+    files = [Path(path) for part in _SPLITS if isinstance(path := config.get(part), str)]
+    tasks = (task for file in files for task in read_tasks(file, Path(config["databases"])))
+    return sorted({Path(task.source["file"]) for task in tasks if "file" in task.source})
+
+
+def _of_file(path: Path) -> ContentPart:
+    try:
+        return ContentPart(source=str(path.absolute()), digest=digest(path))
+    except OSError as error:
+        raise ConfigError(f"data file {path}: {error.strerror}", "give an existing file") from error
+
+
+def _of_tree(folder: Path) -> str:
+    """blake3 over names and digests of all files below a folder."""
+    found = blake3.blake3()
+    for path in sorted(one for one in folder.rglob("*") if one.is_file() and "__pycache__" not in one.parts):
+        found.update(f"{path.relative_to(folder)}\0{digest(path)}\0".encode())
+    return found.hexdigest()
+
+
+def _read(file: Path) -> dict[str, dict[str, ContentPart]]:
+    try:
+        return _RECORD.validate_json(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValidationError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}", "put it back as it was") from error
