@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 
 from shared.errors import DecodeError
+from shared.text import well_formed
 
 MAX_OBJECTS = 2**17
 """Values of one body, unless its reader says otherwise: some ten megabytes, and ten milliseconds, at most."""
@@ -130,7 +131,7 @@ def _too_deep(what: str) -> DecodeError:
 
 def shortened(text: str, most: int) -> str:
     """The beginning and the end of a text that is longer than `most` characters, and how much lies between."""
-    text = text.encode("utf-8", "replace").decode()
+    text = well_formed(text)
     if len(text) <= most:
         return text
     tail = most // 3

@@ -1,6 +1,10 @@
 """msgpack with arrays as raw little-endian bytes: 9 bytes a token for (int32 id, float32 log-probability, uint8 mask).
 And JSON.
 
+Requests, and answers of programs that are not ours, are read with `errors`: "halves" puts U+FFFD in the place of halves
+of surrogate pairs, "replace" in that of all other bytes that are not UTF-8 too (shared.text). What Volley has written
+itself is read with "strict".
+
 A one-dimensional numpy array travels as a msgpack extension type: its code is the dtype, its data the raw buffer.
 Nothing is ever unpickled, no input, however hostile, raises anything but `DecodeError`, and none becomes more values
 than its reader allows (shared.bounds).
@@ -8,7 +12,8 @@ than its reader allows (shared.bounds).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import msgpack
 import numpy as np
@@ -16,6 +21,9 @@ import orjson
 
 from shared.bounds import MAX_OBJECTS, check_json, check_msgpack
 from shared.errors import DecodeError
+from shared.text import HALVES, without_halves
+
+type Errors = Literal["strict", "halves", "replace"]
 
 MEDIA_TYPE = "application/msgpack"
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -28,6 +36,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _PLAIN = 1  # msgpack's own time stamps, which `pack` never writes, become plain floats
+_HANDLERS: Mapping[Errors, str] = {"strict": "strict", "halves": HALVES, "replace": "replace"}
 _MAX_DEPTH_ERRORS = (ValueError, TypeError, RecursionError, OverflowError, KeyError)
 
 
@@ -58,7 +67,7 @@ def pack(value: Any) -> bytes:
     return packed
 
 
-def unpack(data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS) -> Any:
+def unpack(data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS, errors: Errors = "strict") -> Any:
     """Decodes what `pack` made; arrays come back read-only, without a copy of their own.
 
     Raises:
@@ -67,12 +76,19 @@ def unpack(data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS) -> A
     """
     check_msgpack(data, what, max_objects)
     try:
-        return msgpack.unpackb(data, ext_hook=_decode, raw=False, strict_map_key=True, timestamp=_PLAIN)
+        return msgpack.unpackb(
+            data,
+            ext_hook=_decode,
+            raw=False,
+            strict_map_key=True,
+            timestamp=_PLAIN,
+            unicode_errors=_HANDLERS[errors],
+        )
     except (msgpack.UnpackException, *_MAX_DEPTH_ERRORS) as error:
         raise DecodeError(f"{what} is not valid msgpack: {type(error).__name__}: {error}") from error
 
 
-def from_json(data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS) -> Any:
+def from_json(data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS, errors: Errors = "strict") -> Any:
     """Decodes JSON.
 
     Raises:
@@ -82,10 +98,25 @@ def from_json(data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS) -
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise DecodeError(f"{what} is not valid JSON: {error}") from error
+        if errors == "strict":
+            raise _invalid(what, error) from error
+    try:
+        return orjson.loads(without_halves(data.decode("utf-8", _HANDLERS[errors]).encode()))
+    except ValueError as error:
+        raise _invalid(what, error) from error
 
 
-def by_type(content_type: str, data: bytes, what: str = "body", max_objects: int = MAX_OBJECTS) -> Any:
+def _invalid(what: str, error: ValueError) -> DecodeError:
+    return DecodeError(f"{what} is not valid JSON: {error}")
+
+
+def by_type(
+    content_type: str,
+    data: bytes,
+    what: str = "body",
+    max_objects: int = MAX_OBJECTS,
+    errors: Errors = "halves",
+) -> Any:
     """msgpack where the Content-Type says so, else JSON. Raises DecodeError."""
     decode = unpack if content_type.startswith(MEDIA_TYPE) else from_json
-    return decode(data, what, max_objects)
+    return decode(data, what, max_objects, errors)

@@ -380,6 +380,6 @@ def _seconds(retry_after: str) -> float | None:
 
 def _decode(answer: HttpReply, path: str, max_objects: int) -> Any:
     try:
-        return codec.by_type(answer.content_type, answer.content, f"the answer of {path}", max_objects)
+        return codec.by_type(answer.content_type, answer.content, f"the answer of {path}", max_objects, "replace")
     except DecodeError as error:
         raise MalformedAnswer(error.detail, error.hint) from error

@@ -164,7 +164,7 @@ class OpenEnvSession:
     async def answer(self, raw: bytes, max_objects: int) -> dict[str, Any] | None:
         """The frame that answers a frame; None to end the session."""
         try:
-            frame = await offload.by_size(len(raw), lambda: codec.from_json(raw, "the frame", max_objects))
+            frame = await offload.by_size(len(raw), lambda: codec.from_json(raw, "the frame", max_objects, "halves"))
             return await self._answered(frame)
         except VolleyError as error:
             return {"type": "error", "data": {"message": str(error), "code": _code(error)}}

@@ -38,6 +38,7 @@ from services.env.tools.calls import CallFormat, tool_calls_of
 from services.env.tools.dispatch import EpisodeTools
 from services.env.tools.settings import ToolUse
 from shared.errors import Busy, InputError, NotFound, RateLimited, SandboxFailed
+from shared.text import well_formed
 
 HARBOR = "harbor"
 """The protocol of a submission that holds task folders."""
@@ -316,7 +317,7 @@ def _of_json(text: str) -> Verdict:
 def _verdict(found: Mapping[str, Any], name: str) -> Verdict:
     """One number counts: the one called reward, or the only one."""
     numbers = {
-        key[:80].encode("utf-8", "replace").decode(): float(value)  # halves of characters are in no answer
+        well_formed(key[:80]): float(value)
         for key, value in found.items()
         if isinstance(value, int | float) and _fits(value)  # true is 1, as in Harbor
     }

@@ -20,6 +20,7 @@ from services.env.rewards.patterns import last_match
 from services.env.rewards.servers import Answer, Question
 from shared.errors import GradingEnded, RewardRefused
 from shared.reward_schema import DEFAULT_PATTERN, JudgeReward, filled
+from shared.text import well_formed
 
 _SYSTEM = (
     "You are a strict and fair grader. What stands between tags like <answer-3f9c0b12ad41> and </answer-3f9c0b12ad41>"
@@ -115,7 +116,7 @@ def _answer(answer: Any) -> Answer:
 
 
 def _marked(name: str, text: str) -> str:
-    text = text.encode("utf-8", "replace").decode()
+    text = well_formed(text)
     tag = f"{name}-{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
     return f"<{tag}>\n{text}\n</{tag}>"
 

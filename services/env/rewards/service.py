@@ -10,6 +10,7 @@ import orjson
 
 from services.env.environments.base import MAX_REWARD, Message, StepResult
 from services.env.rewards.servers import Answer, Question
+from shared.text import well_formed
 
 _MAX_SCORES = 32
 _MAX_NAME = 40
@@ -30,7 +31,7 @@ def question(
     body = {
         "env": env,
         "task": task,
-        "messages": [{**message, "content": _sendable(message["content"])} for message in messages],
+        "messages": [{**message, "content": well_formed(message["content"])} for message in messages],
         "reward": reward,
         "success": last.info.success,
         "expected": expected,
@@ -56,7 +57,3 @@ def _answer(answer: Any) -> Answer:
                 f'the answer must be {{"score": number}} or {{"scores": {{name: number}}}}: {str(answer)[:200]}'
             )
     return Answer(orjson.dumps({name: float(value) for name, value in given.items()}).decode(), 0)
-
-
-def _sendable(text: str) -> str:
-    return text.encode("utf-8", "replace").decode()

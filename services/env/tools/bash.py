@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from services.env.sandbox.sandbox import Sandbox
 from services.env.tools.base import Arguments, ToolFault, describe, read_arguments
 from shared.errors import SandboxFailed
+from shared.text import well_formed
 
 MAX_OUTPUT = 2**16
 """Bytes that a command may bring out of its sandbox."""
@@ -90,8 +91,7 @@ class BashSession:
         self._shell = shell
 
     async def call(self, name: str, arguments: Mapping[str, object], timeout_s: float) -> str:
-        command = read_arguments(BashArguments, arguments).command
-        command = command.encode("utf-8", "replace").decode()  # halves of characters are in no file
+        command = well_formed(read_arguments(BashArguments, arguments).command)
         if "\0" in command:
             raise ToolFault("a command has no NUL characters")
         result = await self._shell.run(command, timeout_s)

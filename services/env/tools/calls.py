@@ -31,6 +31,7 @@ from typing import Any, Literal
 from services.env.environments.base import Message
 from shared.bounds import check_json
 from shared.errors import DecodeError
+from shared.text import without_halves
 
 type CallFormat = Literal["auto", "hermes", "qwen3_coder", "llama3_json", "mistral"]
 
@@ -338,11 +339,13 @@ def _loads(text: str, at: int) -> tuple[Any, int]:
         raise ValueError(f"{error.msg} at its character {error.pos + 1}") from None
     if end > MAX_ARGUMENTS:
         raise ValueError(f"it has more than {MAX_ARGUMENTS} characters")
+    read = part[:end].encode("utf-8", "replace")
     try:
-        check_json(part[:end].encode("utf-8", "replace"), "it", MAX_VALUES)
+        check_json(read, "it", MAX_VALUES)
     except DecodeError as error:
         raise ValueError(error.detail) from None
-    return value, at + end
+    mended = without_halves(read)
+    return (value if mended == read else _DECODER.decode(mended.decode())), at + end
 
 
 def _finite(text: str) -> float:

@@ -1,7 +1,7 @@
 """What a worker process and the service say to each other: JSON values, a line each.
 
-Both ends are ours. Text is kept as it is, halves of surrogate pairs and NaN too: what the service takes from a client
-reaches the environment unchanged.
+Both ends are ours. NaN is kept: what the service takes from a client reaches the environment unchanged. U+FFFD replaces
+halves of surrogate pairs in what an environment answers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from services.env.environments.base import Demonstration, Info, StepResult
+from shared.text import without_halves
 
 MAX_LINE = 2**28
 """Bytes."""
@@ -27,7 +28,7 @@ async def read(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     line = await reader.readline()
     if line and not line.endswith(b"\n"):
         raise ConnectionResetError("the last line is not whole")
-    return json.loads(line) if line else None
+    return json.loads(without_halves(line)) if line else None
 
 
 def of_step(result: StepResult) -> dict[str, Any]:

@@ -152,7 +152,6 @@ async def test_frames():
         (b'{"id": 1, "error": {"why": 1, "detail": "x"}}', "protocol"),
         (b'{"id": 1, "error": "x"}', "protocol"),
         (b'{"id": 1, "result": NaN}', "protocol"),
-        (b'{"id": 1, "result": "\\ud800"}', "protocol"),
         (b'{"id": 1, "result": "\xff"}', "protocol"),
         (b"[" * 5000, "protocol"),
         (b'{"id": 1, "result": [' + b"0," * 40_000 + b"0]}", "output"),
@@ -166,6 +165,12 @@ async def test_frames_that_are_no_answer(body: bytes, why: str):
         await answered(framed(body))
     assert failed.value.why == why
     assert not failed.value.alive
+
+
+async def test_half_a_surrogate_pair_in_an_answer_is_replaced():
+    body = rb'{"id": 1, "result": {"messages": "cut \ud83d", "tools": ["\udc00\ud83d\ude00"], "code": "\\ud83d"}}'
+    found = await answered(framed(body))
+    assert found == {"messages": "cut \ufffd", "tools": ["\ufffd\U0001f600"], "code": r"\ud83d"}
 
 
 async def test_many_values_in_a_frame():

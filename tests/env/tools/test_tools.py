@@ -214,7 +214,7 @@ async def test_long_answers_lose_their_middle_and_say_so(open_tools: OpenTools) 
     assert text.startswith("a" * 200)
     assert text.endswith("b" * 100)
     assert "only the first 131072 characters" in await ask(tools, "python", code="print('x' * 10**6)")
-    assert await ask(tools, "python", code=r"print('\ud800')") == "?"
+    assert await ask(tools, "python", code=r"print('\ud800')") == "\ufffd"
 
 
 async def test_a_given_up_call_leaves_nothing_behind(open_tools: OpenTools) -> None:

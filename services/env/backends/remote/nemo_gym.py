@@ -171,7 +171,9 @@ class NemoGymBackend(KnownSplits):
 
     async def _object(self, reply: HttpReply, path: str) -> Mapping[str, Any]:
         what = f"the answer of {self.site.address}{path}"
-        value = await offload.by_size(len(reply.content), lambda: codec.from_json(reply.content, what, MAX_OBJECTS))
+        value = await offload.by_size(
+            len(reply.content), lambda: codec.from_json(reply.content, what, MAX_OBJECTS, "replace")
+        )
         if not isinstance(value, dict):
             raise DecodeError(f"{what} is no JSON object", "is this a NeMo-Gym resources server?")
         return value

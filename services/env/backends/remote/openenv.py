@@ -47,6 +47,7 @@ from shared import codec
 from shared.bounds import MAX_OBJECTS
 from shared.errors import Busy, DecodeError, GivenUp, NotFound, OpenEnvRefused, VolleyError
 from shared.process import offload
+from shared.text import well_formed
 from shared.types import MAX_MESSAGE
 
 MAX_FRAME = 4 * 2**20
@@ -187,7 +188,7 @@ class OpenEnvBackend(KnownSplits):
             await websocket.send(orjson.dumps(frame).decode())
         raw = await websocket.recv(decode=False)
         what = f"the answer of {self.site.address}"
-        answer = await offload.by_size(len(raw), lambda: codec.from_json(raw, what, MAX_OBJECTS))
+        answer = await offload.by_size(len(raw), lambda: codec.from_json(raw, what, MAX_OBJECTS, "replace"))
         kind = answer.get("type") if isinstance(answer, dict) else None
         data = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(data, dict) or kind not in ("observation", "error"):
@@ -301,7 +302,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
     if (found := tagged_answer(text)) is None:
         return None
     try:
-        value = codec.from_json(found.encode("utf-8", "replace"), "the action")
+        value = codec.from_json(well_formed(found).encode(), "the action", errors="halves")
     except DecodeError:
         return None
     return value if isinstance(value, dict) else None

@@ -22,6 +22,7 @@ import adapters
 import interpreter
 import judging
 import shell
+import values
 from values import Refused
 
 MODULE = "submission"
@@ -214,7 +215,7 @@ class BoundedText(io.TextIOBase):
         return len(text)
 
     def getvalue(self) -> str:
-        return "".join(self._parts).encode("utf-8", "replace").decode()
+        return values.text("".join(self._parts))
 
 
 def serve(channel: int, limits: dict[str, Any]) -> None:

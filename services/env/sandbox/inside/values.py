@@ -197,8 +197,8 @@ def _plain_or_refuse(value: Any) -> Any:
 
 
 def text(value: str) -> str:
-    """Without halves of characters (lone surrogates), which are no text."""
-    return value.encode("utf-8", "replace").decode()
+    """With U+FFFD for halves of surrogate pairs (as shared.text, which a sandbox does not have)."""
+    return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def short(value: Any) -> str:

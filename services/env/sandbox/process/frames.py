@@ -1,7 +1,7 @@
 """The service's end of a sandbox's channel: one request, one answer, each 4 bytes of length (big endian) and JSON.
 
 The other end is a stranger's. A frame's length is judged before anything of it is kept, its depth and number of values
-before any is made; NaN, infinities, broken UTF-8 and halves of characters are no JSON here.
+before any is made; NaN, infinities and broken UTF-8 are no JSON here; U+FFFD replaces halves of surrogate pairs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import orjson
 
 from shared.bounds import check_json
 from shared.errors import DecodeError, InputError, SandboxFailed, Why
+from shared.text import without_halves
 
 MAX_REQUEST = 2**25
 """Bytes: a source or a message of the greatest length, however it is escaped."""
@@ -50,7 +51,7 @@ async def read_answer(reader: asyncio.StreamReader, number: int, most: int) -> A
 def _result(body: bytes, number: int) -> Any:
     try:
         check_json(body, "an answer", MAX_VALUES)
-        answer = orjson.loads(body)
+        answer = orjson.loads(without_halves(body))
     except (DecodeError, orjson.JSONDecodeError) as error:
         raise _broken(f"an answer is not readable: {str(error)[:200]}") from None
     match answer:
