@@ -35,7 +35,11 @@ def without_halves(json: bytes) -> bytes:
     """JSON in which each escape of half a surrogate pair is that of U+FFFD. Other bytes are left as they are."""
     if _HALF.search(json) is None:
         return json
-    return _ESCAPE.sub(lambda found: rb"\ufffd" if len(found[0]) == _N_HALF else found[0], json)
+    return _ESCAPE.sub(_mended_escape, json)
+
+
+def _mended_escape(found: re.Match[bytes]) -> bytes:
+    return rb"\ufffd" if len(found[0]) == _N_HALF else found[0]
 
 
 def _replace_half(error: UnicodeError) -> tuple[str, int]:

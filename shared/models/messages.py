@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shared.errors import InputError
+from shared.text import without_halves
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -50,7 +51,7 @@ def kind(value: Any) -> str:
 def parsed(text: str) -> Any:
     """Parse JSON text: the text itself if it is not JSON, None if it is empty."""
     try:
-        return json.loads(text) if text.strip() else None
+        return json.loads(without_halves(text.encode("utf-8", "surrogatepass"))) if text.strip() else None
     except (ValueError, RecursionError):
         return text
 

@@ -56,9 +56,10 @@ def test_a_long_answer_has_each_token_once(server: RolloutProcess, prompts: list
 def test_the_stop_token_is_returned_as_sampled(server: RolloutProcess, prompts: list[list[int]]) -> None:
     free = server.generate(prompts[1], 12)["output_ids"].tolist()
     stop = next(token for i, token in enumerate(free) if i >= 3 and token not in free[:i])
-    answer = server.generate(prompts[1], 12, stop_token_ids=[stop], ignore_eos=False)
-    assert answer["output_ids"].tolist() == free[: free.index(stop) + 1]
-    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    for ignore_eos in (False, True):
+        answer = server.generate(prompts[1], 12, stop_token_ids=[stop], ignore_eos=ignore_eos)
+        assert answer["output_ids"].tolist() == free[: free.index(stop) + 1]
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
 def test_json_has_sglangs_rows(server: RolloutProcess, prompts: list[list[int]]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import reprlib
 import time
 import uuid
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -18,10 +16,12 @@ from pydantic.config import JsonDict
 
 from services.rollout.api import schemas, validation
 from services.rollout.api.generation import ClientGone
+from services.rollout.api.openai_fields import honoured
 from services.rollout.api.routes import Rollout, RolloutState
 from services.rollout.engines.base import GenerateResult, SamplingParams
 from shared.errors import InputError
 from shared.models.chat import ChatTokenizer
+from shared.models.messages import read_messages
 from shared.web.access import Role
 from shared.web.http import read_model, respond
 from shared.web.openapi import declares
@@ -34,28 +34,11 @@ ROLES = {
 }
 
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0, None),
-    "presence_penalty": (0, None),
-    "repetition_penalty": (1, None),
-    "min_p": (0, None),
-    "best_of": (1, None),
-    "echo": (False, None),
-    "suffix": (None, ""),
-    "logit_bias": (None, {}),
-    "top_logprobs": (0, None),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": ("auto", "none", None),
-    "functions": (None, []),
-}
-"""What would change an answer and is not supported, with the values that ask for nothing; others are refused."""
+type TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class OpenAISampling(BaseModel):
-    """What both endpoints share. Of the other fields a client sends, those of _NEUTRAL must ask for nothing; any else
-    is ignored, as OpenAI's own servers do.
-    """
+    """Fields of both endpoints; `openai_fields` judges all others."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -65,18 +48,19 @@ class OpenAISampling(BaseModel):
     temperature: float | None = Field(None, ge=0, le=1e3)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=validation.MAX_TOP_K)
-    n: int = Field(1, ge=1, le=128)
+    n: int | None = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=0, lt=1 << 64)
     stop: str | Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=validation.MAX_STOPS, fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     stream: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _asks_for_nothing_more(cls, raw: Any) -> Any:
-        for name in _NEUTRAL.keys() & raw.keys():
-            if not validation.is_one_of(raw[name], _NEUTRAL[name]):
-                raise ValueError(f"{name}={reprlib.repr(raw[name])} is not supported; leave it out")
-        return raw
+    def _honoured(cls, raw: Any) -> Any:
+        """Without null fields, which are absent ones."""
+        return honoured(raw, cls.model_fields)
 
 
 class Completion(OpenAISampling, json_schema_extra={"examples": [{"prompt": "2 + 2 =", "max_tokens": 8}]}):
@@ -90,7 +74,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | None = None
+    content: str | list[dict[str, Any]] | None = None
 
 
 _CHAT: JsonDict = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "max_tokens": 8}
@@ -99,7 +83,7 @@ _CHAT: JsonDict = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], 
 class ChatCompletion(OpenAISampling, json_schema_extra={"examples": [_CHAT]}):
     logprobs: bool | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] = []
+    tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
 
 @router.get("/models", openapi_extra=declares(answer=schemas.MODELS))
@@ -127,8 +111,8 @@ async def completions(request: Request, state: Rollout) -> Response:
 @router.post("/chat/completions", openapi_extra=declares(body=ChatCompletion, answer=schemas.ANSWER))
 async def chat_completions(request: Request, state: Rollout) -> Response:
     tokenizer, body = _tokenizer(state), await read_model(request, ChatCompletion)
-    messages = [{**m.model_dump(exclude_none=True), "content": m.content or ""} for m in body.messages]
-    prompt = tokenizer.render_prompt(messages, body.tools)
+    messages = read_messages([{**m.model_dump(), "content": m.content or ""} for m in body.messages])
+    prompt = tokenizer.render_prompt(messages, body.tools or ())
     results = await _sample(request, state, body, prompt, default_new=None)
     if results is None:
         return Response(status_code=499)
@@ -148,28 +132,30 @@ async def _sample(
     ids = validation.check_ids(np.array(prompt, np.int64), state.info.vocab_size)
     room = max(1, validation.room(state.info) - len(ids))
     limit = body.max_completion_tokens or body.max_tokens or min(default_new or room, room)
-    requests = [validation.build(ids, _sampling(body, limit, state, i), None, state.info) for i in range(body.n)]
+    requests = [validation.build(ids, _sampling(body, limit, state, i), None, state.info) for i in range(body.n or 1)]
     try:
         results = await state.generation.run(requests, request.receive)
     except ClientGone:
         return None
-    return [_stopped(_tokenizer(state), result, _stops(body)) for result in results]
+    return [_stopped(_tokenizer(state), result, body) for result in results]
 
 
 def _sampling(body: OpenAISampling, limit: int, state: RolloutState, i: int) -> SamplingParams:
     assert state.tokenizer is not None
+    ends = () if body.ignore_eos else (state.tokenizer.eos_id,)
     return SamplingParams(
         max_new_tokens=limit,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=body.top_p or 1.0,
         top_k=body.top_k or -1,
-        stop_token_ids=(state.tokenizer.eos_id,),
+        stop_token_ids=(*ends, *validation.check_stops(body.stop_token_ids, state.info.vocab_size)),
+        ignore_eos=bool(body.ignore_eos),
         sampling_seed=None if body.seed is None else (body.seed + i) % (1 << 64),
     )
 
 
 def _text_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body: Completion) -> dict[str, Any]:
-    text, reason = _until_stop(tokenizer.message_text(result.output_ids.tolist()), _stops(body), _reason(result))
+    text, reason = _until_stop(_text(tokenizer, result, body), _stops(body), _reason(result))
     logprobs = None
     if body.logprobs is not None and body.logprobs is not False:
         tokens = [tokenizer.token(t) for t in result.output_ids.tolist()]
@@ -178,7 +164,7 @@ def _text_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body:
 
 
 def _chat_choice(tokenizer: ChatTokenizer, result: GenerateResult, i: int, body: ChatCompletion) -> dict[str, Any]:
-    text, reason = _until_stop(tokenizer.message_text(result.output_ids.tolist()), _stops(body), _reason(result))
+    text, reason = _until_stop(_text(tokenizer, result, body), _stops(body), _reason(result))
     logprobs = None
     if body.logprobs:
         pairs = zip(result.output_ids.tolist(), result.logprobs.tolist(), strict=True)
@@ -201,19 +187,26 @@ def _stops(body: OpenAISampling) -> list[str]:
     return [stop for stop in ([body.stop] if isinstance(body.stop, str) else body.stop or []) if stop]
 
 
-def _stopped(tokenizer: ChatTokenizer, result: GenerateResult, stops: list[str]) -> GenerateResult:
+def _text(tokenizer: ChatTokenizer, result: GenerateResult, body: OpenAISampling, n: int | None = None) -> str:
+    """Text of the first n sampled tokens, without the token that ended the answer."""
+    ids = result.output_ids.tolist()
+    ended = bool(ids) and (ids[-1] == tokenizer.eos_id or ids[-1] == result.finish.matched)
+    return tokenizer.decode(ids[: len(ids) - ended][:n], skip_special=bool(body.skip_special_tokens))
+
+
+def _stopped(tokenizer: ChatTokenizer, result: GenerateResult, body: OpenAISampling) -> GenerateResult:
     """Without the tokens after the one that completes a stop string: ids, log-probabilities and versions are those of
     one answer.
     """
-    ids = result.output_ids.tolist()
+    length, stops = len(result.output_ids), _stops(body)
 
     def has_stop(n: int) -> bool:
-        text = tokenizer.message_text(ids[:n])
+        text = _text(tokenizer, result, body, n)
         return any(stop in text for stop in stops)
 
-    if not stops or not has_stop(len(ids)):
+    if not stops or not has_stop(length):
         return result
-    n = bisect.bisect_left(range(len(ids)), True, key=has_stop)
+    n = bisect.bisect_left(range(length), True, key=has_stop)
     versions = tuple(replace(span, end=min(span.end, n)) for span in result.versions if span.start < n)
     return replace(result, output_ids=result.output_ids[:n], logprobs=result.logprobs[:n], versions=versions)
 

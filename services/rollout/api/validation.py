@@ -61,8 +61,17 @@ NEUTRAL_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "bootstrap_room": (None,),
     "data_parallel_rank": (None,),
     "priority": (None,),
+    "background": (False, None),
+    "no_logs": (True, False, None),
+    "return_bytes": (False, None),
+    "return_entropy": (False, None),
+    "lora_id": (None,),
+    "bootstrap_pair_key": (None,),
+    "conversation_id": (None,),
+    "extra_key": (None,),
+    "custom_labels": (None,),
 }
-"""Fields of SGLang's request, with the values that ask for nothing; others are refused."""
+"""Fields of SGLang's request and of its router's, with the values that ask for nothing; others are refused."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "min_p": (0, None),
     "frequency_penalty": (0, None),
@@ -75,9 +84,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "json_schema": (None,),
     "regex": (None,),
     "ebnf": (None,),
-    "skip_special_tokens": (True, False),
-    "spaces_between_special_tokens": (True, False),
-    "no_stop_trim": (True, False),
+    "skip_special_tokens": (True, False, None),
+    "spaces_between_special_tokens": (True, False, None),
+    "no_stop_trim": (True, False, None),
 }
 _SAMPLING = frozenset(
     {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos", "sampling_seed"}
@@ -211,7 +220,7 @@ def sampling_params(raw: Any, info: EngineInfo, n_prompt: int) -> SamplingParams
         temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
         top_p=_number("top_p", raw.get("top_p"), 1.0, MIN_TOP_P, 1.0),
         top_k=_top_k(raw.get("top_k")),
-        stop_token_ids=_stops(raw.get("stop_token_ids"), info.vocab_size),
+        stop_token_ids=check_stops(raw.get("stop_token_ids"), info.vocab_size),
         ignore_eos=_boolean("ignore_eos", raw.get("ignore_eos")),
         sampling_seed=None if seed is None else _integer("sampling_seed", seed, 0, 0, MAX_SEED),
     )
@@ -239,7 +248,8 @@ def is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(type(value) in ((int, float) if type(one) is int else (type(one),)) and value == one for one in allowed)
 
 
-def _stops(value: Any, vocab_size: int) -> tuple[int, ...]:
+def check_stops(value: Any, vocab_size: int) -> tuple[int, ...]:
+    """`stop_token_ids`, of which None is none. Raises InputError."""
     if value is None:
         return ()
     items = value.tolist() if isinstance(value, np.ndarray) else value

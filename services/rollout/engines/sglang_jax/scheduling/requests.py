@@ -26,10 +26,11 @@ class RolloutReq(Req):
     """
 
     def __init__(self, message: Message, model_config: Any, version: str) -> None:
+        ignore_eos, stops = message["ignore_eos"], message["stop_token_ids"]
         sampling = EngineSampling(
             max_new_tokens=message["max_new_tokens"],
-            stop_token_ids=message["stop_token_ids"],
-            ignore_eos=message["ignore_eos"],
+            stop_token_ids=stops,
+            ignore_eos=ignore_eos and not stops,  # the engine's own flag ignores stop_token_ids as well
             temperature=1.0,
         )
         super().__init__(
@@ -39,7 +40,7 @@ class RolloutReq(Req):
             sampling,
             return_output_logprob_only=True,
             dp_rank=0,
-            eos_token_ids=model_config.hf_eos_token_id,
+            eos_token_ids=None if ignore_eos else model_config.hf_eos_token_id,
             vocab_size=model_config.vocab_size,
             extra_key=version,
         )

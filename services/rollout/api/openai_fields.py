@@ -1,0 +1,87 @@
+"""Request fields of OpenAI's API, vLLM and SGLang that the OpenAI endpoints accept without acting on them.
+
+A field that would change the answer is refused by name, unless its value asks for nothing. A null field is an absent
+one.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from services.rollout.api import validation
+from shared.errors import InputError
+
+IGNORED = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "parallel_tool_calls"),
+        *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
+        *("request_id", "rid", "session_id", "conversation_id", "extra_key", "cache_salt", "priority"),
+        *("custom_labels", "no_logs", "log_metrics", "separate_reasoning", "stream_reasoning"),
+        *("return_token_ids", "return_prompt_token_ids", "spaces_between_special_tokens", "guided_decoding_backend"),
+    }
+)
+"""Fields that change neither text nor tokens of an answer, whatever their value."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **validation.NEUTRAL_FIELDS,
+    **{name: values for name, values in validation.NEUTRAL.items() if name not in ("n", "stop", "skip_special_tokens")},
+    "min_tokens": (0,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"], []),
+    "verbosity": ("medium",),
+    "background": (False,),
+    "stop_regex": ("", []),
+    "no_stop_trim": (False,),
+    "include_stop_str_in_output": (False,),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "mm_processor_kwargs": ({},),
+    "include_reasoning": (True,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "bad_words": ([],),
+    "logits_processors": ([],),
+    "return_routed_experts": (False,),
+    "routed_experts_start_len": (0,),
+    "return_meta_info": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "use_audio_in_video": (False,),
+}
+"""Fields that would change an answer, with the values that ask for nothing."""
+
+_TEMPLATE = frozenset({"continue_final_message", "add_generation_prompt", "chat_template_kwargs", "chat_template"})
+_MOST_NAMED = 10
+
+
+def honoured(raw: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `raw` that are `known` and not null.
+
+    Raises InputError naming the other fields that would change the answer.
+    """
+    given = {str(name): value for name, value in raw.items() if value is not None}
+    refused = [name for name in given.keys() - known.keys() - IGNORED if not _asks_for_nothing(name, given[name])]
+    if refused:
+        told = [f"{name[:80]}={reprlib.repr(given[name])}" for name in sorted(refused)[:_MOST_NAMED]]
+        by_hand = "; render the prompt yourself, and send its ids to /v1/completions" if _TEMPLATE & {*refused} else ""
+        raise InputError(
+            f"{', '.join(told)} {'is' if len(refused) == 1 else 'are'} not supported", f"leave out{by_hand}"
+        )
+    return {name: value for name, value in given.items() if name in known}
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    return validation.is_one_of(value, NEUTRAL.get(name, ()))
