@@ -18,9 +18,9 @@ import hashlib
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from services.env.backends.base import LiveEpisode, finished
 from services.env.catalogue import CatalogueEntry
@@ -41,6 +41,8 @@ from shared.process import telemetry
 
 MAX_STEPS = 1000
 _FINISHED = "finished"
+_SLOW_S = 5.0
+"""Seconds after which a call that is not answered is named."""
 
 _OPEN = telemetry.Gauge("volley_env_episodes", "Episodes in memory", registry=telemetry.REGISTRY)
 _EVENTS = telemetry.Counter(
@@ -51,15 +53,27 @@ _EVENTS = telemetry.Counter(
 )
 
 
+class EpisodeCall(NamedTuple):
+    """A call into an environment. `sample` is equal for an episode that is played again; turn 0 is the reset; `failure`
+    is set for one that is the environment's.
+    """
+
+    env: str
+    sample: tuple[str, int, int]
+    turn: int
+    seconds: float
+    failure: VolleyError | None = None
+
+
 class EpisodeWatcher(Protocol):
     """Is told how the episodes of each environment fare."""
 
-    def stepped(self, env: str, seconds: float) -> None:
-        """A call into the environment took so long."""
+    def called(self, call: EpisodeCall) -> None:
+        """A call was answered, or failed."""
         ...
 
-    def ended(self, env: str, failure: VolleyError | None) -> None:
-        """An episode is over, or failed for a reason that is the environment's."""
+    def ended(self, env: str) -> None:
+        """An episode is over, was given up by its client, or failed for a reason that is the environment's."""
         ...
 
 
@@ -123,6 +137,7 @@ class Episodes:
         self._slots: OrderedDict[str, EpisodeSlot] = OrderedDict()
         self._by_request: dict[str, EpisodeSlot] = {}
         self._done: list[LiveEpisode] = []
+        self._calls: dict[str, tuple[str, float]] = {}
         self._ended = asyncio.Event()
 
     def __len__(self) -> int:
@@ -189,7 +204,7 @@ class Episodes:
         """Forgets an episode; one that does not exist is forgotten already."""
         if (slot := self._slots.get(episode_id)) is not None:
             if slot.answers and not slot.over and slot.failure is None and self._watcher is not None:
-                self._watcher.ended(slot.request.entry.name, None)  # its client has had enough: no fault of anybody
+                self._watcher.ended(slot.request.entry.name)  # its client has had enough: no fault of anybody
             self._drop(slot)
             if slot.episode is not None:
                 await slot.episode.close()
@@ -238,16 +253,15 @@ class Episodes:
             raise Busy(f"episode {slot.id} is busy with another request", "send one request at a time") from None
 
     async def _reset(self, slot: EpisodeSlot) -> None:
-        entry, began = slot.request.entry, self._clock()
+        entry = slot.request.entry
         try:
-            episode = await entry.backend.reset(slot.request.split, slot.request.index, slot.seed)
+            with self._watched(slot, 0):
+                episode = await entry.backend.reset(slot.request.split, slot.request.index, slot.seed)
             slot.episode = episode if self._rewards is None else self._rewards.around(entry.name, episode)
         except VolleyError as error:
             slot.failure = error
-            self._failed(entry.name, error)
             raise
         finally:
-            self._told_time(entry.name, began)
             if slot.episode is None:
                 slot.failure = slot.failure or Unavailable(f"the reset of episode {slot.id} was given up")
                 self._drop(slot)
@@ -259,9 +273,10 @@ class Episodes:
     async def _step(
         self, slot: EpisodeSlot, episode: LiveEpisode, call: Callable[[LiveEpisode], Awaitable[StepResult]]
     ) -> StepResult:
-        entry, began = slot.request.entry, self._clock()
+        entry = slot.request.entry
         try:
-            result = await call(episode)
+            with self._watched(slot, len(slot.answers) + 1):
+                result = await call(episode)
         except (Busy, Conflict):
             raise
         except BaseException as error:
@@ -270,17 +285,14 @@ class Episodes:
             if not isinstance(error, VolleyError):
                 self._free(episode)
                 raise
-            self._failed(entry.name, error)
             await episode.close()
             raise
-        finally:
-            self._told_time(entry.name, began)
         slot.over = result.over
         if result.over:
             event = "succeeded" if result.info.success else "terminated" if result.terminated else "truncated"
             _EVENTS.labels(entry.name, event).inc()
             if self._watcher is not None:
-                self._watcher.ended(entry.name, None)
+                self._watcher.ended(entry.name)
             await episode.close()
         return result
 
@@ -289,18 +301,41 @@ class Episodes:
         self._done.append(episode)
         self._ended.set()
 
-    def _failed(self, env: str, error: VolleyError) -> None:
-        """What the client asked for in vain, what the service had no room for, and what a judge did not answer say
-        nothing about the environment.
+    @contextlib.contextmanager
+    def _watched(self, slot: EpisodeSlot, turn: int) -> Iterator[None]:
+        """Tells the watcher of the call inside. What the client asked for in vain, what the service had no room for,
+        and what a judge did not answer say nothing about the environment.
         """
-        if not isinstance(error, InputError | RateLimited | StorageUnavailable | RewardFailed):
+        env, began = slot.request.entry.name, self._clock()
+        self._calls[slot.id] = env, began
+        try:
+            yield
+        except (InputError, RateLimited, StorageUnavailable, RewardFailed):
+            raise
+        except VolleyError as error:
             _EVENTS.labels(env, "failed").inc()
-            if self._watcher is not None:
-                self._watcher.ended(env, error)
+            self._tell(slot, turn, began, error)
+            raise
+        else:
+            self._tell(slot, turn, began, None)
+        finally:
+            del self._calls[slot.id]
 
-    def _told_time(self, env: str, began: float) -> None:
-        if self._watcher is not None:
-            self._watcher.stepped(env, self._clock() - began)
+    def _tell(self, slot: EpisodeSlot, turn: int, began: float, failure: VolleyError | None) -> None:
+        if self._watcher is None:
+            return
+        env, sample = slot.request.entry.name, (slot.request.split, slot.request.index, slot.seed)
+        self._watcher.called(EpisodeCall(env, sample, turn, self._clock() - began, failure))
+        if failure is not None:
+            self._watcher.ended(env)
+
+    def waiting(self) -> Mapping[str, str]:
+        """By environment, a sentence on the calls that it has not answered for long."""
+        now, found = self._clock(), dict[str, list[float]]()
+        for env, began in self._calls.values():
+            if now - began >= _SLOW_S:
+                found.setdefault(env, []).append(now - began)
+        return {env: f"{len(s)} calls are not answered, the oldest for {max(s):.0f} s" for env, s in found.items()}
 
     def _admit(self, request_id: str, request: EpisodeRequest) -> EpisodeSlot:
         self.expire()

@@ -15,7 +15,7 @@ from services.env.catalogue import Catalogue
 from services.env.sandbox.limits import EnvironmentProgram, SandboxLimits
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.settings import ConfiguredSource
-from services.env.submissions.canary import MAX_FAILURES, MIN_EPISODES
+from services.env.submissions.canary import MIN_EPISODES
 from services.env.submissions.offers import Offers
 from services.env.submissions.programs import Programs
 from services.env.submissions.record import SubmittedVersion, Transition
@@ -92,14 +92,107 @@ async def test_a_canary_that_fails_is_rejected_and_the_version_before_goes_on(op
         )
         assert (second.status_code, second.json()["name"]) == (202, "adder@2")
         assert (await decided(client, "adder"))["state"] == "canary"
-        for i in range(MAX_FAILURES):
+        for i in range(2):
             answer = await play(client, "adder@2", str(i), "live")
             assert (answer.status_code, "KeyError" in answer.json()["detail"]) == (500, True)
         row = await reached(client, "adder", "rejected")
-        assert f"{MAX_FAILURES} of {MAX_FAILURES} live episodes failed" in row["why"]
+        assert "at turn 1, 2 of the 2 attempts that reached it failed" in row["why"]
         assert "KeyError" in (await client.get("/environments/adder/logs")).json()["log"]
         assert (await play(client, "adder", "more", "no")).status_code == 200
         assert (await client.post("/adder@2/num_tasks", json={"split": "train"})).status_code == 404
+
+
+LATE = """
+class Late:
+    splits = {"train": 1000, "eval": 50}
+
+    def reset(self, split, index, seed):
+        self.turn = 0
+        return f"{split} {index}"
+
+    def step(self, text):
+        self.turn += 1
+        if text == "slow":
+            import time
+            time.sleep(30)
+        if self.turn == 3 and text == "right":
+            raise KeyError("lost")
+        over = text != "right"
+        return "go on", 0.5, over, False, {"success": False}
+"""
+"""Wrong answers end it well; its third turn raises, which only right answers reach."""
+
+
+async def turns(client: httpx.AsyncClient, env: str, number: str, *replies: str) -> int:
+    """The status of the last step of an episode."""
+    made = (await client.post("/episodes", json=opened(env, number))).json()
+    answer = None
+    for i, reply in enumerate(replies):
+        body = {"request_id": str(i), "message": {"role": "assistant", "content": reply}}
+        answer = await client.post(f"/episodes/{made['episode_id']}/step", json=body)
+    await client.delete(f"/episodes/{made['episode_id']}")
+    assert answer is not None
+    return answer.status_code
+
+
+RIGHT = ("right",) * 3
+
+
+async def test_a_version_that_fails_after_its_promotion_is_rolled_back_once(open_client: OpenClient) -> None:
+    async with open_client() as client:
+        await submit(client, ADDER, name="late", weight=1)
+        await decided(client, "late")
+        await client.post("/environments/late/activate")
+        await client.put("/environments/late", params={"weight": 1}, content=LATE.encode(), headers=PYTHON)
+        assert (await decided(client, "late"))["state"] == "canary"
+        for i in range(MIN_EPISODES):
+            assert await turns(client, "late@2", f"wrong {i}", "wrong") == 200
+        assert "8 live episodes, 0 failed" in (await reached(client, "late", "active"))["why"]
+        assert (await client.get("/environments/late@1")).json()["versions"][0]["state"] == "retired"
+        for i in range(3):
+            assert await turns(client, "late@2", f"right {i}", *RIGHT) == 500
+        row = await reached(client, "late", "retired")
+        assert row["why"].startswith("rolled back to late@1: at turn 3, 3 of the 3 attempts that reached it failed")
+        assert row["failures"] == [{"turn": 3, "reached": 3, "failed": 3}]
+        (first,) = (await client.get("/environments/late@1")).json()["versions"]
+        assert (first["state"], "late@2 was rolled back: at turn 3" in first["why"]) == ("active", True)
+        assert (await client.post("/environments/late@2/activate")).status_code == 200
+        for i in range(4):
+            assert await turns(client, "late@2", f"again {i}", *RIGHT) == 500
+        await asyncio.sleep(1.2)
+        listed = {row["name"]: row for row in (await client.get("/environments")).json()["environments"]}
+        assert listed["late@2"]["state"] == "active", "a person's choice is not undone"
+        assert "at turn 3, 7 of the 7 attempts" in listed["late@2"]["trouble"]
+
+
+async def test_an_episode_that_is_played_again_and_fails_again_counts_once(open_client: OpenClient) -> None:
+    async with open_client() as client:
+        await submit(client, LATE, name="late", weight=1)
+        await decided(client, "late")
+        for i in range(3):
+            body = {**opened("late@1", f"again {i}"), "seed": 7}
+            made = (await client.post("/episodes", json=body)).json()
+            for k in range(3):
+                step = {"request_id": str(k), "message": {"role": "assistant", "content": "right"}}
+                answer = await client.post(f"/episodes/{made['episode_id']}/step", json=step)
+            assert answer.status_code == 500
+        (row,) = (await client.get("/environments/late")).json()["versions"]
+        assert (row["state"], row["failures"]) == ("canary", [{"turn": 3, "reached": 1, "failed": 1}])
+
+
+async def test_an_environment_that_hangs_is_named(open_client: OpenClient) -> None:
+    async with open_client() as client:
+        await submit(client, LATE, name="late", weight=1)
+        await decided(client, "late")
+        hanging = asyncio.ensure_future(turns(client, "late@1", "hangs", "slow"))
+        async with asyncio.timeout(25):
+            while True:
+                rows = (await client.get("/environments")).json()["environments"]
+                if (told := next(row["trouble"] for row in rows if row["name"] == "late@1")) is not None:
+                    break
+                await asyncio.sleep(0.2)
+        assert told.startswith("1 calls are not answered, the oldest for ")
+        hanging.cancel()
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"sum": 3}'}}
@@ -145,7 +238,7 @@ async def test_a_service_without_room_for_more_sandboxes_blames_no_environment(o
         await submit(client, ADDER, name="adder", weight=1)
         assert (await decided(client, "adder"))["state"] == "canary"
         held = [(await client.post("/episodes", json=opened("adder@1", f"held {i}"))).json() for i in range(2)]
-        for i in range(MAX_FAILURES):
+        for i in range(3):
             refused = await client.post("/episodes", json=opened("adder@1", f"refused {i}"))
             assert (refused.status_code, "2 sandboxes run already" in refused.json()["detail"]) == (429, True)
         for episode in held:

@@ -99,6 +99,36 @@ def url(python: Path) -> Iterator[str]:
             process.wait(30)
 
 
+@pytest.mark.parametrize(
+    ("module", "arguments", "told"),
+    [
+        ("old", "{}", "old cannot be loaded with verifiers 0.4.0: AttributeError: module 'verifiers' has no attribute"),
+        ("other", "{}", "verifiers 0.4.0: the environment of other has no dataset, "),
+        ("nowhere", "{}", "No module named 'nowhere'"),
+        ("other", "{", "--arguments"),
+    ],
+)
+def test_a_version_that_is_not_supported_is_refused_by_name(
+    tmp_path: Path, module: str, arguments: str, told: str
+) -> None:
+    """A package that has what 0.4 lacks: no class of an environment by the old names."""
+    (tmp_path / "verifiers.py").touch()
+    (tmp_path / "verifiers-0.4.0.dist-info").mkdir()
+    metadata = tmp_path / "verifiers-0.4.0.dist-info" / "METADATA"
+    metadata.write_text("Metadata-Version: 2.1\nName: verifiers\nVersion: 0.4.0\n", encoding="utf-8")
+    old = "import verifiers\nclass Old(verifiers.MultiTurnEnv):\n    pass\n"
+    (tmp_path / "old.py").write_text(old, encoding="utf-8")
+    (tmp_path / "other.py").write_text("def load_environment():\n    return object()\n", encoding="utf-8")
+    command = [sys.executable, str(BRIDGE), module, "--arguments", arguments]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, encoding="utf-8", check=False
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert told in ended.stderr
+    assert "works with verifiers 0.1.6.post0" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 @pytest.mark.long
 async def test_rollouts_and_rewards_are_those_of_the_package(open_client: OpenClient, url: str, python: Path) -> None:
     async with open_client(limits=Limits(), deadline_s=30.0) as client:

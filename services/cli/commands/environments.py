@@ -125,6 +125,8 @@ def listed(target: EnvTarget) -> int:
             f"{row['name']:<{width}}  {row['base']:<12}  {row['state']:<10}  {row['weight']:>6g}  {row.get('why', '')}"
         )
         print(told.rstrip())
+        if row.get("trouble"):
+            print(f"  {row['name']}: {row['trouble']}")
     return 0
 
 
@@ -138,6 +140,10 @@ def show(target: EnvTarget, name: str) -> int:
         for line in row["history"]:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["at"]))
             print(f"  {at}  {line['state']:<10}  {line['why']}".rstrip())
+        for count in row.get("failures", ()):
+            print(f"  turn {count['turn']}: {count['failed']} of {count['reached']} live episodes failed")
+        if row.get("trouble"):
+            print(f"  trouble: {row['trouble']}")
     _print_report(versions[-1].get("report"))
     return 0
 

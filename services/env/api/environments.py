@@ -26,7 +26,6 @@ from services.env.api.schemas import (
 )
 from services.env.api.state import EnvState, state_of
 from services.env.backends.remote.protocols import RemoteEnvironment
-from services.env.catalogue import CatalogueEntry
 from services.env.submissions.installed import archive_of, installed
 from services.env.submissions.record import SubmittedVersion
 from services.env.submissions.submission import Submission
@@ -64,7 +63,7 @@ async def list_environments(request: Request) -> Response:
     rows = [
         {
             **row,
-            "trouble": _trouble(entries.get(row["name"])),
+            "trouble": _trouble(state, row["name"]),
             "data": state.content.of(row["name"]),
             **_rewards(state, row["name"]),
         }
@@ -112,8 +111,16 @@ async def replace_environment(request: Request, name: str) -> Response:
 @router.get("/environments/{name}", openapi_extra=declares(answer=VersionsShown))
 async def show_environment(request: Request, name: str) -> Response:
     """The versions of a submitted environment (of `NAME@VERSION` that one) with history and validation report."""
-    versions = state_of(request).submissions.versions(name)
-    return respond(request, {"name": name, "versions": [submitted(version) for version in versions]})
+    state = state_of(request)
+    rows = [
+        {
+            **submitted(version),
+            "trouble": _trouble(state, version.full_name),
+            "failures": state.submissions.failures(version.full_name),
+        }
+        for version in state.submissions.versions(name)
+    ]
+    return respond(request, {"name": name, "versions": rows})
 
 
 @router.get("/environments/{name}/logs", openapi_extra=declares(answer=LogShown))
@@ -142,8 +149,11 @@ def _rewards(state: EnvState, name: str) -> dict[str, Any]:
     return {"rewards": rewards and rewards.model_dump(mode="json", exclude=unshown)}
 
 
-def _trouble(entry: CatalogueEntry | None) -> str | None:
-    return None if entry is None else entry.backend.why_stuck()
+def _trouble(state: EnvState, name: str) -> str | None:
+    """Why its episodes fail or hang for now."""
+    stuck = state.catalogue.get(name).backend.why_stuck() if state.catalogue.has(name) else None
+    found = (stuck, state.episodes.waiting().get(name), state.submissions.trouble(name))
+    return "; ".join(one for one in found if one) or None
 
 
 def _told(request: Request, version: SubmittedVersion, status: int) -> Response:

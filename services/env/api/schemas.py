@@ -241,7 +241,9 @@ class Described(BaseModel):
 
 
 class SubmittedShown(Described):
-    """One version of a submitted environment, whole."""
+    """One version of a submitted environment, whole. `failures` has a row for each turn at which its live episodes
+    failed: how many reached it, and how many failed there.
+    """
 
     splits: dict[str, int]
     protocol: str
@@ -251,6 +253,7 @@ class SubmittedShown(Described):
     submitted_at: float
     history: list[dict[str, Any]]
     report: Report | None
+    failures: list[dict[str, Any]] = []
 
 
 class VersionsShown(BaseModel):

@@ -17,6 +17,7 @@ import asyncio
 import hashlib
 import hmac
 import importlib
+import inspect
 import json
 import os
 import secrets
@@ -24,12 +25,16 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgpack
 
 IDLE_S, CALL_S, MAX_BODY, MAX_EPISODES = 900.0, 25.0, 8 * 2**20, 1024
+SUPPORTED = "0.1.6.post0"
+NEEDED = ("dataset", "eval_dataset", "get_dataset", "get_eval_dataset", "init_state", "init_completion", "rubric")
+ROLLOUT = ("client", "model", "prompt", "completion", "answer", "state", "task", "info", "example_id")
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 
 
@@ -272,6 +277,34 @@ def problem(status, kind, detail):
     return {"type": f"urn:volley:{kind}", "title": kind, "status": status, "detail": detail}
 
 
+def loaded(module, arguments):
+    """The environment of a module. Exits with a sentence where there is none that can be served."""
+    try:
+        version = metadata.version("verifiers")
+    except metadata.PackageNotFoundError:
+        refuse("the package verifiers is not installed")
+    try:
+        environment = importlib.import_module(module.replace("-", "_")).load_environment(**json.loads(arguments))
+    except ValueError as error:
+        refuse(f"--arguments, or {module}: {type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 - a stranger's module may raise anything
+        refuse(f"{module} cannot be loaded with verifiers {version}: {type(error).__name__}: {error}")
+    missing = [name for name in NEEDED if not hasattr(environment, name)]
+    if missing:
+        refuse(f"verifiers {version}: the environment of {module} has no {', '.join(missing)}")
+    takes = tuple(inspect.signature(environment.rollout).parameters)[: len(ROLLOUT)]
+    if takes != ROLLOUT:
+        refuse(f"verifiers {version}: rollout takes ({', '.join(takes)}), not ({', '.join(ROLLOUT)})")
+    return environment
+
+
+def refuse(why):
+    print(
+        f"{why}\nThis server works with verifiers {SUPPORTED}: uv pip install verifiers=={SUPPORTED}", file=sys.stderr
+    )
+    raise SystemExit(2)
+
+
 def main():
     sys.path[0] = os.getcwd()  # modules are looked for here, not beside this file
     parser = argparse.ArgumentParser(description="Serves an environment of `verifiers` to Volley.")
@@ -281,9 +314,7 @@ def main():
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument("--token-file", type=Path, help="the token that Volley has to send")
     given = parser.parse_args()
-    environment = importlib.import_module(given.module.replace("-", "_")).load_environment(
-        **json.loads(given.arguments)
-    )
+    environment = loaded(given.module, given.arguments)
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
     Handler.bridge, Handler.loop = Server(given.module, environment), loop

@@ -1,49 +1,92 @@
-"""Whether a new version of an environment may have more than a small share of a live run: decided by how its first
-episodes there fare.
+"""Verdicts on versions of environments by how their live episodes fare.
+
+A canary is promoted when every turn that its episodes reach has proved itself, or when enough episodes have ended.
+Failures are counted against what reached the failing turn (see `shared.failure_rates`).
+
+Eight episodes without a failure only show, with 95 % confidence, that fewer than a third fail. Therefore a promoted
+version is watched on, and rolled back if it fails more often than the version before it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import quantiles
 
-from shared.errors import VolleyError
+from services.env.episodes import EpisodeCall
+from shared.failure_rates import TOLERATED, FailureRates, TurnCount
 
 MIN_EPISODES = 8
-"""Episodes that have to end before a canary is promoted."""
-MAX_FAILURES = 3
-"""So many failed episodes reject it at once; one of MIN_EPISODES does not."""
+"""Episodes that have to end before a canary is promoted, and to reach a turn before that has proved itself."""
+MAX_EPISODES = 64
+"""Ended episodes after which a canary is decided whatever few of them have reached."""
 MAX_P95_S = 10.0
 """Seconds that 19 of 20 calls have to stay below."""
+WATCHED_EPISODES = 1000
+"""Ended episodes after its promotion in which a version may be rolled back."""
+_CERTAIN = 0.01
 _MAX_CALLS = 1000
 
 
 @dataclass(slots=True)
-class Canary:
-    """What was seen of one version since it became a canary."""
+class LiveRecord:
+    """What was seen of one version since it became a canary, or since the service started."""
 
     n_ended: int = 0
-    failures: list[str] = field(default_factory=list[str])
+    rates: FailureRates = field(default_factory=FailureRates)
     calls_s: list[float] = field(default_factory=list[float])
+    failed: dict[tuple[object, ...], None] = field(default_factory=dict[tuple[object, ...], None])
 
-    def stepped(self, seconds: float) -> None:
+    def called(self, call: EpisodeCall) -> None:
+        """Counts a call; a sample that is played again and fails again at the same turn counts once."""
         if len(self.calls_s) < _MAX_CALLS:
-            self.calls_s.append(seconds)
+            self.calls_s.append(call.seconds)
+        key = (*call.sample, call.turn)
+        if call.failure is not None and key in self.failed:
+            return
+        if call.failure is not None:
+            self.failed[key] = None
+            if len(self.failed) > _MAX_CALLS:
+                del self.failed[next(iter(self.failed))]
+        self.rates.called(call.turn, call.failure.detail if call.failure is not None else None)
 
-    def ended(self, failure: VolleyError | None) -> None:
+    def ended(self) -> None:
         self.n_ended += 1
-        if failure is not None:
-            self.failures.append(failure.detail)
 
     @property
     def verdict(self) -> tuple[bool, str] | None:
-        """Whether it is good, and why; None while too little was seen."""
-        if len(self.failures) >= MAX_FAILURES:
-            return False, f"{len(self.failures)} of {self.n_ended} live episodes failed, the last: {self.failures[-1]}"
+        """Whether a canary is good, and why; None while too little was seen."""
+        if (turn := self.rates.suspect(_CERTAIN)) is not None:
+            return False, f"{self.n_ended} live episodes: {self.rates.told(turn)}"
         if self.n_ended < MIN_EPISODES:
             return None
         p95_s = quantiles(self.calls_s, n=20, method="inclusive")[-1] if len(self.calls_s) > 1 else 0.0
         if p95_s > MAX_P95_S:
             return False, f"one call in 20 took more than {p95_s:.1f} s ({MAX_P95_S:g} s is the bound)"
-        told = f"{self.n_ended} live episodes, {len(self.failures)} failed, 19 of 20 calls below {p95_s:.3f} s"
-        return True, told
+        thin = [turn for turn, count in self._turns() if count.reached < MIN_EPISODES]
+        unclear = [turn for turn, count in self._turns() if count.failed > TOLERATED * count.reached]
+        if self.n_ended < MAX_EPISODES and (thin or unclear):
+            return None
+        if unclear:
+            return False, f"{self.n_ended} live episodes: {self.rates.told(unclear[0])}; too few to clear it"
+        told = f"{self.n_ended} live episodes, {self.rates.n_failed} failed, 19 of 20 calls below {p95_s:.3f} s"
+        return True, told + (f"; fewer than {MIN_EPISODES} reached turn {thin[0]}" if thin else "")
+
+    def regression(self, before: LiveRecord | None) -> str | None:
+        """Why a promoted version fails more often than the one before it; None if it does not, or is watched no more.
+
+        Args: before: of that version, None where nothing was seen of it.
+        """
+        if self.n_ended > WATCHED_EPISODES:
+            return None
+        turn = self.rates.suspect(than=before.rates if before is not None else None)
+        return self.rates.told(turn) if turn is not None else None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why its episodes fail too often; None if they do not."""
+        turn = self.rates.suspect()
+        return self.rates.told(turn) if turn is not None else None
+
+    def _turns(self) -> Sequence[tuple[int, TurnCount]]:
+        return sorted(self.rates.turns.items())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from services.env.backends.base import SubmittedBackend
 from services.env.backends.harbor import HARBOR, HarborBackend, read_config
@@ -17,9 +17,10 @@ from services.env.backends.remote.protocols import RemoteEnvironment, open_remot
 from services.env.backends.remote.site import RemoteAccess
 from services.env.backends.sandboxed import LOG_LINES, SandboxedBackend
 from services.env.catalogue import Catalogue, CatalogueEntry
+from services.env.episodes import EpisodeCall
 from services.env.sandbox.limits import SandboxLimits
 from services.env.sandbox.sandboxes import Sandboxes
-from services.env.submissions.canary import Canary
+from services.env.submissions.canary import LiveRecord
 from services.env.submissions.programs import Programs
 from services.env.submissions.record import PLAYABLE, SubmittedVersion
 from services.env.submissions.store import SubmissionStore
@@ -48,7 +49,8 @@ class Offers:
     ) -> None:
         self._store, self._catalogue, self._sandboxes, self._remotes = store, catalogue, sandboxes, remotes
         self._programs, self._limits, self._deadline_s = programs, limits, deadline_s
-        self._canaries: dict[str, Canary] = {}
+        self._records: dict[str, LiveRecord] = {}
+        self._canaries: set[str] = set()
         self._logs: dict[str, deque[str]] = {}
         self._failures: dict[str, deque[str]] = {}
         self._unkept: dict[str, SubmittedVersion] = {}
@@ -63,13 +65,14 @@ class Offers:
         return local_backend(version, self._programs, self._sandboxes, self._limits, self._deadline_s, log)
 
     def put(self, version: SubmittedVersion) -> None:
-        """Offers a version, or withdraws it, by its state; what was seen of it as a canary is forgotten."""
-        self._canaries.pop(version.full_name, None)
+        """Offers a version, or withdraws it, by its state. What was seen of a canary begins with that state."""
+        self._canaries.discard(version.full_name)
         if version.state not in PLAYABLE or not version.splits:
             self._catalogue.withdraw(version.full_name)
             return
         if version.state == "canary":
-            self._canaries[version.full_name] = Canary()
+            self._canaries.add(version.full_name)
+            self._records.pop(version.full_name, None)
         backend = self.backend(version)
         entry = CatalogueEntry(version.full_name, version.kind, version.config, backend, weight=version.weight)
         self._catalogue.offer(entry, version.full_name)
@@ -96,9 +99,24 @@ class Offers:
 
     def verdicts(self) -> Iterator[tuple[str, bool, str]]:
         """Of the canaries that enough was seen of: (full name, whether it is good, why)."""
-        for name, canary in list(self._canaries.items()):
-            if (verdict := canary.verdict) is not None:
+        for name in sorted(self._canaries):
+            if (verdict := self._record(name).verdict) is not None:
                 yield name, *verdict
+
+    def regression(self, version: SubmittedVersion, before: SubmittedVersion) -> str | None:
+        """Why a version fails more often than the one whose place it took; None if it does not."""
+        seen = self._records.get(version.full_name)
+        return seen.regression(self._records.get(before.full_name)) if seen is not None else None
+
+    def trouble(self, env: str) -> str | None:
+        """Why episodes of an environment fail too often; None if they do not."""
+        seen = self._records.get(env)
+        return seen.trouble if seen is not None else None
+
+    def failures(self, env: str) -> list[Mapping[str, float | int]]:
+        """A row for each turn at which its live episodes failed."""
+        seen = self._records.get(env)
+        return seen.rates.describe() if seen is not None else []
 
     def log(self, version: SubmittedVersion) -> str:
         """What its episodes printed last, and how they failed; what it printed while it was validated, if nothing
@@ -107,19 +125,18 @@ class Offers:
         lines = self._logs.get(version.full_name)
         return "\n".join(lines) if lines else version.report.log if version.report else ""
 
-    def stepped(self, env: str, seconds: float) -> None:
-        if (canary := self._canaries.get(env)) is not None:
-            canary.stepped(seconds)
-
-    def ended(self, env: str, failure: VolleyError | None, version: SubmittedVersion | None) -> None:
-        """Args: version: what `env` is, if it was submitted."""
-        if (canary := self._canaries.get(env)) is not None:
-            canary.ended(failure)
+    def called(self, call: EpisodeCall, version: SubmittedVersion | None) -> None:
+        """Args: version: what its environment is, if it was submitted."""
+        self._record(call.env).called(call)
+        env, failure = call.env, call.failure
         if failure is not None and version is not None:
             told = " ".join(failure.detail.split())[:_MAX_LINE]
             line = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC an episode failed: {told}"
             self._failures.setdefault(env, deque(maxlen=MAX_KEPT)).append(line)
             self._unkept[env] = version
+
+    def ended(self, env: str) -> None:
+        self._record(env).ended()
 
     async def keep_failures(self) -> None:
         """Writes down how episodes failed since the last time."""
@@ -129,6 +146,9 @@ class Offers:
                 await asyncio.to_thread(self._store.keep_failures, version, tuple(self._failures[env]))
             except (VolleyError, OSError) as error:
                 _log.warning("failures of an environment cannot be kept", env=env, reason=str(error))
+
+    def _record(self, env: str) -> LiveRecord:
+        return self._records.setdefault(env, LiveRecord())
 
     def _log_of(self, version: SubmittedVersion) -> deque[str]:
         return self._logs.setdefault(version.full_name, deque(maxlen=LOG_LINES))

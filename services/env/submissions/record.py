@@ -11,7 +11,7 @@ active and at most one on its way there; a number is never given twice.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -35,6 +35,7 @@ LIVING: frozenset[State] = frozenset({*ON_ITS_WAY, "active"})
 PLAYABLE: frozenset[State] = frozenset({"canary", "active", "retired"})
 """A retired version still answers to its full name: tickets that were drawn for it stay the tasks they are."""
 MAX_HISTORY = 64
+_ROLLED_BACK = "rolled back"
 
 
 class Frozen(BaseModel):
@@ -123,6 +124,28 @@ class SubmittedVersion(Frozen):
             raise Conflict(f"{self.full_name} is {self.state}: it cannot become {state}", f"what can follow is {after}")
         history = (*self.history, Transition(state=state, at=time.time(), why=why))[-MAX_HISTORY:]
         return self.model_copy(update={**changes, "history": history})
+
+    @property
+    def took_place(self) -> str:
+        """Why the version is retired that this one replaced."""
+        return f"{self.full_name} took its place"
+
+    def replaced(self, known: Iterable[SubmittedVersion]) -> SubmittedVersion | None:
+        """The earlier version that this one replaced and may be rolled back to, at most once.
+
+        Args: known: all versions of its name.
+        """
+        if any(line.why.startswith(_ROLLED_BACK) for line in self.history):
+            return None
+        left = ("retired", self.took_place)
+        return next((v for v in known if (v.state, v.why) == left and v.version < self.version and v.splits), None)
+
+    def rolled_back(self, before: SubmittedVersion, why: str) -> tuple[SubmittedVersion, SubmittedVersion]:
+        """The version before in use again, and this one retired."""
+        return (
+            before.to("active", f"{self.full_name} was rolled back: {why}"),
+            self.to("retired", f"{_ROLLED_BACK} to {before.full_name}: {why}"),
+        )
 
     def describe(self) -> dict[str, Any]:
         """A row of GET /environments."""

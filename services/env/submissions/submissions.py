@@ -21,6 +21,7 @@ from typing import Any
 from services.env.backends.base import SubmittedBackend
 from services.env.backends.remote.protocols import RemoteEnvironment, checked
 from services.env.catalogue import Catalogue, check_name
+from services.env.episodes import EpisodeCall
 from services.env.sandbox.sandboxes import Sandboxes
 from services.env.submissions.offers import Offers
 from services.env.submissions.programs import CheckedSource, Programs
@@ -38,7 +39,7 @@ from services.env.submissions.record import (
 from services.env.submissions.store import SubmissionStore
 from services.env.submissions.submission import Submission, is_same, kept_of, numbered
 from services.env.submissions.validation import Validated, validate
-from shared.errors import Conflict, Forbidden, InputError, NotFound, StorageUnavailable, Unavailable, VolleyError
+from shared.errors import Conflict, Forbidden, InputError, NotFound, StorageUnavailable, Unavailable
 from shared.process import telemetry
 
 MAX_NAMES, MAX_VERSIONS = 64, 128
@@ -220,12 +221,20 @@ class Submissions:
                 raise Conflict(f"{version.full_name} was retired before it was validated", "submit it again")
             return await self._activate(version, "on request")
 
-    def stepped(self, env: str, seconds: float) -> None:
-        self._offers.stepped(env, seconds)
+    def trouble(self, env: str) -> str | None:
+        """Why live episodes of an environment fail too often; None if they do not."""
+        return self._offers.trouble(env)
 
-    def ended(self, env: str, failure: VolleyError | None) -> None:
-        name, _, number = env.partition("@")
-        self._offers.ended(env, failure, self._versions.get(name, {}).get(int(number)) if number else None)
+    def failures(self, env: str) -> list[Mapping[str, float | int]]:
+        """A row for each turn at which its live episodes failed."""
+        return self._offers.failures(env)
+
+    def called(self, call: EpisodeCall) -> None:
+        name, _, number = call.env.partition("@")
+        self._offers.called(call, self._versions.get(name, {}).get(int(number)) if number else None)
+
+    def ended(self, env: str) -> None:
+        self._offers.ended(env)
 
     async def validate_waiting(self) -> None:
         """Worker: finds out what the sandbox can do here, then validates what was submitted, one after the other."""
@@ -257,10 +266,13 @@ class Submissions:
         self._waiting.put_nowait(version)
 
     async def judge_canaries(self) -> None:
-        """Worker: promotes or rejects canaries by what was seen of them, and writes down how episodes failed."""
+        """Worker: promotes, rejects and rolls back versions by what was seen of them, and writes down how episodes
+        failed.
+        """
         while True:
             await asyncio.sleep(0.5)
             await self._offers.keep_failures()
+            await self._roll_back_failing()
             for name, good, why in list(self._offers.verdicts()):
                 try:
                     async with self._lock:
@@ -269,6 +281,25 @@ class Submissions:
                             await (self._activate(version, why) if good else self._move(version, "rejected", why))
                 except Unavailable as error:
                     _log.warning("a canary's verdict waits", env=name, reason=str(error))
+
+    async def _roll_back_failing(self) -> None:
+        """Goes back from versions that fail more often than the ones whose place they took; at most once each."""
+        for version in [one for one in self.all() if one.state == "active"]:
+            before = self._replaced_by(version)
+            why = self._offers.regression(version, before) if before is not None else None
+            if before is None or why is None:
+                continue
+            async with self._lock:
+                now = self._versions[version.name][version.version]
+                if now != version or self._replaced_by(version) != before:
+                    continue
+                try:
+                    await self._put(*version.rolled_back(before, why))
+                except Unavailable as error:
+                    _log.warning("a roll-back waits", env=version.full_name, reason=str(error))
+
+    def _replaced_by(self, version: SubmittedVersion) -> SubmittedVersion | None:
+        return version.replaced(self._versions[version.name].values())
 
     async def _checked(self, wanted: Submission) -> Submission:
         """Raises InputError, TooLarge, Forbidden."""
@@ -361,7 +392,7 @@ class Submissions:
     def _superseded(self, by: SubmittedVersion) -> list[SubmittedVersion]:
         """The other active versions of a name, retired."""
         return [
-            other.to("retired", f"{by.full_name} took its place")
+            other.to("retired", by.took_place)
             for other in self._versions[by.name].values()
             if other.state == "active" and other.version != by.version
         ]
