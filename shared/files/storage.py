@@ -150,8 +150,12 @@ def replace(path: Path, text: bytes, check: Callable[[], object] = lambda: None)
     temporary = path.with_name(f".{path.name}.tmp")
     with storage(path.parent):
         try:
-            temporary.write_bytes(text)
-            fsync(temporary)
+            temporary.unlink(missing_ok=True)  # a link that lies there would lead out of the folder
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(temporary, flags, 0o666), "wb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
             check()
             temporary.rename(path)
         except (OSError, VolleyError):

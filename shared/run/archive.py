@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,6 +39,13 @@ _MOST_GROUPS = 2**20
 MAX_GROUP_BYTES = 2**28
 """A reader refuses more, so that a damaged or hostile file costs little memory; the trainer takes no larger group in.
 """
+
+type Spend = Callable[[int], None]
+
+
+def _freely(n_bytes: int) -> None:
+    pass
+
 
 _NAME = re.compile(r"e(\d{6,})/s(\d{6,})\.zst\Z")
 _REFUSED = re.compile(r"e(\d{6,})/s(\d{6,})-(\d+)\.zst\Z")
@@ -131,16 +138,32 @@ def epochs(root: Path) -> set[int]:
 
 def versions(root: Path) -> list[WeightVersion]:
     """Versions that have a file, oldest first; a missing root has none."""
-    matches = (_NAME.match(path.relative_to(root).as_posix()) for path in root.glob("e*/s*.zst"))
+    matches = map(_NAME.match, names(root))
     return sorted(WeightVersion(int(m[1]), int(m[2])) for m in matches if m)
+
+
+def names(root: Path) -> Iterator[str]:
+    """Files below the folders of epochs, as `e000001/s000042.zst`; none where `root` is missing. A folder may hold a
+    hundred thousand, so no path is made of each.
+    """
+    for folder in _entries(root):
+        if _EPOCH.match(folder):
+            yield from (f"{folder}/{name}" for name in _entries(root / folder))
+
+
+def _entries(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def refused(root: Path) -> list[tuple[WeightVersion, Path]]:
     """Files of groups that gave numbers that are not finite, below `root`, with the version they would have made;
     oldest first.
     """
-    matches = ((_REFUSED.match(path.relative_to(root).as_posix()), path) for path in root.glob("e*/s*-*.zst"))
-    found = sorted((int(m[1]), int(m[2]), int(m[3]), path) for m, path in matches if m)
+    matches = map(_REFUSED.match, names(root))
+    found = sorted((int(m[1]), int(m[2]), int(m[3]), root / m.string) for m in matches if m)
     return [(WeightVersion(epoch, step), path) for epoch, step, _, path in found]
 
 
@@ -149,21 +172,24 @@ def refused_path(root: Path, version: WeightVersion, n: int) -> Path:
     return _folder(root, version.epoch) / f"s{version.step:06d}-{n}.zst"
 
 
-def read(root: Path, run: str, version: WeightVersion) -> Iterator[bytes]:
+def read(root: Path, run: str, version: WeightVersion, spend: Spend = _freely) -> Iterator[bytes]:
     """Wire bytes of the groups that made `version`, one at a time, in the order they were trained in. Raises
     DecodeError.
     """
-    return read_file(path_of(root, version), run, version)
+    return read_file(path_of(root, version), run, version, spend)
 
 
-def read_file(path: Path, run: str, version: WeightVersion) -> Iterator[bytes]:
+def read_file(path: Path, run: str, version: WeightVersion, spend: Spend = _freely) -> Iterator[bytes]:
     """Wire bytes of the groups in a file, one at a time, in the order they were trained in.
 
     Raises DecodeError if the file is missing, damaged, or of another run or version.
+
+    Args:
+        spend: told how many bytes are unpacked, before the next ones are; may raise DecodeError.
     """
     try:
         with open_file(path) as file:
-            yield from _payloads(path, _values(file), run, version)
+            yield from _payloads(path, _values(file, spend), run, version)
     except OSError as error:
         raise DecodeError(f"archive {path}: {error.strerror}") from error
     except (zstandard.ZstdError, msgpack.UnpackException, ValueError) as error:
@@ -180,7 +206,7 @@ def _epoch(folder: Path) -> int:
     return int(name[1]) if name else 0
 
 
-def _values(file: IO[bytes]) -> Iterator[bytes]:
+def _values(file: IO[bytes], spend: Spend) -> Iterator[bytes]:
     """The contents of the frames, one at a time. Raises ValueError if the last one has no end, or one
     holds too much.
     """
@@ -194,6 +220,7 @@ def _values(file: IO[bytes]) -> Iterator[bytes]:
             part = frame.decompress(read[:_SIP])
             used, read = read[:_SIP], read[_SIP:]
             size += len(part)
+            spend(len(part))
             if size > MAX_GROUP_BYTES + _SMALL:
                 raise ValueError(f"a frame holds more than {MAX_GROUP_BYTES} bytes")
             parts.append(part)

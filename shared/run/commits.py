@@ -135,7 +135,7 @@ def path_of(root: Path, version: WeightVersion) -> Path:
 
 def versions(root: Path) -> list[WeightVersion]:
     """Versions that have a record, oldest first; a missing root has none."""
-    matches = (_NAME.match(path.relative_to(root).as_posix()) for path in root.glob("e*/s*.json"))
+    matches = map(_NAME.match, archive.names(root))
     return sorted(WeightVersion(int(m[1]), int(m[2])) for m in matches if m)
 
 

@@ -8,6 +8,7 @@ queue fences it; the same end twice is one end, because its successor may have w
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -133,13 +134,39 @@ def _versions_fit(value: Mapping[str, Any]) -> bool:
 
 def surviving(lines: Iterable[Line]) -> list[Line]:
     """The lines that no later `rollback` undoes, in order, each end once, without the rollbacks."""
-    kept: dict[tuple[Any, ...], Line] = {}
-    for one in lines:
+    alive, rollbacks = list[Line](), _Rollbacks()
+    for one in reversed(list(lines)):
         if "rollback" in one:
-            kept = {key: x for key, x in kept.items() if not _is_undone(x, one)}
-        else:
-            kept.setdefault(end_of(one), one)
+            rollbacks.add(one["rollback"], one["epoch"])
+        elif one["disposition"] != TRAINED or not rollbacks.undo(one["step"], one["epoch"]):
+            alive.append(one)
+    kept: dict[tuple[Any, ...], Line] = {}
+    for one in reversed(alive):
+        kept.setdefault(end_of(one), one)
     return list(kept.values())
+
+
+class _Rollbacks:
+    """Those that matter, by ascending step and ascending epoch: of two, the one to the earlier step by the later epoch
+    undoes all that the other does.
+    """
+
+    def __init__(self) -> None:
+        self._steps, self._epochs = list[int](), list[int]()
+
+    def add(self, step: int, epoch: int) -> None:
+        at = bisect_right(self._steps, step)
+        if at and self._epochs[at - 1] >= epoch:
+            return
+        start = bisect_left(self._steps, step)
+        end = bisect_right(self._epochs, epoch)
+        self._steps[start : max(start, end)] = [step]
+        self._epochs[start : max(start, end)] = [epoch]
+
+    def undo(self, step: int, epoch: int) -> bool:
+        """Whether one goes back to before `step` by an epoch after `epoch`."""
+        at = bisect_left(self._steps, step)
+        return at > 0 and self._epochs[at - 1] > epoch
 
 
 def end_of(one: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -160,7 +187,3 @@ def settled(lines: Iterable[Line]) -> dict[int, Line]:
 def same(found: Mapping[str, Any] | None, one: Mapping[str, Any]) -> bool:
     """Whether two lines tell the same end of a ticket."""
     return found is not None and all(found[key] == one[key] for key in ("disposition", "epoch", "step"))
-
-
-def _is_undone(one: Mapping[str, Any], by: Line) -> bool:
-    return one["disposition"] == TRAINED and one["step"] > by["rollback"] and one["epoch"] < by["epoch"]

@@ -54,12 +54,17 @@ def is_own(folder: RunFolder) -> bool:
     """Whether this user's supervisor wrote the configuration and addresses that the folder holds now, or the user
     trusts it.
     """
-    if os.path.realpath(folder.path) in _accepted:
+    if is_accepted(folder):
         return True
     with suppress(OSError, RuntimeError):
         said = read_file(folder.secrets / _MARK, _MOST_BYTES)
         return hmac.compare_digest(said, _mac(folder, _key(make=False)).encode())
     return False
+
+
+def is_accepted(folder: RunFolder) -> bool:
+    """Whether this process wrote the folder, or its user trusts it by name."""
+    return os.path.realpath(folder.path) in _accepted
 
 
 def check(folder: RunFolder) -> None:

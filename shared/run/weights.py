@@ -12,6 +12,8 @@ import errno
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Self
@@ -317,12 +319,13 @@ def _present(
     expected = {file.name for file in files}
     if len(expected) != len(files):
         raise WeightsError(f"{version}: its manifest names a file twice")
+    root = folder.resolve()
     entries = (path / name for path, _, names in confined(folder, below).walk(on_error=_raise) for name in names)
-    present = {str(p.relative_to(folder.resolve())) for p in entries}
+    present = {str(p.relative_to(root)) for p in entries}
     for name in sorted(present ^ expected):
         raise WeightsError(f"{version}: file {name} is {'not in the manifest' if name in present else 'missing'}")
     for file in files:
-        path = confined(folder, file.name)
+        path = _beneath(root, file.name)
         if (size := path.stat().st_size) != file.size:
             raise WeightsError(f"{version}: file {file.name} has {size} bytes, expected {file.size}")
         yield file, path
@@ -341,11 +344,16 @@ def confined(root: Path, name: str | Path) -> Path:
     """`name` resolved beneath `root`. Raises Forbidden if it leads outside, also through a link, or is no
     path at all.
     """
+    return _beneath(root.resolve(), name)
+
+
+def _beneath(root: Path, name: str | Path) -> Path:
+    """`confined`, of a root that is resolved already."""
     try:
         path = (root / name).resolve()
     except (OSError, ValueError, RuntimeError) as error:
         raise Forbidden(f"path {str(name)[:100]!r} cannot be resolved: {type(error).__name__}") from error
-    if not path.is_relative_to(root.resolve()):
+    if not path.is_relative_to(root):
         raise Forbidden(f"path {name} lies outside {root}")
     return path
 
@@ -370,8 +378,12 @@ def digest(path: Path, sync: bool = False, copy: IO[bytes] | None = None, most: 
     if sync:
         fsync(path)
     found = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    known = _digests.get() if copy is None else None
     with open_file(path) as file:  # not mapped into memory: a file cut meanwhile would end the process
-        size = os.fstat(file.fileno()).st_size
+        status = os.fstat(file.fileno())
+        size, key = status.st_size, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if known is not None and key in known and (most is None or size <= most):
+            return known[key]
         block = memoryview(bytearray(min(_BLOCK_BYTES, size + 1)))
         n_read = 0
         while n := os.readv(file.fileno(), [block]):
@@ -381,7 +393,22 @@ def digest(path: Path, sync: bool = False, copy: IO[bytes] | None = None, most: 
             found.update(block[:n])
             if copy is not None:
                 copy.write(block[:n])
+    if known is not None and n_read == size:
+        known[key] = found.hexdigest()
     return found.hexdigest()
+
+
+_digests: ContextVar[dict[tuple[int, int, int, int], str] | None] = ContextVar("digests", default=None)
+
+
+@contextmanager
+def hashing_once() -> Iterator[None]:
+    """Inside, a file that has several names, or is asked for again, is read once."""
+    token = _digests.set({})
+    try:
+        yield
+    finally:
+        _digests.reset(token)
 
 
 def _parse_or_none(name: str) -> WeightVersion | None:

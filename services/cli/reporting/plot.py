@@ -4,6 +4,7 @@ matplotlib, without a display.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from services.cli.reporting.environments import EnvironmentCurve
 from services.cli.reporting.intervals import SuccessRate, success_rates
+from shared.files.storage import replace
 
 _HELD_OUT, _TRAIN, _CHANGED = "#1b6ca8", "#c65d21", "#777777"
 _MOST_LABELS = 20
@@ -51,7 +53,9 @@ def draw(
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
         else:
             axes.legend(loc="best", fontsize=9)
-    figure.savefig(path, format="png")
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    replace(path, png.getvalue())  # a link that lies there is not followed
 
 
 def draw_beside(path: Path, runs: Mapping[str, Sequence[SuccessRate]]) -> None:

@@ -18,6 +18,7 @@ from services.cli.reporting import closing, environments, jsonl, supervised
 from services.cli.reporting.curve import curve
 from services.cli.reporting.intervals import SuccessRate, success_rates
 from services.cli.reporting.progress import printed_text
+from services.cli.runs import survey
 from services.cli.runs.record import RunRecord, read_record, write_json
 from shared.errors import ConfigError
 from shared.run import commits, ledger
@@ -36,6 +37,7 @@ type Rows = Sequence[Mapping[str, Any]]
 def main(run_dir: Path) -> int:
     """`volley report`. Raises ConfigError if the folder is not that of a run."""
     folder = RunFolder(run_dir.absolute())
+    survey.check(folder)
     if supervised.is_supervised(folder):
         print(supervised.told(supervised.make(folder), folder))
         return 0
@@ -47,9 +49,12 @@ def main(run_dir: Path) -> int:
 
 
 def check(folder: RunFolder) -> None:
-    """Raises ConfigError if the folder is not that of a run, or nothing of it has been recorded yet."""
+    """Raises ConfigError if the folder is not that of a run, holds what no run leaves there, or nothing of it has been
+    recorded yet.
+    """
     if not folder.path.is_dir():
         raise ConfigError(f"{folder.path} is no folder", "give a run's folder, e.g. runs/quickstart")
+    survey.check(folder)
     if not folder.metrics.exists() and not folder.evals.exists():
         raise ConfigError(
             f"{folder.path} has neither metrics.jsonl nor evals.jsonl", "is it a run's folder, and has a step ended?"

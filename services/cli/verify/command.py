@@ -11,8 +11,10 @@ from typing import Any
 
 import orjson
 
+from services.cli.runs import survey
 from services.cli.runs.record import read_record
 from services.cli.verify import (
+    budget,
     checkpoints,
     commits,
     configuration,
@@ -30,8 +32,9 @@ from services.cli.verify.violation import Findings, Violation, ViolationKind
 from shared import config
 from shared.errors import ConfigError
 from shared.files.reading import whole_lines
-from shared.run import archive
+from shared.run import archive, trust, weights
 from shared.run import commits as commit_records
+from shared.run.archive import Spend
 from shared.run.folder import RunFolder
 from shared.run.state import in_lineage
 
@@ -52,12 +55,40 @@ def main(run_dir: Path, as_json: bool) -> int:
 
 
 def verify(folder: RunFolder) -> Result:
-    """Everything that can be proven now; `violations` names the rest. Raises ConfigError."""
+    """Everything that can be proven now; `violations` names the rest. Raises ConfigError.
+
+    What no run leaves in its folder is named before anything is read, and the work is bounded by the bytes that are
+    there, unless the folder's user trusts it.
+    """
+    if trust.is_accepted(folder):
+        return _proof(folder, budget.unbounded)
+    found = survey.look(folder)
+    if found.problems:
+        return _refused(*(Violation(ViolationKind.FOLDER, reason, file=name) for name, reason in found.problems))
+    seconds = budget.allowed_s(found)
+    try:
+        with budget.bounded(seconds):
+            return _proof(folder, budget.UnpackingBudget(found.archives).spend)
+    except budget.OutOfTime:
+        detail = f"the proof takes more than {seconds:.0f} s of CPU time, far more than that of a run of this size"
+        return _refused(Violation(ViolationKind.FOLDER, detail))
+
+
+def _refused(*violations: Violation) -> Result:
+    """Of a folder that is not read, or not to its end."""
+    findings = Findings()
+    findings.add(violations)
+    return _result(findings, None, {"set_aside": {}, "redis": "not asked"})
+
+
+def _proof(folder: RunFolder, spend: Spend) -> Result:
+    """Args: spend: told of the bytes that archives unpack to."""
     run = config.recorded(folder.config).config
     batch, name = run.trainer.groups_per_step, run.run.name
     seen = "there is no queue" if run.is_supervised else asyncio.run(queue.ask(folder, name))
     findings = Findings()
-    found, violations = checkpoints.retained(folder.checkpoints, name)
+    with weights.hashing_once():
+        found, violations = checkpoints.retained(folder.checkpoints, name)
     findings.add(violations)
     aside = checkpoints.set_aside(folder.checkpoints)
     if not found:
@@ -90,9 +121,9 @@ def verify(folder: RunFolder) -> Result:
     last = len(fates.n_trained) + len(fates.voids) + max_staleness * batch + _BEYOND
     assignment, damaged = mixture.assigned(folder.mixture, run.data, last)
     findings.add(damaged)
-    bounds = GroupBounds(name, max_staleness, run.grpo_config.num_generations, assignment, last)
+    bounds = GroupBounds(name, max_staleness, run.grpo_config.num_generations, assignment, last, spend)
     findings.add(groups.check(folder.archive, fates.steps, head, bounds))
-    findings.add(refusals.check(folder, fates.voids.values(), name))
+    findings.add(refusals.check(folder, fates.voids.values(), name, spend))
     differing = [] if isinstance(seen, str) else queue.check(seen, head, fates.n_trained.keys() | fates.voids.keys())
     findings.add(differing)
     about = {

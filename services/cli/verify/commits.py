@@ -59,8 +59,9 @@ def check(
         return
     archived = set(archive.versions(folder.archive))
     first = min(version.step for version in mine)
-    n_missing = 0
-    for step in range(first + 1, head.step + 1):
+    last = min(head.step, first + len(mine) + len(archived) + _MOST_MISSING)  # a record may claim any step
+    n_missing, beyond = 0, head.step - last
+    for step in range(first + 1, last + 1):
         version = WeightVersion(epoch_of(step, head.lineage) or 0, step)
         if version in mine and version in archived:
             continue
@@ -68,8 +69,7 @@ def check(
         if n_missing <= _MOST_MISSING:
             what = "a record, but no groups" if version in mine else "no record, though an earlier step has one"
             yield _of(version, f"it has {what}")
-    if n_missing > _MOST_MISSING:
-        more = n_missing - _MOST_MISSING
+    if more := max(0, n_missing - _MOST_MISSING) + beyond:
         yield Violation(ViolationKind.COMMIT, f"and {more} more steps without a record", n=more)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import DecodeError
 from shared.run import archive
+from shared.run.archive import Spend
 from shared.run.ledger import Line
 from shared.run.mixture import TicketAssignment
 from shared.run.state import TrainerState, epoch_of, in_lineage, until
@@ -20,7 +21,7 @@ _MOST_MISSING = 1000
 @dataclass(frozen=True, slots=True)
 class GroupBounds:
     """`max_staleness`: allowed staleness in steps. `group_size`: most episodes of a group. `assignment` says which
-    environment a ticket plays, up to `last_ticket`.
+    environment a ticket plays, up to `last_ticket`. `spend` is told of the bytes that archives unpack to.
     """
 
     run: str
@@ -28,6 +29,7 @@ class GroupBounds:
     group_size: int
     assignment: TicketAssignment
     last_ticket: int
+    spend: Spend
 
 
 def check(root: Path, steps: dict[int, list[Line]], head: TrainerState, bounds: GroupBounds) -> Iterator[Violation]:
@@ -54,9 +56,9 @@ def _step(
 ) -> Iterator[Violation]:
     file = archive.path_of(Path(root.name), version).as_posix()
     of_ticket = {line["ticket"]: line for line in lines}
-    tickets: list[int] = []
+    tickets, here = list[int](), set[int]()
     try:
-        for payload in archive.read(root, bounds.run, version):
+        for payload in archive.read(root, bounds.run, version, bounds.spend):
             group = _decoded(payload)
             if len(tickets) > 2 * len(lines) + _MOST_MISSING:
                 raise DecodeError(f"holds more than {len(tickets)} groups, the ledger says {len(lines)}")
@@ -70,9 +72,10 @@ def _step(
             found = list(_group(group, version, line, head, bounds))
             if line is not None and line.get("digest") != archive.digest(payload):
                 found.append((ViolationKind.DIGEST, "the archived group is not the one in the ledger"))
-            if ticket in tickets or seen.setdefault(ticket, version.step) != version.step:
+            if ticket in here or seen.setdefault(ticket, version.step) != version.step:
                 found.append((ViolationKind.DOUBLY_TRAINED, f"archived at steps {seen[ticket]} and {version.step}"))
             tickets.append(ticket)
+            here.add(ticket)
             yield from (Violation(kind, detail, ticket, version.step, file) for kind, detail in found)
     except DecodeError as error:
         yield Violation(ViolationKind.ARCHIVE, error.detail, step=version.step, file=file)

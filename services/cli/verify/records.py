@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.verify.tickets import TicketFates
-from services.cli.verify.violation import Violation, ViolationKind
+from services.cli.verify.violation import MOST_OF_A_KIND, Violation, ViolationKind
 from shared import codec
 from shared.bounds import MAX_LINE_VALUES
 from shared.errors import DecodeError
@@ -58,11 +58,12 @@ def check(fates: TicketFates, metrics: Metrics, ancestors: Sequence[TrainerState
     them carries.
     """
     head = ancestors[-1]
+    chained = min((state.version for state in ancestors if state.chain is not None), default=head.version)
     for state in ancestors:
         yield from _carried(state, fates, metrics)
         if state.chain is None and head.chain is None:
             continue
-        if (state.chain is None and _follows(state, ancestors)) or (
+        if (state.chain is None and chained < state.version) or (  # an older one has a chain, so this one must
             state.chain and head.chain and state.chain.since != head.chain.since
         ):
             yield Violation(
@@ -74,18 +75,13 @@ def check(fates: TicketFates, metrics: Metrics, ancestors: Sequence[TrainerState
         yield from _steps(head.chain, fates, metrics, [state for state in ancestors if state.chain is not None])
 
 
-def _follows(state: TrainerState, ancestors: Sequence[TrainerState]) -> bool:
-    """Whether an older one has a chain, so that this one must have one."""
-    return any(one.chain is not None and one.version < state.version for one in ancestors)
-
-
 def _steps(chain: Chain, fates: TicketFates, metrics: Metrics, states: Sequence[TrainerState]) -> Iterator[Violation]:
     """Recomputes it up to the newest; a step is at fault if it lies between a checkpoint that agrees and one that does
     not.
     """
     now, agreed, holes, differs = Chain(chain.since), chain.since, list[int](), False
     expected = {state.step: state for state in states}
-    for step in range(chain.since + 1, min(states[-1].step, _last(fates, metrics)) + 1):
+    for step in range(chain.since + 1, min(states[-1].step, _last(chain, fates, metrics)) + 1):
         line = metrics.get(step)
         if line is None:
             holes.append(step)
@@ -117,9 +113,11 @@ def _steps(chain: Chain, fates: TicketFates, metrics: Metrics, states: Sequence[
         yield Violation(ViolationKind.CHAIN, detail, step=head.step, file="ledger.jsonl")
 
 
-def _last(fates: TicketFates, metrics: Metrics) -> int:
-    """The newest step that anything is recorded of: a checkpoint may claim any number."""
-    return max([0, *fates.steps, *metrics])
+def _last(chain: Chain, fates: TicketFates, metrics: Metrics) -> int:
+    """The newest step that anything is recorded of: a checkpoint and a line may claim any number. Not beyond a hundred
+    holes.
+    """
+    return min(max([0, *fates.steps, *metrics]), chain.since + len(fates.steps) + len(metrics) + MOST_OF_A_KIND)
 
 
 def _carried(state: TrainerState, fates: TicketFates, metrics: Metrics) -> Iterator[Violation]:
@@ -130,8 +128,9 @@ def _carried(state: TrainerState, fates: TicketFates, metrics: Metrics) -> Itera
     for line in state.recent:
         theirs.setdefault(line.get("step", 0), []).append(dict(line))
     for step, lines in theirs.items():
+        of_ticket = {line["ticket"]: line for line in reversed(fates.steps.get(step, ()))}
         for one in lines:
-            ours = next((x for x in fates.steps.get(step, ()) if x["ticket"] == one.get("ticket")), None)
+            ours = of_ticket.get(one.get("ticket"))
             if ours is not None and ours != one:
                 differing = ", ".join(key for key in one if ours.get(key) != one[key]) or "more than"
                 yield Violation(

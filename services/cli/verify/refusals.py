@@ -18,6 +18,7 @@ from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import DecodeError
 from shared.files.reading import whole_lines
 from shared.run import archive
+from shared.run.archive import Spend
 from shared.run.folder import RunFolder
 from shared.run.ledger import NONFINITE, Line
 from shared.types import Group, WeightVersion
@@ -29,7 +30,7 @@ type Refused = tuple[list[int], list[str]]
 """Tickets and digests of the groups of a refused step, in their order."""
 
 
-def check(folder: RunFolder, voids: Iterable[Line], run: str) -> Iterator[Violation]:
+def check(folder: RunFolder, voids: Iterable[Line], run: str, spend: Spend) -> Iterator[Violation]:
     """Lines and files against each other, and the ledger's `nonfinite` lines against both. Reads one group
     at a time.
     """
@@ -55,13 +56,14 @@ def check(folder: RunFolder, voids: Iterable[Line], run: str) -> Iterator[Violat
     for version, path in kept:
         name = path.relative_to(folder.path).as_posix()
         try:
-            found = _kept(path, run, version)
+            found = _kept(path, run, version, spend)
         except DecodeError as error:
             yield Violation(ViolationKind.ARCHIVE, error.detail, step=version.step, file=name)
             lines[version][:1] = []
             continue
         has_ended = any(digest in ended for digest in found[1])
-        ended = {digest: line for digest, line in ended.items() if digest not in found[1]} if has_ended else ended
+        for digest in found[1]:
+            ended.pop(digest, None)
         if lines[version]:
             if lines[version].pop(0) != found:
                 yield Violation(
@@ -119,10 +121,10 @@ def _all(values: object, kind: type) -> bool:
     return isinstance(values, list) and len(values) > 0 and all(type(value) is kind for value in values)
 
 
-def _kept(path: Path, run: str, version: WeightVersion) -> Refused:
+def _kept(path: Path, run: str, version: WeightVersion, spend: Spend) -> Refused:
     """Raises DecodeError."""
     tickets, digests = list[int](), list[str]()
-    for payload in archive.read_file(path, run, version):
+    for payload in archive.read_file(path, run, version, spend):
         tickets.append(Group.decode(payload).ticket)
         digests.append(archive.digest(payload))
     return tickets, digests

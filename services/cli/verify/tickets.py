@@ -15,6 +15,7 @@ from shared.run.ledger import TRAINED, Line
 from shared.run.pinned import MAX_STEPS
 from shared.run.state import TrainerState, epoch_of
 
+_MOST_STEPS = 50
 _SHARED = ("disposition", "version")
 
 
@@ -104,14 +105,12 @@ def _rolled_back(lines: Sequence[Line], surviving: Sequence[Line]) -> list[Line]
     return [line for end, line in trained.items() if end not in kept]
 
 
-def check(lines: Sequence[Line], found: TicketFates, head: TrainerState, groups_per_step: int) -> list[Violation]:
-    return [
-        *_lost(found, head),
-        *_twice(lines, found),
-        *_unknown(found, head),
-        *_voids(found, head),
-        *_steps(found, head, groups_per_step),
-    ]
+def check(lines: Sequence[Line], found: TicketFates, head: TrainerState, groups_per_step: int) -> Iterator[Violation]:
+    yield from _lost(found, head)
+    yield from _twice(lines, found)
+    yield from _unknown(found, head)
+    yield from _voids(found, head)
+    yield from _steps(found, head, groups_per_step)
 
 
 def _lost(found: TicketFates, head: TrainerState) -> list[Violation]:
@@ -139,14 +138,14 @@ def lost(known: Set[int], low: int, done: Iterable[int], detail: str) -> list[Vi
 
 def _twice(lines: Sequence[Line], found: TicketFates) -> list[Violation]:
     violations = []
-    for ticket, n in sorted(found.n_trained.items()):
-        steps = (
-            [step for step, trained in sorted(found.steps.items()) for line in trained if line["ticket"] == ticket]
-            if n > 1
-            else []
-        )
-        if steps:
-            violations.append(Violation(ViolationKind.DOUBLY_TRAINED, f"trained at steps {steps}", ticket=ticket))
+    more_than_once = {ticket: list[int]() for ticket, n in found.n_trained.items() if n > 1}
+    for step, trained in sorted(found.steps.items()):
+        for line in trained:
+            if line["ticket"] in more_than_once:
+                more_than_once[line["ticket"]].append(step)
+    for ticket, steps in sorted(more_than_once.items()):
+        told = f"trained at steps {steps[:_MOST_STEPS]}"
+        violations.append(Violation(ViolationKind.DOUBLY_TRAINED, told, ticket=ticket))
     for step, trained in sorted(found.steps.items()):
         for line in trained:
             void = found.voids.get(line["ticket"])

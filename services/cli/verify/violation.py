@@ -14,6 +14,7 @@ _MAX_DETAIL = 500
 class ViolationKind(StrEnum):
     """The classes of violation."""
 
+    FOLDER = "folder"  # something that no run leaves in its folder, or more work than a run of its size is
     CHECKPOINT = "checkpoint"  # a retained checkpoint is damaged, or not what its name says
     COMMIT = "commit"  # a step's commit record is missing, damaged, or not what its name says
     STATE = "state"  # a checkpoint's bookkeeping contradicts itself, the ledger, or a later checkpoint

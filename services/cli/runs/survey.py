@@ -1,0 +1,150 @@
+"""A look at the sizes and kinds of a run's files before any is read.
+
+A folder that somebody else made may hold links to other files, FIFOs, a terabyte without a byte, or records that take
+hours and all memory to read. No run writes such: they are named at once, and then nothing is read. What is left costs
+time and memory in proportion to the bytes that are really there.
+
+A file may be linked twice: a trainer that starts again gives the files of its checkpoint another name.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.errors import ConfigError
+from shared.files.reading import open_file
+from shared.run import trust
+from shared.run.folder import RunFolder
+
+MAX_ENTRIES = 100_000
+"""Files and folders: 40,000 steps, and a hundred checkpoints."""
+MAX_DEPTH = 12
+MAX_PARSED_BYTES = 640 * 2**20
+"""In memory, of all records together."""
+_VALUE_BYTES = 60
+"""In memory, of a value of JSON: at least a reference to it and the value."""
+_MARKS = (b",", b"[", b"{", b"\n")
+_MOST_NAMED = 20
+_LEAST_SPARSE = 2**20
+_SPARSE_FACTOR = 8
+_BLOCK_BYTES = 2**22
+_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+_RECORDS = (".json", ".jsonl", ".yaml")
+_HINT = "if the folder is yours and this is right, add --trust"
+
+
+@dataclass(slots=True)
+class Survey:
+    """Bytes on the disk, each file once; `problems` are (file, reason), the first of them."""
+
+    records: int = 0
+    archives: int = 0
+    others: int = 0
+    problems: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+
+
+def check(folder: RunFolder) -> None:
+    """Raises ConfigError naming the first thing that no run leaves in its folder, unless its user trusts it."""
+    if not trust.is_accepted(folder) and (found := look(folder).problems):
+        name, reason = found[0]
+        raise ConfigError(f"{folder.path / name} {reason}", _HINT)
+
+
+def look(folder: RunFolder) -> Survey:
+    """Of the files that commands read. What cannot be looked at is left to its reader to name."""
+    found, seen, parsed = Survey(), set[tuple[int, int]](), 0
+    for n, (path, status) in enumerate(_entries(folder), start=1):
+        name = os.path.relpath(path, folder.path)
+        if n > MAX_ENTRIES:
+            found.problems.append((name.partition("/")[0], f"holds more than {MAX_ENTRIES} files, as no run does"))
+            break
+        if (reason := _kind(name, status)) is not None:
+            found.problems.append((name, reason))
+        elif stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) not in seen:
+            seen.add((status.st_dev, status.st_ino))
+            if (reason := _holes(path, status)) is not None:
+                found.problems.append((name, reason))
+            elif name.endswith(_RECORDS):
+                found.records += status.st_size
+                parsed += _parsed_bytes(path, MAX_PARSED_BYTES - parsed)
+                if parsed > MAX_PARSED_BYTES:
+                    more = f"takes, with the other records, more than {MAX_PARSED_BYTES >> 20} MiB of memory to read"
+                    found.problems.append((name, more))
+                    break
+            elif name.endswith(".zst"):
+                found.archives += status.st_size
+            else:
+                found.others += status.st_size
+        if len(found.problems) >= _MOST_NAMED:
+            break
+    return found
+
+
+def _entries(folder: RunFolder) -> Iterator[tuple[str, os.stat_result]]:
+    """The run's records, and all below the folders of checkpoints and groups; no link is followed."""
+    trees = (folder.checkpoints, folder.archive, folder.refused_groups)
+    files = (
+        *(folder.config, folder.record, folder.services, folder.processes, folder.summary, folder.secrets),
+        *(folder.metrics, folder.sft, folder.ledger, folder.refused, folder.evals, folder.mixture, folder.handovers),
+        *(folder.demonstrations, folder.samples),
+    )
+    waiting = list[str]()
+    for path in map(str, (*files, *trees)):
+        try:
+            status = os.lstat(path)
+        except OSError:
+            continue
+        yield path, status
+        if stat.S_ISDIR(status.st_mode) and Path(path) in trees:
+            waiting.append(path)
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    status = entry.stat(follow_symlinks=False)
+                    yield entry.path, status
+                    if stat.S_ISDIR(status.st_mode):
+                        waiting.append(entry.path)
+        except OSError:
+            continue
+
+
+def _kind(name: str, status: os.stat_result) -> str | None:
+    """Why an entry is not what a run leaves, by what it is and where."""
+    kind = stat.S_IFMT(status.st_mode)
+    if kind == stat.S_IFLNK:
+        return "is a link: it is not followed"
+    if kind in _KINDS:
+        return f"is {_KINDS[kind]}, not a file"
+    if name.count("/") > MAX_DEPTH:
+        return f"lies more than {MAX_DEPTH} folders deep"
+    return None
+
+
+def _holes(path: str, status: os.stat_result) -> str | None:
+    """Why a file is sparse: it claims far more bytes than lie on the disk, and says where the first hole is."""
+    if status.st_size < _LEAST_SPARSE or status.st_blocks * 512 * _SPARSE_FACTOR >= status.st_size:
+        return None
+    try:
+        with open_file(Path(path)) as file:
+            if os.lseek(file.fileno(), 0, os.SEEK_HOLE) >= status.st_size:
+                return None  # this file system does not tell
+    except OSError:
+        return None
+    return f"is sparse: it claims {status.st_size} bytes, of which {status.st_blocks * 512} are there"
+
+
+def _parsed_bytes(path: str, most: int) -> int:
+    """What reading a record takes in memory, about; no more is looked at than `most` makes necessary."""
+    total = 0
+    try:
+        with open_file(Path(path)) as file:
+            while total <= most and (block := file.read(_BLOCK_BYTES)):
+                total += len(block) + _VALUE_BYTES * sum(map(block.count, _MARKS))
+    except OSError:
+        return 0
+    return total
