@@ -217,7 +217,7 @@ async def test_it_is_played_over_http(open_client: OpenClient, tmp_path: Path) -
 def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_bytes(orjson.dumps(ADD) + b"\n" + line.encode() + b"\n")
-    with pytest.raises(ConfigError, match=r"bad\.jsonl:2"):
+    with pytest.raises(ConfigError, match=r"bad\.jsonl, line 2"):
         Code(CodeConfig(train=path), None).num_tasks("train")  # type: ignore[arg-type]
 
 

@@ -157,7 +157,7 @@ NOT_PROBLEMS = [
 def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"question": "a", "answer": "#### 1"}\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"bad\.jsonl:2"):
+    with pytest.raises(ConfigError, match=r"bad\.jsonl, line 2"):
         Gsm8k(Gsm8kConfig(train=path)).num_tasks("train")
 
 

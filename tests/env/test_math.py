@@ -170,7 +170,7 @@ def test_demonstrations_replay_to_full_reward(env: Math) -> None:
 def test_a_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"problem": "a", "answer": "1"}\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"bad\.jsonl:2"):
+    with pytest.raises(ConfigError, match=r"bad\.jsonl, line 2"):
         Math(MathConfig(train=path)).num_tasks("train")
 
 

@@ -173,9 +173,9 @@ def test_databases_as_bird_and_spider_keep_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "?"}, r"bad\.jsonl:1 is not a text-to-SQL task"),
+        ({"question": "?"}, r"bad\.jsonl, line 1 is not a text-to-SQL task"),
         ({"question": "?", "sql": "SELECT 1", "db_id": "x"}, "set databases"),
-        ([], "not a text-to-SQL task"),
+        ([1], "not a text-to-SQL task"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, row: Any, message: str) -> None:

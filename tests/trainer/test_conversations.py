@@ -14,11 +14,12 @@ import pytest
 
 from services.trainer.conversations.data import DataSettings, load
 from services.trainer.conversations.dataset import batches, digest, n_steps, split, tokenized
-from services.trainer.conversations.files import MAX_LINE_BYTES, files_of, records
+from services.trainer.conversations.files import files_of, records
 from services.trainer.conversations.formats import conversation, preference_pair
 from services.trainer.loop.interfaces import Waiter
 from services.trainer.status import TrainerStatus
 from shared.errors import ConfigError, InputError
+from shared.files.rows import MAX_LINE_BYTES
 from shared.models.chat import ChatTokenizer
 
 TINY = Path(__file__).parents[2] / "configs/models/tiny"
@@ -298,12 +299,14 @@ def test_calls_that_the_template_leaves_out_are_refused():
         ("a.jsonl", b"\n\n", "holds no record"),
         ("a.jsonl", b'{"messages": 1}\n\n{"mess', "line 3 is not JSON"),
         ("a.jsonl", b'{"a": NaN}\n', "line 1 is not JSON"),
-        ("a.jsonl", b"[" * 5000, "one JSON value"),
+        ("a.jsonl", b"[" * 5000, "one array, is not JSON"),
         ("a.jsonl", b"0\n" + b"[" * 5000, "line 2 is not JSON"),
-        ("a.jsonl", '{"messages": []}\n'.encode("utf-16"), "is UTF-16"),
+        ("a.jsonl", '{"messages": []}\n'.encode("utf-16-le"), "is UTF-16 without a byte order mark"),
         ("a.jsonl", b'{"a": "\xff\xfe"}\n', "line 1 is not JSON"),
-        ("a.json", b'[\n{"messages": []}]\n', "one JSON value"),
-        ("a.jsonl", b"\x1f\x8b\x08\x00", "compressed"),
+        ("a.json", b'{\n"messages": []}\n', "one JSON value"),
+        ("a.json", b"[]", "holds no record"),
+        ("a.jsonl.gz", b"\x1f\x8b\x08\x00", "cannot be unpacked"),
+        ("a.jsonl", b"(\xb5/\xfd", "compressed with zstd"),
         ("a.jsonl", b"PAR1....", "Parquet"),
         ("a.parquet", b"PAR1 and then not", "cannot be read"),
         ("a.arrow", b"no arrow", "cannot be read"),
@@ -328,6 +331,7 @@ def test_absent_files_and_folders_without_data(tmp_path: Path):
 
 
 def test_a_folder_as_datasets_have_it(tmp_path: Path):
+    (tmp_path / "notes.gz").write_bytes(b"")
     for name in ("data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test-00000.jsonl"):
         written(tmp_path / name, {"from": name})
     (tmp_path / "dataset_infos.json").write_text("{}", encoding="utf-8")

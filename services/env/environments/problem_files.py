@@ -1,4 +1,4 @@
-"""Environments whose tasks are the lines of JSONL files: one file a split, one JSON object a line."""
+"""Environments whose tasks are the rows of data files: one file a split."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from services.env.environments.base import EVAL, TRAIN, check_task
 from shared.errors import ConfigError
+from shared.files.rows import rows
 from shared.run.weights import digest
 
 _expected = dict[Path, str]()
@@ -22,10 +21,14 @@ def expect(digests: Mapping[str, str]) -> None:
     _expected.update({Path(path): found for path, found in digests.items()})
 
 
-def _check(path: Path) -> None:
-    """Raises ConfigError, OSError."""
+def _check(path: Path, hint: str) -> None:
+    """Raises ConfigError."""
     wanted = _expected.get(path.absolute())
-    if wanted is not None and (found := digest(path)) != wanted:
+    try:
+        found = None if wanted is None else digest(path)
+    except OSError as error:
+        raise ConfigError(f"data file {path}: {error.strerror}", hint) from error
+    if wanted is not None and found is not None and found != wanted:
         raise ConfigError(
             f"data file {path} has changed: its digest is {found[:16]}, it was {wanted[:16]} when the service started",
             "put the file back as it was, or start a new run",
@@ -38,21 +41,17 @@ def files_of_splits(train: Path | None, evaluation: Path | None) -> dict[str, Pa
 
 
 def read_rows[P](path: Path, parse: Callable[[Mapping[str, Any], str], P], *, noun: str, hint: str) -> tuple[P, ...]:
-    """Every line of `path` that is not empty, as `parse` makes it of the line's object (an empty one, if the line is
-    something else) and of where it stands, FILE:LINE.
+    """Every row of `path` (see shared.files.rows), as `parse` makes it of the row (an empty one, if it is no object)
+    and of the place it stands at.
 
-    Args: noun: what the lines are, in the plural; hint: which settings name the file. Raises ConfigError naming the
-    file, and the line if one is not JSON.
+    Args: noun: of the rows, in the plural; hint: which settings name the file. Raises ConfigError naming the file, and
+    the row if one cannot be read.
     """
-    try:
-        _check(path)
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise ConfigError(f"data file {path}: {error.strerror}", hint) from error
-    rows = tuple(parse(_object(line, f"{path}:{n}"), f"{path}:{n}") for n, line in enumerate(lines, 1) if line.strip())
-    if not rows:
-        raise ConfigError(f"data file {path} holds no {noun}")
-    return rows
+    _check(path, hint)
+    found = tuple(parse(row if isinstance(row, dict) else {}, place) for place, row in rows(path, hint))
+    if not found:
+        raise ConfigError(f"data file {path} holds no {noun}", "is it complete?")
+    return found
 
 
 class ProblemFiles[P]:
@@ -104,11 +103,3 @@ class ProblemFiles[P]:
 
     def _check(self, split: str, index: int) -> None:
         check_task(self._name, {name: len(problems) for name, problems in self._problems.items()}, split, index)
-
-
-def _object(line: bytes, where: str) -> Mapping[str, Any]:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{where} is not valid JSON: {error}") from error
-    return row if isinstance(row, dict) else {}

@@ -1,0 +1,142 @@
+"""Rows of data files: JSON lines or one JSON array, plain or gzip, in UTF-8, UTF-16 or UTF-32.
+
+A row comes with the place it was found at, which every error about it names. The content decides the format, not the
+name. Nothing is skipped but blank lines, and nothing is read without a bound. Parquet and Arrow need a library that
+only some programs have; they are recognised, and the caller is told how to convert them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, cast
+
+import orjson
+
+from shared.errors import ConfigError
+from shared.files.reading import open_file
+
+MAX_LINE_BYTES = 2**26
+MAX_ARRAY_BYTES = 2**30
+"""Of a file that is one JSON array, unpacked: it is parsed at once."""
+_BUFFER_BYTES = 2**20
+_GZIP = b"\x1f\x8b"
+_UTF_8 = "utf-8"
+_MARKS = (
+    (codecs.BOM_UTF8, _UTF_8),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+"""Byte order marks; that of UTF-32 begins with that of UTF-16."""
+_TABLE = "Parquet or Arrow, not JSON"
+_CONVERT = (
+    "supervised training reads it as NAME.parquet or NAME.arrow; others read JSON lines: .venvs/trainer/bin/python -c "
+    '"import json, sys, pyarrow.parquet as p; [print(json.dumps(r)) for r in p.read_table(sys.argv[1]).to_pylist()]" '
+    "NAME.parquet > NAME.jsonl"
+)
+_FOREIGN = (
+    (b"PAR1", _TABLE, _CONVERT),
+    (b"ARROW1", _TABLE, _CONVERT),
+    (b"(\xb5/\xfd", "compressed with zstd", "unpack it first, or compress it with gzip"),
+    (b"BZh", "compressed with bzip2", "unpack it first, or compress it with gzip"),
+    (b"\xfd7zXZ", "compressed with xz", "unpack it first, or compress it with gzip"),
+    (b"PK\x03\x04", "a zip file", "unpack it first"),
+    (b"{\0", "UTF-16 without a byte order mark", "save it as UTF-8"),
+    (b"\0{", "UTF-16 without a byte order mark", "save it as UTF-8"),
+)
+_ONE_VALUE = "write a record a line, or one array of them: jq -c '.[]'"
+
+
+def rows(file: Path, hint: str = "give an existing file") -> Iterator[tuple[str, Any]]:
+    """(place, value) of every row, which may be any JSON value.
+
+    Raises ConfigError naming the file, and the line or record if one cannot be read. Args: hint: of the error where
+    there is no such file.
+    """
+    try:
+        with open_file(file) as raw, io.BufferedReader(cast(io.RawIOBase, raw), _BUFFER_BYTES) as opened:
+            if opened.peek(2)[:2] != _GZIP:
+                yield from _values(opened, file)
+                return
+            with gzip.open(opened) as unpacked, io.BufferedReader(cast(io.RawIOBase, unpacked), _BUFFER_BYTES) as plain:
+                yield from _values(plain, file)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ConfigError(f"{file} cannot be unpacked: {error}", "is the file complete?") from error
+    except UnicodeError as error:
+        raise ConfigError(f"{file} cannot be read as text: {error}", "save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"data file {file}: {error.strerror or error}", hint) from error
+
+
+def _values(opened: io.BufferedReader[Any], file: Path) -> Iterator[tuple[str, Any]]:
+    text = _as_utf8(opened, file)
+    n_skipped = 0
+    while (first := text.peek(1)[:1]).isspace():
+        n_skipped += text.read(1) == b"\n"
+    if first == b"[":
+        yield from _array(text, file)
+        return
+    is_first = True
+    for n, line in enumerate(iter(lambda: text.readline(MAX_LINE_BYTES + 1), b""), n_skipped + 1):
+        place = f"{file}, line {n}"
+        if len(line) > MAX_LINE_BYTES:
+            raise ConfigError(f"{place} has more than {MAX_LINE_BYTES} bytes", "a line is one record")
+        if not (line := line.strip()):
+            continue
+        if is_first and line == b"{":
+            raise ConfigError(f"{file} is one JSON value, not a record a line", _ONE_VALUE)
+        is_first = False
+        yield place, _parsed(line, place)
+
+
+def _array(text: io.BufferedReader[Any], file: Path) -> Iterator[tuple[str, Any]]:
+    whole = text.read(MAX_ARRAY_BYTES + 1)
+    if len(whole) > MAX_ARRAY_BYTES:
+        raise ConfigError(f"{file} is one array of more than {MAX_ARRAY_BYTES} bytes", _ONE_VALUE)
+    for n, value in enumerate(_parsed(whole, f"{file}, one array,"), 1):
+        yield f"{file}, record {n}", value
+
+
+def _as_utf8(opened: io.BufferedReader[Any], file: Path) -> io.BufferedReader[Any]:
+    """The file after its byte order mark, in UTF-8."""
+    head = opened.peek(6)[:6]
+    for sign, what, hint in _FOREIGN:
+        if head.startswith(sign):
+            raise ConfigError(f"{file} is {what}", hint)
+    mark, encoding = next(((mark, name) for mark, name in _MARKS if head.startswith(mark)), (b"", _UTF_8))
+    opened.read(len(mark))
+    return opened if encoding == _UTF_8 else io.BufferedReader(_Recoded(opened, encoding), _BUFFER_BYTES)
+
+
+class _Recoded(io.RawIOBase):
+    """UTF-8 of text in another encoding. Raises UnicodeError."""
+
+    def __init__(self, source: IO[bytes], encoding: str) -> None:
+        self._source, self._decoder, self._ready = source, codecs.getincrementaldecoder(encoding)(), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        block = b" "
+        while not self._ready and block:
+            block = self._source.read(_BUFFER_BYTES)
+            self._ready = self._decoder.decode(block, final=not block).encode()
+        n = min(len(buffer), len(self._ready))
+        buffer[:n], self._ready = self._ready[:n], self._ready[n:]
+        return n
+
+
+def _parsed(line: bytes, place: str) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        raise ConfigError(
+            f"{place} is not JSON: {error}", "records are one a line, or one array, in UTF-8; is the file complete?"
+        ) from error
