@@ -6,6 +6,8 @@ these.
 - What the parser holds back and has not handed over (a value, a chunk extension, a trailer that never ends) is bounded.
 - Of a request that is answered before it has arrived, a short rest is read away. The answer says that the connection
   ends where more is to come, or nobody knows how much (a chunked body); a rest that comes late ends it too.
+- A connection that ends with a refusal discards what still arrives, up to `_DISCARDED_BYTES` and `body_timeout_s`. If
+  it were closed with unread bytes, the system would reset it, and the client would lose the answer.
 - A client that does not read its response is cut off after `body_timeout_s`, which for the end of it, when the
   connection is kept, begins after the keep-alive time.
 - Only so many connections at once, and only so many requests sent ahead on one.
@@ -34,6 +36,7 @@ _HELD_BACK = 64 * 1024
 _END = b"\r\n\r\n"  # of a head
 _REST_BYTES = 64 * 1024
 _REST_S = 1.0
+_DISCARDED_BYTES = 256 * 2**20
 _DETAILS = {
     "slow head": "the head of the request did not arrive in time (services.limits.header_timeout_s)",
     "large head": f"the head of the request exceeds {MAX_HEAD_BYTES} bytes or {MAX_HEADERS} headers",
@@ -70,7 +73,7 @@ class Connection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
-        self._head_bytes = self._held_back = self._rest_bytes = 0
+        self._head_bytes = self._held_back = self._discarded = 0
         self._in_head = False  # the head of a request has begun
         self._busy = False  # a request with a whole head has not been answered yet
         self._body_open = False  # the body of the newest request is still to come
@@ -79,6 +82,7 @@ class Connection(HttpToolsProtocol):
         self._head_ends = False  # with what the parser is given now
         self._body_left = 0  # bytes of a body whose length was declared
         self._chunks: Chunks | None = None  # of a body that comes in chunks
+        self._discard_until: float | None = None  # set once the connection only discards what arrives
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # as uvicorn's
         super().connection_made(transport)
@@ -99,6 +103,9 @@ class Connection(HttpToolsProtocol):
         believed.
         """
         while data and not self.transport.is_closing():
+            if self._discard_until is not None:
+                self._discard(len(data))
+                return
             try:
                 n = self._next_part(data)
             except ChunkError as error:
@@ -178,10 +185,6 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._held_back = 0
         super().on_body(body)
-        if self._rest_timer is not None:
-            self._rest_bytes += len(body)
-            if self._rest_bytes > _REST_BYTES:
-                self.flow.pause_reading()
 
     def on_message_complete(self) -> None:
         self._held_back, self._body_open = 0, False
@@ -189,10 +192,7 @@ class Connection(HttpToolsProtocol):
         if self._rest_timer is not None:
             self._rest_timer.cancel()
             self._rest_timer = None
-            if self._ending:
-                self._close()
-            else:
-                self._await_next()
+            self._await_next()
 
     def _count_head(self, n: int) -> None:
         self._held_back = 0
@@ -234,9 +234,11 @@ class Connection(HttpToolsProtocol):
             self._expect_reader()
         elif self._ending and not answered_early:
             self._close()  # the rest came while the answer was written
+        elif answered_early and self._ending:
+            self._end_by_discarding()
         elif answered_early:
             self._unset_keepalive_if_required()
-            self._rest_bytes, self._rest_timer = 0, self.loop.call_later(_REST_S, self._close)
+            self._rest_timer = self.loop.call_later(_REST_S, self._close)
         elif self._in_head and not waiting:
             self._unset_keepalive_if_required()
             self._expect_head()
@@ -283,7 +285,7 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, reason: str, status: int) -> None:
         """A short answer, and the end."""
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._discard_until is not None:
             return
         _CUT.labels(reason).inc()
         if self._body_open and self.cycle.response_started:
@@ -293,7 +295,33 @@ class Connection(HttpToolsProtocol):
         body = orjson.dumps({"type": "about:blank", "title": title, "status": status, "detail": _DETAILS[reason]})
         head = b"content-type: application/problem+json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
-        self._close()
+        if self.pipeline:  # an earlier request has not been answered yet
+            self._close()
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._end_by_discarding()
+
+    def _end_by_discarding(self) -> None:
+        """Ends the connection once the client has ended it, or has sent nothing for a while."""
+        self._unset_keepalive_if_required()
+        self._discard_until = self.loop.time() + self._limits.body_timeout_s
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._discard(0)
+
+    def _discard(self, n: int) -> None:
+        """Counts n bytes that have arrived, and waits for more."""
+        self._discarded += n
+        left_s = (self._discard_until or 0) - self.loop.time()
+        if self._rest_timer is not None:
+            self._rest_timer.cancel()
+        if self._discarded > _DISCARDED_BYTES or left_s <= 0:
+            self._close()
+        else:
+            self._rest_timer = self.loop.call_later(min(_REST_S, left_s), self._close)
 
     def _close(self) -> None:
         """What is written may still be read, in its time."""
