@@ -63,8 +63,9 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """`path` is a Hugging Face folder or hub id: config.json and tokenizer; without safetensors the
-    weights are random. With `routing_replay` the trainer sends the tokens of a model with experts to those that the
+    """`path` is a Hugging Face folder or hub id: config.json, tokenizer and the weights that transformers would load.
+    With `initial_weights: random` a folder without weights starts from random ones; RUN@VERSION has its own in any
+    case. With `routing_replay` the trainer sends the tokens of a model with experts to those that the
     engine has sent them to (shared.routing), which costs a group layers times experts a token, in bytes a token.
     """
 
@@ -72,6 +73,7 @@ class ModelSection(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     remat: Literal["none", "block", "decoder"] = "none"
     routing_replay: bool = True
+    initial_weights: Literal["folder", "random"] = "folder"
 
 
 class MixtureEntry(Section):

@@ -31,6 +31,7 @@ def model_options(config: RunConfig, folder: Path) -> ModelOptions:
         lora=LoraOptions(lora.rank, lora.alpha, lora.target_modules) if lora else None,
         routing_replay=config.model.routing_replay,
         attention=config.trainer.attention,
+        random_weights=config.model.initial_weights == "random",
     )
 
 

@@ -52,6 +52,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (None, False),
     "pruned_heads": (None, {}),
     "auto_map": (None,),
+    "transformers_weights": (None,),
 }
 _GEMMA2_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _GEMMA2_SIZES = {"query_pre_attn_scalar": 256, "sliding_window": 4096}

@@ -15,6 +15,7 @@ from shared.errors import ConfigError
 from shared.files import storage
 from shared.models import origin
 from shared.models.origin import ORIGIN, Origin
+from shared.models.weight_files import INDEX, WEIGHTS, check_random, shard_names, weight_files
 from shared.run import trust, weights
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
@@ -24,7 +25,7 @@ _INDEX = "*.index.json"  # of weights, which are not copied
 
 
 def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = False) -> Path:
-    """The folder of `path`; a hub id is downloaded (config and tokenizer, with `weights` also safetensors).
+    """The folder of `path`; a hub id is downloaded (config and tokenizer, with `weights` also those of transformers).
 
     For RUN@VERSION it is what `keep` has copied into `run_folder`, that of our own run, or else the other run's model.
 
@@ -49,12 +50,29 @@ def model_folder(path: str, run_folder: Path | None = None, *, weights: bool = F
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(snapshot_download(path, allow_patterns=[*_SMALL, "*.safetensors"] if weights else _SMALL))
+        found = Path(snapshot_download(path, allow_patterns=[*_SMALL, WEIGHTS] if weights else _SMALL))
+        if weights and not (found / WEIGHTS).is_file() and (found / INDEX).is_file():
+            snapshot_download(path, allow_patterns=[*_SMALL, *shard_names(found)])
+        return found
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise ConfigError(
             f"model.path {path} is no folder and could not be downloaded: {type(error).__name__}",
             f"check the name and the network; a folder is made first, SmolLM2's by `volley model get smollm2 {path}`",
         ) from error
+
+
+def check_weights(run: RunConfig) -> None:
+    """Raise ConfigError if a new run cannot start from the weights of its model's folder. A hub id's are checked when
+    the trainer has downloaded them.
+    """
+    folder = Path(run.model.path)
+    begun = run.run.bucket is not None or RunFolder(run.run.folder).record.exists()
+    if begun or not folder.is_dir():
+        return
+    if run.model.initial_weights == "random":
+        check_random(folder)
+    else:
+        weight_files(folder)
 
 
 def kept_in(run_folder: Path) -> Path:

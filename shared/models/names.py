@@ -103,9 +103,13 @@ def to_hf(leaf: str, value: np.ndarray) -> np.ndarray:
 def from_hf(leaf: str, tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """A Hugging Face tensor ([out, in] for linear layers) in the orientation and shape of the leaf.
 
-    Raises ValueError if the sizes do not fit.
+    Raises ValueError if the tensor has another shape than Hugging Face's of this leaf.
     """
+    expected = to_hf(leaf, np.broadcast_to(np.zeros((), np.int8), shape)).shape
+    if tensor.shape != expected:
+        raise ValueError(
+            f"{hf_name(leaf)} has shape {list(tensor.shape)}, which does not make {list(shape)}: expected"
+            f" {list(expected)}"
+        )
     out = tensor if leaf == "embedder.input_embedding" or tensor.ndim == 1 else tensor.swapaxes(-1, -2)
-    if out.size != np.prod(shape) or (out.ndim == len(shape) and out.shape != shape):
-        raise ValueError(f"{hf_name(leaf)} has shape {list(tensor.shape)}, which does not make {list(shape)}")
     return out.reshape(shape)

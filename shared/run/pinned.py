@@ -65,6 +65,7 @@ What a name in data.env stands for is told by the digest in that name.
 
 RULES = (
     Rule("run.", False, "it is what the run is: every draw and every record rests on it"),
+    Rule("model.initial_weights", True, "only a run without a checkpoint reads it"),
     Rule("model.routing_replay", True, "a group brings its experts or does not, and is trained by what it brings"),
     Rule(
         "model.",

@@ -32,6 +32,7 @@ raise SystemExit(evaluate.main(target, [config] if config else [], overrides, pa
 """
 CONFIG = str(PROJECT / "configs/chaos.yaml")
 MODEL = str(PROJECT / "configs/models/tiny")
+RANDOM = "model.initial_weights=random"
 
 
 def ran(folder: Path, *arguments: str) -> str:
@@ -44,7 +45,9 @@ def ran(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.timeout(300)
 def test_a_model_is_measured_and_nothing_is_left(tmp_path: Path):
-    told = ran(tmp_path, "eval", MODEL, CONFIG, "out.json", "data.n_eval_tasks=3", "run.dir=made/runs", "run.seed=4")
+    told = ran(
+        tmp_path, "eval", MODEL, CONFIG, "out.json", "data.n_eval_tasks=3", "run.dir=made/runs", "run.seed=4", RANDOM
+    )
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert (found["model"], found["manifest"], found["seed"]) == (MODEL, None, 4)
     by_env = {row["env"]: row for row in found["evaluations"]}

@@ -38,7 +38,7 @@ def config(folder: Path, redis_url: str, port: int, **overrides: Any) -> dict[st
     """A run of 5 synchronous steps of the committed tiny model on groups of 2."""
     tree: dict[str, Any] = {
         "run": {"name": "r", "dir": str(folder), "seed": 3},
-        "model": {"path": str(ROOT / "configs/models/tiny")},
+        "model": {"path": str(ROOT / "configs/models/tiny"), "initial_weights": "random"},
         "data": {"env": "frozen_lake"},
         "grpo_config": {"num_generations": SIZE, "off_policy_steps": ETA},
         "algorithm": {"name": "grpo", "beta": 0.05},

@@ -21,6 +21,8 @@ from services.trainer.models.initial_weights import leaves_of
 from shared.errors import ConfigError, WeightsError
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
+from shared.run import trust
+from shared.run.folder import RunFolder
 from shared.run.state import initial_state
 from tests.support import families, models
 from tests.support.tokenizer import FOLDER as TOKENIZER
@@ -43,6 +45,7 @@ def make_run(folder: Path, case: families.FamilyCase, dtype: type) -> dict[str, 
         checkpoints.save(replace(initial_state(0).under(1, keep_reference=False), step=step, low=step), contents, None)
     config = {"run": {"name": "run", "dir": str(folder)}, "model": {"path": str(model)}, "data": {"env": "frozen_lake"}}
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    trust.accept(RunFolder(run))
     return params
 
 
@@ -85,6 +88,7 @@ def test_what_cannot_be_exported_is_named_and_leaves_nothing(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="exists and is not empty"):
         export.export(run, tmp_path / "older", "latest")
     shutil.copytree(run, tmp_path / "second")
+    trust.accept(RunFolder(tmp_path / "second"))
     shutil.rmtree(tmp_path / "second" / "checkpoints" / "e000001-s000001" / "optimizer")
     with pytest.raises(WeightsError, match="may just have been removed"):
         export.export(tmp_path / "second", out, "latest")

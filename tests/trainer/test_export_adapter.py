@@ -19,6 +19,8 @@ from services.trainer.checkpoints.contents import CheckpointContents
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from shared.errors import ConfigError
+from shared.run import trust
+from shared.run.folder import RunFolder
 from shared.run.state import initial_state
 from shared.run.weights import BASE, Adapter
 from shared.types import WeightVersion
@@ -40,6 +42,7 @@ def make_run(folder: Path, *, full: bool = False) -> Path:
     checkpoints.save(initial_state(0).under(1, keep_reference=False), contents, None)
     config = {"run": {"name": "run", "dir": str(folder)}, "model": {"path": str(model)}, "data": {"env": "frozen_lake"}}
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    trust.accept(RunFolder(run))
     return run
 
 

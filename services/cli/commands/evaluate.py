@@ -98,7 +98,9 @@ def _configured(target: str, paths: Sequence[str], overrides: Sequence[str]) -> 
         trust.check(run)
         loaded, _ = stored(run.path, overrides)
     path = f"{run.path}@{version or origin.LATEST}" if is_run else target
-    changed = config.changed(loaded, {"model.path": path, **_ALONE})
+    asked = any(override.startswith("model.initial_weights=") for override in overrides)
+    weights = {} if asked else {"model.initial_weights": "folder"}
+    changed = config.changed(loaded, {"model.path": path, **weights, **_ALONE})
     changed = config.rooted(changed, Path.cwd())
     train.check_inputs(changed)
     return changed, run if is_run else None

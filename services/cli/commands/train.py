@@ -30,7 +30,7 @@ from shared.config import LoadedConfig
 from shared.errors import ConfigError, VolleyError, first_error
 from shared.files.reading import open_file
 from shared.findings import findings
-from shared.models.hub import model_folder
+from shared.models.hub import check_weights, model_folder
 from shared.process import wedge
 from shared.run import commits
 from shared.run.folder import RunFolder
@@ -158,6 +158,7 @@ def check_inputs(loaded: LoadedConfig) -> None:
         if not path.exists():
             raise ConfigError(f"{path}: no such file or folder", "name files of conversations, or folders of them")
     model_folder(loaded.config.model.path, loaded.config.run.folder)
+    check_weights(loaded.config)
     asyncio.run(external.check(loaded.config))
 
 

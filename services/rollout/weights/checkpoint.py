@@ -12,6 +12,7 @@ import numpy as np
 from services.rollout.engines.base import StagedBase, StagedWeights
 from shared.errors import ConfigError, WeightsError
 from shared.models.config import ModelConfig
+from shared.models.weight_files import INDEX, WEIGHTS, weight_files
 from shared.run import weights
 from shared.run.weights import Manifest, ManifestFile
 from shared.types import WeightVersion
@@ -153,12 +154,15 @@ def _probe(manifest: Manifest | PublishedManifest, vocab_size: int) -> tuple[np.
 
 
 def _hugging_face(folder: Path) -> StagedWeights:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files or WeightVersion.of_name(folder.name) is not None:
-        raise WeightsError(
-            f"{folder} holds no {weights.MANIFEST}, nor .safetensors files under a name that is not the trainer's"
-        )
+    if WeightVersion.of_name(folder.name) is not None:
+        raise WeightsError(f"{folder} holds no {weights.MANIFEST}, but its name is that of a version of the trainer's")
+    for name in (WEIGHTS, INDEX):
+        weights.confined(folder, name)
+    try:
+        files = weight_files(folder)
+    except ConfigError as error:
+        raise WeightsError(error.detail, error.hint) from error
     for file in files:
-        weights.confined(folder, file.name)
+        weights.confined(folder, file.relative_to(folder))
     stamp = "".join(f"{f.name}{f.stat().st_size}{f.stat().st_mtime_ns}" for f in files)
     return StagedWeights(str(folder), folder.name, hashlib.sha256(stamp.encode()).hexdigest(), kind="hf")

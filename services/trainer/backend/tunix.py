@@ -26,7 +26,7 @@ from services.trainer.learner.policy import Policy, PolicyOptions
 from services.trainer.learner.published import on_host
 from services.trainer.learner.scoring import params_of
 from services.trainer.models.family import Model, build, make_mesh
-from services.trainer.models.initial_weights import Leaves, leaves_of
+from services.trainer.models.initial_weights import FileLeaves, Leaves, leaves_of
 from services.trainer.models.lora import initial_adapter
 from services.trainer.models.options import ModelOptions
 from services.trainer.models.splash import chosen
@@ -275,8 +275,15 @@ def built(
         foreign = checkpoints.foreign(options.origin)
         leaves = restored_leaves(merged(foreign, checkpoints.base_of(foreign)))
     else:
-        leaves = leaves_of(options.folder, described, options.seed)
-    return assembled(described, options, leaves, adapted=restored is not None and restored.adapter is not None)
+        leaves = leaves_of(options.folder, described, options.seed, random=options.random_weights)
+    model = assembled(described, options, leaves, adapted=restored is not None and restored.adapter is not None)
+    if isinstance(leaves, FileLeaves) and (unread := leaves.unread):
+        _log.warning(
+            "the model's files hold tensors that config.json has no place for: they are ignored, as by transformers",
+            tensors=len(unread),
+            first=unread[:5],
+        )
+    return model
 
 
 def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:

@@ -1,4 +1,4 @@
-"""Where initial weights come from: safetensors files, or a seeded generator when the folder has none. No JAX here.
+"""Initial weights: those of the model's folder, or random ones where the configuration asks for them. No JAX here.
 
 Invariant: one leaf at a time is in host memory, and of files only the part of it that is asked for, so a model larger
 than half the host's memory still loads.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,31 @@ from services.trainer.checkpoints.contents import HostArray
 from shared.errors import ConfigError
 from shared.models.config import ModelConfig
 from shared.models.names import from_hf, hf_name, in_files, is_experts
+from shared.models.weight_files import check_random, weight_files
+from shared.process import telemetry
 
 type Leaves = Callable[[str, tuple[int, ...]], HostArray]
 
+_log = telemetry.Log("model")
 _LENGTH = 8
+_ROWS = 4096
+_TIED = ("lm_head.weight", "model.embed_tokens.weight")
+_BUFFERS = ("rotary_emb.inv_freq", "attn.masked_bias", "attn.bias")
+"""Constants that older versions of transformers saved beside the parameters."""
 _DTYPES: dict[str, Any] = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _RESIDUAL = (".attn.o_proj.w", ".mlp.down_proj.kernel", ".mlp.down_proj")
 
 
-def leaves_of(folder: Path, model: ModelConfig, seed: int) -> Leaves:
-    """The folder's safetensors if it has any, else random weights of `seed`."""
-    files = sorted(folder.glob("*.safetensors"))
-    return safetensors_leaves(folder, files) if files else random_leaves(model, seed)
+def leaves_of(folder: Path, model: ModelConfig, seed: int, *, random: bool = False) -> Leaves:
+    """Weights of the folder's files, as transformers loads them; or random ones of `seed`, if the folder holds none.
+
+    Raises ConfigError.
+    """
+    if random:
+        check_random(folder)
+        _log.warning("the model starts from random weights", folder=str(folder), seed=seed)
+        return random_leaves(model, seed)
+    return safetensors_leaves(folder, weight_files(folder), tied=model.tie_word_embeddings)
 
 
 def random_leaves(model: ModelConfig, seed: int) -> Leaves:
@@ -57,29 +70,51 @@ def random_leaves(model: ModelConfig, seed: int) -> Leaves:
     return leaf
 
 
-def safetensors_leaves(folder: Path, files: list[Path]) -> Leaves:
-    """Leaves read from one or several safetensors files. Raises ConfigError naming a missing or misshapen tensor."""
-    where = _index(folder, files)
+def safetensors_leaves(folder: Path, files: Sequence[Path], *, tied: bool = False) -> FileLeaves:
+    """Leaves read from one or several safetensors files. With `tied` embeddings a stored lm_head must equal them.
 
-    def tensor(name: str, called: str, size: tuple[int, ...]) -> FileTensor:
-        source = where.get(called)
+    Raises ConfigError naming a file that cannot be read; the leaves raise it for a missing or misshapen tensor.
+    """
+    where = _places_of(files)
+    if tied:
+        _check_tied(where)
+    return FileLeaves(folder, where)
+
+
+class FileLeaves:
+    """Leaves by name and shape, read from `where` their tensors lie."""
+
+    def __init__(self, folder: Path, where: dict[str, _Place]) -> None:
+        self._folder, self._where = folder, where
+        self._unread = {name for name in where if name not in _TIED and not name.endswith(_BUFFERS)}
+
+    @property
+    def unread(self) -> list[str]:
+        """Tensors of the files that nobody has asked for."""
+        return sorted(self._unread)
+
+    def __call__(self, name: str, size: tuple[int, ...]) -> HostArray:
+        called = hf_name(name)
+        if not is_experts(name):
+            return self._tensor(name, called, size)
+        return StackedTensors([self._tensor(name, one, size[1:]) for one in in_files(called, size[0])])
+
+    def _tensor(self, name: str, called: str, size: tuple[int, ...]) -> FileTensor:
+        source = self._where.get(called)
         if source is None:
             raise ConfigError(
-                f"model folder {folder} lacks the tensor {called}",
-                "is it complete, and of the family that config.json names?",
+                f"model folder {self._folder} lacks the tensor {called}",
+                "with tied embeddings, config.json says tie_word_embeddings: true"
+                if called in _TIED
+                else "is it complete, and of the family that config.json names?",
             )
+        self._unread.discard(called)
         try:
             return FileTensor(from_hf(name, source.mapped(), size))
         except (ValueError, OSError) as error:
-            raise ConfigError(f"model file {source.file}: {error}") from error
-
-    def leaf(name: str, size: tuple[int, ...]) -> HostArray:
-        called = hf_name(name)
-        if not is_experts(name):
-            return tensor(name, called, size)
-        return StackedTensors([tensor(name, one, size[1:]) for one in in_files(called, size[0])])
-
-    return leaf
+            raise ConfigError(
+                f"model file {source.file}: {error}", "are config.json and the weights of the same model?"
+            ) from error
 
 
 class FileTensor:
@@ -127,28 +162,45 @@ class _Place:
         return np.memmap(self.file, _DTYPES[self.dtype], "r", self.offset, self.shape)
 
 
-def _index(folder: Path, files: list[Path]) -> dict[str, _Place]:
-    """Tensor name -> where it lies. An index file that names an absent shard is an incomplete download."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            named = {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"model file {index} is no index of tensors: {error!r}", "the download is incomplete or damaged"
-            ) from error
-        absent = sorted(path.name for path in named if not path.exists())
-        if absent:
-            raise ConfigError(f"model folder {folder} lacks {', '.join(absent)}", "the download is incomplete")
+def _places_of(files: Sequence[Path]) -> dict[str, _Place]:
+    """Tensor name -> where it lies. Raises ConfigError."""
     where: dict[str, _Place] = {}
     for file in files:
         try:
             with safe_open(file, framework="np") as tensors:  # which looks at offsets and sizes
                 names = set(tensors.keys())
-            where |= {name: place for name, place in _places(file) if name in names}
+            found = {name: place for name, place in _places(file) if name in names}
         except (SafetensorError, OSError) as error:
-            raise ConfigError(f"model file {file} cannot be read: {error}") from error
+            raise ConfigError(
+                f"model file {file} cannot be read: {error}", "it is damaged, or its download was cut off: get it again"
+            ) from error
+        if twice := sorted(found.keys() & where.keys()):
+            raise ConfigError(
+                f"model files {where[twice[0]].file} and {file} both hold the tensor {twice[0]}",
+                "take the folder as its authors published it, or write it anew with transformers' save_pretrained",
+            )
+        where |= found
     return where
+
+
+def _check_tied(where: dict[str, _Place]) -> None:
+    """Raises ConfigError if the files hold another lm_head than the embeddings, which transformers 4 would ignore and
+    transformers 5 would use.
+    """
+    head, embeddings = (where.get(name) for name in _TIED)
+    if head is None or embeddings is None:
+        return
+    try:
+        one, other = head.mapped(), embeddings.mapped()
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model file {head.file}: {error}") from error
+    rows = range(0, len(one), _ROWS) if one.shape and one.shape == other.shape else None
+    if rows is None or not all(np.array_equal(one[i : i + _ROWS], other[i : i + _ROWS]) for i in rows):
+        raise ConfigError(
+            f"model file {head.file}: {_TIED[0]} differs from {_TIED[1]}, but config.json says tie_word_embeddings:"
+            " true",
+            "correct config.json, or remove the tensor that the model does not use",
+        )
 
 
 def _places(file: Path) -> Iterator[tuple[str, _Place]]:

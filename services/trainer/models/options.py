@@ -13,7 +13,8 @@ from shared.models.origin import Origin
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """`folder` holds config.json and perhaps safetensors; `dtype` is that of activations and published parameters.
+    """`folder` holds config.json and the weights, if they are not to be random; `dtype` is that of activations and
+    published parameters.
 
     `origin` is a version of another run whose weights a new run begins with. With `lora`, RL trains adapters of the
     weights that it begins with; the warm start trains all parameters. With `routing_replay` the tokens of RL are sent
@@ -30,3 +31,4 @@ class ModelOptions:
     lora: LoraOptions | None = None
     routing_replay: bool = True
     attention: Attention = "auto"
+    random_weights: bool = False

@@ -300,7 +300,7 @@ async def open_engine(spec: EngineSpec, module: str = WORKER) -> AsyncIterator[S
     start, with the engine's own reason.
     """
     check_split(ModelConfig.read(Path(spec.model_path)), spec.tp_size)
-    with normalised(Path(spec.model_path)) as folder:
+    with normalised(Path(spec.model_path), weights=spec.load_weights) as folder:
         spec = dataclasses.replace(spec, model_path=str(folder))
         ours, theirs = socket.socketpair()
         with theirs:

@@ -17,9 +17,7 @@ import orjson
 
 from shared.errors import ConfigError
 from shared.models.config import CONFIG, ModelConfig
-
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-
+from shared.models.weight_files import weight_files
 
 _SPLIT = ("num_attention_heads", "vocab_size")
 
@@ -42,12 +40,11 @@ def check_split(model: ModelConfig, tp_size: int) -> None:
 
 
 @contextmanager
-def normalised(folder: Path) -> Iterator[Path]:
-    """A temporary folder that stands for the model in `folder`. Raises ConfigError."""
+def normalised(folder: Path, *, weights: bool) -> Iterator[Path]:
+    """A temporary folder that stands for the model in `folder`, with its `weights` or without. Raises ConfigError."""
     model = ModelConfig.read(folder)
     with tempfile.TemporaryDirectory(prefix="volley-model-") as temporary:
         (Path(temporary) / CONFIG).write_bytes(orjson.dumps(model.to_hf(), option=orjson.OPT_INDENT_2))
-        for pattern in _WEIGHTS:
-            for file in folder.glob(pattern):
-                (Path(temporary) / file.name).symlink_to(file.resolve())
+        for i, file in enumerate(weight_files(folder) if weights else ()):
+            (Path(temporary) / f"model-{i:05}.safetensors").symlink_to(file.resolve())
         yield Path(temporary)

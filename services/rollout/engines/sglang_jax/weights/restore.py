@@ -21,8 +21,9 @@ import numpy as np
 import safetensors
 import tensorstore as ts
 
-from shared.errors import WeightsError
+from shared.errors import ConfigError, WeightsError
 from shared.files.reading import read_file
+from shared.models.weight_files import weight_files
 from shared.run.weights import ManifestFile, confined, copy_files, unreadable
 
 _ARRAY = "/.zarray"
@@ -116,14 +117,20 @@ def _leaves(database: dict[str, Any], version: str) -> dict[str, CheckpointLeaf]
 
 
 def open_hugging_face(folder: Path) -> dict[str, CheckpointLeaf]:
-    """The tensors of all `.safetensors` files of a folder. Raises WeightsError, and Unavailable if they cannot be read
-    now.
+    """The tensors that transformers would read of a folder. Raises WeightsError, and Unavailable if they cannot be
+    read now.
     """
     leaves: dict[str, CheckpointLeaf] = {}
-    for file in sorted(folder.glob("*.safetensors")):
+    try:
+        files = weight_files(folder)
+    except ConfigError as error:
+        raise WeightsError(error.detail, error.hint) from error
+    for file in files:
         try:
             tensors = safetensors.deserialize(read_file(file, file.stat().st_size))
             for name, tensor in tensors:
+                if name in leaves:
+                    raise WeightsError(f"{file} holds the tensor {name}, and so does a file before it")
                 value = np.frombuffer(tensor["data"], _SAFETENSORS[tensor["dtype"]]).reshape(tensor["shape"])
                 leaves[name] = CheckpointLeaf(value.shape, value.dtype, lambda value=value: value)
         except OSError as error:
