@@ -21,6 +21,7 @@ from services.env.environments.text_to_sql.data import read_tasks
 from services.env.submissions.store import SubmissionStore
 from shared.errors import ConfigError
 from shared.files import storage
+from shared.run.data import combined
 from shared.run.weights import digest
 
 FILE = "data.json"
@@ -56,7 +57,8 @@ class ContentRecord:
         parts = self._known.get(name)
         if not parts:
             return None
-        return {"digest": digest_of(parts), "parts": {part: one.model_dump() for part, one in parts.items()}}
+        digests = combined({part: one.digest for part, one in parts.items()})
+        return {"digests": digests, "parts": {part: one.model_dump() for part, one in parts.items()}}
 
     async def ensure_all(self, entries: Iterable[CatalogueEntry]) -> None:
         """Raises as `ensure`."""
@@ -91,14 +93,6 @@ class ContentRecord:
             record[entry.name] = {**known, **new}
             storage.replace(self._file, _RECORD.dump_json(record, indent=1))
         return found
-
-
-def digest_of(parts: Content) -> str:
-    """blake3 of an environment's parts in hex, whatever their paths."""
-    found = blake3.blake3()
-    for part, one in sorted(parts.items()):
-        found.update(f"{part}\0{one.digest}\0".encode())
-    return found.hexdigest(length=16)
 
 
 def _changed(env: str, part: str, was: ContentPart, now: ContentPart) -> ConfigError:

@@ -15,7 +15,7 @@ from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.mixture.mixture import ConfiguredMixture, RunMixture
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.handover import RecordHandover
-from services.orchestrator.schedule.run_schedule import RunSchedule, wait_for_tasks
+from services.orchestrator.schedule.run_schedule import RunSchedule, wait_for_offers, wait_for_tasks
 from services.orchestrator.schedule.ticket_loop import TicketLoop
 from services.orchestrator.servers.balancer import Balancer
 from services.orchestrator.settings import OrchestratorSettings
@@ -133,6 +133,9 @@ class Orchestrator:
             self.status,
         )
         self.evaluator = self._evaluator(sizes[settings.env], mixture)
+        offers = await wait_for_offers(self.environments, self.status)
+        for env in settings.members:
+            self.evaluator.check_data(env, offers.get(env))
         self.schedule = RunSchedule(
             self.queue,
             self.balancer,
@@ -180,4 +183,6 @@ class Orchestrator:
         def others() -> list[HeldOutTasks]:
             return [HeldOutTasks(env, min(settings.n_eval_tasks, n)) for env, n in mixture.evaluated().items()]
 
-        return Evaluator(self.dispatcher, self.status, self.tokenizer, plan, settings.folder, others)
+        return Evaluator(
+            self.dispatcher, self.status, self.tokenizer, plan, settings.folder, others, offer=mixture.offer
+        )

@@ -86,7 +86,7 @@ async def test_the_same_content_at_another_path_is_the_same_data(open_client: Op
     shutil.move(tmp_path / "a", tmp_path / "b")
     moved = {part: tmp_path / "b" / f"{part}.jsonl" for part in ("train", "eval")} | {"databases": tmp_path / "b"}
     again = await told(open_client, "text_to_sql", moved)
-    assert again["digest"] == first["digest"]
+    assert again["digests"] == first["digests"]
     assert again["parts"]["train"]["source"] == str(tmp_path / "b/train.jsonl")
 
 

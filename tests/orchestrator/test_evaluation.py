@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import resource
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import orjson
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import read_records
+from services.orchestrator.mixture.members import Offer, offers_in
 from services.orchestrator.status import RunStatus
-from shared.errors import NotFound, Unavailable
+from shared.errors import ConfigError, DecodeError, NotFound, Unavailable
 from shared.models.chat import ChatTokenizer
 from shared.types import WeightVersion
 from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of
@@ -24,9 +26,11 @@ PLAN = EvalPlan("demo", 6, 7, every=5, last_step=20)
 EOS = tiny_tokenizer().eos_id
 
 
-def evaluator(folder, env=None, engine=None, plan=PLAN, other=None, others=tuple):
+def evaluator(folder, env=None, engine=None, plan=PLAN, other=None, others=tuple, offer=lambda env: None):
     balancer = balancer_of(engine or ScriptedEngine(), *filter(None, [other]))
-    return Evaluator(dispatcher_of(env or ScriptedEnv(), balancer), RunStatus(), tiny_tokenizer(), plan, folder, others)
+    return Evaluator(
+        dispatcher_of(env or ScriptedEnv(), balancer), RunStatus(), tiny_tokenizer(), plan, folder, others, offer
+    )
 
 
 async def measured(found, step):
@@ -45,6 +49,34 @@ async def test_the_record_is_written_and_samples_beside_it(tmp_path):
     samples = [orjson.loads(row) for row in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(samples) == 4
     assert "<|im_start|>assistant" in samples[0]["text"]
+
+
+async def test_evaluations_of_other_data_end_the_run_with_path_and_digests(tmp_path):
+    offered = {}
+    found = evaluator(tmp_path, offer=offered.get)
+    assert (await measured(found, 0)).data is None  # an older environment service
+    assert b"data" not in (tmp_path / "evals.jsonl").read_bytes()
+    offered["demo"] = Offer("demo", "active", 0, {"eval": "a" * 64, "train": "c" * 64}, {"eval": "/d/eval.jsonl"})
+    assert (
+        await measured(evaluator(tmp_path, engine=ScriptedEngine(version=WeightVersion(1, 5)), offer=offered.get), 5)
+    ).data
+    later = evaluator(tmp_path, engine=ScriptedEngine(version=WeightVersion(1, 10)), offer=offered.get)
+    later.check_data("demo", offered["demo"])
+    changed = offered["demo"] = replace(offered["demo"], digests={"eval": "b" * 64, "train": "c" * 64})
+    wanted = r"demo: /d/eval\.jsonl has changed since the evaluation of step 5: its digest is b{16}, it was a{16}"
+    for check in (lambda: later.run(10), lambda: asyncio.to_thread(evaluator(tmp_path).check_data, "demo", changed)):
+        with pytest.raises(ConfigError, match=wanted):
+            await check()
+    later.check_data("demo", replace(changed, digests={"package": "1"}))  # nothing to compare
+
+
+def test_offers_hold_the_digests_of_their_data():
+    data = {"digests": {"eval": "a"}, "parts": {"eval": {"source": "/d", "digest": "a"}}}
+    row = {"name": "demo", "base": "gsm8k", "data": data}
+    assert offers_in({"environments": [row]})["demo"].sources == {"eval": "/d"}
+    assert offers_in({"environments": [row | {"data": None}]})["demo"].digests == {}
+    with pytest.raises(DecodeError):
+        offers_in({"environments": [row | {"data": {"digests": 3}}]})
 
 
 async def test_the_text_of_a_sample_is_bounded(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from services.cli.verify import (
     checkpoints,
     commits,
     configuration,
+    data,
     groups,
     mixture,
     queue,
@@ -107,6 +108,7 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
     fates = tickets.fates(lines, head)
     saved = max(one.version for one in found if in_lineage(one.version, head.lineage))
     findings.add(configuration.check(folder, run, head, saved))
+    findings.add(data.check(folder, run.data.env))
     findings.add(checkpoints.check(found, head, folder.checkpoints))
     findings.add(checkpoints.check_states(ancestors, folder.checkpoints, batch))
     findings.add(commits.check(logged, found, folder, head))

@@ -223,8 +223,8 @@ class ToolAnswered(BaseModel):
 class Described(BaseModel):
     """An environment on offer. Of a submitted one, `name` is `NAME@VERSION` and `why` says how it got into its
     `state`; of a remote one, `url` says where it is. `trouble` is why its episodes fail for now, null while they do
-    not; `rewards` are those beside its own. `data` has the digest of what decides its tasks and of each part of it
-    (files, a package), null where there is none or it was not played yet.
+    not; `rewards` are those beside its own. `data` has the digests of what decides its tasks and, by part, the files or
+    the package they are of, null where there is none or it was not played yet.
     """
 
     name: str

@@ -9,6 +9,7 @@ Invariants
 - A line of `evals.jsonl` is on disk before the evaluation counts as done. Neither a restart nor a second orchestrator
   of the run measures a step again, unless its weights were undone (see `records`): a lock on a file beside it, which
   dies with its holder, lets one at a time evaluate.
+- Of one environment every evaluation is of the same data, by digest: with others the run ends with a ConfigError.
 - Tasks that failed (infrastructure) are no zeros: `success` and `reward_mean` are over the others, `failed` tells how
   many.
 """
@@ -35,13 +36,15 @@ from services.orchestrator.evaluation.records import (
     read_records,
     summarize,
 )
+from services.orchestrator.mixture.members import Offer
 from services.orchestrator.servers.balancer import VersionBounds
 from services.orchestrator.status import RunStatus
 from shared.bounds import shortened
-from shared.errors import StorageUnavailable, Unavailable, VolleyError
+from shared.errors import ConfigError, StorageUnavailable, Unavailable, VolleyError
 from shared.files import locks
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
+from shared.run.data import check
 from shared.run.folder import RunFolder
 from shared.types import Lineage, Trajectory
 
@@ -101,6 +104,7 @@ class Evaluator:
     """Args:
     folder: of the run; evals.jsonl and samples.jsonl are appended there.
     others: the environments beside the main one that are to be measured now.
+    offer: what the environment service told of an environment last, with the digests of its data.
     """
 
     def __init__(
@@ -111,8 +115,9 @@ class Evaluator:
         plan: EvalPlan,
         folder: Path,
         others: Callable[[], Sequence[HeldOutTasks]] = tuple,
+        offer: Callable[[str], Offer | None] = lambda _env: None,
     ) -> None:
-        self._others = others
+        self._others, self._offer = others, offer
         self._dispatcher, self._status, self._tokenizer, self.plan = dispatcher, status, tokenizer, plan
         self._evals, self._samples = RunFolder(folder).evals, RunFolder(folder).samples
         self._read = read_records(self._evals)
@@ -154,19 +159,30 @@ class Evaluator:
             if tasks.env not in done and tasks.n_tasks:
                 try:
                     self._read.append(await self._measure(step, tasks))
+                except ConfigError:
+                    raise
                 except VolleyError as error:
                     _log.warning("an environment was not evaluated", env=tasks.env, step=step, reason=str(error))
 
     async def _measure(self, step: int, tasks: HeldOutTasks) -> EvalRecord:
-        started = time.monotonic()
+        started, offer = time.monotonic(), self._offer(tasks.env)
+        self.check_data(tasks.env, offer)
         trajectories, failed = await self._trajectories(tasks, self.plan.need(step))
         env = None if tasks.env == self.plan.env else tasks.env
-        record = summarize(step, trajectories, failed, time.monotonic() - started, env)
+        digests = offer.digests if offer else None
+        record = summarize(step, trajectories, failed, time.monotonic() - started, env, digests)
         samples = [self._sample(step, t, env) for t in trajectories[:_N_SAMPLES]]
         await once_there_is_room(lambda: append(self._samples, samples), self._waiting)
         await once_there_is_room(lambda: append(self._evals, as_rows([record])), self._waiting)
         _log.info("evaluated", **dataclasses.asdict(record))
         return record
+
+    def check_data(self, env: str, offer: Offer | None) -> None:
+        """Raises ConfigError if an evaluation of the environment was of other data."""
+        name = None if env == self.plan.env else env
+        for record in self._read:
+            if offer is not None and record.env == name and record.data:
+                check(env, record.step, record.data, offer.digests, offer.sources)
 
     @asynccontextmanager
     async def _alone(self, lock: int) -> AsyncIterator[None]:

@@ -21,6 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from shared.errors import DecodeError, StorageUnavailable
 from shared.files import storage
 from shared.process import telemetry
+from shared.run.data import Digests
 from shared.run.state import in_lineage
 from shared.types import ASSISTANT, Lineage, Trajectory, WeightVersion
 
@@ -31,7 +32,8 @@ _log = telemetry.Log("records")
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
     """One line. `version_min` and `version_max` are over all sampled tokens, which `tokens` counts; `ends` are shares
-    of the episodes. `env` is None, and absent in the file, for the run's main environment.
+    of the episodes. `env` is None, and absent in the file, for the run's main environment. `data` are the digests of
+    the environment's data, absent where it has none.
     """
 
     step: int
@@ -46,6 +48,7 @@ class EvalRecord:
     failed: int
     ends: Mapping[str, float] = field(default_factory=dict)
     env: str | None = None
+    data: Digests | None = None
 
     def counts(self, lineage: Lineage) -> bool:
         """Whether the weights it measured belong to the lineage; while none is known, they do."""
@@ -54,11 +57,17 @@ class EvalRecord:
         )
 
 
+_OPTIONAL = ("env", "data")
 _RECORD = TypeAdapter(EvalRecord)
 
 
 def summarize(
-    step: int, trajectories: Sequence[Trajectory], failed: int, elapsed_s: float, env: str | None = None
+    step: int,
+    trajectories: Sequence[Trajectory],
+    failed: int,
+    elapsed_s: float,
+    env: str | None = None,
+    data: Digests | None = None,
 ) -> EvalRecord:
     """Means over the trajectories (at least one), of rewards of any finite size; failed tasks are counted, not
     averaged.
@@ -78,6 +87,7 @@ def summarize(
         failed=failed,
         ends={end: count / n for end, count in Counter(str(t.end) for t in trajectories).items()},
         env=env,
+        data=data or None,
     )
 
 
@@ -133,6 +143,6 @@ async def once_there_is_room[T](write: Callable[[], T], waiting: Callable[[Stora
 def as_rows(records: Sequence[EvalRecord]) -> list[dict[str, Any]]:
     """As the lines of the file."""
     return [
-        {key: value for key, value in dataclasses.asdict(record).items() if key != "env" or value is not None}
+        {key: value for key, value in dataclasses.asdict(record).items() if key not in _OPTIONAL or value is not None}
         for record in records
     ]

@@ -5,12 +5,13 @@ said.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
 from shared.clients.base import MALFORMED
 from shared.errors import DecodeError
+from shared.run.data import Digests
 from shared.run.mixture import base_name
 from shared.run.shares import Member, exact
 from shared.schema import MOST_ENVIRONMENTS
@@ -20,11 +21,15 @@ _MAX_DETAIL = 300
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A row of the environment service's list: only those `active` and `canary` join a run, with a weight above 0."""
+    """A row of the environment service's list: only those `active` and `canary` join a run, with a weight above 0.
+    `digests` are those of its data, `sources` where these are.
+    """
 
     name: str
     state: str
     weight: Fraction
+    digests: Digests = field(default_factory=dict[str, str])
+    sources: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def offers_in(answer: Any) -> dict[str, Offer]:
@@ -41,7 +46,10 @@ def offers_in(answer: Any) -> dict[str, Offer]:
 def _offer(row: Mapping[str, Any]) -> Offer:
     if not isinstance(row, dict) or not isinstance(name := row["name"], str):
         raise TypeError("a row is an object with a name")
-    return Offer(name, str(row.get("state", "active")), exact(row.get("weight", 0)))
+    data: Mapping[str, Any] = row.get("data") or {}
+    digests = {str(part): str(digest) for part, digest in data.get("digests", {}).items()}
+    sources = {str(part): str(one["source"]) for part, one in data.get("parts", {}).items()}
+    return Offer(name, str(row.get("state", "active")), exact(row.get("weight", 0)), digests, sources)
 
 
 def members_of(

@@ -84,6 +84,10 @@ class RunMixture:
         """Of all environments that the run has ever played."""
         return {**self._log.assignment.sizes, **self._sizes_known}
 
+    def offer(self, env: str) -> Offer | None:
+        """As the environment service told last; None before it has, and of one that it does not offer."""
+        return (self._offers or {}).get(env)
+
     def evaluated(self) -> dict[str, int]:
         """The environments to be evaluated beside the main one, with the sizes of their evaluation splits: those of the
         configuration, and those that have joined; none that is set aside.

@@ -10,9 +10,10 @@ an evaluation of such weights ends without a record.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from services.orchestrator.evaluation.evaluator import Evaluator
+from services.orchestrator.mixture.members import Offer, offers_in
 from services.orchestrator.schedule.gate import ReservationGate
 from services.orchestrator.schedule.ticket_loop import TicketLoop, TicketSource
 from services.orchestrator.servers.balancer import Balancer
@@ -35,6 +36,16 @@ async def wait_for_tasks(environments: EnvClient, env: str, status: RunStatus) -
     while True:
         try:
             return SplitSizes(await environments.num_tasks(env, "train"), await environments.num_tasks(env, "eval"))
+        except Unavailable as error:
+            status.waiting = Wait("env", f"the environment service: {error}")
+        await asyncio.sleep(1.0)
+
+
+async def wait_for_offers(environments: EnvClient, status: RunStatus) -> Mapping[str, Offer]:
+    """Waits until the environment service answers. Raises VolleyError for an answer that cannot be read."""
+    while True:
+        try:
+            return offers_in(await environments.environments())
         except Unavailable as error:
             status.waiting = Wait("env", f"the environment service: {error}")
         await asyncio.sleep(1.0)

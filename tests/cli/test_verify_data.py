@@ -1,0 +1,75 @@
+"""Digests of data: what evaluations and the environment service recorded has to agree."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from services.cli.verify import command
+from shared.run.data import combined
+from shared.run.folder import RunFolder
+from tests.support import small_run
+from tests.support.small_run import RUN
+
+FILES = {"train": "a" * 64, "eval": "b" * 64, "databases/x.sqlite": "c" * 64}
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_run.make(tmp_path_factory.mktemp("valid") / RUN)
+
+
+@pytest.fixture
+def run(valid: Path, tmp_path: Path) -> RunFolder:
+    shutil.copytree(valid, tmp_path / RUN)
+    folder = RunFolder(tmp_path / RUN)
+    evaluated(folder, combined(FILES), combined(FILES))
+    recorded(folder, FILES)
+    return folder
+
+
+def evaluated(folder: RunFolder, *digests: Any) -> None:
+    rows = [{"step": step, "data": data} for step, data in enumerate(digests)]
+    folder.evals.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+
+
+def recorded(folder: RunFolder, parts: dict[str, str]) -> None:
+    folder.environments.mkdir(exist_ok=True)
+    whole = {"toy": {part: {"source": "/etc/passwd", "digest": digest} for part, digest in parts.items()}}
+    folder.environment_data.write_bytes(orjson.dumps(whole))
+
+
+def found(folder: RunFolder) -> list[str]:
+    return [one["detail"] for one in command.verify(folder)["violations"]]
+
+
+def test_the_same_digests_everywhere_are_proven(run: RunFolder):
+    assert found(run) == []
+    evaluated(run, None, combined(FILES))  # a run that began before there were digests
+    assert found(run) == []
+    run.environment_data.unlink()
+    assert found(run) == []
+
+
+def test_an_evaluation_of_other_data_is_named(run: RunFolder):
+    evaluated(run, combined(FILES), combined(FILES | {"eval": "d" * 64}))
+    told = "the evaluation of toy is of other data than those before: eval has the digest dddddddddddddddd, it was bbbb"
+    assert any(told in one for one in found(run))
+
+
+@pytest.mark.parametrize("part", FILES)
+def test_another_record_of_the_environment_service_is_named(run: RunFolder, part: str):
+    recorded(run, FILES | {part: "d" * 64})
+    (told,) = found(run)
+    assert f"toy was evaluated with other data: {part.partition('/')[0]} has the digest" in told
+
+
+@pytest.mark.parametrize("text", [b"[]", b"{", b'{"toy": 1}', b'{"toy": {"train": {}}}', b"[" * 10_000])
+def test_a_record_that_is_none_is_named(run: RunFolder, text: bytes):
+    run.environment_data.write_bytes(text)
+    (told,) = found(run)
+    assert "it cannot be read" in told
