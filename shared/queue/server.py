@@ -26,6 +26,8 @@ from shared.errors import ConfigError, QueueUnavailable
 from shared.process.ports import free_port
 
 _OLDEST_REDIS = (6, 2)
+_UNREADABLE = re.compile(r"AOF|append.?only|RDB|loading the DB|appendonlydir", re.IGNORECASE)
+"""What the server says when it cannot load its data."""
 _CONFIG = """\
 bind 127.0.0.1
 port {port}
@@ -84,6 +86,19 @@ def prepare(folder: Path, binary: Path | None = None) -> ServerSpec:
     except OSError as error:
         raise ConfigError(f"cannot write the queue's folder {folder}: {error.strerror}") from error
     return spec
+
+
+def set_aside(spec: ServerSpec, log: Path) -> Path | None:
+    """Moves data away that the server could not load, by the end of its log; the folder they are in now, or None."""
+    data = spec.folder / "appendonlydir"
+    bad = data.with_suffix(".bad")
+    if not _UNREADABLE.search(_last_lines(log, 10)) or not os.path.lexists(data):
+        return None
+    with suppress(OSError):
+        shutil.rmtree(bad, ignore_errors=True)
+        data.rename(bad)
+        return bad
+    return None
 
 
 @contextmanager

@@ -112,6 +112,11 @@ class RunFolder:
         return {"samples": self.samples, "evals": self.evals, "mixture": self.mixture}
 
     @property
+    def beginning(self) -> Path:
+        """Copy of the name of the run's beginning, which is in `published` as well."""
+        return self.path / ".beginning"
+
+    @property
     def recorded_beginning(self) -> Path:
         """Of which beginning of the run those are, where the orchestrator has a folder of its own as well."""
         return self.path / "evals.beginning"

@@ -288,7 +288,7 @@ def broken(folder: Path, what: str) -> Path:
         ("no record", r"its run\.json is missing"),
         ("torn record", r"its run\.json cannot be read"),
         ("torn config", r"config\.yaml is not valid YAML"),
-        ("no config", r"config\.yaml: No such file"),
+        ("no config", r"its config\.yaml is missing"),
         ("renamed", r"q holds the run r"),
     ],
 )

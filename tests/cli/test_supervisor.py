@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.local.processes import ProcessSpec, Reaper, last_error
+from services.cli.local.session_files import SessionFiles
 from services.cli.local.supervisor import RestartPolicy, ServiceFailed, SupervisedProcess, Supervision, keeping
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, VolleyError, first_error
@@ -85,6 +88,50 @@ async def test_a_process_that_ends_before_it_is_up_fails_the_run(
     error = await fails(member("import sys; print('no such mesh', file=sys.stderr); sys.exit(1)"), reaper, [])
     assert isinstance(error, ServiceFailed)
     assert "child ended with exit code 1 before it was ready: no such mesh" in str(error)
+
+
+async def test_what_a_process_needs_is_made_before_each_start_and_a_mended_cause_is_no_failure(
+    member: Callable[..., SupervisedProcess], reaper: Reaper, tmp_path: Path
+) -> None:
+    needed, blocked = tmp_path / "needed", tmp_path / "blocked"
+    blocked.touch()
+    program = (
+        f"import os, sys; sys.exit(1) if os.path.exists({str(blocked)!r}) else os.unlink({str(needed)!r}); {LIVES}"
+    )
+    mended: list[bool] = []
+
+    def mend() -> bool:
+        mended.append(blocked.exists())
+        blocked.unlink(missing_ok=True)
+        return mended[-1]
+
+    one = dataclasses.replace(member(program), prepare=needed.touch, mend=mend)
+    async with keeping([one], reaper, print, RestartPolicy(pause_s=0.01)) as (kept,):
+        first = pid_of(kept)
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: pid_of(kept) != first and not needed.exists())
+    assert mended == [True]
+
+
+def test_missing_files_of_a_session_are_put_back_as_they_were_but_not_a_run_that_is_gone(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    secret, logs = root / "secrets" / "token", root / "logs"
+    secret.parent.mkdir(parents=True, mode=0o700)
+    logs.mkdir()
+    secret.write_text("word", encoding="utf-8")
+    secret.chmod(0o600)
+    files = SessionFiles.read(root, [secret], [secret.parent, logs])
+    shutil.rmtree(secret.parent)
+    shutil.rmtree(logs)
+    files.restore()
+    assert (secret.read_text(encoding="utf-8"), secret.stat().st_mode & 0o777) == ("word", 0o600)
+    assert logs.is_dir()
+    secret.write_text("another", encoding="utf-8")
+    files.restore()
+    assert secret.read_text(encoding="utf-8") == "another"
+    shutil.rmtree(root)
+    files.restore()
+    assert not root.exists()
 
 
 async def test_a_process_that_never_answers_fails_the_run(

@@ -87,6 +87,42 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, redis_server: Serve
         pass
 
 
+@pytest.mark.parametrize("file", ["*.base.*", "*.incr.*", "*.manifest"])
+@pytest.mark.parametrize("damage", ["missing", "garbage"])
+async def test_data_that_cannot_be_loaded_are_set_aside(tmp_path: Path, file: str, damage: str):
+    """Some damage the server copes with by itself; whatever it does not start with is moved away."""
+    spec = prepare(tmp_path)
+    with running(spec):
+        async with connect(spec.url) as client:
+            await client.set("key", "x" * 1000)
+            await client.bgrewriteaof()
+    data = max((tmp_path / "appendonlydir").glob(file))
+    if damage == "missing":
+        data.unlink()
+    else:
+        data.write_bytes(b"garbage\r\n" * 100)
+    try:
+        with running(spec):
+            return
+    except QueueUnavailable:
+        assert server.set_aside(spec, spec.log) == tmp_path / "appendonlydir.bad"
+    with running(spec):
+        async with connect(spec.url) as client:
+            assert await client.get("key") is None
+
+
+def test_nothing_is_set_aside_for_another_reason(tmp_path: Path, redis_server: ServerSpec):
+    spec = prepare(tmp_path)
+    with running(spec):
+        pass
+    spec.config.write_text(
+        spec.config.read_text(encoding="utf-8").replace(str(spec.port), str(redis_server.port)), encoding="utf-8"
+    )
+    with pytest.raises(QueueUnavailable), running(spec):
+        pass
+    assert server.set_aside(spec, spec.log) is None
+
+
 def program(folder: Path, name: str, version: str) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / name

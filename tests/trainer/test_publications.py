@@ -1,5 +1,6 @@
 """What a trainer publishes: which versions can be had, and of what they can be made."""
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 from services.trainer.publishing import publications
+from services.trainer.publishing.beginning import beginning
 from services.trainer.publishing.publications import Publications, PublishedVersion
 from shared.errors import NotFound
+from shared.run.folder import RunFolder
 from shared.run.weights import ManifestLeaf
 from shared.types import WeightVersion
 from shared.weights.chunks import ChunkFolder, reads
@@ -147,15 +150,37 @@ def test_a_successor_removes_what_it_replaces_and_never_the_reverse(tmp_path):
 
 
 def test_a_beginning_outlives_trainers_and_not_the_folder(tmp_path):
-    beginnings = []
+    root, beginnings = tmp_path / "published", []
     for epoch in (1, 2):
-        made = Publications(tmp_path, "r")
+        made = Publications(root, "r")
         beginnings.append(manifest_of(made, published(made, 1, steps(1)[0], epoch)).beginning)
         made.close()
-    (tmp_path / "beginning").unlink()
-    made = Publications(tmp_path, "r")
+    shutil.rmtree(root)
+    made = Publications(root, "r")
     beginnings.append(manifest_of(made, published(made, 1, steps(1)[0])).beginning)
     assert beginnings[0] == beginnings[1] != beginnings[2]
+
+
+@pytest.mark.parametrize("lost", [["published"], [".beginning"], ["published", ".beginning"]])
+def test_a_beginning_outlives_its_files_while_there_is_a_log(tmp_path, lost):
+    folder = RunFolder(tmp_path)
+    known = beginning(folder.published)
+    folder.recorded_beginning.write_text(known, encoding="utf-8")  # by the orchestrator
+    (folder.archive / "e000001").mkdir(parents=True)
+    (folder.archive / "e000001/s000001.json").write_bytes(b"{}")
+    for name in lost:
+        remove(tmp_path / name)
+    assert beginning(folder.published) == known
+    assert folder.beginning.read_text(encoding="utf-8") == known
+    (folder.published / "beginning").write_bytes(b"")
+    assert beginning(folder.published) == known
+
+
+def remove(path):
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def test_of_deltas_that_no_reader_would_take_the_oldest_are_left_out(tmp_path, monkeypatch):

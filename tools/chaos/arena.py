@@ -143,13 +143,13 @@ class Arena:
                 self.durable.append(Sighting(time.monotonic(), found[-1]))
             await asyncio.sleep(_POLL_S)
 
-    async def trainer_waits_on(self) -> set[str]:
-        """Whom the trainer's /status says that it waits for (see `Wait`); empty also if it does not answer."""
+    async def trainer_waits(self) -> dict[str, str]:
+        """Whom the trainer's /status says that it waits for, and why (see `Wait`); empty also if it does not answer."""
         try:
             answer = await self._client("trainer").get("/status", attempts=1)
         except VolleyError:
-            return set()
-        return {wait["on"] for wait in answer["waits"]}
+            return {}
+        return {wait["on"]: wait["why"] for wait in answer["waits"]}
 
     async def run_state(self) -> tuple[str, str]:
         """What the orchestrator says of the run, and why; `unknown` while it does not answer."""
@@ -184,6 +184,7 @@ async def open_arena(
     linked: bool,
     deadline_s: float,
     say: Callable[[str], None],
+    patience: RestartPolicy = _TIRELESS,
 ) -> AsyncIterator[Arena]:
     """All services of the run, answering; if `linked`, each reached by the others through a proxy. Raises as
     `stack.running`.
@@ -192,7 +193,7 @@ async def open_arena(
         links = {name: await opened.enter_async_context(Proxy.listening()) for name in LINKS}
         reaper = opened.enter_context(Reaper.running())
         seams = StackSeams(SIMULATED if simulated else {}, lambda name, url: _through(links, name, url, linked=linked))
-        running = await opened.enter_async_context(stack.running(loaded, folder, reaper, say, _TIRELESS, seams))
+        running = await opened.enter_async_context(stack.running(loaded, folder, reaper, say, patience, seams))
         yield await opened.enter_async_context(Arena(folder, running, links, reaper, deadline_s).watched())
 
 

@@ -176,7 +176,7 @@ async def _flushed(arena: Arena) -> bool:
 
 
 async def _feels_full(arena: Arena, child: Child) -> bool:
-    return child.exit_code is not None or "disk" in await arena.trainer_waits_on()
+    return child.exit_code is not None or "disk" in await arena.trainer_waits()
 
 
 def _wake(child: Child) -> None:

@@ -19,6 +19,7 @@ import yaml
 from services.cli.layout import python_of, variables_of
 from services.cli.local import accelerators, external, ports
 from services.cli.local.processes import ProcessSpec, Reaper
+from services.cli.local.session_files import SessionFiles
 from services.cli.local.supervisor import (
     RestartPolicy,
     Say,
@@ -136,7 +137,7 @@ class _Builder:
     """
 
     def __init__(self, loaded: LoadedConfig, folder: RunFolder, seams: StackSeams, say: Say) -> None:
-        self._folder, self._seams = folder, seams
+        self._folder, self._seams, self._say = folder, seams, say
         services = loaded.config.services
         self.external = external.find(services)
         n_rollout = 0 if services.rollout_urls else services.rollout_replicas
@@ -161,6 +162,18 @@ class _Builder:
             yaml.safe_dump({"services": self._services.model_dump(mode="json")}, sort_keys=True).encode(),
         )
         addresses.write(folder, self.urls, self.external, self._services)
+        self._files = self._session_files()
+
+    def _session_files(self) -> SessionFiles:
+        folder, services = self._folder, self._services
+        paths = [folder.config, folder.services, folder.processes, services.redis_password_file]
+        paths += services.token_files.model_dump().values()
+        ours = [path for path in paths if path is not None and path.is_relative_to(folder.path)]
+        folders = [folder.logs, folder.secrets]
+        if self.redis is not None:
+            ours.append(self.redis.config)
+            folders.append(self.redis.folder)
+        return SessionFiles.read(folder.path, ours, folders)
 
     async def check_redis(self) -> None:
         """Raises QueueUnavailable if a Redis of the user's does not answer, ConfigError if it refuses us."""
@@ -181,8 +194,19 @@ class _Builder:
 
         log = self._folder.logs / "redis.log"
         return SupervisedProcess(
-            ProcessSpec("redis", tuple(spec.argv), dict(os.environ), log, inherits=locks), answers, _REDIS_START_S
+            ProcessSpec("redis", tuple(spec.argv), dict(os.environ), log, inherits=locks),
+            answers,
+            _REDIS_START_S,
+            prepare=self._files.restore,
+            mend=lambda: self._set_aside(spec, log),
         )
+
+    def _set_aside(self, spec: redis_server.ServerSpec, log: Path) -> bool:
+        """Lets Redis start empty where it cannot load its data: the trainer restores the queue from its log."""
+        found = redis_server.set_aside(spec, log)
+        if found is not None:
+            self._say(f"redis could not load its data, which are now in {found}; the queue is restored from the log")
+        return found is not None
 
     def members(self, *kinds: str) -> list[SupervisedProcess]:
         return [self._member(kind, i) for kind in kinds for i in range(len(self._ports[kind]))]
@@ -198,7 +222,9 @@ class _Builder:
         command += [f"services.{kind}.url={reached}"] if reached != url else []
         variables = variables_of(self._environment_of(kind), cpu=self._cpu) | self._accelerators.get(name, {})
         spec = ProcessSpec(name, tuple(command), variables, self._folder.logs / f"{name}.log", self._stop_s)
-        return SupervisedProcess(spec, lambda: _is_healthy(url, self.ca_file), SERVICES[kind].start_s)
+        return SupervisedProcess(
+            spec, lambda: _is_healthy(url, self.ca_file), SERVICES[kind].start_s, prepare=self._files.restore
+        )
 
     def _environment_of(self, kind: str) -> str:
         return "base" if kind in self._seams.modules else SERVICES[kind].environment

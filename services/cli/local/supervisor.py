@@ -61,11 +61,17 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class SupervisedProcess:
-    """One process to keep: how to start it, how to see that it answers, how long that may take in seconds."""
+    """One process to keep: how to start it, how to see that it answers, how long that may take in seconds.
+
+    `prepare` is called before each start. `mend` is called when the process ended before it answered: True if it
+    removed the cause, so that the process is started again.
+    """
 
     spec: ProcessSpec
     probe: Probe
     start_s: float
+    prepare: Callable[[], object] = lambda: None
+    mend: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +112,10 @@ class Supervision:
         """
         while True:
             self._seen(self.name, "starting")
+            self.member.prepare()
             self.child = child = await Child.start(self.member.spec, self._reaper)
             try:
-                await self._until_up(child)
+                answered = await self._until_up(child)
                 end = await self._until_end(child)
             except asyncio.CancelledError:
                 self._seen(self.name, "stopping")
@@ -118,17 +125,21 @@ class Supervision:
                 self._seen(self.name, "down")
             if self._reaper.closed:
                 return
-            await self._before_restart(child, end)
+            if answered or not self.member.mend():
+                await self._before_restart(child, end)
 
-    async def _until_up(self, child: Child) -> None:
+    async def _until_up(self, child: Child) -> bool:
+        """Whether it answers; False if it has ended."""
         deadline = time.monotonic() + self.member.start_s
         while child.exit_code is None and not await self.member.probe():
             if time.monotonic() > deadline:
                 raise ServiceFailed(f"{self.name} did not answer within {self.member.start_s:g} s{_log_end(child)}")
             await asyncio.sleep(_PROBE_EVERY_S)
-        if child.exit_code is None:
-            self.up.set()
-            self._seen(self.name, "up")
+        if child.exit_code is not None:
+            return False
+        self.up.set()
+        self._seen(self.name, "up")
+        return True
 
     async def _until_end(self, child: Child) -> ProcessEnd:
         """How it ends, in the end; kills it if it hangs. Counts the service time."""

@@ -124,10 +124,17 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[LoadedConfig, 
             f"{run_dir}: no such folder", "give a run's folder to continue it, or --config FILE.yaml to start a run"
         )
     record = read_record(folder)
+    for path in (folder.record, folder.config):
+        if not path.exists():
+            raise ConfigError(
+                f"{run_dir} is not a run that can be continued: its {path.name} is missing",
+                f"`volley train --config FILE.yaml run.dir={folder.path.parent} run.name={folder.name}`, with the"
+                " configuration it was started with, goes on with it",
+            )
     if record is None:
-        problem = "cannot be read" if folder.record.exists() else "is missing"
         raise ConfigError(
-            f"{run_dir} is not a run that can be continued: its run.json {problem}", "start one with --config FILE.yaml"
+            f"{run_dir} is not a run that can be continued: its run.json cannot be read",
+            "remove run.json and give the command that started the run again",
         )
     name = config.stored(folder.path).config.run.name
     if name != folder.name:

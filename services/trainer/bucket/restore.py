@@ -162,7 +162,8 @@ class FolderRestore:
             for name, path in files_of_lines(draft).items():
                 self._fetch_lines(path, head.lines.get(name, ()))
             draft.published.mkdir()
-            (draft.published / BEGINNING).write_text(head.beginning, encoding="utf-8")
+            for path in (draft.published / BEGINNING, draft.beginning):
+                path.write_text(head.beginning, encoding="utf-8")
             identity.write(draft.bucket)
             for path in (draft.path, *draft.path.rglob("*")):
                 fsync(path)

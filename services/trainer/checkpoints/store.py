@@ -40,7 +40,7 @@ from shared.errors import ConfigError, Forbidden, Unavailable, WeightsError
 from shared.files import storage
 from shared.models.origin import Origin
 from shared.process import telemetry
-from shared.run import commits, weights
+from shared.run import archive, commits, weights
 from shared.run import state as states
 from shared.run.best import best_version
 from shared.run.folder import RunFolder
@@ -227,6 +227,7 @@ class CheckpointFolders:
     def _draft(self, version: WeightVersion) -> Iterator[Path]:
         """A folder for a checkpoint in the making, which is gone at the end unless it was renamed."""
         draft = self.root / _drafts(version.epoch) / f"{version}-{os.getpid()}"
+        self._restore_root(version.epoch)
         shutil.rmtree(draft, ignore_errors=True)
         with storage.storage(self.root):
             try:
@@ -234,6 +235,16 @@ class CheckpointFolders:
                 yield draft
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
+
+    def _restore_root(self, epoch: int) -> None:
+        """Makes the folder of checkpoints again if somebody removed it: the weights are in memory. Not for a trainer
+        that was replaced.
+        """
+        folder = RunFolder(self.root.parent)
+        if not self.root.exists() and max(archive.epochs(folder.archive), default=0) == epoch:
+            with storage.storage(folder.path):
+                self.root.mkdir(exist_ok=True)
+            self.fence(epoch)
 
     def _install(
         self, draft: Path, manifest: Manifest, optimizer_files: Sequence[ManifestFile], state: TrainerState

@@ -23,9 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from services.trainer.publishing.beginning import beginning
 from shared.errors import NotFound
-from shared.files import storage
-from shared.run.folder import BEGINNING
 from shared.run.weights import ManifestLeaf, Probe
 from shared.types import WeightVersion
 from shared.weights.chunks import ChunkFolder, cut, in_order
@@ -202,13 +201,8 @@ class Publications:
         return self._chunks
 
     def beginning(self) -> str:
-        """Of the run: drawn once in its folder. Blocks on disk."""
-        path = self._root / BEGINNING
-        with storage.storage(self._root.parent):
-            self._root.mkdir(parents=True, exist_ok=True)
-            if not path.exists():
-                storage.replace(path, secrets.token_hex(8).encode())
-            return path.read_text(encoding="utf-8")
+        """Of the run (see `publishing.beginning`). Blocks on disk."""
+        return beginning(self._root)
 
     def _retain(self, store: ChunkFolder, chunks: frozenset[str]) -> None:
         """The newest versions, and those that somebody is pulling."""

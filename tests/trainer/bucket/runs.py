@@ -97,7 +97,9 @@ def restore(
 def tree(path: Path) -> dict[str, bytes]:
     """What tells of a run; its older checkpoints, and records before them, are not in the bucket."""
     found = {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
-    return {name: data for name, data in found.items() if name not in ("bucket.json", "published/beginning")}
+    return {
+        name: data for name, data in found.items() if name not in ("bucket.json", ".beginning", "published/beginning")
+    }
 
 
 def objects(bucket: Bucket) -> dict[str, bytes]:

@@ -1,0 +1,49 @@
+"""The files of a run's folder that its services read when they start: put back before a restart where they are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    content: bytes
+    mode: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFiles:
+    """Content of the files as they were when the session began, and folders that have to exist, each with its mode.
+
+    All are below `root`, which is not made again: a run whose whole folder is gone must not begin anew.
+    """
+
+    root: Path
+    files: dict[Path, _Kept]
+    folders: dict[Path, int]
+
+    @classmethod
+    def read(cls, root: Path, files: Iterable[Path], folders: Iterable[Path]) -> Self:
+        """Raises OSError."""
+        kept = {path: _Kept(path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) for path in files}
+        return cls(root, kept, {path: stat.S_IMODE(path.stat().st_mode) for path in folders})
+
+    def restore(self) -> None:
+        """Creates what is missing. A path that cannot be written is left to the service, which names it."""
+        if not self.root.is_dir():
+            return
+        for folder, mode in self.folders.items():
+            with contextlib.suppress(OSError):
+                folder.mkdir(mode=mode, parents=True, exist_ok=True)
+        for path, kept in self.files.items():
+            with (
+                contextlib.suppress(OSError),
+                open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, kept.mode), "wb") as file,
+            ):
+                file.write(kept.content)

@@ -1,0 +1,44 @@
+"""The name of the run's beginning: a run that is begun anew in an emptied folder has another one.
+
+Invariant: while the folder holds a checkpoint or a commit record, the name stays, also if `published/` is removed.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+
+from shared.files import storage
+from shared.run import commits, weights
+from shared.run.folder import BEGINNING, RunFolder
+
+_NAME = re.compile(r"[0-9a-f]{16}")
+
+
+def beginning(published: Path) -> str:
+    """Reads the name, from a copy where it is lost, or draws one. Blocks. Raises StorageFull, StorageDenied.
+
+    Args:
+        published: the folder of the run's chunks, directly below the run's.
+    """
+    folder = RunFolder(published.parent)
+    first, copy = published / BEGINNING, folder.beginning
+    with storage.storage(folder.path):
+        found = _read(first)
+        if found is None and (weights.versions(folder.checkpoints) or commits.versions(folder.archive)):
+            found = _read(copy) or _read(folder.recorded_beginning)
+        name = found or secrets.token_hex(8)
+        for path in (first, copy):
+            if _read(path) != name:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                storage.replace(path, name.encode())
+    return name
+
+
+def _read(path: Path) -> str | None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+    return text if _NAME.fullmatch(text) else None

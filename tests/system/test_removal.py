@@ -1,0 +1,107 @@
+"""Every key of a run's Redis, and every file and folder of a run: each is removed in turn."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from services.cli.runs.record import stored
+from services.cli.verify.command import verify
+from shared.run.folder import RunFolder
+from tests.system import removal
+from tests.system.removal import back, further, kill_all, remove, running
+from tools.chaos import logs
+from tools.chaos.arena import Arena
+
+CACHES = (
+    ".secrets",
+    "config.yaml",
+    "logs",
+    "processes.json",
+    "published",
+    "pulled",
+    "redis/redis.conf",
+    "services.yaml",
+)
+ENDS = {"config.yaml", "run.json", "checkpoints"}
+"""Without these no command can go on by itself."""
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return removal.make(tmp_path_factory.mktemp("pristine"))
+
+
+@pytest.mark.timeout(400)
+def test_a_run_survives_the_loss_of_a_key_and_of_what_its_services_read_at_their_start(
+    pristine: RunFolder, tmp_path: Path
+):
+    run = removal._copy(pristine, tmp_path)
+
+    async def session() -> None:
+        async with running(stored(run.path)[0]) as arena:
+            await further(arena)
+            await arena.redis("DEL", f"{{{run.name}}}:st")
+            await further(arena)
+            remove(run.checkpoints)
+            await further(arena)
+            await arena.until(lambda: any(run.checkpoints.glob("e*/manifest.json")), "no new checkpoint")
+            for name in CACHES:
+                remove(run.path / name)
+            kill_all(arena)
+            await back(arena)
+
+    asyncio.run(session())
+    assert logs.crashes(run.logs) == []
+    assert verify(run)["ok"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_every_key_and_every_field_of_redis(pristine: RunFolder, tmp_path: Path):
+    """Removed, and replaced by one of another type, in a run that goes on."""
+    run = removal._copy(pristine, tmp_path)
+
+    async def lose(arena: Arena, *words: str) -> None:
+        await arena.redis(*words)
+        await further(arena)
+
+    async def session() -> None:
+        async with running(stored(run.path)[0]) as arena:
+            await further(arena)
+            keys = sorted(key.decode() for key in await arena.redis("KEYS", "*"))
+            assert len(keys) > 5
+            for key in keys:
+                await lose(arena, "DEL", key)
+                await lose(arena, "EVAL", "redis.call('DEL', KEYS[1]); redis.call('SET', KEYS[1], 'x')", "1", key)
+            state = f"{{{run.name}}}:st"
+            for field in await arena.redis("HKEYS", state):
+                await lose(arena, "HDEL", state, field.decode())
+            stream = f"{{{run.name}}}:q"
+            await lose(arena, "XTRIM", stream, "MAXLEN", "0")
+            fence = (await arena.redis("HGET", state, "fence")).decode()
+            await lose(arena, "XGROUP", "DESTROY", stream, f"t{fence}")
+
+    asyncio.run(session())
+    assert logs.crashes(run.logs) == []
+    proof = verify(run)
+    assert proof["ok"], proof["violations"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_file_and_folder_before_the_run_is_continued(pristine: RunFolder, tmp_path: Path):
+    found = removal.before_up(pristine, tmp_path)
+    assert found.wrong == []
+    assert set(found.ended) <= ENDS
+    assert len(found.went_on) > 40
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_file_and_folder_while_the_run_goes_on(pristine: RunFolder, tmp_path: Path):
+    found = removal.while_it_runs(pristine, tmp_path)
+    assert found.wrong == []
+    assert len(found.went_on) > 40
