@@ -439,10 +439,11 @@ def show(line: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One bootstrap at a time; a second waits and then finds everything done."""
+    """One bootstrap at a time; a second waits and then finds everything done. Some file systems have no locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

@@ -32,8 +32,10 @@ def python_of(environment: str) -> Path:
 
 
 def variables_of(environment: str, *, cpu: bool) -> dict[str, str]:
-    """The caller's variables, plus JAX's platform if it is to be the CPU, and JAX's compilation cache in the project,
-    which keeps every program: those that take less than a second to compile, left out else, are a sixth of a start.
+    """Environment variables of a program: the caller's, and JAX's compilation cache in the project.
+
+    With `cpu`, JAX uses the CPU, whatever JAX_PLATFORMS the caller's shell has. The cache keeps every program: those
+    that take less than a second to compile, left out else, are a sixth of a start.
 
     Bytecode is written, whatever the caller has set: a service that may not keep it compiles every imported module at
     every start.
@@ -43,6 +45,5 @@ def variables_of(environment: str, *, cpu: bool) -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": str(CACHE / f"jax-{environment}"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    if cpu:
-        added["JAX_PLATFORMS"] = "cpu"
-    return {**added, **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**added, **kept, **({"JAX_PLATFORMS": "cpu"} if cpu else {})}

@@ -7,7 +7,7 @@ of. Every new connection reads the password file again, so the password may chan
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +15,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import redis.exceptions as foreign
-from redis.asyncio import Redis
+from redis.asyncio import Connection, Redis, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 
+from shared.clients.dialing import open_socket
 from shared.errors import ConfigError, Fenced, QueueUnavailable
 from shared.process.descriptors import HINT, exhausted
 from shared.web.access import read_secret
@@ -53,6 +54,28 @@ class _Secret(CredentialProvider):
 
     def _read(self) -> str:
         return read_secret(self._path, "services.redis_password_file")
+
+
+class _Dialing(Connection):
+    """A connection to the first address of the host that answers; the client would try them one after another."""
+
+    async def _connect(self) -> None:
+        self._dialed = await open_socket(self.host, self.port, CONNECT_TIMEOUT_S)
+        try:
+            await super()._connect()
+        except BaseException:
+            self._dialed.close()
+            raise
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        return {"sock": self._dialed}
+
+
+class _DialingTls(_Dialing, SSLConnection):
+    """The same with TLS."""
+
+    def _connection_arguments(self) -> Mapping[str, Any]:
+        return {"sock": self._dialed, "ssl": self.ssl_context.get(), "server_hostname": self.host}
 
 
 @dataclass
@@ -96,7 +119,10 @@ def connect(
         )
     except ValueError as error:
         raise ConfigError("the Redis URL is malformed", "expected redis://host:port/db") from error
-    kwargs = client.connection_pool.connection_kwargs
+    pool = client.connection_pool
+    if pool.connection_class in (Connection, SSLConnection):  # not a socket of the machine
+        pool.connection_class = _DialingTls if pool.connection_class is SSLConnection else _Dialing
+    kwargs = pool.connection_kwargs
     kwargs.update(trust)
     if password_file:
         kwargs.pop("password", None)

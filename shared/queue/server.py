@@ -7,7 +7,6 @@ itself holds guards the data, even if whoever started it is gone.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import re
@@ -23,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from shared.errors import ConfigError, QueueUnavailable
+from shared.files.locks import try_lock
 from shared.process.ports import free_port
 
 _OLDEST_REDIS = (6, 2)
@@ -220,12 +220,8 @@ def _write_private(path: Path, text: str) -> None:
 
 
 def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ConfigError(
-            f"another server is using {folder}", "stop that run first, or give this one another name"
-        ) from error
+    if not try_lock(descriptor):
+        raise ConfigError(f"another server is using {folder}", "stop that run first, or give this one another name")
 
 
 def _wait_ready(spec: ServerSpec, process: subprocess.Popen[bytes], ready_s: float) -> None:

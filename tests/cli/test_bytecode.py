@@ -25,3 +25,9 @@ def test_what_make_starts_writes_bytecode(monkeypatch: pytest.MonkeyPatch) -> No
     shown = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", check=True).stdout
     assert FORBIDDEN not in shown
     assert "PATH=" in shown
+
+
+def test_a_run_on_cpus_uses_the_cpu_whatever_the_shell_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    assert variables_of("trainer", cpu=True)["JAX_PLATFORMS"] == "cpu"
+    assert variables_of("trainer", cpu=False)["JAX_PLATFORMS"] == "cuda"

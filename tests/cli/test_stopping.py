@@ -40,6 +40,23 @@ def test_a_signal_is_not_lost_with_the_output(error: type[OSError]) -> None:
     assert told == ["SIGTERM", "again"]
 
 
+def test_a_hangup_that_the_parent_ignores_stops_nothing() -> None:
+    """As under `nohup`, whose terminal is then closed."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    async def body() -> str:
+        async with stopping_on_signal():
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.05)
+        return "went on"
+
+    try:
+        assert asyncio.run(body()) == "went on"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_ends_follow_and_the_cursor_is_back(tmp_path: Path, number: signal.Signals) -> None:
     services = [f"services.{name}.url=http://127.0.0.1:1" for name in ("env", "rollout", "orchestrator", "trainer")]

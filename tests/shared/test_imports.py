@@ -1,5 +1,6 @@
 """What the light services import before they listen: real processes, which tell it themselves (`-X importtime`)."""
 
+import os
 import re
 import subprocess
 import sys
@@ -103,3 +104,22 @@ def test_the_chain_of_an_import_is_read_from_the_nested_lines():
         "import time: 1 | 4 | a",
     ]
     assert chains("\n".join(lines)) == {"a": ["a"], "b": ["a", "b"], "c": ["a", "b", "c.inner"]}
+
+
+@pytest.mark.parametrize("module", ["services.cli", "services.env", "services.trainer"])
+def test_another_package_shared_is_named(module: str, tmp_path: Path) -> None:
+    """A folder `shared/` with an `__init__.py` on PYTHONPATH comes before the project's own."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "__init__.py").touch()
+    command = [sys.executable, "-P", "-m", module, "--help"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+    )
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"volley: the package {tmp_path / 'shared'} hides Volley's own: take its folder out of PYTHONPATH\n"
+    )

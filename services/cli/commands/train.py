@@ -267,7 +267,7 @@ async def _waiting_for(running: stack.LocalStack) -> str:
 async def stopping_on_signal(
     first: Callable[[str], None] = lambda name: None, again: Callable[[], None] = lambda: None
 ) -> AsyncIterator[None]:
-    """Inside, SIGINT, SIGTERM or SIGHUP cancels the body, whatever becomes of what is said of it.
+    """Cancel the body at SIGINT, SIGTERM or SIGHUP. A SIGHUP that the parent ignores stays ignored.
 
     Args:
         first: told the name of the first signal.
@@ -288,7 +288,9 @@ async def stopping_on_signal(
         else:
             again()
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` leaves it
+        numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
     try:

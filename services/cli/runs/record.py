@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import os
 import secrets
 import sys
@@ -26,6 +25,7 @@ from services.cli.local import reaper
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
+from shared.files.locks import try_lock
 from shared.files.reading import open_file, read_file
 from shared.files.storage import replace
 from shared.models.hub import keep
@@ -325,7 +325,7 @@ def _lock(file: IO[str], folder: RunFolder, say: Callable[[str], None]) -> None:
     ended.
     """
     deadline, waiting = time.monotonic() + _ORPHANS_S, False
-    while not _try_lock(file):
+    while not try_lock(file):
         file.seek(0)
         holder = file.read(32).strip() or "?"
         if _lives(holder) or time.monotonic() > deadline:
@@ -336,14 +336,6 @@ def _lock(file: IO[str], folder: RunFolder, say: Callable[[str], None]) -> None:
             say(f"waiting for what process {holder}, which is gone, has left running")
         waiting = True
         time.sleep(0.1)
-
-
-def _try_lock(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _lives(pid: str) -> bool:

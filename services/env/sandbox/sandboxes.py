@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
+import errno
 import os
 import secrets
 import sys
@@ -35,6 +35,8 @@ from services.env.sandbox.sandbox import Sandbox
 from services.env.sandbox.tier import Tier
 from services.env.sandbox.turns import Turns
 from shared.errors import InputError, RateLimited, SandboxFailed
+from shared.files.locks import try_lock
+from shared.files.storage import storage
 from shared.process import telemetry
 from shared.process.descriptors import HINT, exhausted
 
@@ -78,6 +80,8 @@ class Sandboxes:
         self.tier: Tier | None = None
         self._max_running = min(max_running, MAX_RUNNING)
         self._given, self.folder = folder, Path()
+        self._lock: int | None = None
+        self._remaking = asyncio.Lock()
         self._namespaces, self._landlock = namespaces and sys.platform == "linux", landlock
         self._zygotes: dict[_Key, ZygoteProcess] = {}
         self._opening: dict[_Key, asyncio.Lock] = {}
@@ -89,9 +93,8 @@ class Sandboxes:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        self.folder, lock = await asyncio.to_thread(_make_folder, self._given)
-        self._stack.callback(os.close, lock)
-        self._stack.push_async_callback(asyncio.to_thread, workspace.remove, self.folder)
+        await self._make_own_folder()
+        self._stack.push_async_callback(self._remove_own_folder)
         self._stack.push_async_callback(self._close_all)
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         watcher = tasks.create_task(self._watch())
@@ -100,6 +103,23 @@ class Sandboxes:
 
     async def __aexit__(self, *exception: object) -> None:
         await self._stack.aclose()
+
+    async def _make_own_folder(self) -> None:
+        """Make the private folder of this process, also where a cleaner of temporary files has removed it."""
+        async with self._remaking:
+            if self._lock is not None:
+                if _is_at(self._lock, self.folder):
+                    return
+                _log.warning("the folder of the sandboxes was removed and is made again", folder=str(self.folder))
+                os.close(self._lock)
+                self._lock = None
+            with storage(self._given or Path(tempfile.gettempdir())):
+                self.folder, self._lock = await asyncio.to_thread(_make_folder, self._given)
+
+    async def _remove_own_folder(self) -> None:
+        await asyncio.to_thread(workspace.remove, self.folder)
+        if self._lock is not None:
+            os.close(self._lock)
 
     async def probe(self) -> Tier:
         """What this machine can do, found out by doing it once. Raises Unavailable."""
@@ -116,7 +136,7 @@ class Sandboxes:
         take none: for programs whose limit on CPU is seconds, and whose time decides on a reward.
 
         Raises SandboxFailed, RateLimited, Unavailable, InputError (a source that is too long, an owner of programs),
-        Forbidden (programs cannot be started here).
+        Forbidden (programs cannot be started here), StorageUnavailable (its folder cannot be made).
         """
         if isinstance(program, EnvironmentProgram) and len(program.source or "") > MAX_SOURCE:
             raise InputError(f"a source of {len(program.source or '')} characters", f"send at most {MAX_SOURCE}")
@@ -124,19 +144,22 @@ class Sandboxes:
         shell = isinstance(program, ShellProgram)
         if shell and owner:  # who would be paused is not its programs, but who waits for them
             raise InputError("a sandbox that starts programs takes no turns", "leave out its owner")
+        await self._make_own_folder()
         zygote = await self._zygote_of((program.python or _service_python(), program.folders, shell))
         sandbox = self._enroll(limits or SandboxLimits(), zygote, owner)
         began = time.perf_counter()
         try:
             if not zygote.tier.namespaces:
-                await asyncio.to_thread(sandbox.tmp.mkdir, 0o700)
+                with storage(self.folder):
+                    await asyncio.to_thread(sandbox.tmp.mkdir, 0o700)
             await sandbox.connect()
             method, params = _opening(program)
             said = await sandbox.call(method, params, deadline_s)
             sandbox.description = said if isinstance(program, EnvironmentProgram) else None
         except OSError as error:
             await sandbox.close()
-            raise RateLimited(f"no sandbox can be started: {exhausted(error) or error}", HINT) from error
+            lacking = exhausted(error)
+            raise RateLimited(f"no sandbox can be started: {lacking or error}", HINT if lacking else "") from error
         except BaseException:
             await sandbox.close()
             raise
@@ -291,13 +314,22 @@ def _make_folder(given: Path | None) -> tuple[Path, int]:
         return folder, lock
 
 
+def _is_at(descriptor: int, folder: Path) -> bool:
+    """Whether an open folder still has its name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), folder.lstat())
+    except OSError:
+        return False
+
+
 def _locked(folder: Path) -> int:
-    """Raises OSError if somebody else has it, or if it is somebody else's."""
+    """Raises OSError if somebody else has it, or if it is somebody else's; ConfigError without file locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise PermissionError(f"{folder} belongs to another user")
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not try_lock(descriptor):
+            raise BlockingIOError(errno.EAGAIN, "another process uses it", str(folder))
     except BaseException:
         os.close(descriptor)
         raise

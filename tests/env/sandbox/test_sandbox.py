@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import shutil
 import sys
 from pathlib import Path
 
@@ -319,7 +320,7 @@ async def test_what_step_may_not_return(sandboxes: Sandboxes, step: str, match: 
 async def test_a_text_with_half_a_character_is_mended(sandboxes: Sandboxes):
     sandbox = await sandboxes.start(EnvironmentProgram(ADDER.replace('return "", float', 'return "\\ud800", float')))
     await opened(sandbox)
-    assert (await said(sandbox, "1")).messages[0]["content"] == "?"
+    assert (await said(sandbox, "1")).messages[0]["content"] == "\ufffd"
     await sandbox.close()
 
 
@@ -521,6 +522,20 @@ async def test_a_service_that_is_killed_leaves_no_process_and_its_folder_goes_wi
     async with Sandboxes(folder=tmp_path) as own:
         assert folders_in(tmp_path) == [own.folder]
     assert folders_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("namespaces", [True, False])
+async def test_sandboxes_start_after_a_cleaner_removed_their_folder(namespaces: bool, tmp_path: Path) -> None:
+    """As cleaners of temporary files do; even the whole temporary folder is gone."""
+    place = tmp_path / "tmp"
+    async with Sandboxes(folder=place, namespaces=namespaces) as own:
+        first = await own.start(ScriptProgram())
+        shutil.rmtree(place)
+        second = await own.start(ScriptProgram())
+        for sandbox in (first, second):
+            assert await sandbox.call("ping", {}, 30) == "pong"
+        assert folders_in(place) == [own.folder]
+    assert folders_in(place) == []
 
 
 def folders_in(folder: Path) -> list[Path]:

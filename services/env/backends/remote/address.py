@@ -7,7 +7,6 @@ private networks are allowed: remote environments are mostly there.
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import re
 import socket
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from shared.clients.dialing import open_socket
 from shared.errors import InputError
 
 MAX_URL = 500
@@ -171,28 +171,4 @@ def checked_socket(info: AddressInfo) -> socket.socket:
 
 async def connect(address: RemoteAddress, timeout_s: float) -> socket.socket:
     """A connected socket. Raises OSError."""
-    async with asyncio.timeout(timeout_s):
-        return await _connect(address)
-
-
-async def _connect(address: RemoteAddress) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    failure = OSError("the host has no address")
-    for info in await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
-        try:
-            made = checked_socket(info)
-        except OSError as error:
-            failure = error
-            continue
-        try:
-            await loop.sock_connect(made, info[4])
-        except OSError as error:
-            made.close()
-            failure = error
-        except BaseException:
-            made.close()
-            raise
-        else:
-            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return made
-    raise failure
+    return await open_socket(address.host, address.port, timeout_s, why_refused)
