@@ -54,7 +54,8 @@ class TrainerState:
     `settings` is the configuration that was in force, by epoch (see shared.run.pinned), `chain` is over everything
     before; both are missing in checkpoints that are older than they. `origin` is the version of another run that the
     weights were before step 0 (see shared.models.origin), if they were one. `data` says of a run of supervised training
-    which data it passes over, by digest, and where it is in it; there `step` counts optimizer steps of that.
+    which data it passes over, by digest (also of its `files`), and where it is in it; there `step` counts optimizer
+    steps of that.
     """
 
     epoch: int
@@ -154,7 +155,7 @@ class TrainerState:
                 origin=_origin(raw.get("origin")),
                 data=_data(raw.get("data")),
             )
-        except (KeyError, TypeError, ValueError, DecodeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, DecodeError) as error:
             raise WeightsError(f"state.json lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error
 
 
@@ -233,7 +234,9 @@ def _data(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
     data = dict(value)
-    return {"digest": _text(data["digest"]), **{key: _count(data, key) for key in ("examples", "epoch", "offset")}}
+    files = {"files": {_text(path): _text(digest) for path, digest in data["files"].items()}} if "files" in data else {}
+    counts = {key: _count(data, key) for key in ("examples", "epoch", "offset")}
+    return {"digest": _text(data["digest"]), **files, **counts}
 
 
 def initial_state(seed: int) -> TrainerState:

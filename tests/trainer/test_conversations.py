@@ -21,6 +21,7 @@ from services.trainer.status import TrainerStatus
 from shared.errors import ConfigError, InputError
 from shared.files.rows import MAX_LINE_BYTES
 from shared.models.chat import ChatTokenizer
+from shared.run import weights
 
 TINY = Path(__file__).parents[2] / "configs/models/tiny"
 TOKENIZER = ChatTokenizer(TINY)
@@ -448,6 +449,7 @@ async def test_held_out_conversations_that_are_dropped_or_cut_are_told_too(tmp_p
     wanted |= {"eval_examples": 2, "eval_dropped": 2, "eval_truncated": 1}
     assert {key: told[key] for key in wanted} == wanted
     assert found.digest == digest([found.train.examples, found.held_out])
+    assert found.files == {str(path): weights.digest(path) for path in (train, held_out)}
 
 
 LONG = {"prompt": "go", "completion": "Right " * 80}

@@ -329,6 +329,32 @@ async def test_other_data_are_refused(tmp_path: Path):
         await Run(tmp_path, n=8).run()
 
 
+@pytest.mark.parametrize(
+    ("was", "now", "why"),
+    [
+        ({"/a": "1" * 64}, {"/a": "2" * 64}, "/a has changed: its digest is 2222222222222222, it was 1111111111111111"),
+        ({"/a": "1" * 64}, {"/b": "2" * 64}, r"/a \(1{16}\) is missing, /b \(2{16}\) is new"),
+        ({"/a": "1" * 64}, {"/a": "1" * 64, "/b": "2" * 64}, r": /b \(2{16}\) is new"),
+        ({"/a": "1" * 64}, {"/moved": "1" * 64}, "the files are the same"),
+        ({}, {"/a": "1" * 64}, "other files, tokenizer or chat template"),
+    ],
+)
+async def test_a_file_that_changed_is_named_with_both_digests(tmp_path: Path, was: Any, now: Any, why: str):
+    first, second = Run(tmp_path), Run(tmp_path, n=8)
+    first.data, second.data = replace(first.data, files=was), replace(second.data, files=now)
+    await first.run()
+    assert (first.newest().state.data or {}).get("files", {}) == was
+    with pytest.raises(ConfigError, match=why):
+        await second.run()
+
+
+async def test_files_that_moved_are_the_same_data(tmp_path: Path):
+    first, second = Run(tmp_path), Run(tmp_path)
+    first.data, second.data = replace(first.data, files={"/a": "1"}), replace(second.data, files={"/b": "1"})
+    await first.run()
+    await second.run()
+
+
 async def test_a_pause_holds_the_next_step_and_a_wish_for_a_checkpoint_is_met(tmp_path: Path):
     run = Run(tmp_path, save_interval_steps=100)
     run.at = lambda step: run.status.ask(pause=True, checkpoint=True) if step == 2 else None

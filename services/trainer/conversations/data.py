@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,18 @@ import orjson
 
 from services.trainer.conversations.dataset import Dataset, Example, Kind, TooLong, digest, split, tokenized
 from services.trainer.conversations.demonstrations import Demonstrator, as_records, fetch
-from services.trainer.conversations.files import records
+from services.trainer.conversations.files import Split, files_of, records
 from services.trainer.loop.interfaces import Waiter
 from shared.clients.env import DemonstrationReply
 from shared.errors import ConfigError
 from shared.files import storage
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
+from shared.run import weights
 from shared.schema import RunConfig
 
+TRAIN: Split = "train"
+EVAL: Split = "eval"
 _log = telemetry.Log("conversations")
 
 
@@ -44,12 +47,14 @@ class DataSettings:
 @dataclass(frozen=True, slots=True)
 class RunData:
     """What is trained on, and what is measured on; `digest` is of all their tokens, reckoned once. `eval` is what the
-    files for that held, and is part of `held_out`.
+    files for that held, and is part of `held_out`. `files` are the digests of all files, by path: they tell which one
+    changed where `digest` has.
     """
 
     train: Dataset
     held_out: Sequence[Example]
     eval: Dataset | None = None
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -124,7 +129,13 @@ def _read(settings: DataSettings, tokenizer: ChatTokenizer, found: Iterable[tupl
     files = rendered(records(settings.held_out, "eval")) if settings.held_out else None
     if n := sum(one.n_without_tools for one in (whole, files) if one):
         _log.warning("the chat template leaves out the tools: the model is not shown them", conversations=n)
-    return RunData(replace(whole, examples=train), [*held_out, *(files.examples if files else ())], files)
+    digests = {
+        str(file.absolute()): weights.digest(file)
+        for paths, name in ((settings.train, TRAIN), (settings.held_out, EVAL))
+        for path in paths
+        for file in files_of(path, name)
+    }
+    return RunData(replace(whole, examples=train), [*held_out, *(files.examples if files else ())], files, digests)
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,14 @@ class SupervisedLoop:
         status, backend, started = self._status, self._backend, time.perf_counter()
         status.phase = "saving"
         epoch, offset = divmod(self._passed(), self._n_examples)
-        position = {"digest": self._data.digest, "examples": self._n_examples, "epoch": epoch, "offset": offset}
+        position: dict[str, Any] = {
+            "digest": self._data.digest,
+            "examples": self._n_examples,
+            "epoch": epoch,
+            "offset": offset,
+        }
+        if self._data.files:
+            position["files"] = dict(self._data.files)
         state = replace(self._state, metrics=tuple(self._unsaved), data=position)
         await self._log.flush()
         await self._waiter.patiently(lambda: self._waiter.blocking(backend.save, state, self._durable))

@@ -10,7 +10,7 @@ it goes on with the same tokens or not at all; each step has one line in sft.jso
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from shared.run.archive import Archive
 from shared.run.state import TrainerState, initial_state
 
 type OpenedBackend = tuple[Backend, CheckpointFolders]
+_SHOWN = 16
 _log = telemetry.Log("supervised")
 
 
@@ -79,9 +80,11 @@ class SupervisedWorker:
 
     def _continued(self, found: TrainerState, data: RunData) -> TrainerState:
         """Raises ConfigError if the run is not that of this configuration and of these data."""
-        if (found.data or {}).get("digest") != data.digest:
+        was = found.data or {}
+        if was.get("digest") != data.digest:
+            why = _changed(was.get("files"), data.files)
             raise ConfigError(
-                "the conversations are not those that the run was begun with (other files, tokenizer or chat template)",
+                f"the conversations are not those that the run was begun with: {why}",
                 "restore them, or start a run with another name, from its weights with model.path=RUN@VERSION",
             )
         return under_settings(found, self._plan.settings, self._plan.original)
@@ -101,6 +104,21 @@ class SupervisedWorker:
         checkpoints.repair()
         check = partial(self._parts.archive.check_newest, epoch)
         self._parts.log.repair(known, epoch, [*known.metrics, *checkpoints.metrics()], check=check)
+
+
+def _changed(was: Mapping[str, str] | None, now: Mapping[str, str]) -> str:
+    """Which file is another one, by path and digest."""
+    if not was:
+        return "other files, tokenizer or chat template"
+    for path, digest in now.items():
+        if path in was and was[path] != digest:
+            return f"{path} has changed: its digest is {digest[:_SHOWN]}, it was {was[path][:_SHOWN]}"
+    if sorted(was.values()) == sorted(now.values()):
+        return "the files are the same; their order, the tokenizer, the chat template or this version is another"
+    gone = sorted(path for path in was if was[path] not in now.values())
+    new = sorted(path for path in now if now[path] not in was.values())
+    told = [f"{path} ({was[path][:_SHOWN]}) is missing" for path in gone[:1]]
+    return ", ".join([*told, *(f"{path} ({now[path][:_SHOWN]}) is new" for path in new[:1])]) or "files were left out"
 
 
 async def _nobody_waits() -> None:
