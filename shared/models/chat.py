@@ -1,31 +1,38 @@
 """Chat text to tokens and back, with the exact-prefix property: tokens of earlier turns are never made anew.
 
 A conversation grows by appending. `render_prompt` makes the first tokens; after the model's own sampled ids,
-`render_continuation` makes only the environment's new text and the header of the next assistant turn. The template
-(`chat_template` of the Hugging Face folder, run in a sandbox) is asked for that text with a marker in place of the
-assistant's words, so nothing the model said is rendered or tokenized again.
+`continue_after` makes only the environment's new text and the header of the next assistant turn. The template is asked
+for that text with a marker in place of the assistant's words, so nothing the model said is rendered or tokenized again.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
-import jinja2
-import jinja2.sandbox
-from tokenizers import Tokenizer
+from tokenizers import Encoding
 
 from shared.errors import ConfigError, InputError
+from shared.models.templates import ChatTemplates, Messages, Tools, read_templates
+from shared.models.tokenizer_files import read_tokenizer
+from shared.models.turns import Turn, TurnRenderer
 
-type Messages = Sequence[Mapping[str, Any]]
-_MARKER = "\u0001assistant\u0001"
-_NOT_MEANT = (TypeError, ValueError, AttributeError, RecursionError)
-"""What templates raise over values that they were not written for: bytes, a decimal, text where a list is meant."""
+_ANCHOR = 200  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """Ids of a turn with its end, their marks, and the text after the end, None if the template writes no end; `whole`
+    is the conversation up to there.
+    """
+
+    ids: list[int]
+    marks: list[int]
+    tail: str | None
+    whole: str
 
 
 class ChatTokenizer:
@@ -33,47 +40,62 @@ class ChatTokenizer:
 
     Attributes:
         vocab_size: number of ids, including special ones.
-        eos_id: the token that ends an assistant turn: `eos_token`, or another special token with which the template
-            closes it, as Gemma's does.
-        pad_id: a token that is never part of a conversation.
+        eos_id: the token with which the template closes an assistant's turn, as Gemma's does; `eos_token` if it writes
+            none.
+        end_ids: all tokens that end an assistant's turn: `eos_id`, `eos_token`, and those of generation_config.json and
+            config.json.
+        pad_id: fills rows where nothing is learned: `pad_token`, or `eos_token` where none is named.
+        writes_date: the chat template writes the date.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ConfigError naming what the folder lacks."""
-        self._settings = _read_json(folder / "tokenizer_config.json")
-        tokenizer_file = folder / "tokenizer.json"
-        if not tokenizer_file.is_file():
+    def __init__(self, folder: Path, date: datetime.date | None = None) -> None:
+        """Raises ConfigError naming what the folder lacks.
+
+        Args:
+            date: of the run, for templates that write one; None: today's, in UTC.
+        """
+        files = read_tokenizer(folder)
+        self._tokenizer = files.tokenizer
+        if "eos_token" not in files.special:
+            raise ConfigError(f"{folder}/tokenizer_config.json names no eos_token")
+        self._template = ChatTemplates(read_templates(folder, files.settings), files.special, date)
+        self._turns = TurnRenderer(self._template)
+        if not self._turns.writes_text:
             raise ConfigError(
-                f"{tokenizer_file} is missing", "model.path must name a Hugging Face folder with a tokenizer"
+                f"{folder}: the chat template does not write the text of a message",
+                "it may expect images and text in parts; give a template for text",
             )
-        self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
-        self._template = compile_template(_template_text(self._settings, folder))
-        eos = _token_text(self._settings, "eos_token", folder)
-        self._special(eos, folder)
-        self._eos = self._turn_end(eos)
-        self.eos_id = self._special(self._eos, folder)
-        self.pad_id = self._special(_token_text(self._settings, "pad_token", folder), folder)
-        if self.pad_id == self.eos_id:
-            raise ConfigError(
-                f"{folder}: pad_token and eos_token are the same token", "training needs a pad token of its own"
-            )
+        self.writes_date = self._template.writes_date
+        eos = self._tokenizer.token_to_id(files.special["eos_token"])
+        declared = files.end_ids | {eos}
+        self.eos_id, self._closing = self._turn_end(declared, eos)
+        self.end_ids = declared | {self.eos_id}
+        self.pad_id = self._tokenizer.token_to_id(files.special.get("pad_token") or files.special["eos_token"])
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def _turn_end(self, eos: str) -> str:
+    def _turn_end(self, declared: frozenset[int], eos: int) -> tuple[int, str | None]:
+        """The token that closes a turn, and the text up to its end; (eos, None) if the template writes none."""
         try:
-            closing = self._closing
-        except InputError:  # which whoever renders a conversation is told
-            return eos
-        special = (one.content for one in self._tokenizer.get_added_tokens_decoder().values() if one.special)
-        found = [one for one in special if closing.startswith(one)]
-        return eos if closing.startswith(eos) else max(found, key=len, default=eos)
+            closing = self._turns.closing
+        except InputError:  # the caller who renders a conversation sees it
+            return eos, None
+        encoding = self._encoded(closing)
+        places = [*zip(encoding.ids, encoding.offsets, strict=True)]
+        special = {i for i, one in self._tokenizer.get_added_tokens_decoder().items() if one.special}
+        first = next((n for n, (token, _) in enumerate(places) if token in special | declared), len(places))
+        run = [*takewhile(lambda place: place[0] in special | declared, places[first:])]
+        found = [*(place for place in run if place[0] in declared), *run[-1:]]
+        return (found[0][0], closing[: found[0][1][1]]) if found else (eos, None)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; special tokens written in it are recognised, none is added. Raises InputError for what is no
         text in UTF-8: half of a surrogate pair.
         """
+        return self._encoded(text).ids
+
+    def _encoded(self, text: str) -> Encoding:
         try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+            return self._tokenizer.encode(text, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError) as error:
             raise InputError("there is half of a surrogate pair in the text: it is not valid Unicode") from error
 
@@ -84,14 +106,20 @@ class ChatTokenizer:
         """Text of one token, for display."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
-    def message_text(self, sampled_ids: Sequence[int]) -> str:
-        """What the assistant said: its sampled ids without the end-of-turn token."""
-        ended = bool(sampled_ids) and sampled_ids[-1] == self.eos_id
-        return self.decode(sampled_ids[:-1] if ended else sampled_ids)
+    def is_ended(self, sampled_ids: Sequence[int]) -> bool:
+        """Whether sampled ids end an assistant's turn."""
+        return bool(sampled_ids) and sampled_ids[-1] in self.end_ids
 
-    def render_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def message_text(self, sampled_ids: Sequence[int]) -> str:
+        """Text that the assistant said: its sampled ids without the tokens that end a turn or fill rows."""
+        n = len(sampled_ids)
+        while n and (sampled_ids[n - 1] in self.end_ids or sampled_ids[n - 1] == self.pad_id):
+            n -= 1
+        return self.decode(sampled_ids[:n])
+
+    def render_prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Ids of a conversation up to and including the header of the next assistant turn. Raises InputError."""
-        return self.encode(self._render(messages, tools))
+        return self.encode(self._template.render(messages, tools))
 
     def render_continuation(self, messages: Messages, *, ended: bool) -> list[int]:
         """Ids to append after an assistant turn: its missing end, `messages`, and the next assistant header.
@@ -99,146 +127,105 @@ class ChatTokenizer:
         Args:
             ended: the sampled ids already close the turn with `eos_id`.
         """
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKER}]
-        _, found, text = self._render([*before, *messages], ()).partition(_MARKER)
-        if not found or not text.startswith(self._eos):
-            raise ConfigError(f"the chat template does not close an assistant turn with {self._eos}")
-        return self.encode(text.removeprefix(self._eos) if ended else text)
+        return self._after(self._continuation(messages), ended=ended)
 
-    def said(self, message: Mapping[str, Any]) -> str:
-        """The text of an assistant's message: its content and, as the chat template writes them, its `tool_calls`.
-        Raises InputError if the template leaves them out, and for the end-of-turn token within: no rollout goes on
-        after it, and half a turn would be learned.
+    def continue_after(self, sampled_ids: Sequence[int], messages: Messages) -> list[int]:
+        """Ids to append after a sampled assistant turn, which stays as it was sampled.
+
+        The turn gets the end that the template writes, unless it has it: after another end token as well. A token that
+        ends a turn by beginning the next one (GLM's `<|user|>`) is not repeated.
         """
-        content, calls = message.get("content") or "", message.get("tool_calls")
-        after = self._after_marker({**message, "content": _MARKER}) if calls else ""
-        if self._eos in content or (after and after.count(self._eos) > self._closing.count(self._eos)):
-            raise InputError(
-                f"the assistant says {self._eos}, which ends a turn: no rollout goes on after it",
-                "leave it out; the chat template writes it at the end",
-            )
-        if not calls:
-            return content
-        told = after.partition(self._eos)[0]
-        missing = [name for call in calls if (name := str(_function(call)["name"])) not in told]
-        if missing:
-            raise InputError(
-                f"the chat template leaves out the call of {missing[0]}: it knows no tool_calls",
-                "write calls into content, in the format that the model is to use",
-            )
-        return content + (told if content else told.lstrip("\n"))
+        ids = self.render_continuation(messages, ended=sampled_ids[-1:] == [self.eos_id])
+        repeated = self._closing is None and self.is_ended(sampled_ids) and ids[:1] == [sampled_ids[-1]]
+        return ids[1:] if repeated else ids
 
-    @cached_property
-    def _closing(self) -> str:
-        """What the template writes after an assistant's words at the end of a conversation."""
-        return self._after_marker({"role": "assistant", "content": _MARKER})
+    def _continuation(self, messages: Messages) -> str:
+        text = self._turns.before_next(messages)
+        if text is None:
+            raise ConfigError("the chat template does not write the content of an assistant's message")
+        return text
 
-    def _after_marker(self, message: Mapping[str, Any]) -> str:
-        return self._render([{"role": "user", "content": "?"}, message], ()).partition(_MARKER)[2]
+    def _after(self, text: str, *, ended: bool) -> list[int]:
+        """Ids of the text after an assistant's words, without the end of its turn if that is there already."""
+        encoding = self._encoded(text)
+        if not ended or self._closing is None or not text.startswith(self._closing):
+            return encoding.ids
+        return encoding.ids[encoding.ids.index(self.eos_id) + 1 :]
 
-    def leaves_out(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> bool:
+    def leaves_out(self, messages: Messages, tools: Tools) -> bool:
         """Whether the template writes nothing of the `tools` into the prompt of a demonstration. Raises InputError."""
         before = [*takewhile(lambda message: message["role"] != "assistant", messages)]
-        return bool(tools) and self._render(before, tools) == self._render(before, ())
+        return bool(tools) and self._template.render(before, tools) == self._template.render(before)
 
     def render_demonstration(
-        self, messages: Messages, tools: Sequence[Mapping[str, Any]] = (), learned: Sequence[bool] | None = None
+        self, messages: Messages, tools: Tools = (), learned: Sequence[bool] | None = None
     ) -> tuple[list[int], list[int]]:
         """Ids and loss mask of a finished conversation, token for token as a rollout of it would be recorded.
 
         Args:
             learned: for each message whether its tokens have mask 1, if it is the assistant's; None: all of them.
         """
-        first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), None)
-        if first is None or messages[-1]["role"] != "assistant":
+        if not messages or messages[-1]["role"] != "assistant" or messages[0]["role"] == "assistant":
             raise InputError("a demonstration must end with an assistant message")
-        ids = self.render_prompt(messages[:first], tools)
-        mask = [0] * len(ids)
-        pending: list[Mapping[str, Any]] = []
-        counts = [1] * len(messages) if learned is None else [int(one) for one in learned]
-        for message, count in zip(messages[first:], counts[first:], strict=True):
+        counts = [True] * len(messages) if learned is None else learned
+        ids, mask = list[int](), list[int]()
+        last, at = None, 0
+        for i, message in enumerate(messages):
             if message["role"] != "assistant":
-                pending.append(message)
                 continue
-            glue = self.render_continuation(pending, ended=True) if pending else []
-            said = [*self.encode(self.said(message)), self.eos_id]
-            ids += glue + said
-            mask += [0] * len(glue) + [count] * len(said)
-            pending = []
+            turn = self._turns.turn(messages[:i], message, tools)
+            before, said = self._between(last, messages[at:i], turn), self._said(turn)
+            if last is not None and last.tail is None and before[:1] and before[0] in self.end_ids:
+                ids[-1] = before.pop(0)  # the next turn's header ends this one
+            ids += before + said.ids
+            mask += [0] * len(before) + [mark * bool(counts[i]) for mark in said.marks]
+            last, at = said, i + 1
+        if any(counts[i] for i, one in enumerate(messages) if one["role"] == "assistant") and not any(mask):
+            raise InputError("the chat template marks nothing that the assistant says with {% generation %}")
         return ids, mask
 
-    def _render(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> str:
-        try:
-            return self._template.render(
-                messages=messages,
-                tools=list(tools) or None,
-                add_generation_prompt=True,
-                **_special_texts(self._settings),
+    def _said(self, turn: Turn) -> _Said:
+        """Raises InputError for an end within the turn: no rollout goes on after it, half a turn would be learned."""
+        anchor = self._anchor(turn.prompt)
+        context, encoding = self._encoded(anchor), self._encoded(anchor + turn.said)
+        n, start = len(context.ids), len(anchor)
+        if encoding.ids[:n] != context.ids:  # the prompt's last token and the answer's first would be one token
+            encoding, n, start = self._encoded(turn.said), 0, 0
+        ids = encoding.ids[n:]
+        ends = [i for i, token in enumerate(ids) if token in self.end_ids]
+        after = encoding.offsets[n + ends[0]][1] - start if ends else len(turn.said)
+        if turn.said[after:].strip() and not self._is_closed(turn.said, after):
+            raise InputError(
+                f"the assistant says {self.token(ids[ends[0]])}, which ends a turn: no rollout goes on after it",
+                "leave it out; the chat template writes it at the end",
             )
-        except (jinja2.TemplateError, *_NOT_MEANT) as error:
-            raise InputError(f"the chat template refuses the conversation: {error}") from error
+        marks = [1] * len(ids)
+        if turn.spans is not None:
+            places = [(a - start, b - start) for a, b in encoding.offsets[n:]]
+            marks = [int(any(a < end and b > begin for begin, end in turn.spans)) for a, b in places]
+        if not ends:
+            return _Said([*ids, self.eos_id], [*marks, 1], None, turn.whole)
+        return _Said(ids[: ends[0] + 1], marks[: ends[0] + 1], turn.said[after:], turn.whole)
 
-    def _special(self, text: str, folder: Path) -> int:
-        found = self._tokenizer.token_to_id(text)
-        if found is None:
-            raise ConfigError(f"{folder}: token {text!r} is not in the vocabulary")
-        return found
+    def _is_closed(self, said: str, end: int) -> bool:
+        """Whether what stands after the end of a turn is what the template writes there."""
+        return self._closing is not None and said[end:] == self._turns.closing[len(self._closing) :]
 
+    def _anchor(self, prompt: str) -> str:
+        """End of a prompt from its last special token on: what is tokenized together with an answer."""
+        tail = prompt[-_ANCHOR:]
+        encoding, added = self._encoded(tail), self._tokenizer.get_added_tokens_decoder()
+        starts = [at for token, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in added]
+        return tail[starts[-1] :] if starts else tail.rpartition("\n")[2]
 
-def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Name and arguments, which older formats have in the call itself."""
-    return call.get("function") or call
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}", "model.path must name a Hugging Face folder with a tokenizer"
-        ) from error
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-
-
-def _token_text(settings: Mapping[str, Any], name: str, folder: Path) -> str:
-    value = settings.get(name)
-    text = value.get("content") if isinstance(value, dict) else value
-    if not text:
-        raise ConfigError(f"{folder}/tokenizer_config.json names no {name}")
-    return str(text)
-
-
-def _special_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    names = ("bos_token", "eos_token", "pad_token")
-    values = {name: settings.get(name) for name in names}
-    return {name: v["content"] if isinstance(v, dict) else v for name, v in values.items() if v}
-
-
-def _template_text(settings: Mapping[str, Any], folder: Path) -> str:
-    beside = folder / "chat_template.jinja"
-    text = beside.read_text(encoding="utf-8") if beside.is_file() else settings.get("chat_template")
-    if not isinstance(text, str):
-        raise ConfigError(
-            f"{folder} has no chat template", "add chat_template.jinja or chat_template in tokenizer_config.json"
-        )
-    return text
-
-
-def compile_template(text: str) -> jinja2.Template:
-    """A chat template with what Hugging Face's templates expect, run in Jinja's sandbox. Raises ConfigError."""
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-
-    def refuse(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    names: dict[str, Any] = environment.globals
-    names["raise_exception"] = refuse
-    names["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    try:
-        return environment.from_string(text)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"the chat template is not valid: {error}") from error
+    def _between(self, last: _Said | None, messages: Messages, turn: Turn) -> list[int]:
+        """Ids from the end of the last turn to the beginning of this one; those of the whole prompt for the first."""
+        if last is None:
+            return self.encode(turn.prompt)
+        if turn.prompt.startswith(last.whole):
+            end = self.token(last.ids[-1])
+            ids = self.encode(end + (last.tail or "") + turn.prompt[len(last.whole) :])
+            if ids[0] == last.ids[-1]:
+                return ids[1:]
+        text = self._continuation(messages)
+        return self._after(text.removesuffix(turn.opened), ended=True)

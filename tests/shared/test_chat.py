@@ -1,5 +1,6 @@
 """Chat rendering: appending never changes what stands, and a demonstration equals the rollout it demonstrates."""
 
+import datetime
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from shared.errors import ConfigError, InputError
 from shared.models.chat import ChatTokenizer
+from tests.support.templates import change_json, tiny_folder, write_json
 
 TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny"
 TOKENIZER = ChatTokenizer(TINY)
@@ -128,8 +130,8 @@ def test_a_demonstration_must_end_with_the_assistant():
         ("tokenizer_config.json", {"chat_template": None}, "no chat template"),
         ("tokenizer_config.json", {"chat_template": "{% for"}, "chat template is not valid"),
         ("tokenizer_config.json", {"eos_token": "<nope>"}, "not in the vocabulary"),
-        ("tokenizer_config.json", {"pad_token": "<|im_end|>"}, "pad token of its own"),
-        ("tokenizer_config.json", {"pad_token": None}, "names no pad_token"),
+        ("tokenizer_config.json", {"bos_token": "<s>"}, "bos_token '<s>' is not in the vocabulary"),
+        ("tokenizer_config.json", {"eos_token": None}, "names no eos_token"),
         ("tokenizer.json", None, "tokenizer.json is missing"),
     ],
 )
@@ -153,3 +155,218 @@ def test_a_template_cannot_reach_python(tmp_path):
     (folder / "chat_template.jinja").write_text(hostile, encoding="utf-8")
     with pytest.raises(InputError, match="refuses"):
         ChatTokenizer(folder).render_prompt([user("x")])
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+
+
+def of_template(folder, template):
+    tiny_folder(folder)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return ChatTokenizer(folder)
+
+
+def learned(tokenizer, *messages):
+    ids, mask = tokenizer.render_demonstration([user("2+2?"), *messages])
+    return tokenizer.decode([i for i, one in zip(ids, mask, strict=True) if one])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}},
+        {
+            "padding": {
+                "strategy": {"Fixed": 48},
+                "direction": "Right",
+                "pad_to_multiple_of": 8,
+                "pad_id": 0,
+                "pad_type_id": 0,
+                "pad_token": "<|endoftext|>",
+            }
+        },
+        {"post_processor": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+    ],
+)
+def test_truncation_and_padding_saved_in_a_tokenizer_are_not_applied(tmp_path, change):
+    folder = tiny_folder(tmp_path / "model")
+    change_json(folder / "tokenizer.json", **change)
+    assert ChatTokenizer(folder).encode("a long story of the sea") == TOKENIZER.encode("a long story of the sea")
+
+
+def test_flags_of_added_tokens_are_those_of_the_tokenizer_config(tmp_path):
+    flags = {"content": "<|im_start|>", "lstrip": True, "rstrip": True, "single_word": False, "normalized": False}
+    folder = tiny_folder(tmp_path / "model", added_tokens_decoder={"1": flags | {"special": True}})
+    ids = TOKENIZER.encode("a<|im_start|>b")
+    assert TOKENIZER.encode("a \n<|im_start|> b") != ids
+    assert ChatTokenizer(folder).encode("a \n<|im_start|> b") == ids
+
+
+def test_special_tokens_of_a_legacy_file_win(tmp_path):
+    folder = tiny_folder(tmp_path / "model")
+    write_json(folder / "special_tokens_map.json", {"eos_token": {"content": "<|endoftext|>"}})
+    assert TOKENIZER.token(TOKENIZER.eos_id) == "<|im_end|>"
+    assert {TOKENIZER.token(i) for i in ChatTokenizer(folder).end_ids} == {"<|im_end|>", "<|endoftext|>"}
+
+
+@pytest.mark.parametrize("pad", [None, "<|im_end|>"])
+def test_a_pad_token_may_be_missing_or_the_end_token(tmp_path, pad):
+    tokenizer = ChatTokenizer(tiny_folder(tmp_path / "model", pad_token=pad))
+    assert tokenizer.pad_id == tokenizer.eos_id == TOKENIZER.eos_id
+
+
+def test_every_declared_end_ends_a_turn(tmp_path):
+    folder = tiny_folder(tmp_path / "model")
+    write_json(folder / "generation_config.json", {"eos_token_id": [2, 0]})
+    tokenizer = ChatTokenizer(folder)
+    assert tokenizer.end_ids == {0, 2}
+    sampled = [*tokenizer.encode("Right"), 0]
+    assert tokenizer.is_ended(sampled)
+    assert tokenizer.message_text(sampled) == "Right"
+    after = tokenizer.continue_after(sampled, [user("x")])
+    assert tokenizer.decode(after) == "<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.continue_after([*sampled[:-1], 2], [user("x")]) == after[1:]
+
+
+def test_a_header_that_ends_a_turn_is_not_repeated(tmp_path):
+    """GLM's way: a turn has no end of its own."""
+    template = CHATML.replace("<|im_end|>\n", "").replace("<|im_start|>{{", "<|endoftext|>{{")
+    tokenizer = of_template(tmp_path / "model", template)
+    write_json(tmp_path / "model" / "generation_config.json", {"eos_token_id": [0]})
+    tokenizer = ChatTokenizer(tmp_path / "model")
+    header = tokenizer.encode("<|endoftext|>user\nx")
+    sampled = [*tokenizer.encode("Right"), 0]
+    assert tokenizer.continue_after(sampled, [user("x")])[: len(header) - 1] == header[1:]
+    assert tokenizer.continue_after(sampled[:-1], [user("x")])[: len(header)] == header
+
+
+THINKING = CHATML.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' and m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}",
+)
+OPENED = THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": "4", "reasoning_content": "two and two"}, "<think>\ntwo and two\n</think>\n\n4<|im_end|>"),
+        ({"content": "", "reasoning_content": "two"}, "<think>\ntwo\n</think>\n\n<|im_end|>"),
+        ({"content": "", "reasoning_content": "two", "tool_calls": [CALL]}, '"arguments": {"a": 2}}<|im_end|>'),
+    ],
+)
+def test_reasoning_is_learned_where_the_template_writes_it(tmp_path, message, text):
+    tokenizer = of_template(tmp_path / "model", THINKING)
+    assert learned(tokenizer, said("") | message).endswith(text)
+    opened = of_template(tmp_path / "opened", OPENED)
+    assert learned(opened, said("") | message).endswith(text.removeprefix("<think>\n"))
+    assert "<think>" not in learned(opened, said("") | message), "the prompt ends with it"
+
+
+@pytest.mark.parametrize("content", ["<think>\ntwo\n</think>\n\n4", "<think>two</think>4"])
+def test_an_opened_thought_in_the_content_is_learned_once(tmp_path, content):
+    dropping = OPENED.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")  # DeepSeek-R1's way
+    tokenizer = of_template(tmp_path / "model", dropping)
+    ids, mask = tokenizer.render_demonstration([user("2+2?"), said(content)])
+    prompt = tokenizer.render_prompt([user("2+2?")])
+    assert ids[: len(prompt)] == prompt
+    assert tokenizer.decode(ids[len(prompt) :]) == content.removeprefix("<think>").lstrip("\n") + "<|im_end|>"
+    assert sum(mask) == len(ids) - len(prompt)
+
+
+@pytest.mark.parametrize(
+    ("message", "left_out"),
+    [
+        ({"reasoning_content": "two"}, "reasoning_content"),
+        ({"reasoning": "two"}, "reasoning"),
+        ({"thinking": "two"}, "thinking"),
+        ({"tool_calls": [CALL]}, "the call of add"),
+        ({"function_call": {"name": "add", "arguments": "{}"}}, "function_call"),
+    ],
+)
+def test_what_the_template_leaves_out_is_refused_by_name(message, left_out):
+    with pytest.raises(InputError, match=f"leaves out {left_out}"):
+        learned(TOKENIZER, said("") | message)
+
+
+CALLS = {
+    "in place of the content, as Llama 3.1": "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}"
+    "{% else %}{{ m.content }}{% endif %}",
+    "where content is null, as DeepSeek-R1": "{% if m.content is none %}{{ m.tool_calls[0].function | tojson }}"
+    "{% else %}{{ m.content }}{% endif %}",
+    "before the content": "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ m.content }}",
+    "with arguments as text": "{% for c in m.tool_calls or [] %}"
+    "{{ '{\"name\": \"' + c.function.name + '\", \"arguments\": ' + c.function.arguments + '}' }}{% endfor %}"
+    "{{ m.content }}",
+}
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_calls_are_learned_and_rendered_in_every_way_to_write_them(tmp_path, way):
+    tokenizer = of_template(tmp_path / "model", CHATML.replace("{{ m.content }}", CALLS[way]))
+    call, answer = said("") | {"tool_calls": [CALL]}, {"role": "tool", "content": "4"}
+    written = '{"name": "add", "arguments": {"a": 2}}<|im_end|>'
+    assert learned(tokenizer, call, answer, said("4")) == f"{written}4<|im_end|>"
+    assert written in tokenizer.decode(tokenizer.render_prompt([user("2+2?"), call, answer]))
+
+
+def test_content_that_is_left_out_beside_a_call_is_refused(tmp_path):
+    llama = CHATML.replace("{{ m.content }}", CALLS["in place of the content, as Llama 3.1"])
+    with pytest.raises(InputError, match="leaves out content beside tool_calls"):
+        learned(of_template(tmp_path / "model", llama), said("I add them") | {"tool_calls": [CALL]})
+
+
+def test_generation_blocks_choose_what_is_learned(tmp_path):
+    marked = CHATML.replace("{{ m.content }}<|im_end|>", "{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>")
+    tokenizer = of_template(tmp_path / "model", marked)
+    assert learned(tokenizer, said("4"), user("?"), said("x")) == "4x"
+    assert (
+        tokenizer.render_demonstration([user("a"), said("b")])[0]
+        == TOKENIZER.render_demonstration([user("a"), said("b")])[0]
+    )
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "files"])
+def test_named_templates_are_chosen_as_transformers_chooses(tmp_path, place):
+    named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "T" + CHATML}]
+    folder = tiny_folder(tmp_path / "model", chat_template=named if place == "tokenizer_config.json" else None)
+    if place == "files":
+        (folder / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text("T" + CHATML, encoding="utf-8")
+    tokenizer = ChatTokenizer(folder)
+    prompts = [tokenizer.decode(tokenizer.render_prompt([user("x")], tools)) for tools in ((), [CALL])]
+    assert prompts[1] == "T" + prompts[0]
+
+
+def test_templates_without_a_default_are_refused(tmp_path):
+    folder = tiny_folder(tmp_path / "model", chat_template=[{"name": "rag", "template": CHATML}])
+    with pytest.raises(ConfigError, match="chat templates 'rag', and no 'default'"):
+        ChatTokenizer(folder)
+
+
+def test_the_date_that_a_template_writes_is_the_given_one(tmp_path):
+    dated = "Today is {{ strftime_now('%d %b %Y %H:%M') }}." + CHATML
+    tokenizer = of_template(tmp_path / "model", dated)
+    assert tokenizer.writes_date
+    assert not TOKENIZER.writes_date
+    tokenizer = ChatTokenizer(tmp_path / "model", datetime.date(2024, 7, 26))
+    assert tokenizer.decode(tokenizer.render_prompt([user("x")])).startswith("Today is 26 Jul 2024 00:00.")
+
+
+def test_an_end_within_what_the_assistant_says_is_refused():
+    with pytest.raises(InputError, match="ends a turn"):
+        learned(TOKENIZER, said("a<|im_end|>b"))
+    with pytest.raises(InputError, match="ends a turn"):
+        learned(TOKENIZER, said("a<|im_end|>"))
+
+
+def test_an_end_after_the_end_of_the_last_turn_is_no_fault(tmp_path):
+    """Phi-3 ends a finished conversation with eos_token."""
+    phi = of_template(tmp_path / "model", CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}")
+    assert learned(phi, said("4"), user("?"), said("x")) == "4<|im_end|>x<|im_end|>"

@@ -67,7 +67,7 @@ class EpisodeRunner:
         bounds: TokenBounds,
     ) -> None:
         self._tokenizer, self._environments, self._balancer, self._bounds = tokenizer, environments, balancer, bounds
-        self._status, self._sampler = status, TurnSampler(balancer, status, tokenizer.eos_id, bounds)
+        self._status, self._sampler = status, TurnSampler(balancer, status, tokenizer.end_ids, bounds)
 
     async def run(self, spec: SamplingSpec, budget: TokenBudget) -> Trajectory:
         """One whole episode; its environment's episode is deleted however it ends.
@@ -155,7 +155,7 @@ class EpisodeRunner:
             if n_turns >= self._bounds.max_turns:
                 solved, finish_s = await self._finish(episode, opening, request_id)
                 return _Ended(result.success or solved, "truncated", "turns"), env_s + finish_s
-            ids = await self._continuation(result.messages, ended=sampled[-1] == self._tokenizer.eos_id)
+            ids = await self._continuation(sampled, result.messages)
             if self._bounds.room(len(recorder) + len(ids)) <= 0:
                 solved, finish_s = await self._finish(episode, opening, request_id)
                 return _Ended(result.success or solved, "truncated", "context"), env_s + finish_s
@@ -163,7 +163,7 @@ class EpisodeRunner:
 
     def _cut(self, sampled: Sequence[int], n_tokens: int) -> Literal["length", "context"] | None:
         """The bound that cut a turn short, if one did. Args: n_tokens: of the episode, this turn included."""
-        if sampled[-1] == self._tokenizer.eos_id:
+        if self._tokenizer.is_ended(sampled):
             return None
         if len(sampled) >= self._bounds.max_response_length:
             return "length"
@@ -178,8 +178,8 @@ class EpisodeRunner:
             )
         return ids
 
-    async def _continuation(self, messages: Sequence[Message], *, ended: bool) -> list[int]:
-        return await _tokenized(messages, lambda: self._tokenizer.render_continuation(messages, ended=ended))
+    async def _continuation(self, sampled: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        return await _tokenized(messages, lambda: self._tokenizer.continue_after(sampled, messages))
 
     async def _step(self, episode: EpisodeState, episode_id: str, request_id: str, text: str) -> StepReply:
         """Raises EpisodeLost. Text beyond what the service takes was cut: it is the model's, so it is no failure."""

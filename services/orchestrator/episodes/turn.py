@@ -10,7 +10,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,11 +121,11 @@ class EpisodeState:
 class TurnSampler:
     """Asks rollout servers for turns; one object serves all episodes."""
 
-    def __init__(self, balancer: Balancer, status: RunStatus, eos_id: int, bounds: TokenBounds) -> None:
-        self._balancer, self._status, self._eos_id, self._bounds = balancer, status, eos_id, bounds
+    def __init__(self, balancer: Balancer, status: RunStatus, end_ids: Collection[int], bounds: TokenBounds) -> None:
+        self._balancer, self._status, self._end_ids, self._bounds = balancer, status, sorted(end_ids), bounds
 
     async def turn(self, episode: EpisodeState) -> list[int]:
-        """Records one assistant turn; returns its ids, which end with `eos_id` unless a bound cut it.
+        """Records one assistant turn; returns its ids, which end with one of `end_ids` unless a bound cut it.
 
         Raises:
             VolleyError: the attempts are used up.
@@ -140,7 +140,7 @@ class TurnSampler:
             episode.budget.n_sampled += len(generation.output_ids)
             self._status.moved()
             ids = recorder.ids_since(start)
-            if generation.finish_reason != "abort" or ids[-1:] == [self._eos_id]:
+            if generation.finish_reason != "abort" or (ids and ids[-1] in self._end_ids):
                 return ids
         raise Unavailable(f"one turn was cut short {_MAX_PARTS} times")
 
@@ -200,7 +200,7 @@ class TurnSampler:
         return {
             **spec.sampling,
             "max_new_tokens": max_new_tokens,
-            "stop_token_ids": [self._eos_id],
+            "stop_token_ids": self._end_ids,
             "sampling_seed": seeding.sampling_seed(spec.seed, spec.ticket, spec.sample_index, position),
         }
 

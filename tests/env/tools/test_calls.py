@@ -1,9 +1,7 @@
 """Tool calls in the formats of chat templates: read as they are taught, and told apart from answers."""
 
 import json
-import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,8 @@ from hypothesis import strategies as st
 
 from services.env.environments.base import Message, assistant
 from services.env.tools.calls import MAX_CALLS, CallFormat, ToolCall, tool_calls, with_calls_written, write_call
-from shared.models.chat import compile_template
+from shared.models.templates import compile_template
+from tests.support.templates import published
 
 PYTHON = {
     "type": "function",
@@ -186,7 +185,6 @@ def test_reading_is_total(text: str, form: CallFormat) -> None:
             assert bool(call.problem) != (call.arguments is not None)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("template", "form"),
     [
@@ -198,9 +196,9 @@ def test_reading_is_total(text: str, form: CallFormat) -> None:
         ("llama3_2", "llama3_json"),
     ],
 )
-def test_what_a_models_own_template_writes_is_read(template: str, form: CallFormat, templates: Path) -> None:
+def test_what_a_models_own_template_writes_is_read(template: str, form: CallFormat) -> None:
     """The templates of the models, as the package trl carries them."""
-    compiled = compile_template((templates / f"{template}.jinja").read_text(encoding="utf-8"))
+    compiled = compile_template(published()[template])
     call = {"type": "function", "function": {"name": "python", "arguments": ARGUMENTS}}
     before: list[Message] = [{"role": "user", "content": "go"}]
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -213,11 +211,3 @@ def test_what_a_models_own_template_writes_is_read(template: str, form: CallForm
         text = text.partition(end)[0]
     assert read(text) == read(text, form) == [ToolCall("python", ARGUMENTS)], text
     assert json.dumps(PYTHON["function"]["name"]) in prompt, "the template tells the tools"  # type: ignore[index]
-
-
-@pytest.fixture(scope="module")
-def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trl")
-    uv = Path(".venvs/base/bin/uv").absolute()
-    subprocess.run([uv, "pip", "install", "-q", "--no-deps", "--target", folder, "trl>=1.0"], check=True, timeout=120)
-    return folder / "trl" / "chat_templates"

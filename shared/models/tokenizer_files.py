@@ -1,0 +1,105 @@
+"""Tokenizer of a Hugging Face folder, with the settings that transformers applies to it.
+
+tokenizer.json holds the tokenizer; tokenizer_config.json and special_tokens_map.json name special tokens and may change
+flags of added tokens. Truncation and padding saved in tokenizer.json belong to the calls of who saved it, and
+transformers resets both, so both are off here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from shared.errors import ConfigError
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FOLDER = "model.path must name a Hugging Face folder with a tokenizer"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """`special`: texts of the named special tokens; `end_ids`: tokens that the model's files say end a text."""
+
+    tokenizer: Tokenizer
+    settings: Mapping[str, Any]
+    special: Mapping[str, str]
+    end_ids: frozenset[int]
+
+
+def read_tokenizer(folder: Path) -> TokenizerFiles:
+    """Raises ConfigError naming the file, and the token that it lacks."""
+    settings = _object(folder / "tokenizer_config.json")
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(f"{file} is missing", _FOLDER)
+    try:
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # the library raises no other class
+        raise ConfigError(f"{file} is no tokenizer that can be read: {error}", _FOLDER) from error
+    padding = tokenizer.padding
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = bool(settings.get("split_special_tokens"))
+    if "added_tokens_decoder" not in settings and (legacy := folder / "special_tokens_map.json").is_file():
+        settings |= _object(legacy)
+    if padding:
+        settings.setdefault("pad_token", padding["pad_token"])
+    special = {name: text for name in _NAMES if (text := _text(settings.get(name)))}
+    _add(tokenizer, settings, special, folder)
+    ids = [_end_ids(folder / name) for name in ("config.json", "generation_config.json")]
+    return TokenizerFiles(tokenizer, settings, special, frozenset().union(*ids))
+
+
+def _add(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str], folder: Path) -> None:
+    """Apply flags of added tokens, and make the special tokens added ones. Raises ConfigError for a new token."""
+    known = tokenizer.get_added_tokens_decoder().values()
+    flags = {repr(token) for token in known}
+    given: Mapping[str, Any] = settings.get("added_tokens_decoder") or {}
+    try:
+        tokens = [AddedToken(**given[i]) for i in sorted(given, key=int)]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{folder}/tokenizer_config.json: added_tokens_decoder: {error}") from error
+    tokens = [token for token in tokens if repr(token) not in flags]
+    more = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    extra = more if isinstance(more, list) else []
+    present = {token.content for token in (*known, *tokens)}
+    for text in dict.fromkeys([*special.values(), *filter(None, map(_text, extra))]):
+        if text not in present:
+            tokens.append(AddedToken(text, special=True))
+    for token in tokens:
+        if tokenizer.token_to_id(token.content) is None:
+            named = next((f"{name} " for name, text in special.items() if text == token.content), "")
+            raise ConfigError(
+                f"{folder}: {named}{token.content!r} is not in the vocabulary",
+                "tokenizer.json must hold every token that tokenizer_config.json names",
+            )
+        token.special = token.special or token.content in special.values()
+    tokenizer.add_tokens(tokens)
+
+
+def _text(value: Any) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value if isinstance(value, str) else None
+
+
+def _end_ids(file: Path) -> frozenset[int]:
+    """`eos_token_id` of a file, which may be one id or several."""
+    value = _object(file).get("eos_token_id") if file.is_file() else None
+    ids = value if isinstance(value, list) else [value]
+    return frozenset(i for i in ids if type(i) is int and i >= 0)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", _FOLDER) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is not a JSON object")
+    return found
