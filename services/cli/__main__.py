@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import math
 import os
 import sys
@@ -18,6 +17,7 @@ from services.cli import environment_arguments, model_arguments, sft_arguments
 from services.cli.run_arguments import accept, add_run_dir, add_trust
 from shared.config import add_arguments
 from shared.errors import ConfigError, VolleyError
+from shared.process.utf8 import print_what_can_be_printed, restart_in_utf8
 
 QUICKSTART = "configs/quickstart.yaml"
 type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -25,8 +25,8 @@ type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `volley`."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")  # not every locale has the signs of curves, bars and tables
+    restart_in_utf8()
+    print_what_can_be_printed()  # not every encoding has the signs of curves, bars and tables
     arguments = parsed(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:

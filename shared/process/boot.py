@@ -34,6 +34,7 @@ from shared.errors import ConfigError, VolleyError
 from shared.process import telemetry, watchdog
 from shared.process.imports import uncollected
 from shared.process.ports import host_problem
+from shared.process.utf8 import restart_in_utf8
 from shared.schema import RunConfig
 from shared.services import SERVICES
 from shared.services_schema import Endpoint, TokenFiles
@@ -70,6 +71,7 @@ def main(name: str, *, requires: str | None = None, open_service: OpenService | 
         requires: a library the service's child processes import; its absence is found here.
         open_service: what to serve instead of `services.NAME.app`, whose import waits until the configuration is read.
     """
+    restart_in_utf8()
     parser = argparse.ArgumentParser(prog=f"python -m services.{name}")
     config.add_arguments(parser)
     arguments = parser.parse_args()

@@ -5,6 +5,7 @@ Event fields follow one vocabulary: run, ticket, episode, step, version; duratio
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -17,6 +18,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+
+from shared.text import without_halves
 
 __all__ = ["REGISTRY", "Counter", "Gauge", "Histogram", "Log", "Totals", "configure", "exposition"]
 
@@ -47,7 +50,10 @@ class _Lines(logging.Formatter):
         }
         if record.exc_info:
             event["traceback"] = self.formatException(record.exc_info)
-        return orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+        try:
+            return orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+        except TypeError:  # a name of a file that is not UTF-8, or an integer beyond 64 bits
+            return without_halves(json.dumps(event, default=str).encode()).decode()
 
 
 class _Whole(logging.StreamHandler[Any]):
