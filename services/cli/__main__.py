@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.cli import environment_arguments, model_arguments, sft_arguments
+from services.cli.printing import complain
 from services.cli.run_arguments import accept, add_run_dir, add_trust
 from shared.config import add_arguments
 from shared.errors import ConfigError, VolleyError
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         accept(arguments)
         code = _flushed(command(arguments))
     except VolleyError as error:
-        print(f"volley: {error}", file=sys.stderr)
+        complain(f"volley: {error}")
         code = 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         code = 130
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"volley: {error.filename}: {error.strerror}", file=sys.stderr)
+        complain(f"volley: {error.filename}: {error.strerror}")
         code = 1
     raise SystemExit(code)
 
@@ -66,7 +67,7 @@ def _flushed(code: int) -> int:
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             with contextlib.suppress(OSError):
-                print(f"volley: standard output: {error.strerror}", file=sys.stderr)
+                complain(f"volley: standard output: {error.strerror}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code or 1
     return code

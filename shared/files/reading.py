@@ -24,20 +24,25 @@ _KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a de
 def open_file(path: Path) -> IO[bytes]:
     """An unbuffered reader. Raises OSError, also for what is no regular file: EISDIR for a folder, else EMEDIUMTYPE."""
     try:
+        _check_kind(path, os.stat(path))  # to open a device may do something already
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:
         raise OSError(errno.EINVAL, "is no path", str(path)) from error
-    except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket
-            raise OSError(errno.EMEDIUMTYPE, "is a socket, not a file", str(path)) from error
-        raise
-    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-    if kind != stat.S_IFREG:
+    try:
+        _check_kind(path, os.fstat(descriptor))
+    except OSError:
         os.close(descriptor)
-        if kind == stat.S_IFDIR:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        raise OSError(errno.EMEDIUMTYPE, f"is {_KINDS.get(kind, 'something else')}, not a file", str(path))
+        raise
     return os.fdopen(descriptor, "rb", buffering=0)
+
+
+def _check_kind(path: Path, status: os.stat_result) -> None:
+    """Raises OSError for what is no regular file."""
+    kind = stat.S_IFMT(status.st_mode)
+    if kind == stat.S_IFDIR:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if kind != stat.S_IFREG:
+        raise OSError(errno.EMEDIUMTYPE, f"is {_KINDS.get(kind, 'something else')}, not a file", str(path))
 
 
 def read_file(path: Path, most: int) -> bytes:

@@ -20,6 +20,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from shared.text import without_halves
+from shared.visible import visible_json
 
 __all__ = ["REGISTRY", "Counter", "Gauge", "Histogram", "Log", "Totals", "configure", "exposition"]
 
@@ -51,9 +52,10 @@ class _Lines(logging.Formatter):
         if record.exc_info:
             event["traceback"] = self.formatException(record.exc_info)
         try:
-            return orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+            line = orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY).decode()
         except TypeError:  # a name of a file that is not UTF-8, or an integer beyond 64 bits
-            return without_halves(json.dumps(event, default=str).encode()).decode()
+            line = without_halves(json.dumps(event, default=str).encode()).decode()
+        return visible_json(line)
 
 
 class _Whole(logging.StreamHandler[Any]):

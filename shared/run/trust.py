@@ -57,6 +57,8 @@ def is_own(folder: RunFolder) -> bool:
     if is_accepted(folder):
         return True
     with suppress(OSError, RuntimeError):
+        if any(path.is_symlink() for path in (folder.secrets, folder.secrets / _MARK, *_marked(folder))):
+            return False
         said = read_file(folder.secrets / _MARK, _MOST_BYTES)
         return hmac.compare_digest(said, _mac(folder, _key(make=False)).encode())
     return False
@@ -77,10 +79,14 @@ def check(folder: RunFolder) -> None:
         )
 
 
+def _marked(folder: RunFolder) -> tuple[Path, ...]:
+    return folder.config, folder.services, folder.processes
+
+
 def _mac(folder: RunFolder, key: bytes) -> str:
     """Raises OSError."""
     found = hmac.new(key, digestmod=hashlib.sha256)
-    for path in (folder.config, folder.services, folder.processes):
+    for path in _marked(folder):
         try:
             text = read_file(path, _MOST_BYTES)
         except FileNotFoundError:

@@ -13,12 +13,13 @@ import orjson
 import pytest
 import zstandard
 
-from services.cli.commands import compare
+from services.cli.commands import compare, train
 from services.cli.reporting import report
 from services.cli.runs import survey
 from services.cli.verify import budget, command
-from shared import codec
+from shared import codec, config
 from shared.errors import ConfigError
+from shared.files import reading
 from shared.run import archive, commits, ledger, trust, weights
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
@@ -126,6 +127,21 @@ def test_a_report_writes_over_no_file_that_a_link_in_the_folder_leads_to(run: Ru
     report.make(run)
     assert outside.read_bytes() == b"kept"
     assert run.plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_to_start_from_is_looked_at_as_well(run: RunFolder) -> None:
+    terabyte(f"{PARAMS}/w.npy")(run)
+    tree = {"model": {"path": f"{run.path}@{HEAD}"}, "data": {"env": "frozen_lake"}}
+    with pytest.raises(ConfigError, match="is sparse"):
+        train.check_inputs(config.validate(tree))
+
+
+def test_a_device_is_refused_before_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = list[object]()
+    monkeypatch.setattr(os, "open", lambda *given: opened.append(given))
+    with pytest.raises(OSError, match="is a device"):
+        reading.open_file(Path("/dev/null"))
+    assert opened == []
 
 
 def bomb(n: int, packed: bytes) -> bytes:

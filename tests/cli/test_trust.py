@@ -170,6 +170,19 @@ def test_a_run_of_ones_own_is_known_also_when_it_has_moved_until_its_configurati
     assert not trust.is_own(moved)
 
 
+@pytest.mark.parametrize("linked", ["config.yaml", ".secrets/written_by", ".secrets"])
+def test_a_folder_with_a_link_in_the_place_of_its_configuration_is_not_ones_own(tmp_path: Path, linked: str) -> None:
+    made = RunFolder(tmp_path / "made")
+    made.path.mkdir()
+    made.config.write_text("a", encoding="utf-8")
+    addresses.write(made, {}, {}, ServicesSection())
+    moved = RunFolder(tmp_path / "moved")
+    made.path.rename(moved.path)
+    (moved.path / linked).rename(tmp_path / "outside")
+    (moved.path / linked).symlink_to(tmp_path / "outside")
+    assert not trust.is_own(moved)
+
+
 def test_without_a_home_nothing_is_marked_and_this_process_knows_what_it_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,6 @@ Every ratio compares two things measured in the same run on the same machine, so
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import orjson
 
 from services.cli.layout import PROJECT, python_of, variables_of
+from services.cli.printing import complain, printed_block
 from services.cli.runs.record import write_json
 from shared.errors import ConfigError, VolleyError
 
@@ -89,13 +89,13 @@ def main(names: Sequence[str], json_path: Path | None) -> int:
     results: dict[str, dict[str, Any]] = {}
     failed = []
     for name in names or BENCHMARKS:
-        print(f"{name}: {BENCHMARKS[name].about} …", file=sys.stderr, flush=True)
+        complain(f"{name}: {BENCHMARKS[name].about} …")
         try:
             results |= run(BENCHMARKS[name])
         except VolleyError as error:
             failed.append(name)
-            print(f"{name} failed: {error}", file=sys.stderr, flush=True)
-    print(table(results))
+            complain(f"{name} failed: {error}")
+    printed_block(table(results))
     if json_path is not None:
         write_json(json_path, results)
     return 1 if failed else 0

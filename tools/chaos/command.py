@@ -7,11 +7,9 @@ steps must replay.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import orjson
-
+from services.cli.printing import complain, printed_block, printed_json, told_lines
 from tools.chaos import campaign
 from tools.chaos.campaign import CampaignSpec
 
@@ -19,7 +17,7 @@ from tools.chaos.campaign import CampaignSpec
 def main(wanted: CampaignSpec, *, real: bool, as_json: bool) -> int:
     """Prints the result; 0 if every requirement holds, else 1. Raises VolleyError if the services cannot be started."""
     result = (campaign.real if real else campaign.simulated)(wanted, _progress)
-    print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() if as_json else told(result))
+    printed_json(result) if as_json else printed_block(told(result))
     return 0 if result["ok"] else 1
 
 
@@ -42,7 +40,7 @@ def told(result: dict[str, Any]) -> str:
         f"Kills: {kills}. Seed {result['seed']}; {result['machine']}.",
         *(f"BROKEN {one['requirement']}: {one['detail']}" for one in result["violations"]),
     ]
-    return "\n".join(lines)
+    return told_lines(lines)
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -54,4 +52,4 @@ def _row(cells: list[str]) -> str:
 
 
 def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    complain(line)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,6 +17,7 @@ from redis.asyncio import Redis
 from services.cli.commands import train
 from services.cli.layout import PROJECT
 from services.cli.local.stack import LocalStack
+from services.cli.printing import complain, printed_block, printed_json, told_lines
 from services.cli.reporting.progress import PlainLines, RecordTails
 from services.cli.runs.record import claimed, write_json
 from shared import config
@@ -62,7 +62,7 @@ def main(minutes: float, paths: Sequence[str], overrides: Sequence[str], *, as_j
             raise VolleyError(f"only {len(samples)} samples were taken", "soak for longer")
         result = judged(samples, loaded.config)
         write_json(claim.folder.soak, result)
-    print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() if as_json else told(result))
+    printed_json(result) if as_json else printed_block(told(result))
     return 0 if result["ok"] else 1
 
 
@@ -78,7 +78,7 @@ def told(result: Mapping[str, Any]) -> str:
     )
     problems = [f"PROBLEM {problem}" for problem in result["problems"]]
     verdict = "nothing grows" if result["ok"] else "NOT OK"
-    return "\n".join(
+    return told_lines(
         [lines[0], "─" * len(lines[0]), *lines[1:], _of_redis(result["redis"]), measured, *problems, verdict]
     )
 
@@ -164,4 +164,4 @@ def _news(sample: SoakSample) -> str:
 
 
 def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    complain(line)

@@ -11,8 +11,8 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
-import orjson
-
+from services.cli.printing import as_json as json_of
+from services.cli.printing import printed_block, printed_for_shell
 from services.cli.runs import addresses, identity
 from services.cli.runs.addresses import Addresses
 from shared.errors import ServiceUnreachable
@@ -32,7 +32,7 @@ def main(run_dir: Path, *, as_json: bool = False) -> int:
     known = asyncio.run(identity.met(folder, found))
     answering = _answering(found, known)
     if as_json:
-        print(_json(folder, found, answering))
+        printed_block(_json(folder, found, answering))
         return 0 if answering else 1
     if identity.is_elsewhere(known):
         raise ServiceUnreachable(identity.told(folder), f"`volley up {shlex.quote(str(run_dir))}` continues it")
@@ -41,7 +41,7 @@ def main(run_dir: Path, *, as_json: bool = False) -> int:
             f"run {folder.name} is not running: none of its services answers ({', '.join(found.urls.values())})",
             f"`volley up {shlex.quote(str(run_dir))}` continues it",
         )
-    print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in variables(folder, found).items()))
+    printed_for_shell(*(f"export {name}={shlex.quote(value)}" for name, value in variables(folder, found).items()))
     return 0
 
 
@@ -69,9 +69,7 @@ def _json(folder: RunFolder, found: Addresses, answering: set[str]) -> str:
         "token_files": files,
         "ca_file": found.ca_file,
     }
-    return orjson.dumps(
-        {**told, "variables": variables(folder, found)}, option=orjson.OPT_INDENT_2, default=str
-    ).decode()
+    return json_of({**told, "variables": variables(folder, found)})
 
 
 def _answering(found: Addresses, known: Mapping[str, bool]) -> set[str]:

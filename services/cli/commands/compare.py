@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.commands import train
+from services.cli.printing import printed, printed_block, printed_json, told_lines
 from services.cli.reporting import jsonl, report
 from services.cli.reporting.intervals import SuccessRate
 from services.cli.runs.record import read_record
@@ -71,15 +72,15 @@ def main(run_dirs: Sequence[Path], plot: Path | None, *, as_json: bool) -> int:
     folders = [RunFolder(path.absolute()) for path in run_dirs]
     runs = compared(folders)
     if as_json:
-        print(json.dumps([asdict(run) for run in runs], indent=1))
+        printed_json([asdict(run) for run in runs])
     else:
-        print(table(runs))
+        printed_block(table(runs))
     from services.cli.reporting import plot as plots
 
     target = plot or Path(f"compare-{'-'.join(run.name for run in runs)[:80]}.png")
     plots.draw_beside(target, {_label(run): run.rates for run in runs})
     if not as_json:
-        print(f"plot: {target}")
+        printed(f"plot: {target}")
     return 0
 
 
@@ -114,7 +115,7 @@ def table(runs: Sequence[ComparedRun]) -> str:
     if any(run.warm_start for run in runs):
         are_alike = all(run.warm_start == runs[0].warm_start for run in runs)
         lines.append(f"warm start: {'the same in all' if are_alike else 'different'}")
-    return "\n".join([lines[0], "─" * max(map(len, lines)), *lines[1:]])
+    return told_lines([lines[0], "─" * max(map(len, lines)), *lines[1:]])
 
 
 def _successes(rates: Sequence[SuccessRate]) -> tuple[str, str, str, str]:

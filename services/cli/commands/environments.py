@@ -18,6 +18,7 @@ import orjson
 
 from services.cli.commands.environment_source import EnvSource, read_content, settings_of
 from services.cli.layout import CACHE, PROJECT, TEMPLATES, python_of, variables_of
+from services.cli.printing import printed, printed_block
 from services.cli.runs import addresses
 from shared.clients.env import EnvClient
 from shared.errors import ConfigError, Unavailable
@@ -55,9 +56,13 @@ def init(file: Path, template: str) -> int:
     except FileExistsError:
         raise ConfigError(f"{file} is there already", "choose another name") from None
     if template == "verifiers":
-        print(f"wrote {file}\nstart it:  uv run --with YOUR-PACKAGE {file} YOUR_MODULE; how to submit it stands in it")
+        printed(
+            f"wrote {file}", f"start it:  uv run --with YOUR-PACKAGE {file} YOUR_MODULE; how to submit it stands in it"
+        )
     else:
-        print(f"wrote {file}\ntry it:    volley env test {file}\nsubmit it: volley env submit {file} --weight 1")
+        printed(
+            f"wrote {file}", f"try it:    volley env test {file}", f"submit it: volley env submit {file} --weight 1"
+        )
     return 0
 
 
@@ -88,7 +93,7 @@ def submit(target: EnvTarget, source: EnvSource, name: str | None, *, weight: fl
 async def _submit(target: EnvTarget, body: Mapping[str, Any], replace: bool, wait: bool) -> int:
     async with target.client() as client:
         row = await client.submit(body, replace=replace)
-        print(f"{row['name']} is {row['state']}")
+        printed(f"{row['name']} is {row['state']}")
         if not wait:
             return 0
         row = await _decided(client, row["name"], row["state"])
@@ -96,7 +101,7 @@ async def _submit(target: EnvTarget, body: Mapping[str, Any], replace: bool, wai
         if row["state"] == "rejected":
             return 1
         if row["state"] == "canary":
-            print(f"live runs play it now and then; `volley env show {body['name']}` tells how it fares")
+            printed(f"live runs play it now and then; `volley env show {body['name']}` tells how it fares")
         return 0
 
 
@@ -107,7 +112,7 @@ async def _decided(client: EnvClient, name: str, told: str) -> Mapping[str, Any]
         row = (await client.versions(name))[0]
         if row["state"] != told:
             told = row["state"]
-            print(f"{name} is {told}: {row['why']}" if row["why"] else f"{name} is {told}", flush=True)
+            printed(f"{name} is {told}: {row['why']}" if row["why"] else f"{name} is {told}")
         if told not in ("submitted", "validating"):
             return row
         await asyncio.sleep(_POLL_S)
@@ -119,14 +124,14 @@ def listed(target: EnvTarget) -> int:
         "environments"
     ]
     width = max(len(row["name"]) for row in rows)
-    print(f"{'name':<{width}}  {'base':<12}  {'state':<10}  {'weight':>6}  why")
+    printed(f"{'name':<{width}}  {'base':<12}  {'state':<10}  {'weight':>6}  why")
     for row in rows:
         told = (
             f"{row['name']:<{width}}  {row['base']:<12}  {row['state']:<10}  {row['weight']:>6g}  {row.get('why', '')}"
         )
-        print(told.rstrip())
+        printed(told.rstrip())
         if row.get("trouble"):
-            print(f"  {row['name']}: {row['trouble']}")
+            printed(f"  {row['name']}: {row['trouble']}")
     return 0
 
 
@@ -136,20 +141,20 @@ def show(target: EnvTarget, name: str) -> int:
     for row in versions:
         splits = ", ".join(f"{split}: {n}" for split, n in row["splits"].items())
         told = f"{row['name']}: {row['state']}, weight {row['weight']:g}, {row['size']} bytes"
-        print(f"{told}; {splits}" if splits else told)
+        printed(f"{told}; {splits}" if splits else told)
         for line in row["history"]:
             at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line["at"]))
-            print(f"  {at}  {line['state']:<10}  {line['why']}".rstrip())
+            printed(f"  {at}  {line['state']:<10}  {line['why']}".rstrip())
         for count in row.get("failures", ()):
-            print(f"  turn {count['turn']}: {count['failed']} of {count['reached']} live episodes failed")
+            printed(f"  turn {count['turn']}: {count['failed']} of {count['reached']} live episodes failed")
         if row.get("trouble"):
-            print(f"  trouble: {row['trouble']}")
+            printed(f"  trouble: {row['trouble']}")
     _print_report(versions[-1].get("report"))
     return 0
 
 
 def logs(target: EnvTarget, name: str) -> int:
-    print(asyncio.run(_asked(target, lambda client: client.log(name))))
+    printed_block(asyncio.run(_asked(target, lambda client: client.log(name))))
     return 0
 
 
@@ -171,7 +176,7 @@ ABOUT: Mapping[str, Callable[[EnvTarget, str], int]] = {
 
 
 def _moved(row: Mapping[str, Any]) -> int:
-    print(f"{row['name']} is {row['state']}")
+    printed(f"{row['name']} is {row['state']}")
     return 0
 
 
@@ -183,8 +188,8 @@ async def _asked[T](target: EnvTarget, ask: Callable[[EnvClient], Awaitable[T]])
 def _print_report(report: Mapping[str, Any] | None) -> None:
     for check in report["checks"] if report else ():
         hint = f" ({check['hint']})" if check["hint"] and not check["ok"] else ""
-        print(f"  {'ok  ' if check['ok'] else 'FAIL'}  {check['name']}: {check['detail']}{hint}")
+        printed(f"  {'ok  ' if check['ok'] else 'FAIL'}  {check['name']}: {check['detail']}{hint}")
     for warning in report["warnings"] if report else ():
-        print(f"  note  {warning}")
+        printed(f"  note  {warning}")
     if report and report["log"]:
-        print("  it printed:\n" + "\n".join(f"    {line}" for line in report["log"].splitlines()[-20:]))
+        printed("  it printed:", *(f"    {line}" for line in report["log"].splitlines()[-20:]))

@@ -19,9 +19,10 @@ from typing import Any
 from services.cli.commands import train
 from services.cli.local import stack
 from services.cli.local.supervisor import ServiceFailed
+from services.cli.printing import printed
 from services.cli.reporting import jsonl
 from services.cli.reporting.intervals import SuccessRate
-from services.cli.reporting.progress import Activity, ProgressDisplay, printed, printed_text, shown
+from services.cli.reporting.progress import Activity, ProgressDisplay, printed_text, shown
 from services.cli.runs.record import claimed, stored, write_json
 from shared import config
 from shared.config import LoadedConfig

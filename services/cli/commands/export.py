@@ -6,6 +6,7 @@ from pathlib import Path
 
 from services.cli.layout import variables_of
 from services.cli.local import trainer_program
+from services.cli.printing import printed
 from shared.run import trust
 from shared.run.folder import RunFolder
 
@@ -17,5 +18,5 @@ def main(run_dir: Path, folder: Path, version: str, *, adapter: bool = False) ->
     arguments = [str(run_dir.absolute()), str(folder.absolute()), "--version", version]
     arguments += ["--adapter"] if adapter else []
     told = trainer_program.run("services.trainer.checkpoints.export", arguments, variables_of("trainer", cpu=True))
-    print(f"{folder} holds {told['version']} of {run_dir}: {told['tensors']} tensors, {told['dtype']}")
+    printed(f"{folder} holds {told['version']} of {run_dir}: {told['tensors']} tensors, {told['dtype']}")
     return 0

@@ -12,8 +12,9 @@ from contextlib import suppress
 
 from services.cli.commands import train
 from services.cli.local import stack
+from services.cli.printing import printed
 from services.cli.reporting import report
-from services.cli.reporting.progress import RecordTails, printed, shown
+from services.cli.reporting.progress import RecordTails, shown
 from services.cli.runs.addresses import FOLLOWED
 from services.cli.runs.elapsed import counting
 from services.cli.runs.record import claimed, read_record

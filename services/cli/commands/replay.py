@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from services.cli.layout import variables_of
 from services.cli.local import trainer_program
+from services.cli.printing import printed, printed_block, printed_json
 from shared import config
 from shared.errors import ConfigError
 from shared.run import trust
@@ -27,7 +26,7 @@ def main(run_dir: Path, first: int | None, last: int | None, refused: str | None
         raise ConfigError("give either --from-step K or --refused VERSION")
     what = ["--refused", refused] if refused is not None else ["--from-step", str(first)]
     result = replayed(RunFolder(run_dir.absolute()), what, last, show=not as_json)
-    print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() if as_json else told(result))
+    printed_json(result) if as_json else printed_block(told(result))
     return 0 if result["ok"] else 1
 
 
@@ -46,7 +45,7 @@ def replayed(folder: RunFolder, what: list[str], last: int | None, *, show: bool
 
     def print_step(line: Mapping[str, Any]) -> None:
         if show and "loss" in line:
-            print(f"step {line['step']}: loss {line['loss']:.6g}, {line['compared']}", flush=True)
+            printed(f"step {line['step']}: loss {line['loss']:.6g}, {line['compared']}")
 
     return trainer_program.run("services.trainer.replay.steps", arguments, variables_of("trainer", cpu=cpu), print_step)
 

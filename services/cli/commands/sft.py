@@ -14,8 +14,9 @@ from typing import Any, Literal
 from services.cli.commands import train
 from services.cli.local import stack
 from services.cli.local.supervisor import ServiceFailed
+from services.cli.printing import printed_block
 from services.cli.reporting import supervised
-from services.cli.reporting.progress import Activity, ProgressDisplay, RecordTails, printed_text
+from services.cli.reporting.progress import Activity, ProgressDisplay, RecordTails
 from services.cli.runs.record import RunRecord, finished
 from shared import config
 from shared.config import LoadedConfig
@@ -97,5 +98,5 @@ def finish(folder: RunFolder, record: RunRecord) -> int:
     """Tells what came of a run that is finished. Returns the exit code."""
     finished(folder, record)
     summary = supervised.make(folder)
-    printed_text(supervised.told(summary, folder))
+    printed_block(supervised.told(summary, folder))
     return 0

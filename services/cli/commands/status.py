@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from services.cli.printing import as_json as json_of
+from services.cli.printing import printed_block, told_lines
 from services.cli.reporting.environments import told_mixture
 from services.cli.runs import addresses, identity
 from services.cli.runs.addresses import Addresses
@@ -63,7 +63,7 @@ def main(
         folder = RunFolder(Path(targets[0]).absolute()) if targets else addresses.newest_run()
         seen, verdict = asyncio.run(_of_run(folder))
     hint = _hint(folder) if verdict.state == "stopped" else []
-    print(_json(seen, verdict) if as_json else _text(seen, verdict, hint))
+    printed_block(_json(seen, verdict) if as_json else _text(seen, verdict, hint))
     return 0 if all(s.error is None and s.not_ready is None for s in seen) and verdict.state != "wedged" else 1
 
 
@@ -189,7 +189,7 @@ def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str] =
     circle = ", they wait in a circle" if verdict.cycle else ""
     state = "the state of the run is unknown" if verdict.state == "unknown" else f"the run is {verdict.state}"
     chain = [f"  ← {sentence}" for sentence in verdict.chain]
-    return "\n".join(
+    return told_lines(
         [*lines, f"{state}{quiet}{circle}", *chain, *_mixture(seen), *_memory(seen), *_bucket(seen), *hint]
     )
 
@@ -236,4 +236,4 @@ def _details_of(seen: ServiceReport) -> str:
 
 def _json(seen: Sequence[ServiceReport], verdict: Verdict) -> str:
     services = [dataclasses.asdict(s) | {"ready": _state(s) == "ready"} for s in seen]
-    return orjson.dumps({**dataclasses.asdict(verdict), "services": services}, option=orjson.OPT_INDENT_2).decode()
+    return json_of({**dataclasses.asdict(verdict), "services": services})

@@ -18,9 +18,11 @@ from services.cli.commands.status import ServiceStatus, ask_all, unready
 from services.cli.local import external, stack
 from services.cli.local.processes import Reaper
 from services.cli.local.supervisor import RestartPolicy, Say, Seen, ServiceFailed, ServiceState, unseen
+from services.cli.printing import printed as say
+from services.cli.printing import printed_block
 from services.cli.reporting import closing, report
 from services.cli.reporting.progress import Activity, ProgressDisplay, RecordTails, printed_text, shown
-from services.cli.reporting.progress import printed as say
+from services.cli.runs import survey
 from services.cli.runs.elapsed import counting
 from services.cli.runs.record import RunClaim, RunRecord, claimed, finished, read_record, stored
 from services.cli.verify import command
@@ -157,7 +159,10 @@ def check_inputs(loaded: LoadedConfig) -> None:
     for path in (*loaded.config.sft.train, *loaded.config.sft.eval) if learns else ():
         if not path.exists():
             raise ConfigError(f"{path}: no such file or folder", "name files of conversations, or folders of them")
-    model_folder(loaded.config.model.path, loaded.config.run.folder)
+    model = loaded.config.model.path
+    if "@" in model and not Path(model).is_dir():
+        survey.check(RunFolder(Path(model.rpartition("@")[0]).absolute()))
+    model_folder(model, loaded.config.run.folder)
     check_weights(loaded.config)
     asyncio.run(external.check(loaded.config))
 
@@ -183,7 +188,7 @@ def finish(folder: RunFolder, record: RunRecord, *, prove: bool = False) -> int:
     finished(folder, record)
     summary = report.make(folder)
     proof = command.verify(folder) if prove else None
-    say(report.told(summary, folder))
+    printed_block(report.told(summary, folder))
     printed_text(closing.sentence(folder, summary, proof))
     if proof is not None and not proof["ok"]:
         return 1

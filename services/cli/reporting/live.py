@@ -21,6 +21,7 @@ from rich.text import Text
 from services.cli.local.supervisor import ServiceState
 from services.cli.reporting.phases import PhaseRow, RunPhases
 from services.cli.reporting.progress import Activity, Record, RecordKind
+from shared.visible import visible
 
 _A_SECOND = 4
 _WIDEST_BAR = 30
@@ -73,7 +74,7 @@ class LiveDisplay:
 
     def say(self, line: str) -> None:
         with self._writing():
-            self._console.print(Text(line), soft_wrap=True)
+            self._console.print(Text(visible(line)), soft_wrap=True)
 
     def service(self, name: str, state: ServiceState) -> None:
         with self._writing():
@@ -133,14 +134,14 @@ class LiveDisplay:
             table.add_column(no_wrap=True)
         table.add_column()  # the only one that is cut
         for row in self._phases.rows():
-            detail = Text(row.detail, no_wrap=True, overflow="ellipsis")
+            detail = Text(visible(row.detail), no_wrap=True, overflow="ellipsis")
             bars = [_bar(row, bar)] if wide else []
-            table.add_row(self._spinner, Text(row.name, style="bold"), *bars, detail)
+            table.add_row(self._spinner, Text(visible(row.name), style="bold"), *bars, detail)
         return table
 
     def _stay(self, lines: list[str]) -> None:
         for line in lines:
-            text = Text(line)
+            text = Text(visible(line))
             text.stylize("green", 0, 1)
             text.stylize("bold", 2, 12)
             self._console.print(text, soft_wrap=True)

@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from services.cli.reporting.environments import EnvironmentCurve
 from services.cli.reporting.intervals import SuccessRate, success_rates
 from shared.files.storage import replace
+from shared.visible import visible
 
 _HELD_OUT, _TRAIN, _CHANGED = "#1b6ca8", "#c65d21", "#777777"
 _MOST_LABELS = 20
@@ -42,7 +43,7 @@ def draw(
     """
     figure = Figure(figsize=(10.5 if environments else 8, 6), dpi=150, layout="constrained")
     success, reward = figure.subplots(2, 1, sharex=True)
-    figure.suptitle(f"Run {run}: what the policy learns during RL", fontsize=13)
+    figure.suptitle(f"Run {_plain(run)}: what the policy learns during RL", fontsize=13)
     _draw_success(success, steps, evals)
     _draw_reward(reward, steps)
     _draw_environments(success, reward, environments)
@@ -58,6 +59,13 @@ def draw(
     replace(path, png.getvalue())  # a link that lies there is not followed
 
 
+def _plain(text: str) -> str:
+    """Text of a run as matplotlib draws it: it has no glyphs for control characters, and reads what is between dollar
+    signs as a formula.
+    """
+    return visible(text).replace("$", r"\$")
+
+
 def draw_beside(path: Path, runs: Mapping[str, Sequence[SuccessRate]]) -> None:
     """Writes a PNG of about 1200 × 750 pixels: held-out success of several runs, by label, with 95 % intervals."""
     figure = Figure(figsize=(8, 5), dpi=150, layout="constrained")
@@ -65,7 +73,9 @@ def draw_beside(path: Path, runs: Mapping[str, Sequence[SuccessRate]]) -> None:
     for i, (label, rates) in enumerate(runs.items()):
         color, x = f"C{i % 10}", [rate.step for rate in rates]
         axes.fill_between(x, [r.low for r in rates], [r.high for r in rates], color=color, alpha=0.15, linewidth=0)
-        axes.plot(x, [r.success for r in rates], color=color, marker="o", markersize=4, linewidth=2, label=label)
+        axes.plot(
+            x, [r.success for r in rates], color=color, marker="o", markersize=4, linewidth=2, label=_plain(label)
+        )
     axes.set(xlabel="optimizer step", ylabel="success (% of held-out tasks)", ylim=(0, 1.02))
     axes.set_title("Held-out success, with 95 % intervals (Wilson)")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
@@ -102,11 +112,11 @@ def _draw_environments(success: Any, reward: Any, environments: Sequence[Environ
         color, marker = f"C{i % 10}", "." if len(one.steps) == 1 else None
         x = [step for step, _, _ in one.steps]
         for axes, y in ((success, [share for _, _, share in one.steps]), (reward, [mean for _, mean, _ in one.steps])):
-            axes.plot(x, y, color=color, marker=marker, linewidth=1, linestyle="--", label=one.env)
+            axes.plot(x, y, color=color, marker=marker, linewidth=1, linestyle="--", label=_plain(one.env))
         if i and one.held_out:
             steps, rates = [rate.step for rate in one.held_out], [rate.success for rate in one.held_out]
             success.plot(
-                steps, rates, color=color, marker="s", markersize=4, linewidth=1.5, label=f"{one.env}, held-out"
+                steps, rates, color=color, marker="s", markersize=4, linewidth=1.5, label=f"{_plain(one.env)}, held-out"
             )
 
 

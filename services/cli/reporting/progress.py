@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from services.cli.local.supervisor import ServiceState
+from services.cli.printing import printed, printed_block
 from services.cli.reporting.jsonl import JsonlTail
 from services.cli.reporting.lines import eval_line, sft_line, step_line
 from shared.run.folder import RunFolder
+from shared.visible import visible
 
 type RecordKind = Literal["sft", "step", "evaluation"]
 type Record = Mapping[str, Any]
@@ -127,12 +129,10 @@ def is_terminal() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
-def printed(line: str) -> None:
-    print(line, flush=True)
-
-
 def printed_text(text: str) -> None:
     """A sentence, broken between words to the terminal's width; elsewhere in one line."""
     if is_terminal():
-        text = textwrap.fill(text, shutil.get_terminal_size().columns, break_long_words=False, break_on_hyphens=False)
-    printed(text)
+        width = shutil.get_terminal_size().columns
+        printed_block(textwrap.fill(visible(text), width, break_long_words=False, break_on_hyphens=False))
+    else:
+        printed(text)

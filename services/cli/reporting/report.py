@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from services.cli.printing import printed_block, told_lines
 from services.cli.reporting import closing, environments, jsonl, supervised
 from services.cli.reporting.curve import curve
 from services.cli.reporting.intervals import SuccessRate, success_rates
@@ -39,11 +40,11 @@ def main(run_dir: Path) -> int:
     folder = RunFolder(run_dir.absolute())
     survey.check(folder)
     if supervised.is_supervised(folder):
-        print(supervised.told(supervised.make(folder), folder))
+        printed_block(supervised.told(supervised.make(folder), folder))
         return 0
     check(folder)
     summary = make(folder)
-    print(told(summary, folder))
+    printed_block(told(summary, folder))
     printed_text(closing.sentence(folder, summary))
     return 0
 
@@ -195,7 +196,7 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
     ]
     labels = max(len(label) for label, _ in rows)
     rule = "─" * min(labels + 40, width)
-    return "\n".join(
+    return told_lines(
         [rule, f"run {folder.name}", rule, *(f"{label:<{labels}}  {value}" for label, value in rows), rule]
     )
 

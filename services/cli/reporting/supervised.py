@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from services.cli.printing import told_lines
 from services.cli.reporting import jsonl
 from services.cli.reporting.lines import OTHERS, data_told, number
 from services.cli.runs.record import read_record, write_json
 from shared.models.origin import LATEST
 from shared.run.folder import RunFolder
 from shared.run.state import newest_state
+from shared.visible import visible
 
 _SHOWN = {
     "loss": ("loss, first and last step", ".4f"),
@@ -77,10 +79,10 @@ def told(summary: Mapping[str, Any], folder: RunFolder) -> str:
     ]
     width = max(len(label) for label, _ in rows)
     rule = "─" * (width + 40)
-    table = "\n".join(
+    table = told_lines(
         [rule, f"run {folder.name}", rule, *(f"{label:<{width}}  {value}" for label, value in rows), rule]
     )
-    return f"{table}\nRL from these weights: model.path={folder.path}@{LATEST}"
+    return f"{table}\n{visible(f'RL from these weights: model.path={folder.path}@{LATEST}')}"
 
 
 def _ends(rows: Rows, key: str) -> list[float]:

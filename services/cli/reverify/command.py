@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import orjson
-
+from services.cli.printing import printed_block, printed_json, told_lines
 from services.cli.reverify.episodes import Rejudged, rejudge
 from services.cli.reverify.service import environments_of
 from shared import config
@@ -70,7 +69,7 @@ def main(run_dir: Path, *, only: str | None, instead: str | None, as_json: bool 
     if instead is not None and only is None:
         raise ConfigError("--by needs --env: whose episodes are to be judged by it?")
     result = asyncio.run(_reverified(folder, only, instead))
-    print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() if as_json else told(result))
+    printed_json(result) if as_json else printed_block(told(result))
     return 1 if any(row["skipped"] for row in result["environments"].values()) or not result["environments"] else 0
 
 
@@ -96,7 +95,7 @@ def told(result: Mapping[str, Any]) -> str:
         )
     if len(result["changed"]) > _MOST_SHOWN:
         lines.append(f"  and {len(result['changed']) - _MOST_SHOWN} more (--json lists all)")
-    return "\n".join(lines)
+    return told_lines(lines)
 
 
 async def _reverified(folder: RunFolder, only: str | None, instead: str | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.cli.layout import PROJECT
 from services.cli.local import reaper
+from services.cli.printing import printed
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
@@ -87,7 +88,7 @@ class RunClaim(NamedTuple):
 
 
 @contextmanager
-def claimed(loaded: LoadedConfig, say: Callable[[str], None] = print) -> Iterator[RunClaim]:
+def claimed(loaded: LoadedConfig, say: Callable[[str], None] = printed) -> Iterator[RunClaim]:
     """Makes the run's folder, or takes up the one that exists, for this process alone.
 
     Where a supervisor was killed, it waits until the last process of it has ended. Says what changes in a run that has

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from services.cli.printing import printed_block, printed_json, told_lines
 from services.cli.runs import survey
 from services.cli.runs.record import read_record
 from services.cli.verify import (
@@ -51,7 +52,7 @@ def main(run_dir: Path, as_json: bool) -> int:
     if not folder.config.exists():
         raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
     result = verify(folder)
-    print(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() if as_json else told(result))
+    printed_json(result) if as_json else printed_block(told(result))
     return 0 if result["ok"] else 1
 
 
@@ -201,7 +202,7 @@ def told(result: Result) -> str:
     ]
     if result["ok"] and result.get("steps") == 0 and "head" not in result:
         lines.append("nothing has been trained yet")
-    return "\n".join([*lines, "proven" if result["ok"] else f"NOT PROVEN: {len(result['violations'])} violations"])
+    return told_lines([*lines, "proven" if result["ok"] else f"NOT PROVEN: {len(result['violations'])} violations"])
 
 
 def _result(findings: Findings, fates: tickets.TicketFates | None, about: Result) -> Result:

@@ -19,6 +19,8 @@ from shared.run.ledger import Line
 from shared.run.state import TrainerState, epoch_of
 from shared.types import WeightVersion
 
+_MOST_BAD = 10 * MOST_OF_A_KIND
+
 type Metrics = dict[int, Mapping[str, Any]]
 
 
@@ -37,6 +39,9 @@ def read(path: Path, head: TrainerState) -> tuple[Metrics, list[Violation]]:
     try:
         for number, text in enumerate(whole_lines(path), start=1):
             line, version = _parsed(text)
+            if len(violations) >= _MOST_BAD:
+                violated("the lines that follow are not read")
+                break
             if line is None or version is None:
                 violated(f"line {number} is not a line of metrics")
                 continue

@@ -16,6 +16,8 @@ from shared.run.pinned import MAX_STEPS
 from shared.run.state import TrainerState, epoch_of
 
 _MOST_STEPS = 50
+_MOST_BAD = 100_000
+"""Lines that are none of a ledger, after which it is not read on."""
 _SHARED = ("disposition", "version")
 
 
@@ -55,6 +57,8 @@ def read(path: Path) -> tuple[list[Line], list[Violation]]:
             if not text.strip():
                 continue  # what a mend has made of a torn line
             n_bad += 1
+            if n_bad > _MOST_BAD:
+                break
             if n_bad <= MOST_OF_A_KIND:
                 bad.append(Violation(ViolationKind.LEDGER, f"line {number} is not a line of a ledger", file=path.name))
     except OSError as error:

@@ -27,6 +27,7 @@ from services.env.submissions.submission import Submission, numbered
 from services.env.submissions.submissions import MIN_TIER
 from services.env.submissions.validation import Validated, validate
 from shared.errors import VolleyError
+from shared.visible import visible
 
 _DEADLINE_S = 30.0
 
@@ -41,7 +42,7 @@ async def checked(wanted: Submission, cache: Path, kept: Path) -> Validated:
     async with Sandboxes() as sandboxes:
         tier = await sandboxes.probe()
         if tier.level < MIN_TIER:
-            sys.stderr.write(f"note  this machine cannot confine the code: {'; '.join(tier.missing)}\n")
+            sys.stderr.write(visible(f"note  this machine cannot confine the code: {'; '.join(tier.missing)}") + "\n")
         source = await programs.check(wanted, sandboxes.probe_shell)
         version = numbered(wanted, 1, source.protocol)
         await asyncio.to_thread(store.add, version, source.files)
@@ -62,7 +63,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as kept:
             found = asyncio.run(checked(wanted, cache, Path(kept)))
     except (VolleyError, OSError) as error:
-        sys.stderr.write(f"volley: {error}\n")
+        sys.stderr.write(visible(f"volley: {error}") + "\n")
         raise SystemExit(2) from None
     sys.stdout.write(found.report.model_dump_json() + "\n")
     raise SystemExit(0 if found.report.passed else 1)

@@ -1,0 +1,40 @@
+"""Text of others that goes to a terminal: control characters are shown, not obeyed.
+
+A terminal obeys escape sequences, and a reader believes what is on its own line: a name that holds either could move
+the cursor, recolour, hide or forge what a command says.
+"""
+
+from __future__ import annotations
+
+import re
+
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0a-\x1f\x7f-\x9f"  # C0 but the tab, delete, C1
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # marks, embeddings, overrides and isolates of direction
+    "\u2028\u2029\ufeff\ud800-\udfff\U000e0000-\U000e007f]"  # ends of lines, byte order marks, halves of pairs, tags
+)
+_SHORT = {"\n": "\\n", "\r": "\\r"}
+
+
+def visible(text: object) -> str:
+    """The text as one line, with `\\x1b`, `\\n` or `\\u202e` in place of each control character. Idempotent."""
+    return _CONTROLS.sub(_escaped, str(text))
+
+
+def visible_json(text: str) -> str:
+    """JSON with the same value, in which no control character is left but the ends of its own lines."""
+    return "\n".join(_CONTROLS.sub(_escaped_json, line) for line in text.split("\n"))
+
+
+def _escaped(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if match[0] in _SHORT:
+        return _SHORT[match[0]]
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _escaped_json(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    return f"\\u{0xD800 + ((code - 0x10000) >> 10):04x}\\u{0xDC00 + ((code - 0x10000) & 0x3FF):04x}"
