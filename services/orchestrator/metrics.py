@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from shared.process.telemetry import REGISTRY, Counter, Gauge, Histogram
 from shared.types import Trajectory
 
@@ -53,6 +55,21 @@ ENV_GROUPS = Counter(
     ["env", "outcome"],
     registry=REGISTRY,
 )
+
+ENV_TURNS = Counter(
+    "volley_env_turns",
+    "Turns of attempts at episodes (0 is the reset) by environment, turn, reward so far and whether they were answered",
+    ["env", "turn", "reward", "outcome"],
+    registry=REGISTRY,
+)
+_MOST_TURNS = 9
+
+
+def count_turn(env: str, turn: int, reward: float, outcome: Literal["answered", "failed"]) -> None:
+    """Args: env: the label of an environment, with its version; reward: of the attempt before this turn."""
+    told = f"{_MOST_TURNS}+" if turn >= _MOST_TURNS else str(turn)
+    sign = "positive" if reward > 0 else "negative" if reward < 0 else "zero"
+    ENV_TURNS.labels(env, told, sign, outcome).inc()
 
 
 def count(purpose: str, trajectory: Trajectory) -> None:

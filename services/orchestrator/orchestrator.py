@@ -106,6 +106,8 @@ class Orchestrator:
             else None,
             "refused": status.refused,
             "waits": {**status.waits, **({"server": n} if (n := self.balancer.n_waiting) else {})},
+            "waits_env": status.env_waits,
+            "warnings": status.warnings,
             "disk": status.disk,
             "quiet_s": round(status.quiet_s(), 1),
             "groups_published": status.published,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from services.orchestrator import metrics
 from services.orchestrator.mixture.tallies import EnvironmentTallies
 from shared.errors import Party, VolleyError
 from shared.process.wedge import Wait
@@ -30,6 +31,7 @@ class RunStatus:
         self._ended: tuple[State, str] | None = None
         self._moved_at = clock()
         self._waits: Counter[Party] = Counter()
+        self._env_waits: Counter[str] = Counter()
         self.running = 0
         self.evaluating_step: int | None = None
         self.evaluated: tuple[int, int] | None = None
@@ -54,18 +56,40 @@ class RunStatus:
             self.running -= 1
 
     @contextmanager
-    def waits_on(self, party: Party) -> Iterator[None]:
-        """Counts one episode as waiting for a service to answer, or to be there."""
+    def waits_on(self, party: Party, env: str = "") -> Iterator[None]:
+        """Counts one episode as waiting for a service to answer, or to be there. Args: env: which environment is to
+        answer.
+        """
         self._waits[party] += 1
+        if env:
+            self._env_waits[env] += 1
         try:
             yield
         finally:
             self._waits[party] -= 1
+            if env:
+                self._env_waits[env] -= 1
 
     @property
     def waits(self) -> dict[Party, int]:
         """How many episodes wait for whom."""
         return {party: n for party, n in self._waits.items() if n}
+
+    @property
+    def env_waits(self) -> dict[str, int]:
+        """How many episodes wait for an answer of which environment."""
+        self._env_waits += Counter()  # forgets those at 0
+        return dict(self._env_waits)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences on environments whose attempts fail so often that what is trained on is biased."""
+        found = [(env, self.by_env[env].failing) for env in self.by_env.names()]
+        return [
+            f"{env}: {why}. Failed attempts have no reward, so the groups that remain are biased where failures are."
+            for env, why in found
+            if why
+        ]
 
     def moved(self) -> None:
         """Something advanced: a turn was sampled, an episode ended, a group was published, the queue changed."""
@@ -84,6 +108,17 @@ class RunStatus:
             self._tokens.append((second, trajectory.n_sampled))
         self._forget(second)
         self._durations.append(trajectory.timings["total_s"])
+
+    def turn_answered(self, env: str, turn: int, reward: float) -> None:
+        """Args: turn: 0 is the reset; reward: of the attempt before this turn."""
+        self.by_env[env].attempts.called(turn, None, reward)
+        metrics.count_turn(self.by_env.versioned_label(env), turn, reward, "answered")
+
+    def attempt_failed(self, env: str, turn: int, reward: float, error: VolleyError) -> None:
+        """As `turn_answered`, of the turn that an attempt failed at."""
+        told = f"{type(error).__name__}: {error}"
+        self.by_env[env].attempts.called(turn, told, reward)
+        metrics.count_turn(self.by_env.versioned_label(env), turn, reward, "failed")
 
     def episode_failed(self, env: str, error: VolleyError) -> None:
         self.last_failure = self.by_env[env].last_failure = f"{type(error).__name__}: {error}"

@@ -239,7 +239,8 @@ def _orchestrator(who: _Who, said: Mapping[str, Any]) -> WaitNode:
     if episodes.get("peer"):
         waits.append(WaitLink("peer", "another orchestrator of the run, which evaluates"))
     if n := episodes.get("env"):
-        waits.append(WaitLink("env", f"the environment service ({n} episodes)"))
+        of = ", ".join(f"{k} of {env}" for env, k in (said.get("waits_env") or {}).items())
+        waits.append(WaitLink("env", f"the environment service ({n} episodes{': ' if of else ''}{of})"))
     if n := episodes.get("teacher"):
         waits.append(WaitLink("teacher", f"the teacher ({n} episodes)"))
     if not waits and (waiting := said.get("waiting")):

@@ -154,6 +154,22 @@ def test_a_ticket_counts_by_its_end_along_the_surviving_lineage() -> None:
     assert report.dispositions(ledger) == {"trained": 1, "stale": 1}
 
 
+def test_a_run_of_which_many_groups_failed_is_warned_about(folder: RunFolder) -> None:
+    made = {"step": 1, "epoch": 1, "version": "e000001-s000001"}
+    reason = "SandboxFailed in adder@2 at turn 3"
+    write(
+        folder.ledger,
+        [
+            {"ticket": n, "disposition": "failed" if n < 9 else "trained", "reason": reason if n < 9 else None, **made}
+            for n in range(1, 40)
+        ],
+    )
+    summary = report.make(folder)
+    told = f"8 of 39 groups failed, 8 with {reason}: training is biased where failures depend on answers"
+    assert summary["episodes"]["biased"] == told
+    assert told in report.table(summary, folder)
+
+
 def test_ends_lengths_and_failures_are_summed_up(folder: RunFolder) -> None:
     write(
         folder.ledger,
@@ -176,6 +192,7 @@ def test_ends_lengths_and_failures_are_summed_up(folder: RunFolder) -> None:
         "faults": {"format": 9},
         "failed_attempts": {"ServiceUnreachable": 1},
         "failed_groups": {"NoServer": 1},
+        "biased": None,
     }
     table = report.table(summary, folder)
     for part in (

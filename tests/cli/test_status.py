@@ -9,8 +9,10 @@ import orjson
 import pytest
 
 from services.cli.commands import status
+from services.cli.commands.status import _text
 from shared.errors import ConfigError
-from shared.process.wedge import QUIET_S
+from shared.process import wedge
+from shared.process.wedge import QUIET_S, ServiceReport
 from shared.run import trust
 from shared.run.folder import RunFolder
 from shared.services_schema import Limits, TokenFiles
@@ -145,3 +147,9 @@ async def test_a_missing_token_is_said(tmp_path, capsys):
 def test_a_folder_without_processes_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="not the folder of a run"):
         status.main([str(tmp_path)])
+
+
+def test_what_the_orchestrator_warns_about_is_printed():
+    said = {"state": "running", "warnings": ["adder@2: at turn 3, 4 of the 4 attempts that reached it failed"]}
+    seen = [ServiceReport("orchestrator", "orchestrator", "http://one", said=said)]
+    assert "warning: adder@2: at turn 3, 4 of the 4 attempts" in _text(seen, wedge.judge(seen))

@@ -62,3 +62,18 @@ def test_groups_of_the_main_environment_that_one_event_broke_count_once():
     judge = FailureJudge(RunStatus(), Mixture())
     for _ in range(20):
         judge.ended(failed("lake"), 0.0)
+
+
+def test_another_one_is_set_aside_when_half_of_its_groups_fail_however_they_alternate():
+    """Groups without a failure may be those in which nobody gave the answer that fails."""
+    mixture = Mixture("adder@1")
+    judge = FailureJudge(RunStatus(), mixture)
+    for _ in range(16):
+        assert mixture.aside == []
+        judge.ended(good("adder@1"), 0.0)
+        judge.ended(failed("adder@1"), 0.0)
+    assert mixture.aside == [("adder@1", "16 of the last 32 groups failed, the last with Unavailable")]
+    for _ in range(12):
+        judge.ended(good("adder@1"), 0.0)
+        judge.ended(failed("adder@1"), 0.0)
+    assert len(mixture.aside) == 1, "it is judged by what came since"

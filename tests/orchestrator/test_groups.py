@@ -8,9 +8,19 @@ import pytest
 from services.orchestrator.episodes.groups import run_group
 from services.orchestrator.episodes.turn import TokenBounds
 from services.orchestrator.servers.balancer import VersionBounds
-from shared.errors import NotFound, ServiceUnreachable, VolleyError
+from shared.errors import NotFound, SandboxFailed, ServiceUnreachable, VolleyError
 from shared.types import Group, WeightVersion
-from tests.orchestrator.fakes import ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of, plan, spec, unreachable
+from tests.orchestrator.fakes import (
+    Say,
+    ScriptedEngine,
+    ScriptedEnv,
+    balancer_of,
+    dispatcher_of,
+    plan,
+    spec,
+    unreachable,
+)
+from tests.support.tokenizer import tiny_tokenizer
 
 NEED = VersionBounds(0)
 
@@ -74,9 +84,9 @@ async def test_a_sibling_dispatched_again_repeats_itself():
 async def test_an_infrastructure_failure_never_becomes_a_reward():
     env = ScriptedEnv(create_failures=unreachable(1000))
     group = await group_of(env, ScriptedEngine())
-    assert (group.failure, group.trajectories) == ("ServiceUnreachable", ())
+    assert (group.failure, group.trajectories) == ("ServiceUnreachable in demo at turn 0", ())
     assert not env.open
-    assert Group.decode(group.encode()).failure == "ServiceUnreachable"
+    assert Group.decode(group.encode()).failure == group.failure
 
 
 async def test_attempts_are_shared_between_turns_and_restarts():
@@ -92,7 +102,7 @@ async def test_attempts_are_shared_between_turns_and_restarts():
 async def test_a_hopeless_failure_is_not_tried_again():
     env = ScriptedEnv(prompt="x " * 500)
     group = await group_of(env, ScriptedEngine())
-    assert group.failure == "PromptTooLong"
+    assert group.failure == "PromptTooLong in demo at turn 0"
     assert len(env.created) <= 4
 
 
@@ -131,3 +141,84 @@ async def test_an_environment_that_is_broken_when_asked_whether_it_is_ready_cost
     env = BrokenEngine(step_failures=[NotFound("restarted")], not_ready=1)
     trajectory = await dispatcher_of(env, balancer_of(ScriptedEngine())).episode(spec(), "train")
     assert trajectory.failures == {"EpisodeLost": 1, "VolleyError": 1}
+
+
+class OtherWords(ScriptedEnv):
+    """Opens every episode with other words."""
+
+    async def create(self, request_id, env, split, index, *, seed):
+        self.prompt = f"play number {len(self.created)}"
+        return await super().create(request_id, env, split, index, seed=seed)
+
+
+def said(ids):
+    return Say([*ids, tiny_tokenizer().eos_id])
+
+
+async def test_an_attempt_that_begins_again_says_the_same_to_an_environment_that_does():
+    """A server that samples otherwise would put another answer in the place of the one that the environment failed."""
+    engine = ScriptedEngine(script=[said([11, 12]), said([13]), said([14]), said([15])])
+
+    class FailsOnce(ScriptedEnv):
+        async def step(self, episode_id, request_id, content):
+            if len(self.texts) == 1:
+                self.texts.append(content)
+                raise SandboxFailed("KeyError: lost")
+            return await super().step(episode_id, request_id, content)
+
+    env = FailsOnce(n_turns=3)
+    group = await group_of(env, engine, n=1)
+    (only,) = group.trajectories
+    assert env.texts[:2] == env.texts[2:4], "the same two turns, and then the third"
+    assert (len(engine.outputs), only.attempt, dict(only.failures)) == (3, 1, {"SandboxFailed": 1})
+    assert only.token_ids[only.loss_mask == 1].tolist() == [i for one in engine.outputs for i in one]
+
+
+async def test_an_environment_that_says_something_else_is_answered_anew():
+    engine = ScriptedEngine(script=[said([11, 12]), said([13, 14])])
+    group = await group_of(OtherWords(n_turns=1, step_failures=[SandboxFailed("KeyError: lost")]), engine, n=1)
+    (only,) = group.trajectories
+    assert only.token_ids[only.loss_mask == 1].tolist() == engine.outputs[1]
+
+
+async def test_turns_of_weights_that_were_undone_are_sampled_again():
+    engine = ScriptedEngine(script=[said([11, 12]), said([13, 14])])
+    balancer = balancer_of(engine)
+
+    class Undoes(ScriptedEnv):
+        async def step(self, episode_id, request_id, content):
+            if not self.texts:
+                self.texts.append(content)
+                engine.version = WeightVersion(2, 0)
+                balancer.set_target(engine.version, ((2, 0),))
+                balancer.observe(balancer.servers[0], engine.version)
+                raise SandboxFailed("KeyError: lost")
+            return await super().step(episode_id, request_id, content)
+
+    group = await run_group(dispatcher_of(Undoes(n_turns=1), balancer), plan(1), 1, NEED)
+    (only,) = group.trajectories
+    assert only.token_ids[only.loss_mask == 1].tolist() == engine.outputs[1]
+
+
+async def test_failed_attempts_are_counted_against_those_that_reached_the_turn():
+    """An answer that ends the episode at its first turn does not reach the turn that fails."""
+
+    class FailsLate(ScriptedEnv):
+        async def step(self, episode_id, request_id, content):
+            if self.open[episode_id] == 2:
+                raise SandboxFailed("KeyError: lost")
+            return await super().step(episode_id, request_id, content)
+
+    short, late = ScriptedEnv(n_turns=1), FailsLate(n_turns=9)
+    dispatchers = [dispatcher_of(env, balancer_of(ScriptedEngine())) for env in (short, late)]
+    status = dispatchers[0]._status
+    dispatchers[1]._status = dispatchers[1]._runner._status = dispatchers[0]._runner._status = status
+    for ticket in range(1, 30):
+        await run_group(dispatchers[0], plan(2), ticket, NEED)
+    assert status.warnings == []
+    failed = [await run_group(dispatchers[1], plan(1), 100 + ticket, NEED) for ticket in range(4)]
+    assert {group.failure for group in failed} == {"SandboxFailed in demo at turn 3"}
+    tally = status.by_env["demo"]
+    assert (tally.attempts.turns[3].reached, tally.attempts.turns[3].failed) == (4, 4)
+    (warning,) = status.warnings
+    assert warning.startswith("demo: at turn 3, 4 of the 4 attempts that reached it failed, the last: SandboxFailed: ")

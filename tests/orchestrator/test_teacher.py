@@ -132,7 +132,7 @@ async def test_a_full_disk_under_the_budget_is_waited_for(tmp_path: Path, monkey
 async def test_a_teacher_that_stays_wrong_fails_the_group_by_name(error: VolleyError, asked: int) -> None:
     teacher = ScriptedTeacher([error] * 100)
     group = await run_group(dispatcher_with(teacher, ScriptedEngine()), plan(1), 1, spec().need)
-    assert (group.failure, group.trajectories) == (type(error).__name__, ())
+    assert (str(group.failure).split()[0], group.trajectories) == (type(error).__name__, ())
     assert len(teacher.asked) == asked
 
 
@@ -173,5 +173,5 @@ async def test_a_budget_that_is_used_up_fails_the_group_and_no_restart_gives_it_
         assert store.spent("teacher") == (2, n_tokens)
     with SpendingStore(tmp_path / "run" / "teacher.sqlite3") as store:
         for limits in ((2, None), (None, n_tokens)):
-            assert (await played(TeachingBudget(store, *limits), 2)).failure == "TeacherRefused"
+            assert (await played(TeachingBudget(store, *limits), 2)).failure.split()[0] == "TeacherRefused"
         assert store.spent("teacher") == (2, n_tokens)

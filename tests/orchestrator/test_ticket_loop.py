@@ -149,7 +149,7 @@ async def test_a_failed_group_is_published_as_failed():
     queue = MemoryQueue(limit=1)
     loop, _, status = loop_of(queue, env=ScriptedEnv(prompt="x " * 500))
     await run_until(loop, lambda: 1 in queue.published)
-    assert Group.decode(queue.published[1]).failure == "PromptTooLong"
+    assert Group.decode(queue.published[1]).failure == "PromptTooLong in demo at turn 0"
     assert status.failed_groups == 1
 
 

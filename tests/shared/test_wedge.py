@@ -132,6 +132,10 @@ WEDGES = {
             "env does not answer: Connection refused",
         ],
     ),
+    "an environment hangs": (
+        [trainer(), orchestrator(waits={"env": 9}, waits_env={"slow@1": 8, "lake": 1}), ROLLOUT, ENV],
+        ["trainer waits", "orchestrator waits for the environment service (9 episodes: 8 of slow@1, 1 of lake)"],
+    ),
     "Redis is away": (
         [
             trainer(waits=waits("redis", "Redis did not answer: gone")),

@@ -195,11 +195,12 @@ def _text(seen: Sequence[ServiceReport], verdict: Verdict, hint: Sequence[str] =
 
 
 def _mixture(seen: Sequence[ServiceReport]) -> list[str]:
-    """The environments of the run where there are several, and why one of them is not played."""
+    """The environments of the run where there are several, why one of them is not played, and those that fail."""
     rows = next((one.said["mixture"] for one in seen if one.said.get("mixture")), [])
     told = told_mixture(rows)
     reasons = [f"  {row['env']} is {row['state']}: {row['reason']}" for row in rows if row.get("reason")]
-    return [*([f"mixture: {told}"] if told else []), *reasons]
+    warnings = [f"warning: {one}" for report in seen for one in report.said.get("warnings") or ()]
+    return [*([f"mixture: {told}"] if told else []), *reasons, *warnings]
 
 
 def _memory(seen: Sequence[ServiceReport]) -> list[str]:

@@ -22,6 +22,7 @@ from services.cli.reporting.progress import printed_text
 from services.cli.runs import survey
 from services.cli.runs.record import RunRecord, read_record, write_json
 from shared.errors import ConfigError
+from shared.failure_rates import CERTAIN, TOLERATED, tail
 from shared.run import commits, ledger
 from shared.run.best import best_version
 from shared.run.folder import RunFolder
@@ -155,9 +156,8 @@ def outcomes(steps: Rows, lines: Iterable[ledger.Line]) -> dict[str, Any]:
             tokens[end] += n * row["end_tokens"][end]
         faults.update(row.get("faults") or {})
         attempts.update(row.get("failed_attempts") or {})
-    failed = Counter(
-        str(line.get("reason")) for line in ledger.settled(lines).values() if line["disposition"] == "failed"
-    )
+    settled = ledger.settled(lines).values()
+    failed = Counter(str(line.get("reason")) for line in settled if line["disposition"] == "failed")
     return {
         "ends": {end: n / episodes.total() for end, n in episodes.most_common()},
         "end_tokens": {end: tokens[end] / n for end, n in episodes.items() if n},
@@ -165,7 +165,17 @@ def outcomes(steps: Rows, lines: Iterable[ledger.Line]) -> dict[str, Any]:
         "faults": dict(faults.most_common()),
         "failed_attempts": dict(attempts.most_common()),
         "failed_groups": dict(failed.most_common()),
+        "biased": _biased(failed, len(settled)),
     }
+
+
+def _biased(failed: Counter[str], n_groups: int) -> str | None:
+    """A sentence where so many groups failed that those that were trained on are no fair sample; None where not."""
+    n = failed.total()
+    if n < 2 or tail(n_groups, n, TOLERATED) >= CERTAIN:
+        return None
+    reason, most = failed.most_common(1)[0]
+    return f"{n} of {n_groups} groups failed, {most} with {reason}: training is biased where failures depend on answers"
 
 
 def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str:
@@ -250,6 +260,7 @@ def _outcome_rows(episodes: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("episodes by end (mean length)", ends)]
     names = {"faults": "turns with a fault", "failed_attempts": "failed attempts", "failed_groups": "failed groups"}
     rows += [(label, _counted(episodes[key])) for key, label in names.items() if episodes[key]]
+    rows += [("warning", episodes.get("biased") or "")]
     return [(label, text) for label, text in rows if text]
 
 

@@ -55,6 +55,10 @@ class Dispatcher:
                     return await self._attempt(spec, budget, purpose)
                 except VolleyError as error:
                     self._status.episode_failed(spec.env, error)
+                    if budget.turn not in budget.failed_at:  # a sample that fails again at the same turn counts once
+                        budget.failed_at.add(budget.turn)
+                        self._status.attempt_failed(spec.env, budget.turn, budget.reward, error)
+                    error.add_note(f"in {spec.env} at turn {budget.turn}")
                     _log.warning(
                         "episode failed",
                         ticket=spec.ticket,
@@ -66,7 +70,7 @@ class Dispatcher:
                     await asyncio.sleep(min(_BACKOFF_CAP_S, _BACKOFF_S * 2**budget.used) * random.uniform(0.5, 1.0))
 
     async def _attempt(self, spec: SamplingSpec, budget: TokenBudget, purpose: Purpose) -> Trajectory:
-        budget.n_sampled = 0
+        budget.begin()
         if budget.used:
             await self._runner.environment_ready()
         await self._balancer.wait_routable(spec.need)

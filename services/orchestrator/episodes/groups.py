@@ -1,5 +1,5 @@
-"""One ticket's group: G episodes of one task, at once. Complete, or failed with the class of the error; nothing in
-between.
+"""One ticket's group: G episodes of one task, at once. Complete, or failed with the class of the error, the
+environment and the turn; nothing in between.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ async def run_group(dispatcher: Dispatcher, plan: GroupPlan, ticket: int, need: 
         failure = first_error(errors)
     if failure is not None:
         _log.warning("group failed", ticket=ticket, env=task.env, error=type(failure).__name__, detail=str(failure))
-        return Group(ticket, task.env, f"{plan.split}/{task.index}", (), failure=type(failure).__name__)
+        where = getattr(failure, "__notes__", [])[-1:]  # the environment and the turn
+        reason = " ".join([type(failure).__name__, *where])
+        return Group(ticket, task.env, f"{plan.split}/{task.index}", (), failure=reason)
     trajectories = tuple(episode.result() for episode in running)
     return Group(ticket, task.env, trajectories[0].task, trajectories)

@@ -1,8 +1,9 @@
 """One episode: the model and the environment take turns until one of them, or a bound, ends it.
 
 The tokens so far are the whole state of the model's side, so a turn whose server fails is asked of another one, and a
-turn that a weight update cut short goes on. Only the environment's side can be lost; then the episode starts again from
-the beginning (see `groups`). Whatever the model does is data; whatever raises is the infrastructure's.
+turn that a weight update cut short goes on. Only the environment's side can be lost; then the episode starts again (see
+`groups`), with the same turns of the model as far as the environment says the same. Whatever the model does is data;
+whatever raises is the infrastructure's.
 """
 
 from __future__ import annotations
@@ -119,7 +120,9 @@ class EpisodeRunner:
 
     async def _open(self, spec: SamplingSpec, request_id: str, budget: TokenBudget) -> Opening:
         try:
-            return await self._asked(lambda: self._create(spec, request_id), budget)
+            opening = await self._asked(lambda: self._create(spec, request_id), spec, budget)
+            self._status.turn_answered(spec.env, 0, 0.0)
+            return opening
         except asyncio.CancelledError:
             # The service may have made the episode; asking again with the same id tells which one it is.
             with suppress(VolleyError, TimeoutError):
@@ -136,13 +139,15 @@ class EpisodeRunner:
         """Takes turns until the end; returns how it ended, and the seconds spent in the environment."""
         recorder, env_s, n_turns = episode.recorder, 0.0, 0
         while True:
-            start = len(recorder)
+            start, n_turns = len(recorder), n_turns + 1
+            episode.budget.turn = n_turns
             sampled = await self._sampler.turn(episode)
-            n_turns += 1
             stepped = time.monotonic()
             text = self._tokenizer.message_text(sampled)[:MAX_MESSAGE]
             result = await self._step(episode, opening.episode_id, f"{request_id}-{n_turns}", text)
             env_s += time.monotonic() - stepped
+            self._status.turn_answered(episode.spec.env, n_turns, episode.budget.reward)
+            episode.budget.reward += result.reward
             cut = self._cut(sampled, len(recorder))
             recorder.end_turn(
                 start, result.reward, result.reward_components, [result.fault, "length" if cut == "length" else None]
@@ -201,13 +206,13 @@ class EpisodeRunner:
         """A call that needs the service to know the episode. Raises EpisodeLost."""
         budget, used = episode.budget, episode.budget.used
         try:
-            return await self._asked(call, budget)
+            return await self._asked(call, episode.spec, budget)
         except (NotFound, Conflict) as error:
             if budget.used > used:
                 budget.prepaid = True
             raise EpisodeLost(f"the environment lost episode {episode_id}: {error.detail}") from error
 
-    async def _asked[T](self, call: Callable[[], Awaitable[T]], budget: TokenBudget) -> T:
+    async def _asked[T](self, call: Callable[[], Awaitable[T]], spec: SamplingSpec, budget: TokenBudget) -> T:
         """Repeats what the environment service knows by its request id; the episode's deadline bounds it, outages not
         counted.
 
@@ -216,7 +221,7 @@ class EpisodeRunner:
         """
         while True:
             try:
-                with self._status.waits_on("env"):
+                with self._status.waits_on("env", spec.env):
                     return await call()
             except RateLimited as error:
                 await asyncio.sleep(error.retry_after_s)

@@ -1,7 +1,8 @@
 """One assistant turn: sampled in one part if all goes well, in several when a weight update cuts it short or a server
 fails.
 
-Every part continues exactly the ids that are recorded; what a failed server had sampled is lost and sampled again.
+Every part continues exactly the ids that are recorded; what a failed server had sampled is lost and sampled again. An
+attempt that begins again repeats the turns that were sampled, as far as the environment says the same.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from services.orchestrator import metrics
 from services.orchestrator.episodes.failures import WrongVersion
@@ -61,21 +64,39 @@ class SamplingSpec:
     routing: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """The ids before a turn, and the parts that were sampled in it."""
+
+    before: np.ndarray
+    parts: list[Generation] = field(default_factory=list[Generation])
+
+
 @dataclass(slots=True)
 class TokenBudget:
     """Attempts of one sample_index, over all its turns and restarts: the only bound of repetition there is, so that
     none is inside another.
 
     `failures` counts them by class, `used` in all. `prepaid`: the next failure belongs to one that is counted, because
-    one outage is one attempt. `n_sampled` is how many tokens the present attempt has sampled, `timer` its deadline.
+    one outage is one attempt. Of the present attempt, `n_sampled` is how many tokens it has sampled, `turn` the turn it
+    is in (0 is the reset), `reward` its reward before that, and `timer` its deadline. `failed_at` are the turns that
+    earlier attempts failed at, `sampled` what was sampled so far, by turn.
     """
 
     max_attempts: int
     used: int = 0
     failures: Counter[str] = field(default_factory=Counter[str])
     n_sampled: int = 0
+    turn: int = 0
+    reward: float = 0.0
+    failed_at: set[int] = field(default_factory=set[int])
+    sampled: list[SampledTurn] = field(default_factory=list[SampledTurn])
     prepaid: bool = False
     timer: asyncio.Timeout | None = None
+
+    def begin(self) -> None:
+        """Another attempt."""
+        self.n_sampled, self.turn, self.reward = 0, 0, 0.0
 
     def spend(self, error: VolleyError) -> None:
         """Counts a failure; raises it again when it was the last attempt or cannot pass."""
@@ -131,11 +152,14 @@ class TurnSampler:
             VolleyError: the attempts are used up.
         """
         recorder, start = episode.recorder, len(episode.recorder)
-        for _ in range(_MAX_PARTS):
+        sampled = self._sampled(episode)
+        for n in range(_MAX_PARTS):
             left = min(self._bounds.max_response_length - (len(recorder) - start), self._bounds.room(len(recorder)))
             if left <= 0:
                 return recorder.ids_since(start)
-            generation = await self._part(episode, left)
+            if n == len(sampled.parts):
+                sampled.parts.append(await self._part(episode, left))
+            generation = sampled.parts[n]
             recorder.add_sampled(generation)
             episode.budget.n_sampled += len(generation.output_ids)
             self._status.moved()
@@ -143,6 +167,24 @@ class TurnSampler:
             if generation.finish_reason != "abort" or (ids and ids[-1] in self._end_ids):
                 return ids
         raise Unavailable(f"one turn was cut short {_MAX_PARTS} times")
+
+    def _sampled(self, episode: EpisodeState) -> SampledTurn:
+        """What an earlier attempt sampled in this turn, if it continues the same ids; else a turn without parts.
+
+        Where failures depend on the answer, another answer in its place would make a biased sample.
+        """
+        turns, number = episode.budget.sampled, max(0, episode.budget.turn - 1)
+        ids = episode.recorder.prompt()
+        if number < len(turns) and np.array_equal(turns[number].before, ids):
+            versions = [WeightVersion.parse(span.version) for part in turns[number].parts for span in part.versions]
+            if all(self._is_usable(version, episode.spec.need) for version in versions):
+                return turns[number]
+        turns[number:] = [SampledTurn(ids)]
+        return turns[number]
+
+    def _is_usable(self, version: WeightVersion, need: VersionBounds) -> bool:
+        """Whether tokens of these weights are still wanted."""
+        return version.step >= (need.min_step or 0) and not self._balancer.is_undone(version)
 
     async def _part(self, episode: EpisodeState, max_new_tokens: int) -> Generation:
         while True:

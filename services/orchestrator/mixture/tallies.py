@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from shared.failure_rates import FailureRates
 from shared.run.mixture import base_name
 from shared.types import Group
 
@@ -26,8 +27,9 @@ class GroupScore(NamedTuple):
 
 @dataclass(slots=True)
 class EnvironmentTally:
-    """`recent` are the last groups."""
+    """`recent` are the last groups; `attempts` are those at episodes, by turn."""
 
+    attempts: FailureRates = field(default_factory=FailureRates)
     groups: int = 0
     failed: int = 0
     last_failure: str | None = None
@@ -38,9 +40,18 @@ class EnvironmentTally:
         return {
             "groups": self.groups,
             "groups_failed": self.failed,
+            "attempts": self.attempts.n_begun,
+            "attempts_failed": self.attempts.n_failed,
+            "failing": self.failing,
             "reward_mean": sum(score.reward for score in self.recent) / n if n else None,
             "success": sum(score.success for score in self.recent) / n if n else None,
         }
+
+    @property
+    def failing(self) -> str | None:
+        """A sentence on the turn at which too many attempts fail; None if there is none."""
+        turn = self.attempts.suspect()
+        return None if turn is None else self.attempts.told(turn)
 
     @property
     def learnability(self) -> float:
@@ -57,6 +68,7 @@ class EnvironmentTallies:
         self.n_groups = 0
         self._by_env: dict[str, EnvironmentTally] = {}
         self._labels: set[str] = set()
+        self._versioned: set[str] = set()
 
     def __getitem__(self, env: str) -> EnvironmentTally:
         if env not in self._by_env:
@@ -81,8 +93,15 @@ class EnvironmentTallies:
 
     def label(self, env: str) -> str:
         """Of a metric: the name without version, and `other` beyond so many names."""
-        name = base_name(env)
-        if name not in self._labels and len(self._labels) >= _MOST_LABELS:
-            return "other"
-        self._labels.add(name)
-        return name
+        return _bounded(base_name(env), self._labels)
+
+    def versioned_label(self, env: str) -> str:
+        """Of a metric: the name with its version, and `other` beyond so many."""
+        return _bounded(env, self._versioned)
+
+
+def _bounded(name: str, known: set[str]) -> str:
+    if name not in known and len(known) >= _MOST_LABELS:
+        return "other"
+    known.add(name)
+    return name
