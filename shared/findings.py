@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from shared.algorithm_schema import PpoSection
 from shared.errors import ConfigError
+from shared.models.config import ModelConfig
 from shared.run.group_size import check_group
 from shared.schema import RunConfig
 
@@ -26,6 +27,21 @@ def findings(config: RunConfig) -> list[str]:
         return []
     check_group(config, None)
     return [f"{finding}." for examine in _EXAMINERS for finding in examine(config)]
+
+
+def beyond_positions(config: RunConfig, model: ModelConfig) -> str | None:
+    """A sentence if sequences may be longer than the model was trained for."""
+    most = model.max_position_embeddings
+    if config.is_supervised:
+        key, longest = "trainer.length_buckets", max(config.trainer.length_buckets)
+    else:
+        key, longest = "rollout.engine.context_length", config.rollout.engine.context_length
+    if longest <= most:
+        return None
+    return (
+        f"{key}={longest} is beyond the model's max_position_embeddings={most}: it was not trained on positions after"
+        f" {most}."
+    )
 
 
 def _clipping(config: RunConfig) -> Iterator[str]:

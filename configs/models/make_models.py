@@ -129,7 +129,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     train(texts, model.pieces).save(str(out / "tokenizer.json"))
     template = TEMPLATE.replace("END", model.end)
-    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "chat_template": template}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    settings |= {"chat_template": template}
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     heads = {"num_attention_heads": model.heads, "num_key_value_heads": model.kv_heads, "head_dim": model.head_dim}
     (out / "config.json").write_text(json.dumps(CONFIG | heads, indent=1) + "\n", encoding="utf-8")

@@ -113,3 +113,9 @@ def test_values_may_stand_on_both_sides_of_an_option(capsys: pytest.CaptureFixtu
         with pytest.raises(SystemExit):
             parsed(wrong)
         assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_a_folder_without_weights_is_not_measured_from_random_ones(tmp_path: Path):
+    """Though the configuration's own model starts from them."""
+    with pytest.raises(ConfigError, match=r"configs/models/tiny holds no model\.safetensors"):
+        evaluate.main(MODEL, [CONFIG], [f"run.dir={tmp_path}"], None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 
 from shared import config
 from shared.errors import ConfigError
-from shared.findings import findings
+from shared.findings import beyond_positions, findings
+from shared.models.config import ModelConfig
 from shared.schema import RunConfig
 
 DISTILLED, TEACHER = "on_policy_distillation", {"services__orchestrator__teacher__url": "http://t"}
@@ -134,3 +136,17 @@ def test_groups_that_nobody_would_take_in_are_refused_before_anything_starts(len
     with pytest.raises(ConfigError, match=what):
         of(**large)
     assert of(**large, mode="sft", sft__train=["f.jsonl"], data__env="e") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"rollout": {"engine": {"context_length": 2048}}}, None),
+        ({"rollout": {"engine": {"context_length": 2049}}}, "rollout.engine.context_length=2049 is beyond .*=2048"),
+        ({"mode": "sft", "sft": {"train": ["x"]}, "trainer": {"length_buckets": [16, 4096]}}, "length_buckets=4096"),
+    ],
+)
+def test_a_context_beyond_the_models_positions_is_noted(given: dict[str, Any], named: str | None):
+    run = RunConfig.model_validate({"model": {"path": "m"}, "data": {"env": "e"}, **given})
+    found = beyond_positions(run, ModelConfig.read(CONFIGS / "models" / "tiny"))
+    assert found is None if named is None else re.search(named, found or "")

@@ -111,6 +111,13 @@ def test_an_algorithm_and_back_has_the_keys_of_the_one_in_force(other: dict[str,
     assert [pinned.in_force(settings, epoch) for epoch in (1, 2, 3)] == flats
 
 
+def test_a_run_of_random_weights_that_is_older_than_their_key_goes_on():
+    now = flat(model={"path": "m", "initial_weights": "random"})
+    older = {key: value for key, value in now.items() if key != "model.initial_weights"}
+    assert [change.key for change in pinned.permitted(older, now, step=3)] == ["model.initial_weights"]
+    assert pinned.permitted(older, flat(), step=3) == []
+
+
 def test_a_key_that_an_older_record_lacks_had_its_default():
     was = {key: value for key, value in flat().items() if key != "algorithm.beta"}
     assert pinned.changes(was, flat()) == []

@@ -31,7 +31,8 @@ from shared.clients.base import HttpClient
 from shared.config import LoadedConfig
 from shared.errors import ConfigError, VolleyError, first_error
 from shared.files.reading import open_file
-from shared.findings import findings
+from shared.findings import beyond_positions, findings
+from shared.models.config import ModelConfig
 from shared.models.hub import check_weights, model_folder
 from shared.process import wedge
 from shared.run import commits
@@ -80,7 +81,7 @@ def run(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False) -
     """Begins or goes on with the run of this configuration, whatever its mode. Raises as `main`."""
     from services.cli.commands import sft
 
-    check_inputs(loaded)
+    model = check_inputs(loaded)
     supervised = loaded.config.is_supervised
     watch = sft.follow if supervised else follow
     with claimed(loaded) as claim:
@@ -93,7 +94,7 @@ def run(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False) -
                     started[name] = state
                     display.service(name, state)
 
-                for finding in findings(loaded.config):
+                for finding in [*findings(loaded.config), *_of_the_model(loaded, model)]:
                     display.say(f"note: {finding}")
                 record = supervise(
                     loaded, claim, lambda running: watch(running, folder, display, tails), display.say, seams, seen
@@ -141,9 +142,16 @@ def supervise(
     return worked.record()
 
 
-def check_inputs(loaded: LoadedConfig) -> None:
-    """Finds what is wrong with the configuration, files and services of others, before anything is started. Raises
-    VolleyError.
+def _of_the_model(loaded: LoadedConfig, folder: Path) -> list[str]:
+    with suppress(ConfigError):  # the services refuse the folder
+        note = beyond_positions(loaded.config, ModelConfig.read(folder))
+        return [] if note is None else [note]
+    return []
+
+
+def check_inputs(loaded: LoadedConfig) -> Path:
+    """Finds what is wrong with the configuration, files and services of others, before anything is started. Returns the
+    model's folder. Raises VolleyError.
     """
     findings(loaded.config)
     for key in ("train", "eval"):
@@ -162,9 +170,10 @@ def check_inputs(loaded: LoadedConfig) -> None:
     model = loaded.config.model.path
     if "@" in model and not Path(model).is_dir():
         survey.check(RunFolder(Path(model.rpartition("@")[0]).absolute()))
-    model_folder(model, loaded.config.run.folder)
+    folder = model_folder(model, loaded.config.run.folder)
     check_weights(loaded.config)
     asyncio.run(external.check(loaded.config))
+    return folder
 
 
 def fresh_name(paths: Sequence[str], overrides: Sequence[str]) -> list[str]:

@@ -8,7 +8,13 @@ from pathlib import Path
 
 from services.trainer import options as from_run
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
-from services.trainer.backend.tunix import ModelCheckpoints, ModelPublications, TunixBackend, check_vocabulary
+from services.trainer.backend.tunix import (
+    ModelCheckpoints,
+    ModelPublications,
+    TunixBackend,
+    check_vocabulary,
+    note_positions,
+)
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import CheckpointFolders
 from services.trainer.conversations.data import data_settings
@@ -77,6 +83,7 @@ def _backend(
     model = replace(from_run.model_options(config, folder), origin=origin)
     described = ModelConfig.read(model.folder)
     check_vocabulary(tokenizer, described)
+    note_positions(config, described)
     tokens = TokenLimits(described.vocab_size, tokenizer.pad_id, described.routing)
     options = from_run.supervised_options(config, tokens) if config.sft.trains else None
     policy, warm_start = from_run.policy_options(config, tokens), options.layout if options else None

@@ -37,6 +37,7 @@ from services.trainer.publishing.publications import PublishedVersion
 from services.trainer.supervised import training
 from services.trainer.supervised.training import SupervisedMetrics, SupervisedOptions
 from shared.errors import ConfigError, WeightsError
+from shared.findings import beyond_positions
 from shared.models import adapter
 from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
@@ -45,6 +46,7 @@ from shared.process import telemetry
 from shared.run.pinned import Flat
 from shared.run.state import TrainerState
 from shared.run.weights import Adapter, BaseWeights, ManifestLeaf, Probe
+from shared.schema import RunConfig
 from shared.types import WeightVersion
 from shared.weights.manifest import PublishedAdapter, WeightTree
 
@@ -293,6 +295,12 @@ def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:
             f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {model.vocab_size}",
             "do they belong together?",
         )
+
+
+def note_positions(config: RunConfig, model: ModelConfig) -> None:
+    """Log once if sequences may be longer than the model was trained for."""
+    if (note := beyond_positions(config, model)) is not None:
+        _log.warning("the context is longer than the model's", note=note)
 
 
 def assembled(described: ModelConfig, options: ModelOptions, leaves: Leaves, *, adapted: bool = True) -> Model:

@@ -8,6 +8,7 @@ Adapters are merged into their base.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,19 +19,20 @@ import numpy as np
 import orjson
 from safetensors.numpy import save_file
 
+from services.trainer.checkpoints import exported_files
 from services.trainer.checkpoints.contents import HostArray
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import read_base
 from shared.errors import ConfigError, VolleyError, WeightsError, problem
 from shared.files.storage import storage
 from shared.models import adapter, hub, origin
-from shared.models.config import CONFIG
+from shared.models.config import CONFIG, GENERATION_CONFIG, ModelConfig
 from shared.models.names import hf_name, in_files, is_experts, to_hf
 from shared.run import state as states
 from shared.run.folder import RunFolder
 from shared.run.weights import Manifest
 
-_TOKENS = ("bos_token_id", "pad_token_id")
+_QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", default=origin.LATEST)
     parser.add_argument("--adapter", action="store_true")
     arguments = parser.parse_args(argv)
+    os.environ |= _QUIET
     try:
         told = export(arguments.run_dir, arguments.folder, arguments.version, adapter_only=arguments.adapter)
         _tell({"ok": True, **told})
@@ -51,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(run_dir: Path, folder: Path, version: str, *, adapter_only: bool = False) -> dict[str, Any]:
-    """Writes `folder`, whole or not at all, and tells what is in it. With `adapter_only` these are a run's adapters as
+    """Writes `folder`, whole or not at all, and tells what is in it, with a `warning` if transformers reads it
+    otherwise than Volley. With `adapter_only` these are a run's adapters as
     PEFT saves them, else full weights.
 
     Raises ConfigError (no run, no such version, no adapters, the folder is taken), WeightsError (the checkpoint is not
@@ -77,16 +81,17 @@ def export(run_dir: Path, folder: Path, version: str, *, adapter_only: bool = Fa
         draft = Path(temporary) / "model"
         draft.mkdir()
         if adapter_only:
-            config, names = _peft_config(manifest, model, tensors), ("adapter_config.json", "adapter_model.safetensors")
+            exported_files.write_json(draft / "adapter_config.json", _peft_config(manifest, model, tensors))
+            warning = None
         else:
-            hub.copy_small(model, draft)
-            config, names = _config(manifest.model, model, dtypes[0]), (CONFIG, "model.safetensors")
-        (draft / names[0]).write_bytes(orjson.dumps(config, option=orjson.OPT_INDENT_2) + b"\n")
-        save_file(tensors, draft / names[1], metadata={"format": "pt"})
+            warning = _beside_the_weights(draft, manifest.model, model, dtypes[0])
+        name = "adapter_model.safetensors" if adapter_only else "model.safetensors"
+        save_file(tensors, draft / name, metadata={"format": "pt"})
         if folder.exists():
             folder.rmdir()
         draft.rename(folder)
-    return {"version": manifest.version, "tensors": len(tensors), "dtype": ", ".join(dtypes)}
+    told = {"version": manifest.version, "tensors": len(tensors), "dtype": ", ".join(dtypes)}
+    return told if warning is None else {**told, "warning": warning}
 
 
 def _hugging_face(leaf: str, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
@@ -119,16 +124,19 @@ def _whole(arrays: Mapping[str, HostArray]) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in arrays.items()}
 
 
-def _config(described: Mapping[str, Any], model: Path, dtype: str) -> dict[str, Any]:
-    """The run's description of its model, with the dtype of its tensors and the special tokens that the model's folder
-    names.
+def _beside_the_weights(draft: Path, described: Mapping[str, Any], model: Path, dtype: str) -> str | None:
+    """Write tokenizer, generation_config.json and config.json: the run's description of its model, with the dtype of
+    its tensors and the special tokens. Returns how transformers reads them otherwise than Volley, if it does.
     """
+    has_tokenizer = exported_files.copy_tokenizer(model, draft)
     try:
         given = orjson.loads((model / CONFIG).read_bytes())
-        tokens = {key: given[key] for key in _TOKENS if key in given}
+        tokens = exported_files.token_ids(draft, ModelConfig.parse(described).eos_token_ids, given)
     except (OSError, ValueError, TypeError) as error:
         raise WeightsError(f"the model's {model / CONFIG} cannot be read any more: {error}") from error
-    return {**described, **tokens, "torch_dtype": dtype}
+    exported_files.write_json(draft / CONFIG, {**described, **tokens, "torch_dtype": dtype})
+    exported_files.write_json(draft / GENERATION_CONFIG, tokens)
+    return exported_files.difference(draft) if has_tokenizer else None
 
 
 def _peft_config(manifest: Manifest, model: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -1,0 +1,99 @@
+"""Tokenizer and generation settings of an exported folder, so that transformers 4 and 5 read what Volley reads.
+
+Volley reads tokenizer.json as it is. AutoTokenizer of transformers 5 does so only for some values of `tokenizer_class`:
+for others, or without one, it makes the pre-tokenizer anew by the model's type, which gives other token ids.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from shared.errors import InputError, WeightsError
+from shared.models.chat import ChatTokenizer
+from shared.models.config import GENERATION_CONFIG
+
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+_COPIED = (TOKENIZER, "special_tokens_map.json", "*.jinja", "additional_chat_templates/*.jinja", "LICENSE*", "NOTICE*")
+_CODE = ("auto_map", "backend", "tokenizer_file", "name_or_path", "_commit_hash", "processor_class")
+"""Keys that lead transformers to other code or files."""
+_TOKENS = ("bos_token_id", "pad_token_id")
+_CONVERSATION = [{"role": "user", "content": "How many are 3 x 17?\n\n  Say it's so."}]
+_TEXTS = (
+    "Hello, world! I'm sure you'll see\tthat it's 12345.678 or 1,000",
+    "  two spaces,\n\n\nthree lines \r\n and the end  ",
+    "naïve Café Ｆｕｌｌ ﬁne Å 你好，世界 שלום привет 🙂👩‍👩‍👧",
+    "def f(x):\n    return {'a': [x**2, -1.5e-3]}  # </think><|im_end|></s><eos>",
+    "_O_X\nPG_*\n<answer>Right || Down</answer> ▁x ĠY",
+)
+
+
+def copy_tokenizer(source: Path, target: Path) -> bool:
+    """Whether the model's folder has a tokenizer, which then is in `target`. Raises WeightsError."""
+    if not (source / TOKENIZER).is_file():
+        return False
+    for pattern in _COPIED:
+        for file in source.glob(pattern):
+            copy = target / file.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copy(file, copy)
+    try:
+        settings: dict[str, Any] = orjson.loads((source / TOKENIZER_CONFIG).read_bytes())
+        kept = {key: value for key, value in settings.items() if key not in _CODE}
+    except (OSError, ValueError, AttributeError) as error:
+        raise WeightsError(f"the model's {source / TOKENIZER_CONFIG} cannot be read any more: {error}") from error
+    write_json(target / TOKENIZER_CONFIG, {**kept, "tokenizer_class": TOKENIZER_CLASS})
+    return True
+
+
+def token_ids(folder: Path, end_ids: Iterable[int], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Special tokens of config.json and generation_config.json: `end_ids` and the tokenizer's own end a text.
+
+    generation_config.json says nothing else, which is greedy decoding, as Volley evaluates. The penalties and sampling
+    settings of the model's own file were used neither in training nor in evaluation.
+    """
+    tokens: dict[str, Any] = {key: config[key] for key in _TOKENS if key in config}
+    ends = set(end_ids)
+    if (folder / TOKENIZER).is_file():
+        tokenizer = ChatTokenizer(folder)
+        ends.add(tokenizer.eos_id)
+        tokens["pad_token_id"] = tokenizer.pad_id
+    return {**tokens, "eos_token_id": sorted(ends) or None}
+
+
+def difference(folder: Path) -> str | None:
+    """Load the folder with transformers: how it reads the tokenizer or the end tokens otherwise than Volley, if so."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    ours = ChatTokenizer(folder)
+    try:
+        theirs: Any = AutoTokenizer.from_pretrained(folder)
+        generation: Any = GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # noqa: BLE001 - it names no exceptions of its own
+        return f"transformers cannot read it: {type(error).__name__}: {error}"
+    if any(theirs.encode(text, add_special_tokens=False) != ours.encode(text) for text in (*_TEXTS, *_prompt(ours))):
+        return (
+            f"transformers reads the {TOKENIZER} of this model_type as {type(theirs).__name__}, which gives other token"
+            f" ids: load it with transformers.{TOKENIZER_CLASS}.from_pretrained"
+        )
+    written = orjson.loads((folder / GENERATION_CONFIG).read_bytes())
+    if generation.eos_token_id != written["eos_token_id"]:
+        return f"transformers ends a text with {generation.eos_token_id}, Volley with {written['eos_token_id']}"
+    return None
+
+
+def _prompt(tokenizer: ChatTokenizer) -> list[str]:
+    """A conversation as its template writes it; none if the template refuses it."""
+    with suppress(InputError):
+        return [tokenizer.decode(tokenizer.render_prompt(_CONVERSATION))]
+    return []
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_bytes(orjson.dumps(value, option=orjson.OPT_INDENT_2) + b"\n")
