@@ -39,7 +39,7 @@ class ChatTokenizer:
     """Tokenizer and chat template of a Hugging Face folder.
 
     Attributes:
-        vocab_size: number of ids, including special ones.
+        vocab_size: one more than the largest id, special ones included: ids may leave gaps.
         eos_id: the token with which the template closes an assistant's turn, as Gemma's does; `eos_token` if it writes
             none.
         end_ids: all tokens that end an assistant's turn: `eos_id`, `eos_token`, and those of generation_config.json and
@@ -71,7 +71,7 @@ class ChatTokenizer:
         self.eos_id, self._closing = self._turn_end(declared, eos)
         self.end_ids = declared | {self.eos_id}
         self.pad_id = self._tokenizer.token_to_id(files.special.get("pad_token") or files.special["eos_token"])
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def _turn_end(self, declared: frozenset[int], eos: int) -> tuple[int, str | None]:
         """The token that closes a turn, and the text up to its end; (eos, None) if the template writes none."""

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from services.trainer.backend.tunix import check_vocabulary
 from services.trainer.learner.scoring import params_of
 from services.trainer.models import family
 from services.trainer.models.initial_weights import FileLeaves, leaves_of
 from shared.errors import ConfigError
+from shared.models.chat import ChatTokenizer
 from shared.models.config import ModelConfig
 from shared.models.hub import check_weights
 from shared.models.weight_files import weight_files
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
 from tests.support import model_folders, models
+from tests.support.tokenizer import FOLDER as TOKENIZER
 
 EXPECTED = json.loads((model_folders.FIXTURES / "expected.json").read_text(encoding="utf-8"))["loads"]
 REFUSED = {
@@ -137,3 +141,16 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path):
         model_folders.write_index(tmp_path / "m", dict.fromkeys(model_folders.NEW, path))
         with pytest.raises(ConfigError, match="is not a file of the folder"):
             weight_files(tmp_path / "m")
+
+
+def test_the_largest_id_of_the_tokenizer_counts(tmp_path: Path):
+    """Its ids may leave gaps: 512 tokens, of which one has the id 600."""
+    settings = json.loads((TOKENIZER / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = settings["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] = 600
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings), encoding="utf-8")
+    shutil.copy(TOKENIZER / "tokenizer_config.json", tmp_path)
+    tokenizer = ChatTokenizer(tmp_path)
+    check_vocabulary(tokenizer, ModelConfig.parse(models.tiny_config(vocab_size=601)))
+    with pytest.raises(ConfigError, match="largest id is 600, the model's vocabulary has 600"):
+        check_vocabulary(tokenizer, ModelConfig.parse(models.tiny_config(vocab_size=600)))

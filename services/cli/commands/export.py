@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from services.cli.layout import variables_of
@@ -21,5 +20,5 @@ def main(run_dir: Path, folder: Path, version: str, *, adapter: bool = False) ->
     told = trainer_program.run("services.trainer.checkpoints.export", arguments, variables_of("trainer", cpu=True))
     printed(f"{folder} holds {told['version']} of {run_dir}: {told['tensors']} tensors, {told['dtype']}")
     if warning := told.get("warning"):
-        print(f"volley: warning: {folder}: {warning}", file=sys.stderr)
+        printed(f"warning: {warning}")
     return 0

@@ -292,7 +292,7 @@ def check_vocabulary(tokenizer: ChatTokenizer, model: ModelConfig) -> None:
     """Raises ConfigError if the tokenizer can make ids that the model has no embedding for."""
     if tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model's vocabulary {model.vocab_size}",
+            f"the tokenizer's largest id is {tokenizer.vocab_size - 1}, the model's vocabulary has {model.vocab_size}",
             "do they belong together?",
         )
 

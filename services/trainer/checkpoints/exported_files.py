@@ -62,7 +62,7 @@ def token_ids(folder: Path, end_ids: Iterable[int], config: Mapping[str, Any]) -
     ends = set(end_ids)
     if (folder / TOKENIZER).is_file():
         tokenizer = ChatTokenizer(folder)
-        ends.add(tokenizer.eos_id)
+        ends |= tokenizer.end_ids
         tokens["pad_token_id"] = tokenizer.pad_id
     return {**tokens, "eos_token_id": sorted(ends) or None}
 
