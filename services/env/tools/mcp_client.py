@@ -22,10 +22,13 @@ import referencing
 from mcp import ClientSession, McpError, StdioServerParameters, types
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.message import SessionMessage
+from pydantic import ValidationError
 
 from services.env.tools.base import ToolDescription, ToolFault
 from services.env.tools.settings import McpSettings
 from shared.errors import ConfigError, Unavailable, VolleyError
+from shared.text import without_halves
 from shared.web.access import read_token
 
 MAX_OFFERED, MAX_SCHEMAS, MAX_CHECKED = 128, 2**18, 20_000
@@ -99,6 +102,39 @@ class McpClient:
         return Unavailable(f"{self._where} {what}", "see why, and start it again; the episode is played anew")
 
 
+class _MendedMessages:
+    """Messages of a transport. The package hands on as errors those that hold half of a surrogate pair."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def __aenter__(self) -> _MendedMessages:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: Any) -> None:
+        await self._stream.__aexit__(*exception)
+
+    def __aiter__(self) -> _MendedMessages:
+        return self
+
+    async def __anext__(self) -> SessionMessage | Exception:
+        return _mended(await self._stream.__anext__())
+
+
+def _mended(message: SessionMessage | Exception) -> SessionMessage | Exception:
+    if not isinstance(message, ValidationError):
+        return message
+    wrong = message.errors(include_url=False)[0]
+    if wrong["type"] != "json_invalid":
+        return message
+    raw = wrong["input"].encode() if isinstance(wrong["input"], str) else wrong["input"]
+    try:
+        return SessionMessage(types.JSONRPCMessage.model_validate_json(without_halves(raw)))
+    except ValidationError:
+        return message
+
+
 @asynccontextmanager
 async def connect(settings: McpSettings, where: str) -> AsyncIterator[McpClient]:
     """To be entered and left by one task. Raises Unavailable with the reason, ConfigError."""
@@ -131,7 +167,8 @@ async def _opened(stack: AsyncExitStack, settings: McpSettings, where: str, erro
         await stack.enter_async_context(http)
         opened = await stack.enter_async_context(streamable_http_client(settings.url or "", http_client=http))
         streams = opened[:2]
-    session = await stack.enter_async_context(ClientSession(*streams))
+    read: Any = _MendedMessages(streams[0])
+    session = await stack.enter_async_context(ClientSession(read, streams[1]))
     await session.initialize()
     return McpClient(session, where, _chosen(await _offered(session, where), settings, where))
 

@@ -75,6 +75,30 @@ async def test_a_program_over_stdio(open_tools: OpenTools, monkeypatch: pytest.M
         await ask(tools, "x_hang")
 
 
+HALVES = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    info = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "x", "version": "1"}}
+    tool = {"name": "cut", "description": "cut \\ud83d", "inputSchema": {"type": "object", "properties": {}}}
+    answers = {
+        "initialize": info,
+        "tools/list": {"tools": [tool]},
+        "tools/call": {"content": [{"type": "text", "text": "cut \\ud83d \\ud83d\\ude00"}]},
+    }
+    if "id" in asked:
+        result = answers.get(asked["method"], {})
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+
+
+async def test_half_a_surrogate_pair_is_replaced(open_tools: OpenTools) -> None:
+    """As servers in JavaScript write text that they have cut."""
+    tools = await open_tools({"mcp": {"command": [sys.executable, "-c", HALVES]}}, timeout_s=5)
+    assert tools.tools[0].description == "cut \ufffd"
+    assert await ask(tools, "cut") == "cut \ufffd \U0001f600"
+
+
 async def test_an_address_over_http(open_tools: OpenTools, http_server: str) -> None:
     one, other = [await open_tools({"mcp": {"url": http_server, "tools": ["add", "keep"]}}) for _ in range(2)]
     assert [tool.name for tool in one.tools] == ["add", "keep"]
