@@ -1,11 +1,13 @@
 """A server that speaks OpenEnv's frames, as a process of its own that tests can kill: python -m … PORT [MODE].
 
 The environment: say the number that was shown. It is drawn from the seed. MODE `stubborn` ignores seeds, `full` takes
-no session, `slow` never answers a step, `odd` answers with other things than frames.
+no session, `slow` never answers a step, `odd` answers with other things than frames, `cut` ends every observation with
+half of a surrogate pair.
 """
 
 import asyncio
 import itertools
+import json
 import random
 import sys
 
@@ -54,7 +56,8 @@ async def session(connection: ServerConnection, mode: str) -> None:
                 answer = {"type": "observation", "data": guess.reset(**frame["data"])}
             else:
                 answer = guess.step(frame["data"])
-            await connection.send(orjson.dumps(answer).decode())
+            text = json.dumps(answer)
+            await connection.send(text.replace('."', r' \ud83d."') if mode == "cut" else text)
     except ConnectionClosed:
         return
 

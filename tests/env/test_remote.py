@@ -111,6 +111,17 @@ async def test_a_killed_server_costs_its_episodes_and_comes_back_by_itself(open_
             assert (await client.get("/environments")).json()["environments"][-1]["trouble"] is None
 
 
+async def test_half_a_surrogate_pair_in_an_observation_is_replaced(
+    open_client: OpenClient, openenv: Callable[..., str]
+) -> None:
+    async with open_client() as client:
+        await submit(client, openenv("cut"))
+        row = await decided(client, "far")
+        assert row["state"] == "active", row
+        made = await client.post("/episodes", json={"request_id": "1", "env": "far", "split": "train", "index": 0})
+        assert made.json()["messages"][-1]["content"].endswith(" \ufffd."), made.text
+
+
 async def test_a_server_that_ignores_seeds_is_taken_with_a_warning(
     open_client: OpenClient, openenv: Callable[..., str]
 ) -> None:

@@ -55,6 +55,31 @@ async def test_a_file_of_windows_is_validated(open_client: OpenClient) -> None:
         assert row["state"] == "active", row
 
 
+HALVES = r"""
+class Half:
+    splits = {"train": 40, "eval": 8}
+    def reset(self, split, index, seed):
+        self.n = 2 * index + (split == "eval")
+        return f"{self.n} Left \ud83d"
+    tools = [{"type": "function", "function": {"name": "f", "description": "\ud83d", "parameters": {}}}]
+    def step(self, text):
+        print("\ud83d")
+        return "done \ud83d", 1.0, True, False, {"success": True, "raw": "cut \ud83d", "\udc00": ["\ud83d\ude00"]}
+"""
+
+
+async def test_halves_of_surrogate_pairs_are_replaced(open_client: OpenClient) -> None:
+    async with open_client() as client:
+        await submit(client, HALVES, name="half")
+        row = await decided(client, "half")
+        assert row["state"] == "active", row["report"]["checks"]
+        made = await client.post("/episodes", json={"request_id": "0", "env": "half", "split": "train", "index": 1})
+        assert made.json()["messages"][0]["content"] == "2 Left \ufffd", made.text
+        stepped = (await play(client, "half", "1", "x \ufffd")).json()
+        assert stepped["messages"][0]["content"] == "done \ufffd"
+        assert (stepped["info"]["raw"], stepped["info"]["\ufffd"]) == ("cut \ufffd", ["\U0001f600"])
+
+
 async def test_a_canary_is_promoted_by_episodes_that_go_well(open_client: OpenClient) -> None:
     async with open_client() as client:
         await submit(client, ADDER, name="adder", weight=1)
