@@ -62,6 +62,11 @@ def link(path: str) -> Change:
     return change
 
 
+def link_to_secret(run: RunFolder) -> None:
+    (run.path / "model").mkdir()
+    (run.path / "model" / "tokenizer.json").symlink_to("/etc/hostname")
+
+
 def fifo(run: RunFolder) -> None:
     os.mkfifo(run.path / PARAMS / "fifo")
 
@@ -87,6 +92,7 @@ NAMED = {
     "sparse ledger": (terabyte("ledger.jsonl"), "is sparse"),
     "linked ledger": (link("ledger.jsonl"), "is a link"),
     "linked checkpoints": (link("checkpoints"), "is a link"),
+    "linked tokenizer": (link_to_secret, "is a link"),
     "linked weights": (link(f"{PARAMS}/w.npy"), "is a link"),
     "fifo": (fifo, "is a FIFO"),
     "deep": (deep, "folders deep"),
@@ -110,6 +116,12 @@ def test_what_no_run_leaves_is_named_before_anything_is_read(
     for read in (lambda: report.main(run.path), lambda: compare.compared([run])):
         with pytest.raises(ConfigError, match="--trust"):
             read()
+
+
+def test_records_that_are_read_line_by_line_may_be_of_any_size(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "MAX_PARSED_BYTES", 2**24)
+    run.samples.write_bytes(b'{"text":[{},{}]}\n' * 300_000)
+    assert survey.look(run).problems == []
 
 
 def test_a_run_of_a_trusting_user_may_be_linked_to_other_disks(run: RunFolder) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from shared.errors import ConfigError
 from shared.files.reading import open_file
+from shared.models.hub import kept_in
 from shared.run import trust
 from shared.run.folder import RunFolder
 
@@ -57,6 +58,7 @@ def check(folder: RunFolder) -> None:
 def look(folder: RunFolder) -> Survey:
     """Of the files that commands read. What cannot be looked at is left to its reader to name."""
     found, seen, parsed = Survey(), set[tuple[int, int]](), 0
+    streamed = {folder.samples, folder.demonstrations, folder.handovers}  # no reader holds all of one
     for n, (path, status) in enumerate(_entries(folder), start=1):
         name = os.path.relpath(path, folder.path)
         if n > MAX_ENTRIES:
@@ -68,6 +70,8 @@ def look(folder: RunFolder) -> Survey:
             seen.add((status.st_dev, status.st_ino))
             if (reason := _holes(path, status)) is not None:
                 found.problems.append((name, reason))
+            elif Path(path) in streamed:
+                found.records += status.st_size
             elif name.endswith(_RECORDS):
                 found.records += status.st_size
                 parsed += _parsed_bytes(path, MAX_PARSED_BYTES - parsed)
@@ -85,8 +89,8 @@ def look(folder: RunFolder) -> Survey:
 
 
 def _entries(folder: RunFolder) -> Iterator[tuple[str, os.stat_result]]:
-    """The run's records, and all below the folders of checkpoints and groups; no link is followed."""
-    trees = (folder.checkpoints, folder.archive, folder.refused_groups)
+    """The run's records, and all below the folders of checkpoints, groups and the model; no link is followed."""
+    trees = (folder.checkpoints, folder.archive, folder.refused_groups, kept_in(folder.path))
     files = (
         *(folder.config, folder.record, folder.services, folder.processes, folder.summary, folder.secrets),
         *(folder.metrics, folder.sft, folder.ledger, folder.refused, folder.evals, folder.mixture, folder.handovers),
