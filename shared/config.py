@@ -304,6 +304,16 @@ def read_tree(path: Path) -> dict[str, Any]:
         return _read(path)
 
 
+class _Loader(yaml.SafeLoader):
+    """Reads dates as text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [one for one in resolvers if one[0] != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = read_file(path, _MAX_BYTES).decode()
@@ -315,7 +325,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"config file {path} holds more than {_MAX_VALUES} values, those that aliases repeat counted each time"
         )
-    tree = yaml.safe_load(text)
+    tree = _Loader(text).get_single_data()
     if not isinstance(tree, dict):
         raise ConfigError(f"config file {path} does not hold a mapping of sections")
     return tree

@@ -5,6 +5,7 @@ The core of a service never sees these models: its `settings.py` turns the secti
 
 from __future__ import annotations
 
+import datetime
 import math
 import re
 from pathlib import Path
@@ -49,13 +50,15 @@ def _bucket(value: Any) -> Any:
 class RunSection(Section):
     """Identity of the run; its folder `dir/name` holds config, checkpoints, ledger, metrics and plots. `bucket`,
     `s3://BUCKET/PREFIX` or `gs://BUCKET/PREFIX`, is this run's alone: the trainer keeps checkpoints and log there as
-    well, and rollout servers may take checkpoints from there.
+    well, and rollout servers may take checkpoints from there. `date` is the one that chat templates write; the first
+    start of a run sets it to today's, in UTC.
     """
 
     name: str = Field("quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     dir: Path = Path("runs")
     bucket: Annotated[str | None, BeforeValidator(_bucket)] = None
     seed: NonNegativeInt = 0
+    date: datetime.date | None = None
 
     @property
     def folder(self) -> Path:

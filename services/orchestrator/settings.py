@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ class OrchestratorSettings:
     folder: Path
     seed: int
     model_path: str
+    date: datetime.date | None
     env: str
     members: Mapping[str, Member]
     curriculum: CurriculumConfig | None
@@ -69,6 +71,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         folder=config.run.folder,
         seed=config.run.seed,
         model_path=config.model.path,
+        date=config.run.date,
         env=config.data.env,
         members=configured(config.data),
         curriculum=config.data.curriculum,

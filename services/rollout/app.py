@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -23,7 +24,7 @@ from services.rollout.weights.updater import WeightUpdater
 from shared.clients.weights import WeightSource
 from shared.errors import DecodeError
 from shared.files.buckets import Bucket
-from shared.models.chat import ChatTokenizer
+from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from shared.models.config import ModelConfig
 from shared.process.boot import RunningService
 from shared.process.telemetry import Log
@@ -130,7 +131,7 @@ def build_app(
         roles={**routes.ROLES, **openai.ROLES},
         max_objects=_OBJECTS + settings.engine.context_length,  # a prompt may be a list
     )
-    tokenizer = _tokenizer(Path(settings.engine.model_path))
+    tokenizer = _tokenizer(Path(settings.engine.model_path), settings.date)
     app.state.rollout = routes.RolloutState(
         engine, generation, updates, settings.engine, tokenizer, Uplink(updates.read_chunk)
     )
@@ -167,8 +168,8 @@ def _epoch(version: str) -> int:
         return 0
 
 
-def _tokenizer(folder: Path) -> ChatTokenizer | None:
+def _tokenizer(folder: Path, date: datetime.date | None) -> ChatTokenizer | None:
     """None for a folder without a tokenizer: the text routes are then off."""
     if not (folder / "tokenizer.json").is_file():
         return None
-    return ChatTokenizer(folder)
+    return tokenizer_of_run(folder, date)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import socket
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ class RolloutSettings:
     pulled: folder for the chunks of published versions, this process's alone; None takes none.
     trainer_url: who is asked for the newest version.
     bucket: address below which versions of the run may be taken from a bucket.
+    date: of the run, for chat templates that write one.
     run, server_id, url: how the server registers in Redis, if `redis_url` is given.
     """
 
@@ -39,6 +41,7 @@ class RolloutSettings:
     pulled: Path | None = None
     trainer_url: str | None = None
     bucket: str | None = None
+    date: datetime.date | None = None
 
 
 def from_config(config: RunConfig) -> RolloutSettings:
@@ -72,4 +75,5 @@ def from_config(config: RunConfig) -> RolloutSettings:
         pulled=RunFolder(config.run.folder).pulled(f"{socket.gethostname()}-{services.rollout.port}").absolute(),
         trainer_url=services.base_url("trainer"),
         bucket=config.run.bucket,
+        date=config.run.date,
     )

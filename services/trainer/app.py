@@ -38,7 +38,7 @@ from shared.clients.env import EnvClient
 from shared.clients.rollout import RolloutClient
 from shared.files.buckets import Bucket
 from shared.findings import findings
-from shared.models.chat import ChatTokenizer
+from shared.models.chat import tokenizer_of_run
 from shared.models.config import ModelConfig
 from shared.models.hub import keep, model_folder
 from shared.models.origin import Origin
@@ -113,7 +113,9 @@ async def open_trainer(
             lambda url: RolloutClient(url, token=admin, ca_file=settings.ca_file),
             settings.update_mode,
         )
-        opened = open_backend(BackendInputs(config, settings, model, ChatTokenizer(model), origin, publications))
+        opened = open_backend(
+            BackendInputs(config, settings, model, tokenizer_of_run(model, config.run.date), origin, publications)
+        )
         stack.callback(opened.close)
         plan = from_run.plan(config, opened.tokens, origin)
         parts = Collaborators(

@@ -229,3 +229,14 @@ class ChatTokenizer:
                 return ids[1:]
         text = self._continuation(messages)
         return self._after(text.removesuffix(turn.opened), ended=True)
+
+
+def tokenizer_of_run(folder: Path, date: datetime.date | None) -> ChatTokenizer:
+    """The tokenizer of a run's service. Raises ConfigError if the template writes the date and the run has none."""
+    tokenizer = ChatTokenizer(folder, date)
+    if date is None and tokenizer.writes_date:
+        raise ConfigError(
+            f"{folder}: the chat template writes the date, and the configuration has no run.date",
+            "set run.date=YYYY-MM-DD, the same for every service",
+        )
+    return tokenizer

@@ -220,7 +220,12 @@ def changes(was: Flat, now: Flat) -> list[Change]:
     """The keys whose values differ, in order. A key that one side does not know has its default there."""
     was, now = moved_keys.in_flat(was), moved_keys.in_flat(now)
     filled = {key: (_value(was, key), _value(now, key)) for key in sorted({*was, *now})}
-    return [Change(key, a, b) for key, (a, b) in filled.items() if a != b and not (key in _PATHS and same_path(a, b))]
+    return [Change(key, a, b) for key, (a, b) in filled.items() if a != b and not _means_the_same(key, a, b)]
+
+
+def _means_the_same(key: str, was: Any, now: Any) -> bool:
+    """Whether two values that differ change nothing: a path in two spellings, and the date of a run that had none."""
+    return (key in _PATHS and same_path(was, now)) or (key == "run.date" and was is None)
 
 
 def permitted(was: Flat, now: Flat, *, step: int) -> list[Change]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import socket
 import stat
 import subprocess
@@ -21,9 +22,11 @@ from services.cli.commands.train import fresh_name
 from services.cli.layout import PROJECT
 from services.cli.runs import elapsed as worked
 from services.cli.runs import record as runs
+from services.orchestrator import settings as orchestrator
+from services.rollout import settings as rollout
 from services.trainer.checkpoints.contents import CheckpointContents
 from services.trainer.checkpoints.store import CheckpointFolders
-from shared.config import LoadedConfig, rooted, validate
+from shared.config import LoadedConfig, changed, load, rooted, validate
 from shared.errors import ConfigError, StorageDenied
 from shared.run.folder import RunFolder
 from shared.run.pinned import relevant
@@ -365,3 +368,37 @@ def test_a_proof_that_fails_fails_the_command(tmp_path: Path, capsys: pytest.Cap
     told = capsys.readouterr().out
     assert f"the proof FAILED with 1 violation, which `volley verify {folder.path}` names." in told
     assert "DONE" not in told
+
+
+def test_a_run_keeps_the_date_of_its_first_start(tmp_path: Path) -> None:
+    today = datetime.datetime.now(datetime.UTC).date()
+    with runs.claimed(loaded(tmp_path)) as (folder, record, _):
+        first = load([folder.config])
+        assert first.config.run.date in (today, today + datetime.timedelta(1))
+        assert record.config["run.date"] == str(first.config.run.date)
+    earlier = changed(first, {"run.date": "2024-07-26"})
+    folder.config.write_text(earlier.to_yaml(), encoding="utf-8")
+    runs.write_record(folder, replace(record, config=relevant(earlier.config)))
+    for again in (loaded(tmp_path), runs.stored(folder.path)[0]):
+        with runs.claimed(again) as (folder, record, _):
+            assert load([folder.config]).config.run.date == datetime.date(2024, 7, 26)
+
+
+def test_a_run_without_a_date_gets_the_day_on_which_it_was_made(tmp_path: Path) -> None:
+    with runs.claimed(loaded(tmp_path)) as (folder, record, _):
+        pass
+    without = {key: value for key, value in record.config.items() if key != "run.date"}
+    old = replace(record, config=without, created=1721952000.0)
+    assert runs.dated(loaded(tmp_path), old).config.run.date == datetime.date(2024, 7, 26)
+    runs.write_record(folder, old)
+    folder.metrics.write_text("{}\n", encoding="utf-8")  # it has begun
+    said = list[str]()
+    with runs.claimed(loaded(tmp_path), said.append) as (folder, _, _):
+        assert load([folder.config]).config.run.date == datetime.date(2024, 7, 26)
+    assert said == []
+
+
+def test_every_service_renders_with_the_date_of_the_run() -> None:
+    config = load(["configs/quickstart.yaml"], ["run.date=2024-07-26", "services.redis_url=redis://127.0.0.1:1"]).config
+    for settings in (orchestrator.from_config(config), rollout.from_config(config)):
+        assert settings.date == datetime.date(2024, 7, 26)

@@ -193,6 +193,15 @@ async def test_stop_token_ids_end_the_answer_and_are_not_in_its_text(http: httpx
     assert (await told(http, CHAT, stop_token_ids=[1, "2"]))[0] == 422
 
 
+async def test_every_declared_end_ends_a_turn_and_is_not_in_its_text(engine: Recorded, tmp_path: Path) -> None:
+    folder = shutil.copytree(SETTINGS.engine.model_path, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 37]}', encoding="utf-8")
+    async with client_of(engine, tmp_path, str(folder)) as http:
+        answer = (await http.post(TEXT, json={"prompt": [34], "max_tokens": 6})).json()
+    assert engine.sampling.stop_token_ids == (2, 37)
+    assert (answer["choices"][0]["text"], answer["choices"][0]["token_ids"]) == ("AB", [35, 36, 37])
+
+
 async def test_ignore_eos_goes_on_after_the_end_of_a_turn(http: httpx.AsyncClient, engine: Recorded) -> None:
     assert await told(http, CHAT, ignore_eos=True, stop_token_ids=[9]) == (200, "")
     assert (engine.sampling.ignore_eos, engine.sampling.stop_token_ids) == (True, (9,))

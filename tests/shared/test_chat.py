@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import ConfigError, InputError
-from shared.models.chat import ChatTokenizer
+from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from tests.support.templates import change_json, tiny_folder, write_json
 
 TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny"
@@ -355,7 +355,9 @@ def test_the_date_that_a_template_writes_is_the_given_one(tmp_path):
     tokenizer = of_template(tmp_path / "model", dated)
     assert tokenizer.writes_date
     assert not TOKENIZER.writes_date
-    tokenizer = ChatTokenizer(tmp_path / "model", datetime.date(2024, 7, 26))
+    tokenizer = tokenizer_of_run(tmp_path / "model", datetime.date(2024, 7, 26))
+    with pytest.raises(ConfigError, match=r"no run\.date"):
+        tokenizer_of_run(tmp_path / "model", None)
     assert tokenizer.decode(tokenizer.render_prompt([user("x")])).startswith("Today is 26 Jul 2024 00:00.")
 
 

@@ -275,3 +275,10 @@ def test_a_value_may_refer_to_another(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("model: {path: x}\ndata: {env: '${run.name}'}\nrun: {name: lake}\n", encoding="utf-8")
     assert config.load([path]).config.data.env == "lake"
+
+
+@pytest.mark.parametrize("text", ["2024-07-26", "'2024-07-26'"])
+def test_a_date_may_stand_without_quotes(tmp_path, text):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"run: {{name: a, date: {text}}}\nmodel: {{path: m}}\ndata: {{env: e}}\n", encoding="utf-8")
+    assert str(config.load([file]).config.run.date) == "2024-07-26"

@@ -146,3 +146,14 @@ def test_a_relative_path_is_the_absolute_one_it_ends(a: Any, b: Any, same: bool)
 def test_settings_that_are_none_are_refused(raw: Any):
     with pytest.raises((TypeError, ValueError)):
         pinned.parse(raw)
+
+
+def test_a_run_without_a_date_may_get_one_and_no_other():
+    first, dated, other = (
+        flat(),
+        flat(run={"name": "r", "date": "2024-07-26"}),
+        flat(run={"name": "r", "date": "2024-07-27"}),
+    )
+    assert pinned.permitted(first, dated, step=3) == []
+    with pytest.raises(ConfigError, match=r"run\.date"):
+        pinned.permitted(dated, other, step=3)

@@ -23,7 +23,7 @@ from services.cli.printing import printed
 from services.cli.reporting import jsonl
 from services.cli.reporting.intervals import SuccessRate
 from services.cli.reporting.progress import Activity, ProgressDisplay, printed_text, shown
-from services.cli.runs.record import claimed, stored, write_json
+from services.cli.runs.record import claimed, dated, read_record, stored, write_json
 from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
@@ -101,6 +101,8 @@ def _configured(target: str, paths: Sequence[str], overrides: Sequence[str]) -> 
     path = f"{run.path}@{version or origin.LATEST}" if is_run else target
     asked = any(override.startswith("model.initial_weights=") for override in overrides)
     weights = {} if asked else {"model.initial_weights": "folder"}
+    if is_run:
+        loaded = dated(loaded, read_record(run))
     changed = config.changed(loaded, {"model.path": path, **weights, **_ALONE})
     changed = config.rooted(changed, Path.cwd())
     train.check_inputs(changed)

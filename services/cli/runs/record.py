@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import os
 import secrets
 import sys
@@ -106,12 +107,26 @@ def claimed(loaded: LoadedConfig, say: Callable[[str], None] = printed) -> Itera
         origin = keep(loaded.config)
         if origin is not None:
             loaded = config.changed(loaded, {"model.path": origin.path})
+        loaded = dated(loaded, read_record(folder))
         record = _continued(folder, loaded, say) or _new(loaded)
         record = dataclasses.replace(record, origin=None if origin is None else dataclasses.asdict(origin))
         replace(folder.config, loaded.to_yaml().encode())
         write_record(folder, record)
         trust.mark(folder)
         yield RunClaim(folder, record, lock)
+
+
+def dated(loaded: LoadedConfig, record: RunRecord | None) -> LoadedConfig:
+    """The configuration with the date of its run: that of its first start, today's for a new one."""
+    if loaded.config.run.date is not None:
+        return loaded
+    first = datetime.datetime.now(datetime.UTC) if record is None else _utc(record.created)
+    known = None if record is None else record.config.get("run.date")
+    return config.changed(loaded, {"run.date": known or first.date().isoformat()})
+
+
+def _utc(seconds: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC)
 
 
 def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[LoadedConfig, RunRecord]:

@@ -142,7 +142,7 @@ async def _sample(
 
 def _sampling(body: OpenAISampling, limit: int, state: RolloutState, i: int) -> SamplingParams:
     assert state.tokenizer is not None
-    ends = () if body.ignore_eos else (state.tokenizer.eos_id,)
+    ends = () if body.ignore_eos else tuple(sorted(state.tokenizer.end_ids))
     return SamplingParams(
         max_new_tokens=limit,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -190,7 +190,7 @@ def _stops(body: OpenAISampling) -> list[str]:
 def _text(tokenizer: ChatTokenizer, result: GenerateResult, body: OpenAISampling, n: int | None = None) -> str:
     """Text of the first n sampled tokens, without the token that ended the answer."""
     ids = result.output_ids.tolist()
-    ended = bool(ids) and (ids[-1] == tokenizer.eos_id or ids[-1] == result.finish.matched)
+    ended = bool(ids) and (tokenizer.is_ended(ids) or ids[-1] == result.finish.matched)
     return tokenizer.decode(ids[: len(ids) - ended][:n], skip_special=bool(body.skip_special_tokens))
 
 

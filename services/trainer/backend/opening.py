@@ -31,7 +31,7 @@ from services.trainer.supervised.training import SupervisedOptions
 from shared.clients.env import EnvClient
 from shared.config import under
 from shared.models import origin
-from shared.models.chat import ChatTokenizer
+from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from shared.models.config import ModelConfig
 from shared.models.hub import kept_in, model_folder
 from shared.models.origin import Origin
@@ -67,7 +67,9 @@ def open_following(config: RunConfig, follower: Follower) -> FollowingCalls:
     folder = model_folder(config.model.path, run.path, weights=True)
     checkpoints = FollowingCheckpoints(run.checkpoints, follower)
     publications = FollowingPublications(follower)
-    own, _, options = _backend(config, folder, ChatTokenizer(folder), found, checkpoints, publications)
+    own, _, options = _backend(
+        config, folder, tokenizer_of_run(folder, config.run.date), found, checkpoints, publications
+    )
     return FollowingCalls(own, options)
 
 
