@@ -189,7 +189,9 @@ class Run:
         checkpoints = self.checkpoints()
         if not self.model:
             return Counting(checkpoints, 7, self.at), checkpoints
-        model = ModelOptions(self.folder, "float32", "none", (1, 1), ("fsdp", "tp"), 0, lora=self.lora)
+        model = ModelOptions(
+            self.folder, "float32", "none", (1, 1), ("fsdp", "tp"), 0, lora=self.lora, random_weights=True
+        )
         optimizer = replace(OPTIMIZER, learning_rate=self.learning_rate)
         options = SupervisedOptions(0, 2, 2, 0, LAYOUT, optimizer, self.beta)
         backend = SupervisedBackend(model, ModelConfig.parse(SMALL), options, checkpoints)
@@ -291,7 +293,7 @@ async def test_adapters_alone_are_trained_and_their_base_is_kept_once(tmp_path: 
     bases = list((tmp_path / "checkpoints" / "base").iterdir())
     assert [base.name for base in bases] == [found.adapter.base.digest]
     base = run.checkpoints().base_of(found)
-    start = leaves_of(tmp_path, ModelConfig.parse(SMALL), 0)
+    start = leaves_of(tmp_path, ModelConfig.parse(SMALL), 0, random=True)
     assert base
     assert all(np.array_equal(value, np.asarray(start(name, value.shape))) for name, value in base.items())
     lines = run.lines()
