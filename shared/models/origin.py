@@ -15,8 +15,8 @@ from pathlib import Path
 import orjson
 
 from shared.errors import ConfigError, DecodeError, Unavailable, WeightsError
+from shared.run import saved, weights
 from shared.run import state as states
-from shared.run import weights
 from shared.types import WeightVersion
 
 LATEST = "latest"
@@ -91,6 +91,7 @@ def _found(folder: Path, version: str, path: str) -> Origin:
         )
     manifest = root / str(wanted) / weights.MANIFEST
     try:
+        saved.check(manifest.parent)
         return Origin(weights.read_manifest(manifest).run, str(folder), str(wanted), weights.digest(manifest))
     except (WeightsError, Unavailable, OSError) as error:
         raise ConfigError(f"model.path={path} cannot be read: {error}", "choose another version of the run") from error

@@ -52,21 +52,28 @@ def standing(success: float, played: int, failed: int) -> Standing:
     return is_complete, success * played / (played + failed), 0 if is_complete else played
 
 
-def best_version(evals: Path, lineage: Sequence[tuple[int, int]]) -> MeasuredVersion | None:
-    """None if none was measured, or the file cannot be read. Args: evals: evals.jsonl; lineage: of the newest
-    checkpoint.
+def best_version(evals: Path, lineage: Sequence[tuple[int, int]], step: int | None = None) -> MeasuredVersion | None:
+    """None if none was measured, or the file cannot be read.
+
+    Args:
+        evals: evals.jsonl.
+        lineage, step: of the newest state. No later version counts.
     """
     try:
         found = [one for text in whole_lines(evals) if (one := _measured(text)) is not None]
     except OSError:
         return None
-    last = {one.version: one for one in found if in_lineage(one.version, lineage)}
+    last = {
+        one.version: one
+        for one in found
+        if in_lineage(one.version, lineage) and (step is None or one.version.step <= step)
+    }
     return max(last.values(), key=lambda one: one.rank, default=None)
 
 
 def _measured(text: bytes) -> MeasuredVersion | None:
     try:
-        row: Mapping[str, Any] = codec.from_json(text, "a line of evaluations", MAX_LINE_VALUES)
+        row: Mapping[str, Any] = codec.from_record(text, "a line of evaluations", MAX_LINE_VALUES)
         low, high = (WeightVersion.parse(row[key]) for key in ("version_min", "version_max"))
         success, reward = row["success"], row["reward_mean"]
         n_tasks, failed = row.get("n_tasks", 1), row.get("failed", 0)

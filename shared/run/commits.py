@@ -17,7 +17,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -144,7 +144,7 @@ def read(root: Path, version: WeightVersion) -> CommitRecord:
     path = path_of(root, version)
     try:
         text = read_file(path, states.MAX_STATE_BYTES)
-        record = CommitRecord.from_mapping(codec.from_json(text, path.name, states.MOST_VALUES))
+        record = CommitRecord.from_mapping(codec.from_record(text, path.name, states.MOST_VALUES))
     except OSError as error:
         raise weights.unreadable(str(path), error) from error
     except (DecodeError, WeightsError) as error:
@@ -173,7 +173,8 @@ def newest(folder: RunFolder) -> TrainerState | None:
         with suppress(WeightsError, Unavailable):
             return read(folder.archive, version).state
         with suppress(WeightsError, Unavailable):  # damaged, or removed by the trainer meanwhile
-            return states.read(folder.checkpoints / str(version))[0]
+            state, _ = states.read(folder.checkpoints / str(version))
+            return replace(state, epoch=version.epoch, step=version.step)
     return None
 
 

@@ -16,10 +16,11 @@ type Record = Literal["samples", "evals", "mixture"]
 class RunFolder:
     """The files of one run, by what they hold.
 
-    `metrics` and `handovers` have a line a step, `ledger` one a ticket, `refused` one a refused step, whose groups are
-    below `refused_groups`, `sft` one a supervised step, `demonstrations` one a conversation that a run of SFT had from
-    an environment (all written by the trainer); `evals` a line an evaluation, `samples` some of its episodes, `mixture`
-    a line a change of the mixture, `teacher` what asking one has cost (by the orchestrator);
+    `metrics` and `handovers` have a line a step, `ledger` one a ticket, `saved` one a checkpoint, `refused` one a
+    refused step, whose groups are below `refused_groups`, `sft` one a supervised step, `demonstrations` one a
+    conversation that a run of SFT had from an environment (all written by the trainer); `evals` a line an evaluation,
+    `samples` some of its episodes, `mixture` a line a change of the mixture, `teacher` what asking one has cost (by
+    the orchestrator);
     `environments` keeps what was submitted (by the environment service). The rest is the supervisor's.
     """
 
@@ -81,6 +82,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def saved(self) -> Path:
+        return self.path / "checkpoints.jsonl"
 
     @property
     def refused(self) -> Path:

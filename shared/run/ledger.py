@@ -84,7 +84,7 @@ def rollback(step: int, epoch: int) -> Line:
 def parse(text: bytes) -> Line | None:
     """One line of the file; None if it is not of the ledger."""
     try:
-        return checked(codec.from_json(text, "a line of a ledger", _MOST_VALUES))
+        return checked(codec.from_record(text, "a line of a ledger", _MOST_VALUES))
     except DecodeError:
         return None
 

@@ -206,7 +206,7 @@ class _Period:
 
 def parse(text: bytes) -> MixtureChange:
     """One line of mixture.jsonl. Raises DecodeError."""
-    record = codec.from_json(text, "a line of a mixture", _MOST_VALUES)
+    record = codec.from_record(text, "a line of a mixture", _MOST_VALUES)
     try:
         return MixtureChange(
             from_ticket=_whole(record["from_ticket"], 1, _MOST_TICKET),

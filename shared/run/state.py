@@ -20,8 +20,9 @@ from shared import codec
 from shared.errors import DecodeError, Unavailable, WeightsError
 from shared.files.reading import read_file
 from shared.queue.progress import TicketProgress
-from shared.run import ledger, pinned
+from shared.run import held, ledger, pinned, saved
 from shared.run.chain import Chain
+from shared.run.held import HeldFiles
 from shared.run.pinned import Flat, Settings
 from shared.run.weights import Manifest, ManifestFile, digest, read_manifest, seal, unreadable, verify_files, versions
 from shared.types import Lineage, WeightVersion
@@ -55,7 +56,8 @@ class TrainerState:
     before; both are missing in checkpoints that are older than they. `origin` is the version of another run that the
     weights were before step 0 (see shared.models.origin), if they were one. `data` says of a run of supervised training
     which data it passes over, by digest (also of its `files`), and where it is in it; there `step` counts optimizer
-    steps of that.
+    steps of that. `files` are the beginnings of other files of the run (see shared.run.held); None in states that are
+    older than they.
     """
 
     epoch: int
@@ -74,6 +76,7 @@ class TrainerState:
     chain: Chain | None = None
     origin: Mapping[str, Any] | None = None
     data: Mapping[str, Any] | None = None
+    files: HeldFiles | None = None
     schema: int = SCHEMA
 
     @property
@@ -110,8 +113,9 @@ class TrainerState:
         chain: Chain | None,
         recent: tuple[Mapping[str, Any], ...] = (),
         metrics: tuple[Mapping[str, Any], ...] = (),
+        files: HeldFiles | None = None,
     ) -> Self:
-        """The state of the same incarnation after `step` steps."""
+        """The state of the same incarnation after `step` steps; `files` as they are now, if they were looked at."""
         finished = sorted(progress.done)
         issued = max([issued, progress.low, *finished])
         return replace(
@@ -125,6 +129,7 @@ class TrainerState:
             recent=recent,
             metrics=metrics,
             chain=chain,
+            files=self.files if files is None else files,
         )
 
     def to_json(self, **extra: Any) -> bytes:
@@ -154,6 +159,7 @@ class TrainerState:
                 chain=Chain.from_mapping(raw["chain"]) if schema == SCHEMA else None,
                 origin=_origin(raw.get("origin")),
                 data=_data(raw.get("data")),
+                files=held.parse(raw.get("files")),
             )
         except (KeyError, TypeError, ValueError, AttributeError, DecodeError) as error:
             raise WeightsError(f"state.json lacks or mistypes a field: {error!r}"[:_MAX_DETAIL]) from error
@@ -242,7 +248,7 @@ def _data(value: Any) -> dict[str, Any] | None:
 def initial_state(seed: int) -> TrainerState:
     """Before any checkpoint: epoch 0, step 0."""
     return TrainerState(
-        epoch=0, step=0, low=0, done=(), issued=0, void=0, seed=seed, phase="rl", lineage=(), chain=Chain(0)
+        epoch=0, step=0, low=0, done=(), issued=0, void=0, seed=seed, phase="rl", lineage=(), chain=Chain(0), files={}
     )
 
 
@@ -271,7 +277,7 @@ def check_readable(folder: Path) -> None:
 def _read(folder: Path) -> tuple[TrainerState, tuple[ManifestFile, ...], str | None]:
     """Also the seal of the manifest; older checkpoints have none."""
     try:
-        raw = codec.from_json(read_file(folder / STATE, MAX_STATE_BYTES), STATE, MOST_VALUES)
+        raw = codec.from_record(read_file(folder / STATE, MAX_STATE_BYTES), STATE, MOST_VALUES)
         state = TrainerState.from_mapping(raw)
         sealed = None if raw.get("seal") is None else _text(raw["seal"])
         return state, tuple(map(ManifestFile.from_mapping, _list(raw, "optimizer_files"))), sealed
@@ -282,10 +288,18 @@ def _read(folder: Path) -> tuple[TrainerState, tuple[ManifestFile, ...], str | N
 
 
 def verify(folder: Path) -> tuple[Manifest, TrainerState]:
-    """Manifest and state of a checkpoint, if every file of it has the digest they name.
+    """Manifest and state of a checkpoint, if every file of it has the digest they name, and the manifest the one that
+    checkpoints.jsonl names.
 
     Raises WeightsError, and Unavailable if the files cannot be read now.
     """
+    found = verify_digests(folder)
+    saved.check(folder)
+    return found
+
+
+def verify_digests(folder: Path) -> tuple[Manifest, TrainerState]:
+    """`verify` by the folder of the checkpoint alone."""
     manifest = read_manifest(folder)
     state, optimizer_files, sealed = _read(folder)
     try:

@@ -150,7 +150,7 @@ class Manifest:
     def from_json(cls, data: bytes) -> Self:
         """Raises WeightsError naming what is wrong."""
         try:
-            raw = codec.from_json(data, "manifest")
+            raw = codec.from_record(data, "manifest")
             if raw["schema"] != SCHEMA:
                 raise WeightsError(f"manifest has schema {raw['schema']!r:.50}, expected {SCHEMA}")
             base, probe, state, adapter = raw["base_version"], raw["probe"], raw.get("state"), raw.get("adapter")

@@ -21,7 +21,9 @@ from shared import config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError
 from shared.run import pinned
+from shared.run import state as states
 from shared.run.folder import RunFolder
+from shared.run.held import FollowedFiles
 from shared.run.state import TrainerState, initial_state
 
 ROOT = Path(__file__).parents[2]
@@ -179,3 +181,25 @@ def test_a_line_for_people():
     ]
     assert sft_line(line(3, eval_loss=1.5)).startswith("step 3/3  epoch 1.50  loss 0.6667  held-out loss 1.5000")
     assert sft_line(line(3) | {"max_steps": 600}) == ""
+
+
+def test_demonstrations_that_are_not_those_that_were_learned_are_named(folder: RunFolder):
+    lines = [b'{"messages":[{"role":"user","content":"%d"}]}\n' % n for n in range(3)]
+    folder.demonstrations.write_bytes(b"".join(lines))
+    found = FollowedFiles(folder).now()
+    state, _ = states.read(folder.checkpoints / f"e000001-s{STEPS:06d}")
+    saved(folder, replace(state, files=found))
+    assert verify(folder)["violations"] == []
+    for changed in (b"".join(lines[::-1]), b"", b"".join(lines[:2])):
+        folder.demonstrations.write_bytes(changed)
+        assert [one["file"] for one in verify(folder)["violations"]] == ["demonstrations.jsonl"]
+    folder.demonstrations.unlink()
+    assert [one["file"] for one in verify(folder)["violations"]] == ["demonstrations.jsonl"]
+
+
+def test_lines_after_the_last_step_are_named_and_not_reported(folder: RunFolder):
+    steps = report.make(folder)["steps"]
+    with folder.sft.open("ab") as file:
+        file.write(orjson.dumps(line(STEPS + 4, loss=0.0)) + b"\n")
+    assert [one["file"] for one in verify(folder)["violations"]] == ["sft.jsonl"]
+    assert report.make(folder)["steps"] == steps

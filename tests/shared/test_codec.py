@@ -70,3 +70,23 @@ def test_what_cannot_travel_is_refused(value):
 def test_deep_nesting_is_a_decode_error():
     with pytest.raises(DecodeError):
         codec.unpack(b"\x91" * 5000 + b"\x00")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"a":1,"a":2}',
+        b'{"a": 1, "b": {"c": ":", "c": 2}}',
+        b'[{"a" :1,"\\u0061":1}]',
+        b'{"a":":","a":"::"}',
+    ],
+)
+def test_a_record_that_says_two_things_under_one_key_is_refused(text: bytes):
+    assert codec.from_json(text)
+    with pytest.raises(DecodeError, match="a key twice"):
+        codec.from_record(text)
+
+
+@pytest.mark.parametrize("text", [b'{"a":1,"b":{"a":"a:b"}}', b'[{"a": 1}, {"a": 1}]', b'"a:b"', b"7", b'{"n":1}'])
+def test_a_record_with_every_key_once_is_taken(text: bytes):
+    assert codec.from_record(text) == codec.from_json(text)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import orjson
 import pytest
 
@@ -19,6 +20,7 @@ from shared.errors import WeightsError
 from shared.run import commits, weights
 from shared.run.folder import RunFolder
 from shared.types import WeightVersion
+from tests.support import lies
 from tests.support.small_run import RUN, STEPS, Incarnation, write_config
 from tools.simulated.trainer import NumpyArrays
 
@@ -158,3 +160,33 @@ def test_the_newest_record_of_a_run_that_was_killed_is_damaged(
     assert {(one["step"], one["epoch"]) for one in result["undone"]} == {(3, 1)}
     settled = LedgerFile(stopped_at_3 / "ledger.jsonl").settled()
     assert {t for t, line in settled.items() if line["disposition"] == "trained"} == {1, 2, 3, 4, 5, 6}
+
+
+@pytest.mark.parametrize(
+    ("file", "left"),
+    [("params/w.npy", {"saved"}), ("optimizer/optimizer.count.npy", {"saved"}), ("params/w.npy", set[lies.Part]())],
+)
+def test_foreign_arrays_under_digests_made_anew_are_not_gone_on_from(
+    stopped_at_3: Path, executor: ThreadPoolExecutor, file: str, left: set[lies.Part]
+):
+    """checkpoints.jsonl names another manifest; where that was made anew as well, the log's checksum is another."""
+    path = stopped_at_3 / "checkpoints" / "e000001-s000003" / file
+    path.unlink()
+    np.save(path, np.float32(7.0))
+    lies.Remake(RunFolder(stopped_at_3), frozenset(left))()
+    trainer = Incarnation(stopped_at_3, executor)
+    asyncio.run(trainer.run(lambda one: steps(one, range(3, STEPS), epoch=2)))
+    assert trainer.backend.weight == STEPS
+    assert list(trainer.status.to_json()["set_aside"]) == ["e000001-s000003"]
+    result = command.verify(RunFolder(stopped_at_3))
+    assert result["ok"], result["violations"]
+
+
+def test_checkpoints_that_lost_their_lines_are_named_again_by_the_next_start(
+    stopped_at_3: Path, executor: ThreadPoolExecutor
+):
+    (stopped_at_3 / "checkpoints.jsonl").unlink()
+    assert not command.verify(RunFolder(stopped_at_3))["ok"]
+    asyncio.run(Incarnation(stopped_at_3, executor).run_until(lambda status: status.phase == "waiting"))
+    result = command.verify(RunFolder(stopped_at_3))
+    assert result["ok"], result["violations"]

@@ -50,7 +50,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        value = codec.from_json(line, "a line", MAX_LINE_VALUES)
+        value = codec.from_record(line, "a line", MAX_LINE_VALUES)
     except DecodeError:
         return None
     return value if isinstance(value, dict) else None

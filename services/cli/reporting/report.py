@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,13 @@ from services.cli.reporting.intervals import SuccessRate, success_rates
 from services.cli.reporting.progress import printed_text
 from services.cli.runs import survey
 from services.cli.runs.record import RunRecord, read_record, write_json
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DecodeError
 from shared.failure_rates import CERTAIN, TOLERATED, tail
-from shared.run import commits, ledger
+from shared.run import commits, counted, ledger
 from shared.run.best import best_version
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS, Change
-from shared.run.state import in_lineage
-from shared.types import WeightVersion
+from shared.run.state import TrainerState
 
 _MAIN, _UNNAMED = "data.env", "main environment"
 _COMPONENT = "reward/"
@@ -73,15 +73,14 @@ def told(summary: Mapping[str, Any], folder: RunFolder) -> str:
 def make(folder: RunFolder) -> dict[str, Any]:
     """Writes summary.json and the plot; returns the summary."""
     head = commits.newest(folder)
-    lineage = head.lineage if head else ()
-    steps = by_step(row for row in jsonl.read(folder.metrics) if _counts(row, lineage))
-    evals = environments.by_environment(row for row in jsonl.read(folder.evals) if _counts(row, lineage))
-    lines = jsonl.read(folder.ledger)
+    steps = by_step(counted.of_steps(jsonl.read(folder.metrics), head))
+    evals = environments.by_environment(counted.of_weights(jsonl.read(folder.evals), head))
+    lines = list(_checked(jsonl.read(folder.ledger)))
     record = read_record(folder)
     summary = summarize(steps, environments.of_main(evals), record)
     curves = environments.curves(steps, evals, _main_environment(record))
-    summary |= {"tickets": dispositions(lines), "episodes": outcomes(steps, lines)}
-    summary |= {"environments": [one.summary() for one in curves], "best": _best(folder, lineage)}
+    summary |= {"tickets": dispositions(lines, head), "episodes": outcomes(steps, lines, head)}
+    summary |= {"environments": [one.summary() for one in curves], "best": _best(folder, head)}
     write_json(folder.summary, summary)
     from services.cli.reporting import plot
 
@@ -139,12 +138,19 @@ def reward_components(steps: Rows) -> dict[str, list[float]]:
     return found
 
 
-def dispositions(lines: Iterable[ledger.Line]) -> dict[str, int]:
-    """How many tickets ended in which way; filtered ones by rule."""
-    return dict(Counter(ledger.end_named(line) for line in ledger.settled(lines).values()))
+def _checked(rows: Iterable[dict[str, Any]]) -> Iterator[ledger.Line]:
+    """Those that are lines of a ledger."""
+    for row in rows:
+        with suppress(DecodeError):
+            yield ledger.checked(row)
 
 
-def outcomes(steps: Rows, lines: Iterable[ledger.Line]) -> dict[str, Any]:
+def dispositions(lines: Iterable[ledger.Line], head: TrainerState | None = None) -> dict[str, int]:
+    """How many tickets ended in which way along the lineage of `head`; filtered ones by rule."""
+    return dict(Counter(ledger.end_named(line) for line in counted.of_tickets(lines, head)))
+
+
+def outcomes(steps: Rows, lines: Iterable[ledger.Line], head: TrainerState | None = None) -> dict[str, Any]:
     """How the trained episodes ended, and what failed: shares and mean sampled tokens by end, counts of faults and
     failures.
     """
@@ -156,8 +162,8 @@ def outcomes(steps: Rows, lines: Iterable[ledger.Line]) -> dict[str, Any]:
             tokens[end] += n * row["end_tokens"][end]
         faults.update(row.get("faults") or {})
         attempts.update(row.get("failed_attempts") or {})
-    settled = ledger.settled(lines).values()
-    failed = Counter(str(line.get("reason")) for line in settled if line["disposition"] == "failed")
+    ended = counted.of_tickets(lines, head)
+    failed = Counter(str(line.get("reason")) for line in ended if line["disposition"] == "failed")
     return {
         "ends": {end: n / episodes.total() for end, n in episodes.most_common()},
         "end_tokens": {end: tokens[end] / n for end, n in episodes.items() if n},
@@ -211,9 +217,9 @@ def table(summary: Mapping[str, Any], folder: RunFolder, width: int = 80) -> str
     )
 
 
-def _best(folder: RunFolder, lineage: Sequence[tuple[int, int]]) -> dict[str, Any] | None:
+def _best(folder: RunFolder, head: TrainerState | None) -> dict[str, Any] | None:
     """The version that solved the most held-out tasks; None without one, or while no checkpoint tells what counts."""
-    best = best_version(folder.evals, lineage)
+    best = best_version(folder.evals, head.lineage, head.step) if head else None
     if best is None:
         return None
     is_kept = (folder.checkpoints / str(best.version)).is_dir()
@@ -266,12 +272,6 @@ def _outcome_rows(episodes: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "–"
-
-
-def _counts(row: Mapping[str, Any], lineage: Sequence[tuple[int, int]]) -> bool:
-    """Without a lineage, and without versions, every step and every evaluation counts."""
-    versions = [row[key] for key in ("version", "version_min", "version_max") if key in row]
-    return not lineage or all(in_lineage(WeightVersion.parse(version), lineage) for version in versions)
 
 
 def _tokens_per_sec(steps: Rows) -> float | None:

@@ -13,6 +13,7 @@ from services.cli.reporting import jsonl
 from services.cli.reporting.lines import OTHERS, data_told, number
 from services.cli.runs.record import read_record, write_json
 from shared.models.origin import LATEST
+from shared.run import counted
 from shared.run.folder import RunFolder
 from shared.run.state import newest_state
 from shared.visible import visible
@@ -39,7 +40,8 @@ def is_supervised(folder: RunFolder) -> bool:
 def make(folder: RunFolder) -> dict[str, Any]:
     """Writes summary.json; returns it."""
     record, head = read_record(folder), newest_state(folder.checkpoints)
-    by_step = {int(row["step"]): row for row in jsonl.read(folder.sft) if isinstance(row.get("step"), int)}
+    lines = counted.of_steps(jsonl.read(folder.sft), head)
+    by_step = {int(row["step"]): row for row in lines if isinstance(row.get("step"), int)}
     rows = [by_step[step] for step in sorted(by_step)]
     steps = [row for row in rows if "loss" in row]
     rates = [float(row["tokens_per_sec"]) for row in steps if row.get("tokens_per_sec")]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import DecodeError, VolleyError, WeightsError
-from shared.run import commits, weights
+from shared.run import commits, saved, weights
 from shared.run import state as states
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
@@ -50,6 +50,7 @@ def retained(root: Path, run: str) -> tuple[list[RetainedCheckpoint], list[Viola
                 weights.verify_base(root, adapter.base)
                 bases.add(adapter.base.digest)
             found.append(one)
+            saved.check(folder)
         except (VolleyError, OSError) as error:
             if (folder / MANIFEST).exists():
                 detail = error.detail if isinstance(error, VolleyError) else str(error)
@@ -76,7 +77,7 @@ def _damage(folder: Path) -> str:
 
 def _checked(folder: Path, version: WeightVersion, run: str) -> RetainedCheckpoint:
     """Raises WeightsError."""
-    manifest, state = states.verify(folder)
+    manifest, state = states.verify_digests(folder)
     for what, said, expected in (
         ("the manifest's version", manifest.version, str(version)),
         ("the manifest's step", manifest.step, version.step),

@@ -21,12 +21,14 @@ from services.cli.verify import (
     configuration,
     data,
     groups,
+    held,
     mixture,
     queue,
     records,
     refusals,
     supervised,
     tickets,
+    unfounded,
 )
 from services.cli.verify.groups import GroupBounds
 from services.cli.verify.queue import QueueContents
@@ -113,7 +115,11 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
     findings.add(checkpoints.check(found, head, folder.checkpoints))
     findings.add(checkpoints.check_states(ancestors, folder.checkpoints, batch))
     findings.add(commits.check(logged, found, folder, head))
-    findings.add(commits.gone(logged, fates.undone, folder))
+    gone = commits.gone(logged, fates.undone, folder)
+    findings.add(commits.told(gone))
+    findings.add(held.check(folder, ancestors, found))
+    findings.add(unfounded.check(folder, head, gone))
+    findings.add(unfounded.check_ledger(lines, fates.undone, folder, name, head))
     findings.add(tickets.check(lines, fates, head, batch))
     max_staleness = run.grpo_config.off_policy_steps
     findings.add(tickets.beyond(lines, fates, head, tickets.LedgerReach.of(folder.archive, head, max_staleness, batch)))
@@ -140,6 +146,7 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
         "logged": head.step - saved.step,
         "undone": [{key: line[key] for key in ("ticket", "step", "epoch")} for line in fates.undone[:_MOST_TOLD]],
         "set_aside": aside,
+        "not_checked": held.absent(found),
         "superseded_archives": [str(version) for version in groups.superseded(folder.archive, head)][:_MOST_TOLD],
         "redis": seen if isinstance(seen, str) else "differs" if differing else "agrees",
     }
@@ -197,6 +204,7 @@ def told(result: Result) -> str:
             if name in result
         ),
         *(f"set aside: {version}: {reason}" for version, reason in result["set_aside"].items()),
+        *(f"not checked: {one}" for one in result.get("not_checked", ())),
         *(f"undone: ticket {x['ticket']}, step {x['step']} of epoch {x['epoch']}" for x in result.get("undone", ())),
         *(f"VIOLATION {_read(x)}" for x in result["violations"]),
     ]

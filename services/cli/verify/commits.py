@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -75,17 +75,21 @@ def check(
 
 def gone(
     records: Sequence[CommitRecord], undone: Sequence[Mapping[str, Any]], folder: RunFolder
-) -> Iterator[Violation]:
+) -> frozenset[WeightVersion]:
     """Steps whose tickets the ledger tells of as trained, and that nothing durable is as new as: their records were
     there before those lines. `undone` was read before this is called; a run without records had none.
     """
     durable = commits.committed(folder)
     if not records or not durable:
-        return
-    newest = durable[-1]
-    for version in sorted({WeightVersion(line["epoch"], line["step"]) for line in undone})[:_MOST_MISSING]:
-        if version > newest:
-            yield _of(version, "its tickets were trained, but its record is gone; the next start undoes it")
+        return frozenset()
+    made = {WeightVersion(line["epoch"], line["step"]) for line in undone}
+    return frozenset(version for version in made if version > durable[-1])
+
+
+def told(missing: Collection[WeightVersion]) -> Iterator[Violation]:
+    """Those steps, as violations."""
+    for version in sorted(missing)[:_MOST_MISSING]:
+        yield _of(version, "its tickets were trained, but its record is gone; the next start undoes it")
 
 
 def _of(version: WeightVersion, detail: str, file: str | None = None) -> Violation:

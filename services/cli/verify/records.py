@@ -14,9 +14,10 @@ from shared import codec
 from shared.bounds import MAX_LINE_VALUES
 from shared.errors import DecodeError
 from shared.files.reading import whole_lines
+from shared.run import counted
 from shared.run.chain import Chain
 from shared.run.ledger import Line
-from shared.run.state import TrainerState, epoch_of
+from shared.run.state import TrainerState
 from shared.types import WeightVersion
 
 _MOST_BAD = 10 * MOST_OF_A_KIND
@@ -45,7 +46,7 @@ def read(path: Path, head: TrainerState) -> tuple[Metrics, list[Violation]]:
             if line is None or version is None:
                 violated(f"line {number} is not a line of metrics")
                 continue
-            if version.step > head.step or epoch_of(version.step, head.lineage) != version.epoch:
+            if not counted.is_step(version, head):
                 continue
             if version.step <= last:
                 violated(f"line {number} tells of step {version.step} after step {last}", version.step)
@@ -168,7 +169,7 @@ def _carried(state: TrainerState, fates: TicketFates, metrics: Metrics) -> Itera
 
 def _parsed(text: bytes) -> tuple[Mapping[str, Any] | None, WeightVersion | None]:
     try:
-        line = codec.from_json(text, "a line of metrics", MAX_LINE_VALUES)
+        line = codec.from_record(text, "a line of metrics", MAX_LINE_VALUES)
         version = WeightVersion.parse(line["version"])
         return (line, version) if line["step"] == version.step else (None, None)
     except (KeyError, TypeError, DecodeError):

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from services.cli.verify.violation import Violation, ViolationKind
+from shared import codec
 from shared.errors import DecodeError
 from shared.files.reading import whole_lines
 from shared.run import archive
@@ -90,8 +89,8 @@ def _lines(path: Path) -> Iterator[tuple[WeightVersion, Refused] | Violation]:
         for number, text in enumerate(whole_lines(path), start=1):
             torn = None
             try:
-                yield _parsed(orjson.loads(text))
-            except (orjson.JSONDecodeError, DecodeError, KeyError, TypeError):
+                yield _parsed(codec.from_record(text, "a line of refused steps"))
+            except (DecodeError, KeyError, TypeError):
                 bad = Violation(ViolationKind.LEDGER, f"line {number} is not a line of refused steps", file=path.name)
                 if _BEGINNING.startswith(text[: len(_BEGINNING)]) and not text.endswith(b"}"):
                     torn = bad

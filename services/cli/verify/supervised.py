@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from services.cli.verify import configuration, records
+from services.cli.verify import configuration, held, records, unfounded
 from services.cli.verify.checkpoints import RetainedCheckpoint
 from services.cli.verify.violation import MOST_OF_A_KIND, Findings, Violation, ViolationKind
 from shared.run.folder import RunFolder
@@ -27,6 +27,9 @@ def verify(
     lines, unfit = records.read(folder.sft, head)
     findings.add(unfit)
     findings.add(_lines(lines, found, folder.sft.name))
+    findings.add(held.check(folder, [one.state for one in found if in_lineage(one.version, head.lineage)], found))
+    if head.phase == "done":
+        findings.add(unfounded.check_supervised(folder, head))
     for one in found:
         findings.add(_place(one.state, head, run.sft.batch_size))
     data = head.data or {}
@@ -34,6 +37,7 @@ def verify(
         "head": str(head.version),
         "checkpoints": len(found),
         "steps": head.step,
+        "not_checked": held.absent(found),
         "data": f"{data.get('examples')} examples, digest {str(data.get('digest'))[:16]}, in pass {data.get('epoch')}",
     }
 
@@ -46,11 +50,11 @@ def _lines(lines: records.Metrics, found: Sequence[RetainedCheckpoint], file: st
     for one in found:
         if not in_lineage(one.version, head.lineage):
             continue
-        for held in (line for line in one.state.metrics if line["step"]):
-            line = lines.get(int(held["step"]), {})
-            if any(line.get(key) != held.get(key) for key in _KEPT):
+        for kept in (line for line in one.state.metrics if line["step"]):
+            line = lines.get(int(kept["step"]), {})
+            if any(line.get(key) != kept.get(key) for key in _KEPT):
                 detail = f"its line is another than {one.version} holds"
-                yield Violation(ViolationKind.METRICS, detail, step=int(held["step"]), file=file)
+                yield Violation(ViolationKind.METRICS, detail, step=int(kept["step"]), file=file)
 
 
 def _place(state: TrainerState, head: TrainerState, batch_size: int) -> Iterator[Violation]:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from services.cli.verify.violation import MOST_OF_A_KIND, Violation, ViolationKind
 from shared.files.reading import whole_lines
-from shared.run import archive, ledger
+from shared.run import archive, counted, ledger
 from shared.run.ledger import TRAINED, Line
 from shared.run.pinned import MAX_STEPS
-from shared.run.state import TrainerState, epoch_of
+from shared.run.state import TrainerState
+from shared.types import WeightVersion
 
 _MOST_STEPS = 50
 _MOST_BAD = 100_000
@@ -96,7 +97,7 @@ def fates(lines: Sequence[Line], head: TrainerState) -> TicketFates:
         if line["disposition"] != TRAINED:
             if line["epoch"] >= voids.get(line["ticket"], line)["epoch"]:
                 voids[line["ticket"]] = line
-        elif line["step"] <= head.step and epoch_of(line["step"], head.lineage) == line["epoch"]:
+        elif counted.is_step(WeightVersion(line["epoch"], line["step"]), head):
             steps[line["step"]].append(line)
         else:
             undone.append(line)

@@ -13,7 +13,7 @@ from services.rollout.engines.base import StagedBase, StagedWeights
 from shared.errors import ConfigError, WeightsError
 from shared.models.config import ModelConfig
 from shared.models.weight_files import INDEX, WEIGHTS, weight_files
-from shared.run import weights
+from shared.run import saved, weights
 from shared.run.weights import Manifest, ManifestFile
 from shared.types import WeightVersion
 from shared.weights.manifest import PublishedManifest, WeightTree
@@ -37,6 +37,7 @@ def examine(path: Path, model: ModelConfig, run: str) -> StagedWeights:
     except OSError as error:
         raise WeightsError(f"{str(folder)[:200]} cannot be read: {error.strerror}") from error
     manifest = weights.read_manifest(folder)
+    saved.check(folder)
     _belongs(manifest, folder, run)
     _same_model(manifest, model)
     ids, logprobs = _probe(manifest, model.vocab_size)

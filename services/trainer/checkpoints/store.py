@@ -40,7 +40,7 @@ from shared.errors import ConfigError, Forbidden, Unavailable, WeightsError
 from shared.files import storage
 from shared.models.origin import Origin
 from shared.process import telemetry
-from shared.run import archive, commits, weights
+from shared.run import archive, commits, saved, weights
 from shared.run import state as states
 from shared.run.best import best_version
 from shared.run.folder import RunFolder
@@ -120,13 +120,20 @@ class CheckpointFolders:
                 self._remove(leftover.name)
 
     def repair(self) -> None:
-        """Sets damaged checkpoints aside; earlier trainers are fenced by now. Raises StorageFull."""
+        """Sets damaged checkpoints aside, and names those that checkpoints.jsonl does not; earlier trainers are fenced
+        by now. Raises StorageFull.
+        """
         with storage.storage(self.root):
             for version in self.bad:
                 (self.root / BAD).mkdir(exist_ok=True)
                 if (self.root / version).exists():
                     shutil.rmtree(self.root / BAD / version, ignore_errors=True)
                     (self.root / version).rename(self.root / BAD / version)
+        storage.blank_torn_line(RunFolder(self.root.parent).saved)
+        known = saved.named(RunFolder(self.root.parent))
+        for version in self._candidates():
+            if version not in known:
+                saved.append(self.root, version, weights.digest(self.root / str(version) / weights.MANIFEST))
 
     def save(self, state: TrainerState, contents: CheckpointContents, base: WeightVersion | None) -> Path:
         """Makes the version `state.version` durable, then removes old ones. Returns its folder.
@@ -254,6 +261,7 @@ class CheckpointFolders:
         manifest = replace(manifest, state=weights.digest(draft / states.STATE))
         _sync_tree(draft)
         weights.write_manifest(draft, manifest)
+        saved.append(self.root, state.version, weights.digest(draft / weights.MANIFEST))
         folder = self.root / manifest.version
         self._remove(folder.name)
         draft.rename(folder)
@@ -266,7 +274,7 @@ class CheckpointFolders:
         found = weights.versions(self.root)
         if found[-1] != state.version:
             return
-        best = best_version(RunFolder(self.root.parent).evals, state.lineage)
+        best = best_version(RunFolder(self.root.parent).evals, state.lineage, state.step)
         kept = {str(version) for version in _retained(found, self._max_to_keep)} | {state.reference}
         kept |= {str(best.version)} if best else set()
         for version in found:

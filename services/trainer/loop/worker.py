@@ -24,6 +24,8 @@ from shared.errors import DecodeError, Fenced, Unavailable
 from shared.process import telemetry
 from shared.queue.records import QueueState
 from shared.run import commits
+from shared.run.folder import RunFolder
+from shared.run.held import FollowedFiles
 from shared.run.state import TrainerState, initial_state
 from shared.types import Group, WeightVersion
 
@@ -128,7 +130,7 @@ class TrainerWorker:
             if not await self._claim(epoch):
                 continue
             if await asyncio.to_thread(self._is_newest, found) and await asyncio.to_thread(self._known, found) == known:
-                begun = self._begun(known, epoch)
+                begun = await asyncio.to_thread(self._begun, known, epoch)
                 await self._waiter.answer(
                     lambda epoch=epoch, begun=begun: self._parts.queue.open(epoch, begun.lineage, beginning)
                 )
@@ -177,7 +179,8 @@ class TrainerWorker:
         """The state at the start of this epoch; a run whose last step has moved on is no longer done."""
         plan = self._plan
         state = known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin)
-        return replace(state, phase="done" if state.step >= plan.max_steps else "rl")
+        files = FollowedFiles(RunFolder(self._parts.archive.root.parent)).now()
+        return replace(state, phase="done" if state.step >= plan.max_steps else "rl", files=files)
 
     async def _begin(self, known: TrainerState) -> int:
         above = await asyncio.to_thread(self._parts.archive.last_epoch)

@@ -1,8 +1,9 @@
 """From an empty process to the end of the log: the newest whole checkpoint is restored, and what the log holds after it
 is trained again.
 
-Every step is trained again under the settings that were in force when it was made, and must give the parameters that
-its commit record tells by a checksum. Then nothing was undone: versions that were published stay what they were, and
+The parameters of the checkpoint must be those that the commit record of its step tells by a checksum, else an older
+checkpoint is used. Every step is trained again under the settings that were in force when it was made, and must give
+the parameters that its own record tells. Then nothing was undone: versions that were published stay what they were, and
 other settings begin after the last one. Where one differs (another backend or topology), its groups cannot be read or
 its record is gone, the lineage branches at the last step that agreed.
 """
@@ -118,6 +119,10 @@ class Recovery:
                 why = _gone(lost, self._status.run)
             head = under_settings(bound, self._plan.settings, self._plan.original)
             await self._build()
+            if (why_not := await self._waiter.patiently(lambda c=checkpoint: self._contradicted(c))) is not None:
+                self._parts.checkpoints.bad[str(checkpoint.version)] = why_not
+                _log.error("checkpoint passed over", version=str(checkpoint.version), reason=why_not)
+                continue
             broken = await self._retrain(checkpoint, head)
             if broken is None:
                 return Recovered(head, checkpoint.version, undone, lost, why)
@@ -148,6 +153,23 @@ class Recovery:
     async def _build(self) -> None:
         await self._waiter.blocking(self._parts.backend.build)
         self._status.memory, self._status.plan = self._parts.backend.memory, self._parts.backend.plan
+
+    async def _contradicted(self, checkpoint: TrainerState) -> str | None:
+        """What the log says against the parameters that were built from the checkpoint. Raises Unavailable."""
+        step = checkpoint.step
+        made = WeightVersion(epoch_of(step, checkpoint.lineage) or checkpoint.epoch, step)
+        for version in {checkpoint.version, made}:  # an epoch begins with the parameters of the step before it
+            try:
+                record = await asyncio.to_thread(commits.read, self._parts.commits.root, version)
+            except WeightsError:
+                continue
+            found = await self._waiter.blocking(self._parts.backend.checksum)
+            if found != record.checksum:
+                return (
+                    f"{checkpoint.version}: the checksum of its parameters is {found}, the commit record of {version}"
+                    f" says {record.checksum}"
+                )
+        return None
 
     def _head(self, checkpoint: TrainerState) -> TrainerState:
         record = self._newest_record()

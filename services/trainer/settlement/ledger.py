@@ -194,7 +194,7 @@ def _sync(path: Path) -> None:
 
 def _parsed(line: bytes) -> tuple[dict[str, Any], WeightVersion] | None:
     try:
-        value = codec.from_json(line, "a line of metrics", MAX_LINE_VALUES)
+        value = codec.from_record(line, "a line of metrics", MAX_LINE_VALUES)
         version = WeightVersion.parse(value["version"])
         return (value, version) if value["step"] == version.step else None
     except (KeyError, TypeError, DecodeError):

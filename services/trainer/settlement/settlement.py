@@ -24,6 +24,8 @@ from shared.process import telemetry
 from shared.queue.records import Finished
 from shared.run import ledger
 from shared.run.chain import Chain
+from shared.run.folder import RunFolder
+from shared.run.held import FollowedFiles, HeldFiles
 from shared.run.ledger import NONFINITE, TRAINED
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
@@ -56,6 +58,7 @@ class Settlement:
         self._pending = PendingWork(state, saved)
         self._chain = state.chain or Chain(state.step)
         self._last_step = last_step
+        self._files = FollowedFiles(RunFolder(parts.archive.root.parent))
         self.exclusive = asyncio.Lock()
 
     @property
@@ -87,7 +90,8 @@ class Settlement:
         async with self.exclusive:
             self._require_recorded(self._pending.recorded(tuple(g.group.ticket for g in groups)).unrecorded)
             chain = self._chain.trained(lines, metrics)
-            state = self._after(version.step, lines, metrics, chain)
+            files = await asyncio.to_thread(self._files.now)
+            state = self._after(version.step, lines, metrics, chain, files)
             await self._waiter.patiently(lambda: asyncio.to_thread(self._parts.commits.append, state, checksum))
             self._pending, self._chain = self._pending.committed(state, [g.finished for g in groups]), chain
             await self._write(lines)
@@ -105,7 +109,7 @@ class Settlement:
         if await self._metrics.flush():
             self._pending = self._pending.flushed()
 
-    def _after(self, step: int, lines: tuple[Line, ...], metrics: Line, chain: Chain) -> TrainerState:
+    def _after(self, step: int, lines: tuple[Line, ...], metrics: Line, chain: Chain, files: HeldFiles) -> TrainerState:
         """What the record of the step has to know."""
         pending, buffer = self._pending, self._buffer
         return pending.state.at(
@@ -116,6 +120,7 @@ class Settlement:
             chain=chain,
             recent=lines,
             metrics=(*pending.metrics, metrics),
+            files=files,
         )
 
     def _require_recorded(self, unrecorded: Sequence[Sequence[int]]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from services.trainer.checkpoints.store import CheckpointFolders
@@ -26,6 +26,8 @@ from services.trainer.supervised.loop import Backend, SupervisedLoop, Supervised
 from shared.errors import ConfigError
 from shared.process import telemetry
 from shared.run.archive import Archive
+from shared.run.folder import RunFolder
+from shared.run.held import FollowedFiles
 from shared.run.state import TrainerState, initial_state
 
 type OpenedBackend = tuple[Backend, CheckpointFolders]
@@ -97,7 +99,9 @@ class SupervisedWorker:
             if await self._waiter.patiently(partial(asyncio.to_thread, archive.claim, epoch)):
                 break
         await self._waiter.patiently(partial(asyncio.to_thread, self._repair, known, epoch, checkpoints))
-        return known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin)
+        files = await asyncio.to_thread(FollowedFiles(RunFolder(archive.root.parent)).now)
+        state = known.under(epoch, keep_reference=plan.keep_reference, settings=plan.settings, origin=plan.origin)
+        return replace(state, files=files)
 
     def _repair(self, known: TrainerState, epoch: int, checkpoints: CheckpointFolders) -> None:
         checkpoints.fence(epoch)

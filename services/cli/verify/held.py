@@ -1,0 +1,79 @@
+"""The files that states hold the beginnings of (see shared.run.held), and that every checkpoint has its line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import blake3
+
+from services.cli.verify.checkpoints import RetainedCheckpoint
+from services.cli.verify.violation import Violation, ViolationKind
+from shared.files.reading import open_file
+from shared.run import held, saved
+from shared.run.folder import RunFolder
+from shared.run.state import TrainerState
+from shared.types import WeightVersion
+
+_BLOCK_BYTES = 2**20
+type Expected = Mapping[int, Mapping[str, WeightVersion]]
+"""By size of the beginning: the digests of it, each with the oldest version whose state says so."""
+
+
+def check(
+    folder: RunFolder, ancestors: Sequence[TrainerState], found: Sequence[RetainedCheckpoint]
+) -> Iterator[Violation]:
+    """Of the states of the newest epoch: each epoch begins with the files as it found them."""
+    epoch = ancestors[-1].epoch
+    expected = dict[str, dict[int, dict[str, WeightVersion]]]()
+    for state in ancestors:
+        for name, (size, digest) in (state.files or {}).items() if state.epoch == epoch else ():
+            expected.setdefault(name, {}).setdefault(size, {}).setdefault(digest, state.version)
+    known = {path.name: path for path in held.files(folder)}
+    for name, sizes in expected.items():
+        if name in known:
+            yield from _beginnings(known[name], sizes)
+        else:
+            yield Violation(
+                ViolationKind.STATE, f"it holds {name[:100]}, which is no file of a run", step=ancestors[-1].step
+            )
+    yield from _lines(folder, found)
+
+
+def absent(found: Sequence[RetainedCheckpoint]) -> list[str]:
+    """What older trainers have left no witness of."""
+    old = [str(one.version) for one in found if one.state.files is None]
+    return [f"checkpoints.jsonl does not name {', '.join(old)}: an older version made them"] if old else []
+
+
+def _beginnings(path: Path, sizes: Expected) -> Iterator[Violation]:
+    told, at = blake3.blake3(), 0
+    try:
+        with open_file(path) as file:
+            for size in sorted(sizes):
+                while at < size and (block := file.read(min(_BLOCK_BYTES, size - at))):
+                    told.update(block)
+                    at += len(block)
+                for digest, version in sizes[size].items():
+                    if at < size or told.hexdigest() != digest:
+                        yield _of(path, f"its first {size} bytes are not those that {version} was made after", version)
+                        return
+    except OSError as error:
+        version = next(iter(sizes[min(sizes)].values()))
+        yield _of(path, f"{version} was made after lines of it, and it cannot be read: {error.strerror}", version)
+
+
+def _lines(folder: RunFolder, found: Sequence[RetainedCheckpoint]) -> Iterator[Violation]:
+    """A checkpoint that is made where there is such a file has its line before its name."""
+    try:
+        named = saved.named(folder)
+    except OSError:
+        return  # `saved.check` has named it
+    for one in found:
+        if one.state.files is not None and one.version not in named:
+            detail = f"{folder.saved.name} does not name {one.version}"
+            yield Violation(ViolationKind.CHECKPOINT, detail, step=one.version.step, file=folder.saved.name)
+
+
+def _of(path: Path, detail: str, version: WeightVersion) -> Violation:
+    return Violation(ViolationKind.CHAIN, detail, step=version.step, file=path.name)

@@ -1,0 +1,77 @@
+"""Which lines of a run's files count: those of the ancestors of its newest durable state, the head, and no later ones.
+
+Every reader asks here: the proof, the report and the comparison of runs, the best version, a resume. What does not
+count was undone, or written by a trainer that another one had replaced; or somebody has added it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from shared.errors import DecodeError
+from shared.run import ledger
+from shared.run.ledger import TRAINED, Line
+from shared.run.state import TrainerState, epoch_of, in_lineage
+from shared.types import WeightVersion
+
+_VERSIONS = ("version", "version_min", "version_max")
+
+
+def is_step(version: WeightVersion, head: TrainerState) -> bool:
+    """Whether the head comes from the step that made `version`."""
+    return 1 <= version.step <= head.step and epoch_of(version.step, head.lineage) == version.epoch
+
+
+def is_ancestor(version: WeightVersion, head: TrainerState) -> bool:
+    """Whether the head comes from the weights `version`; also those that an epoch began with."""
+    return version.step <= head.step and in_lineage(version, head.lineage)
+
+
+def versions_of(row: Mapping[str, Any]) -> list[WeightVersion]:
+    """The versions that a line names. Raises DecodeError, and TypeError if one is no text, or `step` is another
+    step than theirs.
+    """
+    found = [WeightVersion.parse(row[key]) for key in _VERSIONS if key in row]
+    step = row.get("step")
+    if found and (type(step) is not int or not found[0].step <= step <= found[-1].step):
+        raise TypeError("the step is not that of the version")
+    return found
+
+
+def of_steps(rows: Iterable[Mapping[str, Any]], head: TrainerState | None) -> Iterator[Mapping[str, Any]]:
+    """The lines of metrics and of supervised steps that count; all of them where no state tells what does. One of step
+    0 tells of the data.
+    """
+
+    def fits(version: WeightVersion, head: TrainerState) -> bool:
+        return is_step(version, head) if version.step else is_ancestor(version, head)
+
+    return (row for row in rows if head is None or _all(row, head, fits))
+
+
+def of_weights(rows: Iterable[Mapping[str, Any]], head: TrainerState | None) -> Iterator[Mapping[str, Any]]:
+    """The lines that tell of weights, as evaluations do, and count."""
+    return (row for row in rows if head is None or _all(row, head, is_ancestor))
+
+
+def of_tickets(lines: Iterable[Line], head: TrainerState | None) -> list[Line]:
+    """The line of each ticket that counts: of its training, else of how it ended without, by the highest epoch."""
+    if head is None:
+        return list(ledger.settled(lines).values())
+    trained, ended = dict[int, Line](), dict[int, Line]()
+    for one in ledger.surviving(lines):
+        if one["disposition"] != TRAINED:
+            if one["epoch"] >= ended.get(one["ticket"], one)["epoch"]:
+                ended[one["ticket"]] = one
+        elif is_step(WeightVersion(one["epoch"], one["step"]), head):
+            trained[one["ticket"]] = one
+    return list({**ended, **trained}.values())
+
+
+def _all(row: Mapping[str, Any], head: TrainerState, fits: Callable[[WeightVersion, TrainerState], bool]) -> bool:
+    """Also of a line without versions, as older runs have."""
+    try:
+        return all(fits(version, head) for version in versions_of(row))
+    except (DecodeError, TypeError, AttributeError):
+        return False

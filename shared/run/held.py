@@ -1,0 +1,86 @@
+"""The files of lines that nothing else leads to, as a commit record holds them: by name, how long each was, and the
+digest of that.
+
+The files only grow, so each record holds the beginning of the file as it is later. The ledger and the metrics have the
+chain instead (see shared.run.chain).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from shared.files.reading import MAX_RECORD_BYTES, open_file
+from shared.run.folder import RunFolder
+
+type HeldFiles = Mapping[str, tuple[int, str]]
+"""By name: bytes up to the end of a line, and their blake3 in hex."""
+_BLOCK_BYTES = 2**20
+_MOST_NAME, _DIGITS = 100, 64
+
+
+def files(run: RunFolder) -> tuple[Path, ...]:
+    """Those that are held: no trainer removes a line of them."""
+    return (run.evals, run.samples, run.mixture, run.refused, run.demonstrations, run.saved)
+
+
+def parse(raw: Any) -> HeldFiles | None:
+    """Raises TypeError or ValueError."""
+    if raw is None:
+        return None
+    found = dict[str, tuple[int, str]]()
+    for name, (size, digest) in dict(raw).items():
+        if type(size) is not int or not 0 <= size <= MAX_RECORD_BYTES or len(name) > _MOST_NAME:
+            raise TypeError("a file that is held has no size")
+        if not isinstance(digest, str) or len(digest) != _DIGITS:
+            raise TypeError("a file that is held has no digest")
+        found[str(name)] = size, digest
+    return found
+
+
+@dataclass(slots=True)
+class _Followed:
+    """`size` bytes of the file that is `inode` have been read."""
+
+    inode: int
+    size: int = 0
+    told: blake3.blake3 = field(default_factory=blake3.blake3)
+
+
+class FollowedFiles:
+    """The files of one run, each byte read once. All methods block; one thread at a time."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._paths = files(run)
+        self._at = dict[str, _Followed]()
+
+    def now(self) -> HeldFiles:
+        """What they hold; one that is not there, or cannot be read now, is left out."""
+        found = dict[str, tuple[int, str]]()
+        for path in self._paths:
+            try:
+                at = self._followed(path)
+            except OSError:
+                continue
+            if at.size:
+                found[path.name] = at.size, at.told.hexdigest()
+        return found
+
+    def _followed(self, path: Path) -> _Followed:
+        with open_file(path) as file:
+            there = os.fstat(file.fileno())
+            at = self._at.get(path.name)
+            if at is None or at.inode != there.st_ino or at.size > there.st_size:
+                at = self._at[path.name] = _Followed(there.st_ino)
+            file.seek(at.size)
+            rest = b""
+            while block := file.read(_BLOCK_BYTES):
+                whole, end, rest = (rest + block).rpartition(b"\n")
+                at.told.update(whole + end)
+                at.size += len(whole + end)
+            return at

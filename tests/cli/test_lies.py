@@ -1,0 +1,214 @@
+"""Lies that change several files and re-make digests: every one is named, unless all that could contradict it was
+re-made.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from services.cli.reporting import report
+from services.cli.verify import command
+from shared.run import commits, ledger
+from shared.run.folder import RunFolder
+from shared.types import WeightVersion
+from tests.support import lies
+from tests.support.lies import LIES, PARTS, REMOVALS, SETTINGS, Lie, Part, Remake, Removal
+from tests.support.small_run import RUN
+
+_OF_A_LIE = 6
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lies.make(tmp_path_factory.mktemp("valid") / RUN)
+
+
+def copied(valid: Path, place: Path) -> RunFolder:
+    shutil.copytree(valid, place / RUN)
+    return RunFolder(place / RUN)
+
+
+def same(a: Path, b: Path) -> bool:
+    names = {str(p.relative_to(x)) for x in (a, b) for p in x.rglob("*") if p.is_file() and ".lock" not in p.name}
+    return len(filecmp.cmpfiles(a, b, names, shallow=False)[0]) == len(names)
+
+
+def test_the_run_itself_is_proven(valid: Path):
+    result = command.verify(RunFolder(valid))
+    assert result["violations"] == []
+    assert result["not_checked"] == []
+
+
+def test_remaking_an_honest_run_changes_nothing_that_is_named(valid: Path, tmp_path: Path):
+    run = copied(valid, tmp_path)
+    Remake(run)()
+    assert command.verify(run)["violations"] == []
+
+
+@pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__)
+def test_a_lie_is_named_unless_everything_is_remade(valid: Path, tmp_path: Path, lie: Lie):
+    rng = random.Random(f"1 {lie.__name__}")
+    seed = rng.random()
+    whole = copied(valid, tmp_path / "whole")
+    lie(whole, random.Random(seed))
+    Remake(whole)()
+    assert command.verify(whole)["violations"] == []  # as docs/security.md says: only a signature would tell
+    chosen: list[frozenset[Part]] = [frozenset(PARTS), *lies.partly(rng, _OF_A_LIE)]
+    for n, left in enumerate(chosen):
+        run = copied(valid, tmp_path / str(n))
+        lie(run, random.Random(seed))
+        Remake(run, left)()
+        if not same(run.path, whole.path):
+            assert command.verify(run)["violations"], sorted(left)
+
+
+@pytest.mark.parametrize("key", SETTINGS)
+def test_a_lie_about_a_setting_is_named_unless_everything_is_remade(valid: Path, tmp_path: Path, key: str):
+    whole = copied(valid, tmp_path / "whole")
+    lies.lie_about_setting(whole, key, frozenset())
+    assert command.verify(whole)["violations"] == []
+    for n, left in enumerate(lies.partly(random.Random(key), _OF_A_LIE)):
+        run = copied(valid, tmp_path / str(n))
+        lies.lie_about_setting(run, key, left)
+        if not same(run.path, whole.path):
+            assert command.verify(run)["violations"], sorted(left)
+
+
+@pytest.mark.parametrize("left", [*(frozenset([one]) for one in REMOVALS), frozenset(REMOVALS)])
+def test_a_run_that_was_rolled_back_is_named_by_whatever_tells_of_later_steps(
+    valid: Path, tmp_path: Path, left: frozenset[Removal]
+):
+    run = copied(valid, tmp_path)
+    lies.roll_back(run, left)
+    assert command.verify(run)["violations"]
+
+
+def test_a_run_of_which_everything_was_rolled_back_is_an_earlier_one(valid: Path, tmp_path: Path):
+    run = copied(valid, tmp_path)
+    lies.roll_back(run)
+    assert command.verify(run)["violations"] == []
+
+
+# Single lies about lines that do not count.
+
+
+def append(path: Path, *found: dict[str, Any] | bytes) -> None:
+    with path.open("ab") as file:
+        for line in found:
+            file.write((line if isinstance(line, bytes) else orjson.dumps(line)) + b"\n")
+
+
+def steps_beyond(run: RunFolder) -> None:
+    """8 steps that become 13."""
+    last = lies.lines(run.metrics)[-1]
+    append(run.metrics, *(last | {"step": n, "version": f"e000002-s{n:06d}"} for n in range(6, 11)))
+
+
+def evaluations_beyond(run: RunFolder) -> None:
+    last, version = lies.lines(run.evals)[-1], "e000002-s000009"
+    append(run.evals, last | {"step": 9, "version_min": version, "version_max": version, "success": 1.0})
+
+
+def evaluations_of_another_epoch(run: RunFolder) -> None:
+    last, version = lies.lines(run.evals)[-1], "e000007-s000005"
+    append(run.evals, last | {"step": 5, "version_min": version, "version_max": version, "success": 1.0})
+
+
+def handovers_beyond(run: RunFolder) -> None:
+    append(run.handovers, lies.lines(run.handovers)[-1] | {"step": 9, "version": "e000002-s000009"})
+
+
+def samples_beyond(run: RunFolder) -> None:
+    append(run.samples, lies.lines(run.samples)[-1] | {"step": 9})
+
+
+def undone_without_groups(run: RunFolder) -> None:
+    append(run.ledger, ledger.line(7, "trained", WeightVersion(1, 3), digest="0" * 64))
+
+
+def undone_with_other_groups(run: RunFolder) -> None:
+    """Of a step that was trained, by a ticket that was not."""
+    append(run.ledger, ledger.rollback(1, 2), ledger.line(9, "trained", WeightVersion(1, 4), digest="0" * 64))
+
+
+def void_of_a_step_that_was_not_made(run: RunFolder) -> None:
+    append(run.ledger, ledger.line(7, "stale", WeightVersion(1, 4)))
+
+
+def one_key_twice(run: RunFolder) -> None:
+    """The first one lies; readers take the last."""
+    found = run.ledger.read_bytes()
+    run.ledger.write_bytes(found.replace(b'{"ticket":7,', b'{"ticket":99,"ticket":7,', 1))
+
+
+def one_key_of_metrics_twice(run: RunFolder) -> None:
+    found = run.metrics.read_bytes()
+    run.metrics.write_bytes(found.replace(b'{"step":1,', b'{"loss":-9.0,"step":1,', 1))
+
+
+def one_key_of_evaluations_twice(run: RunFolder) -> None:
+    append(run.evals, b'{"success":1.0,' + orjson.dumps(lies.lines(run.evals)[-1])[1:])
+
+
+def one_key_of_a_state_twice(run: RunFolder) -> None:
+    path = commits.path_of(run.archive, lies.NEWEST)
+    path.write_bytes(b'{"checksum":"0",' + path.read_bytes()[1:])
+
+
+def lost_checkpoints(run: RunFolder) -> None:
+    run.saved.unlink()
+
+
+def reversed_evaluations(run: RunFolder) -> None:
+    lies.rewrite(run.evals, lies.lines(run.evals)[::-1])
+
+
+def emptied_evaluations(run: RunFolder) -> None:
+    run.evals.write_bytes(b"")
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        steps_beyond,
+        evaluations_beyond,
+        evaluations_of_another_epoch,
+        handovers_beyond,
+        samples_beyond,
+        undone_without_groups,
+        undone_with_other_groups,
+        void_of_a_step_that_was_not_made,
+        one_key_twice,
+        one_key_of_metrics_twice,
+        one_key_of_evaluations_twice,
+        one_key_of_a_state_twice,
+        lost_checkpoints,
+        reversed_evaluations,
+        emptied_evaluations,
+    ],
+    ids=lambda lie: lie.__name__,
+)
+def test_a_line_that_nobody_can_have_written_is_named(valid: Path, tmp_path: Path, lie: Callable[[RunFolder], None]):
+    run = copied(valid, tmp_path)
+    lie(run)
+    assert command.verify(run)["violations"]
+
+
+def test_what_is_named_does_not_count_in_the_report_either(valid: Path, tmp_path: Path):
+    run = copied(valid, tmp_path)
+    before = report.make(run)
+    for lie in (steps_beyond, evaluations_beyond, evaluations_of_another_epoch, undone_without_groups):
+        lie(run)
+    after = report.make(run)
+    assert before["steps"] == 5
+    assert {key: after[key] for key in before if key != "elapsed_sec"} == {
+        key: before[key] for key in before if key != "elapsed_sec"
+    }
