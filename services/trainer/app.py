@@ -52,6 +52,7 @@ from shared.run import archive
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog
 from shared.run.folder import RunFolder
+from shared.run.shares import configured
 from shared.schema import RunConfig
 from shared.types import WeightVersion
 from shared.web.access import AccessTokens, Role, read_tokens
@@ -134,7 +135,8 @@ async def open_trainer(
             beginning=publications.beginning,
             bucket=_bucket(config, settings, model, publications.beginning, status, plan),
         )
-        app = _app(settings, callers, status, parts.bucket)
+        known = records.KnownEnvironments(configured(config.data), environments.versions)
+        app = _app(settings, callers, status, parts.bucket, known)
         app.state.publishing = PublishingState(publications, Uplink(publications.read), publisher.sources)
         yield RunningService(app, [TrainerWorker(plan, parts, status).run])
 
@@ -168,12 +170,16 @@ def _of_its_origin(config: RunConfig) -> tuple[RunConfig, Origin | None]:
 
 
 def _app(
-    settings: TrainerSettings, callers: AccessTokens | None, status: TrainerStatus, bucket: RunBucket | None
+    settings: TrainerSettings,
+    callers: AccessTokens | None,
+    status: TrainerStatus,
+    bucket: RunBucket | None,
+    known: records.KnownEnvironments,
 ) -> FastAPI:
     """The state of `publishing` is not there yet."""
     roles = ROLES | publishing.ROLES | records.ROLES
     app = create_app("trainer", limits=settings.limits, tokens=callers, ready=status.not_ready, roles=roles)
-    kept = records.RecordsState(RunFolder(settings.run_folder))
+    kept = records.RecordsState(RunFolder(settings.run_folder), check_mixture=known.check)
     app.state.status = status
     app.state.records = kept if bucket is None else replace(kept, check_open=bucket.check_open)
     for one in (router, publishing.router, records.router):

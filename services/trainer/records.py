@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Annotated
@@ -19,10 +19,11 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from shared.errors import ConfigError, InputError
+from shared.errors import ConfigError, DecodeError, InputError, NotFound
 from shared.files import storage
 from shared.files.reading import MAX_RECORD_BYTES, ended_lines, open_file
 from shared.run.folder import Record, RunFolder
+from shared.run.mixture import parse
 from shared.web.access import Role
 from shared.web.http import read_model, respond
 from shared.web.openapi import declares
@@ -49,10 +50,15 @@ class LinesBody(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RecordsState:
-    """What the routes work on; lives in `app.state.records`. `check_open` raises while the folder takes nothing."""
+    """What the routes work on; lives in `app.state.records`.
+
+    `check_open` raises while the folder takes nothing; `check_mixture` is given the lines of mixture.jsonl, those that
+    are new and those that are there, and raises InputError for a new one that is none of the run's.
+    """
 
     folder: RunFolder
     check_open: Callable[[], None] = lambda: None
+    check_mixture: Callable[[Sequence[bytes], Collection[bytes]], Awaitable[None]] | None = None
     alone: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -72,16 +78,54 @@ async def add(request: Request, record: Named, state: Here) -> Response:
     path = state.folder.handed_over[record]
     state.check_open()
 
-    def append() -> int:
-        known = set(storage.whole_lines(path))
-        new = [line for line in dict.fromkeys(lines) if line not in known]
-        if new:  # never in a folder of both, where the orchestrator may be writing
-            storage.blank_torn_line(path)
-            storage.append(path, b"".join(line + b"\n" for line in new), durable=True)
-        return len(new)
+    def append() -> None:
+        storage.blank_torn_line(path)
+        storage.append(path, b"".join(line + b"\n" for line in new), durable=True)
 
     async with state.alone:
-        return respond(request, {"added": await asyncio.to_thread(append)})
+        known = set(await asyncio.to_thread(storage.whole_lines, path))
+        new = [line for line in dict.fromkeys(lines) if line not in known]
+        if record == "mixture" and new and state.check_mixture is not None:
+            await state.check_mixture(new, known)
+        if new:  # never in a folder of both, where the orchestrator may be writing
+            await asyncio.to_thread(append)
+        return respond(request, {"added": len(new)})
+
+
+class KnownEnvironments:
+    """Which environments a line of mixture.jsonl may name.
+
+    Args:
+        configured: those of the configuration.
+        versions: asks the environment service for one by name; raises NotFound.
+    """
+
+    def __init__(self, configured: Collection[str], versions: Callable[[str], Awaitable[object]]) -> None:
+        self._configured, self._versions = frozenset(configured), versions
+
+    async def check(self, new: Sequence[bytes], there: Collection[bytes]) -> None:
+        """Raises InputError for a line that names an environment which neither the configuration nor the environment
+        service knows, nor a line that is there; DecodeError for one that is no change of a mixture; and Unavailable
+        while the service cannot be asked.
+        """
+        known = set(self._configured)
+        for line in there:
+            with contextlib.suppress(DecodeError):
+                known |= _named(line)
+        for name in sorted({name for line in new for name in _named(line)} - known):
+            try:
+                await self._versions(name)
+            except NotFound as error:
+                raise InputError(
+                    f"a change of the mixture names {name[:80]!r}, an environment that the run does not know",
+                    "submit it to the environment service first, or name it in data.mixture",
+                ) from error
+
+
+def _named(line: bytes) -> set[str]:
+    """The environments that a line names. Raises DecodeError."""
+    change = parse(line)
+    return {*change.weights, *change.first, *change.sizes}
 
 
 @router.get("/records/{record}", openapi_extra=declares(answer=_KEPT))

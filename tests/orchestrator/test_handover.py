@@ -9,8 +9,9 @@ import pytest
 from services.orchestrator.mixture.log import MixtureLog
 from services.orchestrator.schedule.handover import RecordHandover
 from services.orchestrator.status import RunStatus
+from services.trainer.records import KnownEnvironments
 from shared.clients.trainer import TrainerClient
-from shared.errors import AnotherBeginning, ConfigError, InputError, VolleyError
+from shared.errors import AnotherBeginning, ConfigError, InputError, NotFound, VolleyError
 from shared.process.ports import free_port
 from shared.run.folder import RunFolder
 from shared.run.mixture import MixtureChange, SplitSizes
@@ -222,3 +223,29 @@ async def test_a_page_of_a_record_is_bounded(tmp_path):
         run.samples.mkdir()
         with pytest.raises(ConfigError, match="Is a directory"):
             await trainer.record("samples", 0)
+
+
+async def test_a_mixture_that_names_an_unknown_environment_is_not_believed(tmp_path):
+    _, run = folders(tmp_path)
+    asked = []
+
+    async def versions(name):
+        asked.append(name)
+        if name != "adder@2":
+            raise NotFound(f"there is no environment {name}")
+
+    app = records_app(run.path)
+    known = KnownEnvironments(["toy"], versions)
+    app.state.records = replace(app.state.records, check_mixture=known.check)
+    lines = [MixtureChange(3, {"toy": 1, "adder@2": 1}), MixtureChange(5, {"toy": 1})]
+    async with served(app) as url, TrainerClient(url) as trainer:
+        await trainer.hand_over("mixture", [line.encode().decode().strip() for line in lines])
+        for bad in (MixtureChange(7, {"evil": 1}), MixtureChange(7, {"toy": 1}, first=("evil",))):
+            with pytest.raises(InputError, match="evil"):
+                await trainer.hand_over("mixture", [bad.encode().decode().strip()])
+        with pytest.raises(VolleyError, match="mixture"):
+            await trainer.hand_over("mixture", ['{"from_ticket":9}'])
+        await trainer.hand_over("mixture", [lines[0].encode().decode().strip()])  # which is there
+        await trainer.hand_over("mixture", [MixtureChange(9, {"adder@2": 1}).encode().decode().strip()])
+    assert run.mixture.read_bytes() == b"".join(line.encode() for line in (*lines, MixtureChange(9, {"adder@2": 1})))
+    assert asked == ["adder@2", "evil", "evil"]
