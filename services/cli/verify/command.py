@@ -23,6 +23,7 @@ from services.cli.verify import (
     groups,
     held,
     mixture,
+    parameters,
     queue,
     records,
     refusals,
@@ -118,6 +119,8 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
     gone = commits.gone(logged, fates.undone, folder)
     findings.add(commits.told(gone))
     findings.add(held.check(folder, ancestors, found))
+    foreign, missing = parameters.check(folder, found, logged)
+    findings.add(foreign)
     findings.add(unfounded.check(folder, head, gone))
     findings.add(unfounded.check_ledger(lines, fates.undone, folder, name, head))
     findings.add(tickets.check(lines, fates, head, batch))
@@ -146,7 +149,7 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
         "logged": head.step - saved.step,
         "undone": [{key: line[key] for key in ("ticket", "step", "epoch")} for line in fates.undone[:_MOST_TOLD]],
         "set_aside": aside,
-        "not_checked": held.absent(found),
+        "not_checked": [*held.absent(found), *missing],
         "superseded_archives": [str(version) for version in groups.superseded(folder.archive, head)][:_MOST_TOLD],
         "redis": seen if isinstance(seen, str) else "differs" if differing else "agrees",
     }

@@ -186,7 +186,7 @@ def other_folder(bucket: Bucket, head: BucketHead) -> ConfigError:
 
 def files_of_lines(folder: RunFolder) -> dict[str, Path]:
     """By name, those that a trainer's folder has. The ledger comes first: what its lines rest on is read after it."""
-    own = folder.ledger, folder.metrics, folder.handovers, folder.refused, folder.sft, folder.saved
+    own = folder.ledger, folder.metrics, folder.handovers, folder.refused, folder.sft
     return {path.name: path for path in (*own, *folder.handed_over.values())}
 
 

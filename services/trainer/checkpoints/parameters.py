@@ -1,0 +1,129 @@
+"""The parameters of a run's checkpoints by the checksum that the commit records tell: `python -m
+services.trainer.checkpoints.parameters RUN_DIR VERSION…`, whose last line is {ok, checksums, damaged}, both by version.
+
+It reads a folder that anybody may have filled: no more of an array than the files have bytes, a part at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import resource
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from services.trainer.checkpoints.stored_arrays import StoredArray, open_arrays
+from shared.errors import VolleyError, WeightsError
+from shared.run import weights
+from shared.run.folder import RunFolder
+from shared.run.state import OPTIMIZER
+from shared.run.weights import Manifest
+
+_MASTER, _OPTIMIZER, _CRITIC = "master.", "optimizer.", "critic."
+_BESIDE_BYTES = 4 * 2**30
+_PART = 2**22
+"""Elements that are read at once, if a row has no more."""
+_WORDS: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_GOLDEN, _FIRST, _SECOND = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: always 0; what a checkpoint is damaged by is told."""
+    run_dir, *versions = sys.argv[1:] if argv is None else argv
+    checksums, damaged = dict[str, str](), dict[str, str]()
+    for version in versions:
+        try:
+            checksums[version] = checksum_of(RunFolder(Path(run_dir)).checkpoints / version)
+        except VolleyError as error:
+            damaged[version] = error.detail
+        except (OSError, ValueError, MemoryError, OverflowError) as error:
+            damaged[version] = f"{type(error).__name__}: {error}"[:300]
+    sys.stdout.write(orjson.dumps({"ok": True, "checksums": checksums, "damaged": damaged}).decode() + "\n")
+    return 0
+
+
+def checksum_of(folder: Path) -> str:
+    """Of the parameters under training in a checkpoint, those of a critic included, as `Policy.checksum` tells it.
+
+    Raises WeightsError if its arrays are none, or others than its manifest says, and Unavailable.
+    """
+    manifest = weights.read_manifest(folder)
+    params, training = _bounded(folder / manifest.path), _bounded(folder / OPTIMIZER)
+    _as_described(manifest, params)
+    master = {name.removeprefix(_MASTER): value for name, value in training.items() if name.startswith(_MASTER)}
+    state = {name.removeprefix(_OPTIMIZER): value for name, value in training.items() if name.startswith(_OPTIMIZER)}
+    critic = {f"critic {name}": value for name, value in state.items() if name.startswith(_CRITIC)}
+    return checksum({**(master or params), **critic})
+
+
+def checksum(arrays: Mapping[str, StoredArray | np.ndarray]) -> str:
+    """The same as `services.trainer.learner.checksum.checksum`, of arrays in files."""
+    names = sorted(arrays)
+    told = hashlib.sha256("\n".join(names).encode())
+    told.update(np.array([_sum(arrays[name]) for name in names], np.uint32).tobytes())
+    return told.hexdigest()[:32]
+
+
+def _bounded(folder: Path) -> dict[str, StoredArray]:
+    """The arrays below a folder. They are not compressed, so they hold no more than its files."""
+    found = open_arrays(folder)
+    most = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if (n := sum(math.prod(one.shape) * one.dtype.itemsize for one in found.values())) > most:
+        raise WeightsError(f"the arrays in {folder} would have {n} bytes, its files have {most}")
+    return found
+
+
+def _as_described(manifest: Manifest, params: Mapping[str, StoredArray]) -> None:
+    """Raises WeightsError."""
+    described = {leaf.key: (leaf.shape, leaf.dtype) for leaf in manifest.tree}
+    found = {name: (value.shape, str(value.dtype)) for name, value in params.items()}
+    for name in sorted(described.keys() | found.keys()):
+        if described.get(name) != found.get(name):
+            said, there = described.get(name, "not there"), found.get(name, "not there")
+            raise WeightsError(f"{manifest.version}: its manifest says of {name[:100]} {said}, its files {there}"[:300])
+
+
+def _sum(leaf: StoredArray | np.ndarray) -> int:
+    """Of the hashes of all elements, modulo 2**32."""
+    if leaf.dtype.itemsize not in _WORDS:
+        raise WeightsError(f"a parameter is of {leaf.dtype}")
+    total, at = 0, 0
+    for part in _parts(leaf):
+        words = np.ascontiguousarray(part).view(_WORDS[leaf.dtype.itemsize]).reshape(-1).astype(np.uint32)
+        position = np.arange(at, at + words.size, dtype=np.uint64).astype(np.uint32)
+        at += words.size
+        position *= _GOLDEN
+        words += position
+        words ^= words >> 16
+        words *= _FIRST
+        words ^= words >> 13
+        words *= _SECOND
+        words ^= words >> 16
+        total += int(words.sum(dtype=np.uint64))
+    return total % 2**32
+
+
+def _parts(leaf: StoredArray | np.ndarray) -> Iterator[np.ndarray]:
+    """All elements in their order, some rows at a time."""
+    if not leaf.shape:
+        yield np.asarray(leaf[...]).reshape(1)
+        return
+    rows = max(1, _PART // max(1, math.prod(leaf.shape[1:])))
+    for begin in range(0, leaf.shape[0], rows):
+        yield np.asarray(leaf[begin : min(begin + rows, leaf.shape[0])])
+
+
+def _limit_memory(n_bytes: int) -> None:
+    """Of addresses, which libraries take more of than of memory."""
+    limit = _BESIDE_BYTES + n_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    _limit_memory(sum(path.stat().st_size for path in RunFolder(Path(sys.argv[1])).checkpoints.rglob("*")))
+    raise SystemExit(main())

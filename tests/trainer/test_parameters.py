@@ -1,0 +1,99 @@
+"""The parameters of checkpoints against the log's checksums: read without JAX, and compared by `volley verify`."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orjson
+import pytest
+
+from services.cli.verify import parameters as proof
+from services.cli.verify.checkpoints import RetainedCheckpoint
+from services.trainer.checkpoints import parameters
+from services.trainer.checkpoints.contents import CheckpointContents
+from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
+from services.trainer.checkpoints.store import CheckpointFolders
+from services.trainer.learner.checksum import checksum
+from shared.run import state as states
+from shared.run import weights
+from shared.run.commits import CommitRecord
+from shared.run.folder import RunFolder
+from shared.run.state import initial_state
+
+RNG = np.random.default_rng(3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.uint8])
+@pytest.mark.parametrize("rows", [1, 5, 2**22])
+def test_the_checksum_is_that_of_the_learner(dtype: type, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parameters, "_PART", rows)
+    arrays = {
+        "b.a": RNG.normal(size=(7, 5, 3)).astype(dtype),
+        "a": RNG.normal(size=9).astype(dtype),
+        "c": np.asarray(2, dtype),
+    }
+    assert parameters.checksum(arrays) == checksum({name: jnp.asarray(value) for name, value in arrays.items()})
+
+
+def made(folder: Path, *, rounded: bool) -> tuple[list[RetainedCheckpoint], list[CommitRecord]]:
+    """Two checkpoints of different parameters, and their records."""
+    checkpoints = CheckpointFolders(folder / "checkpoints", "r", 3, OrbaxArrays())
+    checkpoints.fence(1)
+    found, records = list[RetainedCheckpoint](), list[CommitRecord]()
+    for step in (1, 2):
+        exact = {"x.w": RNG.normal(size=(4, 6)).astype(np.float32), "x.b": RNG.normal(size=6).astype(np.float32)}
+        told = {name: value.astype(ml_dtypes.bfloat16) for name, value in exact.items()} if rounded else exact
+        critic = {"critic.params.w": RNG.normal(size=3).astype(np.float32)}
+        contents = CheckpointContents(
+            told, {"count": np.zeros((), np.int32), **critic}, exact if rounded else None, {}, None
+        )
+        state = replace(initial_state(0).under(1, keep_reference=False), step=step, low=step)
+        path = checkpoints.save(state, contents, None)
+        trained = {**exact, **{f"critic {name}": value for name, value in critic.items()}}
+        records.append(CommitRecord("r", checksum({k: jnp.asarray(v) for k, v in trained.items()}), state))
+        found.append(RetainedCheckpoint(*states.verify(path)))
+    return found, records
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_parameters_that_the_log_tells_are_not_named(tmp_path: Path, rounded: bool) -> None:
+    found, records = made(tmp_path, rounded=rounded)
+    assert proof.check(RunFolder(tmp_path), found, records) == ([], [])
+
+
+def test_parameters_of_another_step_are_named(tmp_path: Path) -> None:
+    """Whatever the digests beside them say: here none is looked at."""
+    found, records = made(tmp_path, rounded=False)
+    first, second = (tmp_path / "checkpoints" / str(one.version) for one in found)
+    shutil.rmtree(second / "params")
+    shutil.copytree(first / "params", second / "params")
+    (violation,), missing = proof.check(RunFolder(tmp_path), found, records)
+    assert (violation.step, missing) == (2, [])
+    assert "the log says" in violation.detail
+
+
+def test_a_tree_that_says_other_shapes_than_the_arrays_have_is_named(tmp_path: Path) -> None:
+    found, records = made(tmp_path, rounded=False)
+    path = tmp_path / "checkpoints" / str(found[0].version) / weights.MANIFEST
+    raw = orjson.loads(path.read_bytes())
+    for leaf in raw["tree"]:
+        leaf["shape"].reverse()
+    path.write_bytes(orjson.dumps(raw))
+    (violation,), _ = proof.check(RunFolder(tmp_path), found, records)
+    assert violation.step == 1
+    assert "its manifest says of x.w" in violation.detail
+
+
+def test_what_cannot_be_compared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, records = made(tmp_path, rounded=False)
+    violations, missing = proof.check(RunFolder(tmp_path), found, records[1:])
+    assert (violations, missing) == ([], ["parameters of e000001-s000001: no commit record tells their checksum"])
+    monkeypatch.setenv("VOLLEY_VENVS", str(tmp_path / "none"))
+    violations, (why,) = proof.check(RunFolder(tmp_path), found, records)
+    assert violations == []
+    assert "not compared with the log" in why
