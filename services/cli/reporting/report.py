@@ -171,7 +171,7 @@ def outcomes(steps: Rows, lines: Iterable[ledger.Line], head: TrainerState | Non
         "faults": dict(faults.most_common()),
         "failed_attempts": dict(attempts.most_common()),
         "failed_groups": dict(failed.most_common()),
-        "biased": _biased(failed, len(settled)),
+        "biased": _biased(failed, len(ended)),
     }
 
 
