@@ -212,3 +212,9 @@ def test_what_is_named_does_not_count_in_the_report_either(valid: Path, tmp_path
     assert {key: after[key] for key in before if key != "elapsed_sec"} == {
         key: before[key] for key in before if key != "elapsed_sec"
     }
+
+
+def test_a_key_of_the_runs_own_record_twice_is_named(valid: Path, tmp_path: Path):
+    run = copied(valid, tmp_path)
+    run.record.write_bytes(b'{"final":"e000009-s000009",' + run.record.read_bytes().lstrip()[1:])
+    assert command.verify(run)["violations"]

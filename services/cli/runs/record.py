@@ -24,9 +24,9 @@ from pydantic import TypeAdapter, ValidationError
 from services.cli.layout import PROJECT
 from services.cli.local import reaper
 from services.cli.printing import printed
-from shared import config
+from shared import codec, config
 from shared.config import LoadedConfig
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DecodeError
 from shared.files.locks import try_lock
 from shared.files.reading import open_file, read_file
 from shared.files.storage import replace
@@ -165,8 +165,10 @@ def stored(run_dir: Path, overrides: Sequence[str] = ()) -> tuple[LoadedConfig, 
 
 def read_record(folder: RunFolder) -> RunRecord | None:
     """None if the folder is not that of a run, or its record cannot be read."""
-    with contextlib.suppress(OSError, ValidationError):
-        return _RECORD.validate_json(read_file(folder.record, _MAX_RECORD), strict=True)
+    with contextlib.suppress(OSError, ValidationError, DecodeError):
+        text = read_file(folder.record, _MAX_RECORD)
+        codec.from_record(text, folder.record.name)
+        return _RECORD.validate_json(text, strict=True)
     return None
 
 

@@ -106,7 +106,7 @@ def _metrics(path: Path) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for number, text in enumerate(storage.whole_lines(path), start=1):
         try:
-            line = codec.from_json(text, "it", MAX_LINE_VALUES)
+            line = codec.from_record(text, "it", MAX_LINE_VALUES)
             WeightVersion.parse(line["version"])
             if not all(isinstance(line[name], int | float | None) for name in COMPARED_METRICS):
                 raise TypeError("a number is none")
