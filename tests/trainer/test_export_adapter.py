@@ -56,6 +56,8 @@ def test_both_folders_are_the_same_model(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_bytes())
     assert (said["peft_type"], said["r"], said["lora_alpha"]) == ("LORA", 2, 8.0)
+    assert said["base_model_name_or_path"] == str(tmp_path / "model")
+    assert not (tmp_path / "adapter" / "base").exists()
     assert set(said["target_modules"]) == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
     for name, value in WEIGHTS.items():
         module = f"base_model.model.{name.removesuffix('.weight')}"
@@ -65,6 +67,20 @@ def test_both_folders_are_the_same_model(tmp_path: Path) -> None:
             value = value + said["lora_alpha"] / said["r"] * b.astype(np.float64) @ a
         np.testing.assert_allclose(full[name], value, atol=1e-6)
     assert not tensors
+
+
+@pytest.mark.parametrize("weights", [None, models.random_weights(CONFIG, 1)], ids=["random", "others"])
+def test_a_base_that_is_not_the_models_folder_is_written_beside(weights: models.Weights | None, tmp_path: Path) -> None:
+    """As after a warm start, or from random weights."""
+    run = make_run(tmp_path)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    models.write_hf(tmp_path / "model", CONFIG, weights)
+    export.export(run, tmp_path / "adapter", "latest", adapter_only=True)
+    said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_bytes())
+    assert said["base_model_name_or_path"] == str(tmp_path / "adapter" / "base")
+    base = load_file(tmp_path / "adapter" / "base" / "model.safetensors")
+    assert base.keys() == WEIGHTS.keys()
+    assert all(np.array_equal(base[name], value) for name, value in WEIGHTS.items())
 
 
 def test_a_run_of_full_weights_has_no_adapters(tmp_path: Path) -> None:

@@ -23,14 +23,16 @@ from services.trainer.checkpoints import exported_files
 from services.trainer.checkpoints.contents import HostArray
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
 from services.trainer.checkpoints.store import read_base
+from services.trainer.models.initial_weights import safetensors_leaves
 from shared.errors import ConfigError, VolleyError, WeightsError, problem
 from shared.files.storage import storage
 from shared.models import adapter, hub, origin
 from shared.models.config import CONFIG, GENERATION_CONFIG, ModelConfig
 from shared.models.names import hf_name, in_files, is_experts, to_hf
+from shared.models.weight_files import WEIGHTS, weight_files
 from shared.run import state as states
 from shared.run.folder import RunFolder
-from shared.run.weights import Manifest
+from shared.run.weights import Adapter, Manifest
 
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 
@@ -55,8 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def export(run_dir: Path, folder: Path, version: str, *, adapter_only: bool = False) -> dict[str, Any]:
     """Writes `folder`, whole or not at all, and tells what is in it, with a `warning` if transformers reads it
-    otherwise than Volley. With `adapter_only` these are a run's adapters as
-    PEFT saves them, else full weights.
+    otherwise than Volley. With `adapter_only` these are a run's adapters as PEFT saves them, else full weights.
 
     Raises ConfigError (no run, no such version, no adapters, the folder is taken), WeightsError (the checkpoint is not
     whole), StorageFull.
@@ -72,32 +73,64 @@ def export(run_dir: Path, folder: Path, version: str, *, adapter_only: bool = Fa
     manifest, params = _verified(found.checkpoint, merge=not adapter_only)
     if adapter_only and manifest.adapter is None:
         raise ConfigError(f"{run_dir} trains no adapters", "leave --adapter out for the full weights")
-    tensors: dict[str, np.ndarray] = {}
-    for leaf, value in params.items():
-        tensors |= [adapter.peft(leaf, value)] if adapter_only else _hugging_face(leaf, value)
-    dtypes = sorted({value.dtype.name for value in tensors.values()})
+    tensors = dict(adapter.peft(*item) for item in params.items()) if adapter_only else _hugging_face(params)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with storage(folder.parent), tempfile.TemporaryDirectory(prefix=".volley-export-", dir=folder.parent) as temporary:
         draft = Path(temporary) / "model"
         draft.mkdir()
         if adapter_only:
-            exported_files.write_json(draft / "adapter_config.json", _peft_config(manifest, model, tensors))
-            warning = None
+            warning = _write_adapter(draft, folder, found.checkpoint.parent, manifest, model, tensors)
         else:
-            warning = _beside_the_weights(draft, manifest.model, model, dtypes[0])
-        name = "adapter_model.safetensors" if adapter_only else "model.safetensors"
-        save_file(tensors, draft / name, metadata={"format": "pt"})
+            warning = _write_model(draft, manifest.model, model, tensors)
         if folder.exists():
             folder.rmdir()
         draft.rename(folder)
-    told = {"version": manifest.version, "tensors": len(tensors), "dtype": ", ".join(dtypes)}
+    told = {"version": manifest.version, "tensors": len(tensors), "dtype": ", ".join(_dtypes(tensors))}
     return told if warning is None else {**told, "warning": warning}
 
 
-def _hugging_face(leaf: str, value: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """As Hugging Face's files have it: experts one by one."""
-    name, array = hf_name(leaf), np.ascontiguousarray(to_hf(leaf, value))
-    return list(zip(in_files(name, len(array)), array, strict=True)) if is_experts(leaf) else [(name, array)]
+def _dtypes(tensors: Mapping[str, np.ndarray]) -> list[str]:
+    return sorted({value.dtype.name for value in tensors.values()})
+
+
+def _hugging_face(params: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """As Hugging Face's files have them: experts one by one."""
+    tensors: dict[str, np.ndarray] = {}
+    for leaf, value in params.items():
+        name, array = hf_name(leaf), np.ascontiguousarray(to_hf(leaf, value))
+        one_by_one = zip(in_files(name, len(array)), array, strict=True) if is_experts(leaf) else [(name, array)]
+        tensors |= dict(one_by_one)
+    return tensors
+
+
+def _write_adapter(
+    draft: Path, folder: Path, root: Path, manifest: Manifest, model: Path, tensors: Mapping[str, np.ndarray]
+) -> str | None:
+    """Write the adapters, and their base beside them where the model's folder holds other weights: after a warm start,
+    from another run's version, or from random ones. PEFT would apply the adapters to those without a word.
+    """
+    assert manifest.adapter is not None
+    base, warning = _whole(read_base(root, manifest.adapter, OrbaxArrays())), None
+    named = model
+    if not _holds(model, base):
+        named = folder.absolute() / "base"
+        (draft / "base").mkdir()
+        warning = _write_model(draft / "base", manifest.model, model, _hugging_face(base))
+    exported_files.write_json(draft / "adapter_config.json", _peft_config(manifest.adapter, named, tensors))
+    save_file(dict(tensors), draft / "adapter_model.safetensors", metadata={"format": "pt"})
+    return warning
+
+
+def _holds(model: Path, params: Mapping[str, np.ndarray]) -> bool:
+    """Whether the folder's weights are these, bit by bit in their dtype."""
+    try:
+        leaves = safetensors_leaves(model, weight_files(model))
+        return all(
+            np.array_equal(np.asarray(leaves(leaf, value.shape)).astype(value.dtype), value)
+            for leaf, value in params.items()
+        )
+    except ConfigError:
+        return False
 
 
 def _verified(checkpoint: Path, *, merge: bool) -> tuple[Manifest, Mapping[str, np.ndarray]]:
@@ -124,32 +157,32 @@ def _whole(arrays: Mapping[str, HostArray]) -> dict[str, np.ndarray]:
     return {name: np.asarray(value) for name, value in arrays.items()}
 
 
-def _beside_the_weights(draft: Path, described: Mapping[str, Any], model: Path, dtype: str) -> str | None:
-    """Write tokenizer, generation_config.json and config.json: the run's description of its model, with the dtype of
-    its tensors and the special tokens. Returns how transformers reads them otherwise than Volley, if it does.
+def _write_model(
+    draft: Path, described: Mapping[str, Any], model: Path, tensors: Mapping[str, np.ndarray]
+) -> str | None:
+    """Write weights, tokenizer, generation_config.json and config.json: the run's description of its model, with the
+    dtype of its tensors and the special tokens. Returns how transformers reads it otherwise than Volley, if it does.
     """
+    save_file(dict(tensors), draft / WEIGHTS, metadata={"format": "pt"})
     has_tokenizer = exported_files.copy_tokenizer(model, draft)
     try:
         given = orjson.loads((model / CONFIG).read_bytes())
         tokens = exported_files.token_ids(draft, ModelConfig.parse(described).eos_token_ids, given)
     except (OSError, ValueError, TypeError) as error:
         raise WeightsError(f"the model's {model / CONFIG} cannot be read any more: {error}") from error
-    exported_files.write_json(draft / CONFIG, {**described, **tokens, "torch_dtype": dtype})
+    exported_files.write_json(draft / CONFIG, {**described, **tokens, "torch_dtype": _dtypes(tensors)[0]})
     exported_files.write_json(draft / GENERATION_CONFIG, tokens)
     return exported_files.difference(draft) if has_tokenizer else None
 
 
-def _peft_config(manifest: Manifest, model: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """adapter_config.json. The base is what RL began with: where a warm start or another run made it of the model's
-    folder, `volley export RUN FOLDER` of its first version holds it.
-    """
-    assert manifest.adapter is not None
+def _peft_config(found: Adapter, base: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """adapter_config.json."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(model),
-        "r": manifest.adapter.rank,
-        "lora_alpha": manifest.adapter.alpha,
+        "base_model_name_or_path": str(base),
+        "r": found.rank,
+        "lora_alpha": found.alpha,
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted({name.rsplit(".", 3)[1] for name in tensors}),
