@@ -86,6 +86,7 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
             ready=lambda: _why_not(catalogue, settings.env),
             roles={**ROLES, **environments.ROLES, **openenv.ROLES, **tools.ROLES},
             max_objects=MAX_OBJECTS,
+            direct=direct_routes(),
             about=lambda: {"sandbox": sandboxes.tier.describe() if sandboxes.tier else None},
         )
         app.state.env = EnvState(catalogue, episodes, submissions, rewards, ToolSet(toolbox, ANY_TOOLS), content)
@@ -94,7 +95,6 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
         app.include_router(openenv.router)
         app.include_router(tools.router)
         app.include_router(router)
-        app.router.routes[:0] = direct_routes()
         _log.info("environments ready", env=settings.env, available=[entry.name for entry in catalogue.entries()])
         workers = [episodes.sweep, runner.watch, pool.keep, submissions.validate_waiting, submissions.judge_canaries]
         try:

@@ -84,6 +84,10 @@ class RoleTable:
         exact = self._exact.get(f"{method} {path}")
         return self._by_pattern(method, path) if exact is None else exact
 
+    def role_for_pattern(self, method: str, path: str) -> Role:
+        """The role of every request for a path with `{names}`, whatever they are."""
+        return self.role_for(method, path.replace("{", "").replace("}", "")) or Role.ADMIN
+
     def _by_pattern(self, method: str, path: str) -> Role | None:
         return max((role for regex, role in self._patterns.get(method, ()) if regex.match(path)), default=None)
 

@@ -32,6 +32,8 @@ from shared.web.chunks import MAX_ASIDE, MAX_LINE, ChunkError, Chunks
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 100
 MAX_AHEAD = 8
+WHOLE_BODY = "volley.whole_body"
+"""Extension of a request's scope: its body has arrived, so that reading it waits for nothing."""
 _HELD_BACK = 64 * 1024
 _END = b"\r\n\r\n"  # of a head
 _REST_BYTES = 64 * 1024
@@ -214,6 +216,7 @@ class Connection(HttpToolsProtocol):
             else:
                 await send(message)
 
+        scope["extensions"] = {WHOLE_BODY: {}} if scope is not self.cycle.scope or not self._body_open else {}
         await self._service(scope, receive, announced)
 
     async def _start_early(self, cycle: RequestResponseCycle, send: Any, message: Any) -> None:

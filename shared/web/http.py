@@ -9,6 +9,7 @@ there is a GET.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.routing import Match
+from starlette.routing import Match, compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared import codec
@@ -42,6 +43,7 @@ from shared.process import offload, telemetry
 from shared.services_schema import Limits
 from shared.web import docs_page
 from shared.web.access import AccessTokens, Role, RoleTable
+from shared.web.connection import WHOLE_BODY
 from shared.web.limits import RateLimiter
 from shared.web.openapi import PROBLEMS
 
@@ -72,6 +74,7 @@ def create_app(
     roles: Mapping[str, Role] | None = None,
     max_objects: int = MAX_OBJECTS,
     about: Callable[[], Mapping[str, Any]] = dict,
+    direct: Sequence[DirectRoute] = (),
 ) -> FastAPI:
     """An application with the common routes and middleware.
 
@@ -82,6 +85,7 @@ def create_app(
         ready: returns None when requests may be routed here, else the reason why not, as text or as an error.
         max_objects: values that one body may hold.
         about: what else `/health` tells everybody.
+        direct: busy routes that are answered without FastAPI.
     """
     app = FastAPI(title=title, version="1", docs_url=None, redoc_url=None, responses=PROBLEMS)
     app.state.max_objects, app.state.max_body_bytes = max_objects, limits.max_body_bytes
@@ -90,7 +94,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
     declared = {**COMMON_ROLES, **(roles or {})}
-    app.add_middleware(_Edge, limits=limits, tokens=tokens, roles=RoleTable(declared))
+    app.add_middleware(_Edge, limits=limits, tokens=tokens, roles=RoleTable(declared), direct=direct)
     docs_page.add(app, declared, secured=tokens is not None)
 
     @app.get("/health", tags=["common"])
@@ -212,11 +216,46 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     return problem_response(VolleyError("internal error", "the service's log says more"), request.url.path)
 
 
+class DirectRoute:
+    """A busy route that `_Edge` answers by itself, without FastAPI, Starlette's middleware and router around it.
+
+    Those cost several times what the handlers of every turn do. FastAPI keeps a route of the same path and handler for
+    the documentation, and for other methods.
+
+    Args:
+        method: HTTP method.
+        path: with `{names}`; the handler is given the request and the names as keyword arguments.
+    """
+
+    def __init__(self, method: str, path: str, handler: Callable[..., Awaitable[Response]]) -> None:
+        self.method, self.path, self._handler = method, path, handler
+        self._match = compile_path(path)[0].fullmatch
+
+    def params(self, scope: Scope) -> dict[str, str] | None:
+        """The names in the path of a request; None if the request is for another route."""
+        found = self._match(scope["path"]) if scope["method"] == self.method else None
+        return found and found.groupdict()
+
+    async def answer(self, request: Request) -> Response:
+        try:
+            return await self._handler(request, **request.path_params)
+        except VolleyError as error:
+            return problem_response(error, request.url.path)
+
+
 class _Edge:
     """Checks the caller's role, bounds the body in bytes and in time, and measures every request."""
 
-    def __init__(self, app: ASGIApp, limits: Limits, tokens: AccessTokens | None, roles: RoleTable) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: Limits,
+        tokens: AccessTokens | None,
+        roles: RoleTable,
+        direct: Sequence[DirectRoute] = (),
+    ) -> None:
         self._app, self._limits, self._tokens, self._roles = app, limits, tokens, roles
+        self._direct = [(route, roles.role_for_pattern(route.method, route.path)) for route in direct]
         self._admin_pace = RateLimiter(limits.admin_per_s)
         self._arriving = 0  # bytes of bodies that are not whole yet
 
@@ -259,7 +298,7 @@ class _Edge:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            needed = self._roles.role_for(scope["method"], scope["path"])
+            route, needed = self._routed(scope)
             if needed is None:
                 allow = _allowed(scope)
                 if scope["method"] == "OPTIONS":
@@ -271,7 +310,19 @@ class _Edge:
         except VolleyError as error:
             await problem_response(error, scope["path"])(scope, receive, send)
             return
-        await self._app(scope, _replay(body, receive), send)
+        receive = _replay(body, receive)
+        if route is None:
+            await self._app(scope, receive, send)
+        else:
+            await (await route.answer(Request(scope, receive)))(scope, receive, send)
+
+    def _routed(self, scope: Scope) -> tuple[DirectRoute | None, Role | None]:
+        """The direct route of a request, if it has one, and the role that it asks for."""
+        for route, needed in self._direct:
+            if (params := route.params(scope)) is not None:
+                scope["route"], scope["path_params"] = route, params
+                return route, needed
+        return None, self._roles.role_for(scope["method"], scope["path"])
 
     def _admit(self, scope: Scope, needed: Role) -> None:
         """Raises Unauthorized, Forbidden or RateLimited."""
@@ -301,8 +352,9 @@ class _Edge:
         if not declared.isdigit() or int(declared) > limit:
             raise too_large
         chunks, size = [], 0
+        timeout_s = None if WHOLE_BODY in scope.get("extensions", ()) else self._limits.body_timeout_s
         try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
+            async with asyncio.timeout(timeout_s) if timeout_s else contextlib.nullcontext():
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":

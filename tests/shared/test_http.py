@@ -15,6 +15,7 @@ from fastapi import HTTPException, Request, Response
 from shared import codec, errors
 from shared.clients import base
 from shared.clients.base import HttpClient
+from shared.process import telemetry
 from shared.process.ports import free_port
 from shared.services_schema import Limits
 from shared.web import http, serving
@@ -315,3 +316,40 @@ async def test_why_a_service_is_unreachable_is_in_plain_words(url, reason):
 
 def test_a_client_lets_go_of_a_connection_long_before_the_server_does():
     assert 2 * base._KEEPALIVE_S < serving._KEEP_ALIVE_S
+
+
+async def test_a_direct_route_answers_like_any_other() -> None:
+    """Role, problem bodies, other methods, defects and metrics are those of a route of FastAPI."""
+
+    async def fail(request: Request, name: str) -> Response:
+        if name == "bug":
+            raise KeyError("secret of the inside")
+        raise errors.NotFound(f"no {name}")
+
+    path, roles = "/fail/{name}/now", {"POST /fail/{name}/now": Role.SERVICE}
+    tokens = AccessTokens({Role.VIEWER: TOKEN, Role.SERVICE: "t" * 16})
+    direct, plain = (
+        create_app("demo", limits=LIMITS, tokens=tokens, ready=lambda: None, roles=roles, direct=routes)
+        for routes in ([http.DirectRoute("POST", path, fail)], ())
+    )
+    for app in (direct, plain):
+        app.post(path)(fail)
+    told: list[list[object]] = []
+    for app in (direct, plain):
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(base_url="http://demo", transport=transport) as c:
+            service, viewer = ({"Authorization": f"Bearer {token}"} for token in ("t" * 16, TOKEN))
+            answers = [
+                await c.post("/fail/one/now", headers=service),
+                await c.post("/fail/a%2Fb/now", headers=service),
+                await c.post("/fail/bug/now", headers=service),
+                await c.post("/fail/one/now", headers=viewer),
+                await c.post("/fail/one/now"),
+                await c.get("/fail/one/now", headers=service),
+                await c.options("/fail/one/now"),
+                await c.post("/fail/one/now", headers=service, content=b"x" * 1001),
+            ]
+        told.append([(answer.status_code, answer.text, answer.headers.get("allow")) for answer in answers])
+    assert told[0] == told[1]
+    assert [status for status, *_ in told[0]] == [404, 404, 500, 403, 401, 405, 204, 413]
+    assert 'route="/fail/{name}/now",status="404"' in telemetry.exposition("")[0].decode()

@@ -8,14 +8,17 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from shared.process.imports import uncollected
 
-from services.env import app, catalogue
-from services.env.environments.base import Demonstration, Info, Message, StepResult, check_task, user
-from shared.errors import NotFound
-from shared.process import boot
-from shared.process.boot import RunningService
-from shared.schema import RunConfig
+with uncollected():  # as the service itself
+    from pydantic import BaseModel, ConfigDict
+
+    from services.env import app, catalogue
+    from services.env.environments.base import Demonstration, Info, Message, StepResult, check_task, user
+    from shared.errors import NotFound
+    from shared.process import boot
+    from shared.process.boot import RunningService
+    from shared.schema import RunConfig
 
 N_STEPS = 1000
 _COUNTS = {"train": 100_000, "eval": 1000}

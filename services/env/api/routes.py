@@ -4,12 +4,10 @@ five-tuple.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
-from starlette.routing import Route
 
 from services.env.api.schemas import (
     Counted,
@@ -30,7 +28,7 @@ from services.env.api.state import state_of
 from services.env.backends.base import Backend
 from services.env.episodes import EpisodeRequest
 from shared.web.access import Role
-from shared.web.http import respond
+from shared.web.http import DirectRoute, respond
 from shared.web.openapi import declares
 
 router = APIRouter()
@@ -143,18 +141,9 @@ def _backend(request: Request, env: str) -> Backend:
     return state_of(request).catalogue.get(env).backend
 
 
-def direct_routes() -> list[Route]:
-    """The routes of every turn, to be put before all others: the same handlers without FastAPI around them, whose
-    dependencies and response models they do not use, and which costs several times what they do. It keeps their
-    documentation.
-    """
-    return [_direct("/episodes/{episode_id}/step", step_episode), _direct("/episodes", create_episode)]
-
-
-def _direct(path: str, handler: Callable[..., Awaitable[Response]]) -> Route:
-    async def endpoint(request: Request) -> Response:
-        request.scope["route"] = route
-        return await handler(request, **request.path_params)
-
-    route = Route(path, endpoint, methods=["POST"])
-    return route
+def direct_routes() -> list[DirectRoute]:
+    """The routes of every turn."""
+    return [
+        DirectRoute("POST", "/episodes/{episode_id}/step", step_episode),
+        DirectRoute("POST", "/episodes", create_episode),
+    ]
