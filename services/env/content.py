@@ -121,7 +121,8 @@ def _parts(entry: CatalogueEntry, store: SubmissionStore) -> Iterator[tuple[str,
         yield f"databases/{file.name}", _of_file(file)
     tools = config.get("tools")
     for tool in tools if isinstance(tools, list) else ():
-        if isinstance(tool, Mapping) and isinstance(path := tool.get("database"), str):
+        sql = tool.get("sql") if isinstance(tool, Mapping) else None
+        if isinstance(sql, Mapping) and isinstance(path := sql.get("database"), str):
             yield "tools/database", _of_file(Path(path))
     name, _, number = entry.name.partition("@")
     source = store.folder / name / number / "source"

@@ -81,6 +81,15 @@ async def test_a_database_that_was_replaced_is_refused(open_client: OpenClient, 
         await told(open_client, "text_to_sql", config)
 
 
+async def test_a_database_of_the_sql_tool_that_was_replaced_is_refused(open_client: OpenClient, tmp_path: Path) -> None:
+    file = database(tmp_path / "a", 1) / "db/db.sqlite"
+    config = {"tools": [{"sql": {"database": str(file)}}]}
+    assert (await told(open_client, "frozen_lake", config))["parts"]["tools/database"]["source"] == str(file)
+    database(tmp_path / "a", 2)
+    with pytest.raises(ConfigError, match=r"frozen_lake: .*db\.sqlite has changed"):
+        await told(open_client, "frozen_lake", config)
+
+
 async def test_the_same_content_at_another_path_is_the_same_data(open_client: OpenClient, tmp_path: Path) -> None:
     first = await told(open_client, "text_to_sql", files(tmp_path / "a", "text_to_sql"))
     shutil.move(tmp_path / "a", tmp_path / "b")
