@@ -271,6 +271,8 @@ async def test_arguments_in_the_history_are_encoded_once(engine: Recorded, tmp_p
     async with client_of(engine, tmp_path, str(folder)) as http:
         text = ChatTokenizer(folder).decode(await prompt_of(http, messages))
         assert '<tool_call>{"name": "f", "arguments": {"a": "é", "b": ["\ufffd"]}}</tool_call>' in text
+        older = [messages[0], {"role": "assistant", "function_call": function}, messages[2]]
+        assert ChatTokenizer(folder).decode(await prompt_of(http, older)) == text
         wrong = [*messages[:1], {**messages[1], "tool_calls": [{"function": {**function, "arguments": "[1"}}]}]
         answer = await http.post(CHAT, json={"messages": wrong})
     assert (answer.status_code, "messages[1].tool_calls[0]" in answer.json()["detail"]) == (422, True)

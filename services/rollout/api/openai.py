@@ -110,14 +110,24 @@ async def completions(request: Request, state: Rollout) -> Response:
 
 @router.post("/chat/completions", openapi_extra=declares(body=ChatCompletion, answer=schemas.ANSWER))
 async def chat_completions(request: Request, state: Rollout) -> Response:
+    """Answers from the tokens of the model's chat template. Fields of OpenAI, vLLM and SGLang that would change the
+    answer and are not supported are refused by name; a null field is an absent one.
+    """
     tokenizer, body = _tokenizer(state), await read_model(request, ChatCompletion)
-    messages = read_messages([{**m.model_dump(), "content": m.content or ""} for m in body.messages])
+    messages = read_messages([_with_calls(message) for message in body.messages])
     prompt = tokenizer.render_prompt(messages, body.tools or ())
     results = await _sample(request, state, body, prompt, default_new=None)
     if results is None:
         return Response(status_code=499)
     choices = [_chat_choice(tokenizer, result, i, body) for i, result in enumerate(results)]
     return respond(request, _envelope("chat.completion", "chatcmpl", state, choices, prompt, results))
+
+
+def _with_calls(message: ChatMessage) -> dict[str, Any]:
+    """The message with null content as an empty text, and OpenAI's older `function_call` as one of its `tool_calls`."""
+    raw = {**message.model_dump(), "content": message.content or ""}
+    call = raw.pop("function_call", None)
+    return raw if not call or raw.get("tool_calls") else {**raw, "tool_calls": [{"type": "function", "function": call}]}
 
 
 type Results = list[GenerateResult]
