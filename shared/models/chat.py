@@ -140,6 +140,7 @@ class ChatTokenizer:
         return ids[1:] if repeated else ids
 
     def _continuation(self, messages: Messages) -> str:
+        self._turns.check_roles(messages)
         text = self._turns.before_next(messages)
         if text is None:
             raise ConfigError("the chat template does not write the content of an assistant's message")
@@ -167,6 +168,7 @@ class ChatTokenizer:
         """
         if not messages or messages[-1]["role"] != "assistant" or messages[0]["role"] == "assistant":
             raise InputError("a demonstration must end with an assistant message")
+        self._turns.check_roles(messages)
         counts = [True] * len(messages) if learned is None else learned
         ids, mask = list[int](), list[int]()
         last, at = None, 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from shared.errors import InputError
@@ -19,6 +19,7 @@ from shared.models.templates import ChatTemplates, Messages, Spans, Tools
 
 MARKER = "\u0001assistant\u0001"
 _QUESTION = {"role": "user", "content": "?"}
+_PROBE = "probe_content"
 _THOUGHT = "</think>"
 _CONTEXT = 64  # characters
 
@@ -43,6 +44,25 @@ class TurnRenderer:
 
     def __init__(self, templates: ChatTemplates) -> None:
         self._templates = templates
+        self._writes = cache(self._writes_role)
+
+    def check_roles(self, messages: Messages) -> None:
+        """Raises InputError for a role whose messages the template does not write."""
+        for role in dict.fromkeys(str(message["role"]) for message in messages):
+            if role != "assistant" and not self._writes(role):
+                raise InputError(
+                    f"the chat template leaves out messages of role {role}", "use a role that it writes, such as user"
+                )
+
+    def _writes_role(self, role: str) -> bool:
+        """Also true where the template refuses this conversation: it refuses others by itself."""
+        message = {"role": role, "content": _PROBE, "name": "f", "tool_call_id": "call00000"}
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+        asked = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, message]
+        try:
+            return _PROBE in self._templates.render(asked if role == "tool" else [message, _QUESTION])
+        except InputError:
+            return True
 
     @property
     def writes_text(self) -> bool:

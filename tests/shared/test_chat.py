@@ -372,3 +372,15 @@ def test_an_end_after_the_end_of_the_last_turn_is_no_fault(tmp_path):
     """Phi-3 ends a finished conversation with eos_token."""
     phi = of_template(tmp_path / "model", CHATML + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}")
     assert learned(phi, said("4"), user("?"), said("x")) == "4<|im_end|>x<|im_end|>"
+
+
+@pytest.mark.parametrize("role", ["system", "tool"])
+def test_a_role_that_the_template_leaves_out_is_refused(tmp_path, role):
+    silent = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != '" + role + "' %}")
+    tokenizer = of_template(tmp_path / "model", silent)
+    left_out = {"role": role, "content": "5"}
+    messages = [left_out, user("?")] if role == "system" else [user("?"), said("a"), left_out]
+    with pytest.raises(InputError, match=f"leaves out messages of role {role}"):
+        tokenizer.render_demonstration([*messages, said("b")])
+    with pytest.raises(InputError, match=f"leaves out messages of role {role}"):
+        tokenizer.render_continuation([left_out], ended=True)
