@@ -184,6 +184,14 @@ def endless_step(run: RunFolder) -> None:
         file.write(orjson.dumps(line) + b"\n")
 
 
+def foreign_lineage(run: RunFolder) -> None:
+    record = commits.read(run.archive, HEAD)
+    state = dataclasses.replace(record.state, epoch=60_000, step=6, lineage=tuple((i + 1, 0) for i in range(40_000)))
+    path = commits.path_of(run.archive, state.version)
+    path.parent.mkdir()
+    path.write_bytes(dataclasses.replace(record, state=state).to_json())
+
+
 def many_trained_twice(run: RunFolder) -> None:
     lines = [ledger.line(i % 10_000 + 13, "trained", WeightVersion(2, 3 + i // 10_000)) for i in range(20_000)]
     with run.ledger.open("ab") as file:
@@ -202,7 +210,7 @@ def long_lines(run: RunFolder) -> None:
         file.write_bytes(b"x" * 2**26)
 
 
-WORK = (bombs, bomb_files, endless_step, many_trained_twice, many_rollbacks, long_lines)
+WORK = (bombs, bomb_files, endless_step, foreign_lineage, many_trained_twice, many_rollbacks, long_lines)
 
 
 @pytest.mark.parametrize("change", WORK, ids=lambda change: change.__name__)

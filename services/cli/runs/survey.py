@@ -94,7 +94,7 @@ def _entries(folder: RunFolder) -> Iterator[tuple[str, os.stat_result]]:
     files = (
         *(folder.config, folder.record, folder.services, folder.processes, folder.summary, folder.secrets),
         *(folder.metrics, folder.sft, folder.ledger, folder.refused, folder.evals, folder.mixture, folder.handovers),
-        *(folder.demonstrations, folder.samples),
+        *(folder.demonstrations, folder.samples, folder.environments, folder.environment_data),
     )
     waiting = list[str]()
     for path in map(str, (*files, *trees)):

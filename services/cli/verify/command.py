@@ -42,6 +42,7 @@ from shared.run import commits as commit_records
 from shared.run.archive import Spend
 from shared.run.folder import RunFolder
 from shared.run.state import in_lineage
+from shared.types import WeightVersion
 
 _MOST_TOLD = 1000
 _BEYOND = 10_000
@@ -105,12 +106,16 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
     findings.add(violations)
     known = {one.version: one.state for one in (*logged, *found)}
     head = known[max(known)]
-    ancestors = [known[version] for version in sorted(known) if in_lineage(version, head.lineage)]
+    older = [known[version] for version in sorted(known) if in_lineage(version, head.lineage)]
+    ancestors = older if head in older[-1:] else [*older, head]  # its lineage may be another's
     lines, unreadable = tickets.read(folder.ledger)
     findings.add(unreadable)
     lines = tickets.with_pending(lines, head)
     fates = tickets.fates(lines, head)
-    saved = max(one.version for one in found if in_lineage(one.version, head.lineage))
+    saved = max((one.version for one in found if in_lineage(one.version, head.lineage)), default=WeightVersion(0, 0))
+    if not saved.epoch:
+        detail = f"no whole checkpoint is an ancestor of {head.version}, the newest commit record"
+        findings.add([Violation(ViolationKind.CHECKPOINT, detail, file=folder.checkpoints.name)])
     findings.add(configuration.check(folder, run, head, saved))
     findings.add(data.check(folder, run.data.env))
     findings.add(checkpoints.check(found, head, folder.checkpoints))
