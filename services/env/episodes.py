@@ -335,7 +335,7 @@ class Episodes:
         for env, began in self._calls.values():
             if now - began >= _SLOW_S:
                 found.setdefault(env, []).append(now - began)
-        return {env: f"{len(s)} calls are not answered, the oldest for {max(s):.0f} s" for env, s in found.items()}
+        return {env: f"unanswered calls: {len(s)}, the oldest for {max(s):.0f} s" for env, s in found.items()}
 
     def _admit(self, request_id: str, request: EpisodeRequest) -> EpisodeSlot:
         self.expire()

@@ -216,7 +216,7 @@ async def test_an_environment_that_hangs_is_named(open_client: OpenClient) -> No
                 if (told := next(row["trouble"] for row in rows if row["name"] == "late@1")) is not None:
                     break
                 await asyncio.sleep(0.2)
-        assert told.startswith("1 calls are not answered, the oldest for ")
+        assert told.startswith("unanswered calls: 1, the oldest for ")
         hanging.cancel()
 
 
