@@ -9,7 +9,9 @@ from typing import Any
 import orjson
 import pytest
 
-from services.cli.verify import command
+from services.cli.verify import command, data
+from shared.config import load
+from shared.run import trust, weights
 from shared.run.data import combined
 from shared.run.folder import RunFolder
 from tests.support import small_run
@@ -66,6 +68,24 @@ def test_another_record_of_the_environment_service_is_named(run: RunFolder, part
     recorded(run, FILES | {part: "d" * 64})
     (told,) = found(run)
     assert f"toy was evaluated with other data: {part.partition('/')[0]} has the digest" in told
+
+
+def test_a_data_file_that_has_changed_is_told_of_ones_own_run_alone(run: RunFolder, tmp_path: Path):
+    file = tmp_path / "train.jsonl"
+    file.write_bytes(b"{}")
+    section = load([run.config], []).config.data.model_copy(update={"train": file})
+    recorded(run, {"train": weights.digest(file)})
+    trust.accept(run)
+    assert data.changed(run, section) == []
+    file.write_bytes(b"[]")
+    (told,) = data.changed(run, section)
+    assert told.startswith(f"{file}: train has the digest")
+    file.unlink()
+    assert data.changed(run, section) == []
+    file.write_bytes(b"[]")
+    strange = RunFolder(shutil.copytree(run.path, tmp_path / "strange" / RUN))
+    strange.config.write_bytes(strange.config.read_bytes() + b"# of somebody else\n")
+    assert data.changed(strange, section) == []
 
 
 @pytest.mark.parametrize("text", [b"[]", b"{", b'{"toy": 1}', b'{"toy": {"train": {}}}', b"[" * 10_000])

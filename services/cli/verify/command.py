@@ -155,6 +155,7 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
         "undone": [{key: line[key] for key in ("ticket", "step", "epoch")} for line in fates.undone[:_MOST_TOLD]],
         "set_aside": aside,
         "not_checked": [*held.absent(found), *missing],
+        "changed_data": data.changed(folder, run.data),
         "superseded_archives": [str(version) for version in groups.superseded(folder.archive, head)][:_MOST_TOLD],
         "redis": seen if isinstance(seen, str) else "differs" if differing else "agrees",
     }
@@ -212,6 +213,7 @@ def told(result: Result) -> str:
             if name in result
         ),
         *(f"set aside: {version}: {reason}" for version, reason in result["set_aside"].items()),
+        *(f"data changed since: {one}" for one in result.get("changed_data", ())),
         *(f"not checked: {one}" for one in result.get("not_checked", ())),
         *(f"undone: ticket {x['ticket']}, step {x['step']} of epoch {x['epoch']}" for x in result.get("undone", ())),
         *(f"VIOLATION {_read(x)}" for x in result["violations"]),

@@ -1,11 +1,12 @@
 """Data of the environments: every evaluation, and the record of the environment service, have to name the same digests.
 
-The data files themselves are not read: the folder would choose which.
+The data files are read only where this user's supervisor wrote the configuration: another folder would choose which.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from services.cli.verify.violation import Violation, ViolationKind
@@ -13,8 +14,10 @@ from shared import codec
 from shared.bounds import MAX_LINE_VALUES
 from shared.errors import DecodeError
 from shared.files.reading import read_file, whole_lines
+from shared.run import trust, weights
 from shared.run.data import Digests, combined, differing
 from shared.run.folder import RunFolder
+from shared.schema import DataSection
 
 _MOST_BYTES = 2**22
 _MOST_VALUES = 2**16
@@ -40,6 +43,21 @@ def check(folder: RunFolder, main: str) -> Iterator[Violation]:
         for part in differing(known[env], recorded[env]):
             told = _told(part, known[env], recorded[env])
             yield Violation(ViolationKind.CONFIG, f"{env} was evaluated with other data: {told}", file=file)
+
+
+def changed(folder: RunFolder, data: DataSection) -> list[str]:
+    """The configured files of the main environment that are at hand and have other content than the run played.
+
+    They prove nothing against the run: it may be over. None where the folder may not name files to read.
+    """
+    if not trust.is_own(folder):
+        return []
+    with suppress(OSError, DecodeError, AttributeError, KeyError, TypeError):
+        recorded = _recorded(folder).get(data.env, {})
+        files = {part: path for part, path in (("train", data.train), ("eval", data.eval)) if path and part in recorded}
+        found = {part: weights.digest(path) for part, path in files.items() if path.is_file()}
+        return [f"{files[part]}: {_told(part, recorded, found)}" for part in differing(recorded, found)]
+    return []
 
 
 def _told(part: str, was: Digests, now: Digests) -> str:
