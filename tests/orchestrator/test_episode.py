@@ -16,17 +16,21 @@ from services.orchestrator.episodes.failures import (
     WrongVersion,
 )
 from services.orchestrator.episodes.recorder import Recorder
+from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.turn import TokenBounds, TokenBudget
 from services.orchestrator.servers.balancer import VersionBounds
+from services.orchestrator.status import RunStatus
 from shared.clients.env import StepReply
 from shared.clients.rollout import Generation
 from shared.errors import Conflict, NotFound, RateLimited, ServiceUnreachable, Unavailable
+from shared.models.chat import ChatTokenizer
 from shared.types import VersionSpan, WeightVersion
 from tests.orchestrator.fakes import BOUNDS, Say, ScriptedEngine, ScriptedEnv, balancer_of, runner_of, spec, unreachable
+from tests.support.templates import tiny_folder, write_json
 from tests.support.tokenizer import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-EOS = TOKENIZER.eos_id
+EOS, PAD = TOKENIZER.eos_id, TOKENIZER.pad_id
 
 
 def play(env, engine, bounds=BOUNDS, budget=None, need=None):
@@ -356,3 +360,17 @@ def test_nobody_asks_for_experts_of_a_model_without_any():
     engine = ScriptedEngine()
     assert play(ScriptedEnv(n_turns=2), engine).routed_experts is None
     assert engine.routed_from == [None, None]
+
+
+def test_another_declared_end_ends_a_turn_and_stays_as_it_was_sampled(tmp_path):
+    folder = tiny_folder(tmp_path / "model")
+    write_json(folder / "generation_config.json", {"eos_token_id": [EOS, PAD]})
+    env, engine = ScriptedEnv(n_turns=2), ScriptedEngine([Say([60, 61, PAD]), Say([62, EOS])])
+    runner = EpisodeRunner(ChatTokenizer(folder), env, balancer_of(engine), RunStatus(), BOUNDS)
+    trajectory = asyncio.run(runner.run(spec(), TokenBudget(3)))
+    assert env.texts == [TOKENIZER.decode([60, 61]), TOKENIZER.decode([62])]
+    first = trajectory.turns[1]
+    assert trajectory.token_ids[first.start : first.end + 1].tolist() == [60, 61, PAD, EOS]
+    assert trajectory.loss_mask[first.start : first.end + 1].tolist() == [1, 1, 1, 0]
+    assert (trajectory.end, trajectory.faults) == ("answered", {})
+    assert engine.params[0]["stop_token_ids"] == [PAD, EOS]
