@@ -41,6 +41,11 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises no other class
         raise ConfigError(f"{file} is no tokenizer that can be read: {error}", _FOLDER) from error
+    if settings.get("clean_up_tokenization_spaces") and type(tokenizer.model).__name__ != "BPE":
+        raise ConfigError(
+            f"{folder}/tokenizer_config.json: clean_up_tokenization_spaces removes spaces from the text of tokens",
+            "set it to false, so that a text and its tokens stay the same",
+        )
     padding = tokenizer.padding
     tokenizer.no_truncation()
     tokenizer.no_padding()

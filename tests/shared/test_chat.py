@@ -384,3 +384,12 @@ def test_a_role_that_the_template_leaves_out_is_refused(tmp_path, role):
         tokenizer.render_demonstration([*messages, said("b")])
     with pytest.raises(InputError, match=f"leaves out messages of role {role}"):
         tokenizer.render_continuation([left_out], ended=True)
+
+
+def test_cleaning_of_decoded_text_is_refused_where_transformers_cleans(tmp_path):
+    folder = tiny_folder(tmp_path / "bpe", clean_up_tokenization_spaces=True)
+    assert ChatTokenizer(folder).decode(TOKENIZER.encode("a . b")) == "a . b"
+    words = {"type": "WordLevel", "vocab": {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}, "unk_token": "a"}
+    change_json(folder / "tokenizer.json", model=words)
+    with pytest.raises(ConfigError, match="clean_up_tokenization_spaces"):
+        ChatTokenizer(folder)
