@@ -14,6 +14,7 @@ TOLERATED = 0.05
 """Share of the attempts that reach a turn which may fail there."""
 CERTAIN = 0.001
 """Probability of so many failures, were the tolerated share true, below which the share is taken to be higher."""
+_ENOUGH, _MOST_TOLERATED = 20, 0.5
 _WINDOW = 500
 _MOST_TURNS = 32
 _MAX_TOLD = 200
@@ -32,6 +33,11 @@ class TurnCount:
     @property
     def share(self) -> float:
         return self.failed / self.reached if self.reached else 0.0
+
+    @property
+    def tolerated(self) -> float:
+        """The share that another version may have: this one's, where enough attempts show it."""
+        return max(TOLERATED, min(self.share, _MOST_TOLERATED)) if self.reached >= _ENOUGH else TOLERATED
 
     def exceeds(self, tolerated: float, certain: float) -> bool:
         """Whether more fail than the tolerated share; two failures are the least that can show it."""
@@ -70,14 +76,14 @@ class FailureRates:
     def suspect(self, certain: float = CERTAIN, than: FailureRates | None = None) -> int | None:
         """The first turn that fails too often, or where all turns together do, the one that fails most; None if none.
 
-        Args: than: of another version, whose shares are tolerated too.
+        Args: than: of another version, whose shares, up to a half, are tolerated where 20 attempts or more show them.
         """
         for turn, count in sorted(self.turns.items()):
             usual = than.turns.get(turn, TurnCount()) if than is not None else TurnCount()
-            if count.exceeds(max(TOLERATED, usual.share), certain):
+            if count.exceeds(usual.tolerated, certain):
                 return turn
         usual = than.whole if than is not None else TurnCount()
-        if self.whole.exceeds(max(TOLERATED, usual.share), certain):
+        if self.whole.exceeds(usual.tolerated, certain):
             return max(self.turns, key=lambda turn: self.turns[turn].failed)
         return None
 

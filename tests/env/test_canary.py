@@ -94,6 +94,15 @@ def test_a_promoted_version_is_compared_with_the_one_before() -> None:
     assert after.regression(before) is None, "it fails no more often than before"
 
 
+def test_a_version_that_always_failed_or_hardly_ran_excuses_nothing() -> None:
+    broken, single, after = LiveRecord(), LiveRecord(), LiveRecord()
+    played(broken, 50, 1, fails=True)
+    played(single, 1, 1, fails=True)
+    played(after, 20, 1, fails=True)
+    assert after.regression(broken) is not None
+    assert after.regression(single) is not None
+
+
 def test_failures_long_after_the_promotion_roll_nothing_back() -> None:
     record = LiveRecord(n_ended=5000)
     played(record, 50, 1, fails=True)
