@@ -43,7 +43,7 @@ def started(service: str, folder: Path, **services: object) -> Iterator[subproce
     """`python -m services.NAME` with all its output in `folder/log`."""
     tree = {
         "run": {"name": "r", "dir": str(folder)},
-        "model": {"path": str(ROOT / "configs/models/tiny")},
+        "model": {"path": str(ROOT / "configs/models/tiny"), "initial_weights": "random"},
         "data": {"env": "frozen_lake"},
         "services": {"token_files": write_tokens(folder).model_dump(mode="json"), **services},
     }

@@ -38,7 +38,9 @@ class LoggedRun:
 
     def __init__(self, folder: Path) -> None:
         self._folder, described = folder, ModelConfig.read(_MODEL)
-        config = RunConfig.model_validate(BOARDS.config().model_dump() | {"model": {"path": str(_MODEL)}})
+        config = RunConfig.model_validate(
+            BOARDS.config().model_dump() | {"model": {"path": str(_MODEL), "initial_weights": "random"}}
+        )
         self._parts = (
             from_run.model_options(config, _MODEL),
             described,
