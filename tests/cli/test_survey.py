@@ -85,6 +85,13 @@ def heavy_records(run: RunFolder) -> None:
     run.metrics.write_bytes(b"[{},{}]\n" * 300_000)
 
 
+def linked_records(run: RunFolder) -> None:
+    """A record of 5 MiB with a hundred names."""
+    (run.archive / "e000001" / "s000100.json").write_bytes(b"[" + b"1234567," * 600_000 + b"1]")
+    for i in range(101, 200):
+        os.link(run.archive / "e000001" / "s000100.json", run.archive / "e000001" / f"s{i:06d}.json")
+
+
 NAMED = {
     "sparse checkpoint": (terabyte(f"{PARAMS}/w.npy"), "is sparse"),
     "sparse archive": (terabyte("archive/e000002/s000005.zst"), "is sparse"),
@@ -97,6 +104,7 @@ NAMED = {
     "fifo": (fifo, "is a FIFO"),
     "deep": (deep, "folders deep"),
     "many files": (many_files, "holds more than 200 files"),
+    "linked records": (linked_records, "of memory to read"),
     "heavy records": (heavy_records, "of memory to read"),
 }
 

@@ -57,32 +57,33 @@ def check(folder: RunFolder) -> None:
 
 def look(folder: RunFolder) -> Survey:
     """Of the files that commands read. What cannot be looked at is left to its reader to name."""
-    found, seen, parsed = Survey(), set[tuple[int, int]](), 0
+    found, seen, parsed = Survey(), dict[tuple[int, int], int](), 0  # seen: what a file takes in memory
     streamed = {folder.samples, folder.demonstrations, folder.handovers}  # no reader holds all of one
     for n, (path, status) in enumerate(_entries(folder), start=1):
         name = os.path.relpath(path, folder.path)
         if n > MAX_ENTRIES:
             found.problems.append((name.partition("/")[0], f"holds more than {MAX_ENTRIES} files, as no run does"))
             break
+        file = status.st_dev, status.st_ino
         if (reason := _kind(name, status)) is not None:
             found.problems.append((name, reason))
-        elif stat.S_ISREG(status.st_mode) and (status.st_dev, status.st_ino) not in seen:
-            seen.add((status.st_dev, status.st_ino))
+        elif stat.S_ISREG(status.st_mode) and file not in seen:
+            seen[file] = 0
             if (reason := _holes(path, status)) is not None:
                 found.problems.append((name, reason))
-            elif Path(path) in streamed:
-                found.records += status.st_size
             elif name.endswith(_RECORDS):
                 found.records += status.st_size
-                parsed += _parsed_bytes(path, MAX_PARSED_BYTES - parsed)
-                if parsed > MAX_PARSED_BYTES:
-                    more = f"takes, with the other records, more than {MAX_PARSED_BYTES >> 20} MiB of memory to read"
-                    found.problems.append((name, more))
-                    break
+                if Path(path) not in streamed:
+                    seen[file] = _parsed_bytes(path, MAX_PARSED_BYTES - parsed)
             elif name.endswith(".zst"):
                 found.archives += status.st_size
             else:
                 found.others += status.st_size
+        parsed += seen.get(file, 0)  # each of its names is read
+        if parsed > MAX_PARSED_BYTES:
+            more = f"takes, with the other records, more than {MAX_PARSED_BYTES >> 20} MiB of memory to read"
+            found.problems.append((name, more))
+            break
         if len(found.problems) >= _MOST_NAMED:
             break
     return found
