@@ -134,6 +134,7 @@ async def open_trainer(
             publish=publisher.publish,
             beginning=publications.beginning,
             bucket=_bucket(config, settings, model, publications.beginning, status, plan),
+            has_lost=lambda: publications.has_lost,
         )
         known = records.KnownEnvironments(configured(config.data), environments.versions)
         app = _app(settings, callers, status, parts.bucket, known)

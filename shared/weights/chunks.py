@@ -87,6 +87,7 @@ class ChunkFolder:
     def _write(self, digest: str, data: bytes | memoryview) -> None:
         draft = self.folder / f"{_DRAFT}{next(self._numbers)}"
         with storage(self.folder), self._kept(draft):
+            self._restore_folder()
             try:
                 with draft.open("r+b" if self._is_spare(draft, len(data)) else "wb") as file:
                     file.write(data)
@@ -94,6 +95,11 @@ class ChunkFolder:
             except OSError:
                 draft.unlink(missing_ok=True)
                 raise
+
+    def _restore_folder(self) -> None:
+        """Makes the folder again if somebody removed it, but not the run's, which is two levels above."""
+        if not self.folder.exists() and self.folder.parent.parent.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def _kept(self, draft: Path) -> Iterator[None]:
@@ -146,7 +152,7 @@ class ChunkFolder:
 
     def retain(self, digests: Collection[str]) -> None:
         """Removes all others; the files of at most as many stay, for the next chunks."""
-        there = list(self.folder.iterdir())
+        there = list(self.folder.iterdir()) if self.folder.exists() else []
         with self._lock:
             spares, self._spares = self._spares, []
             names = {one.path.name for one in spares}.union(digests, self._writing)

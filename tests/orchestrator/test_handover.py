@@ -58,6 +58,19 @@ async def test_a_trainer_whose_folder_was_lost_gets_every_line_again(tmp_path):
     assert run.evals.read_bytes() == own.evals.read_bytes()
 
 
+async def test_a_record_that_is_removed_while_it_is_handed_over_begins_again(tmp_path):
+    own, run = folders(tmp_path)
+    own.evals.write_bytes(b'{"step":0}\n{"step":2}\n')
+    async with served(records_app(run.path)) as url, TrainerClient(url) as trainer:
+        handover = RecordHandover(trainer, own, RunStatus())
+        await handover.finish()
+        own.evals.unlink()
+        await handover.finish()
+        own.evals.write_bytes(b'{"step":4}\n')
+        await handover.finish()
+    assert run.evals.read_bytes() == b'{"step":0}\n{"step":2}\n{"step":4}\n'
+
+
 async def test_a_folder_of_both_keeps_its_lines_as_they_are(tmp_path):
     _, run = folders(tmp_path)
     text = b"".join(b'{"step":%d}\n' % i for i in range(3))

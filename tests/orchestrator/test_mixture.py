@@ -202,6 +202,26 @@ async def test_a_torn_line_was_never_in_force(tmp_path):
     assert await MixtureUnderTest(tmp_path, queue=run.queue).tasks(30) == await again.tasks(30) == await run.tasks(30)
 
 
+@pytest.mark.parametrize("kept", [None, 0, 20])
+async def test_a_file_that_is_removed_or_cut_is_written_again(tmp_path, kept):
+    run = MixtureUnderTest(tmp_path)
+    await run.look(row("adder@1"))
+    await run.play(10)
+    await run.look(row("adder@1"), row("words@1"))
+    before, written = await run.tasks(10), run.path.read_bytes()
+    if kept is None:
+        run.path.unlink()
+    else:
+        run.path.write_bytes(written[:kept])
+    assert await run.tasks(10) == before
+    assert run.path.read_bytes() == written
+    run.path.unlink()
+    await run.look(row("words@1"))
+    assert run.path.read_bytes().startswith(written)
+    assert len(run.lines()) == 3
+    assert await MixtureUnderTest(tmp_path, queue=run.queue).tasks(30) == await run.tasks(30)
+
+
 async def test_a_queue_that_was_wiped_gives_no_ticket_another_task(tmp_path):
     run = MixtureUnderTest(tmp_path)
     await run.play(12)

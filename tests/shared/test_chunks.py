@@ -1,6 +1,7 @@
 """Published weights as bytes: trees cut into chunks, chunks made of others, manifests."""
 
 import os
+import shutil
 import threading
 from contextlib import suppress
 from dataclasses import replace
@@ -12,7 +13,7 @@ import numpy as np
 import orjson
 import pytest
 
-from shared.errors import InputError, NotFound, WeightsError
+from shared.errors import InputError, NotFound, StorageDenied, WeightsError
 from shared.run.weights import ManifestLeaf, Probe
 from shared.weights import chunks, delta, manifest
 from shared.weights.chunks import ChunkFolder
@@ -112,6 +113,18 @@ def test_only_data_with_its_digest_become_a_chunk(tmp_path):
     with pytest.raises(NotFound):
         folder.read(digest)
     assert list(folder.folder.iterdir()) == []
+
+
+def test_a_folder_that_was_removed_is_made_again_but_not_the_runs(tmp_path):
+    folder = ChunkFolder(tmp_path / "run" / "pulled" / "server")
+    for gone in ("pulled/server", "pulled"):
+        shutil.rmtree(tmp_path / "run" / gone)
+        folder.retain(["another"])
+        assert folder.read(folder.put(b"abc")) == b"abc"
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(StorageDenied, match="was removed"):
+        folder.put(b"abc")
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_next_chunks_are_written_over_those_that_nobody_needs(tmp_path):

@@ -12,7 +12,8 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,10 +117,14 @@ def entries(folder: Path) -> Iterator[tuple[int, str]]:
 
 
 def remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    """At once: a service that writes meanwhile finds all of it or nothing."""
+    with contextlib.suppress(FileNotFoundError), tempfile.TemporaryDirectory(dir=_outside(path)) as away:
+        path.rename(Path(away) / "removed")
+
+
+def _outside(path: Path) -> Path:
+    """A folder of the same file system that is not the run's."""
+    return next(parent.parent for parent in path.parents if parent.name == NAME)
 
 
 async def further(arena: Arena) -> None:
@@ -137,10 +142,10 @@ async def back(arena: Arena) -> None:
     await further(arena)
 
 
-def kill_all(arena: Arena) -> None:
-    """SIGKILL to every service."""
+def kill_all(arena: Arena, but: Sequence[str] = ()) -> None:
+    """SIGKILL to every service, but those named."""
     for name in arena.services:
-        if arena.child(name).exit_code is None:
+        if name not in but and arena.child(name).exit_code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(arena.child(name).pid, signal.SIGKILL)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from services.cli.runs.record import stored
 from services.cli.verify.command import verify
+from shared.queue.client import command, connect
 from shared.run.folder import RunFolder
 from tests.system import removal
 from tests.system.removal import back, further, kill_all, remove, running
@@ -48,8 +51,12 @@ def test_a_run_survives_the_loss_of_a_key_and_of_what_its_services_read_at_their
             remove(run.checkpoints)
             await further(arena)
             await arena.until(lambda: any(run.checkpoints.glob("e*/manifest.json")), "no new checkpoint")
+            remove(run.published)
+            os.kill(arena.child("rollout-0").pid, signal.SIGKILL)  # the next one needs the chunks
+            await back(arena)
             for name in CACHES:
                 remove(run.path / name)
+            await further(arena)
             kill_all(arena)
             await back(arena)
 
@@ -88,6 +95,29 @@ def test_every_key_and_every_field_of_redis(pristine: RunFolder, tmp_path: Path)
     assert logs.crashes(run.logs) == []
     proof = verify(run)
     assert proof["ok"], proof["violations"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_password_that_redis_refuses_for_seconds_while_services_restart(pristine: RunFolder, tmp_path: Path):
+    run = removal._copy(pristine, tmp_path)
+
+    async def session() -> None:
+        async with running(stored(run.path)[0]) as arena:
+            await further(arena)
+            password = (run.secrets / "redis").read_text(encoding="utf-8")
+            host, port = arena.links["redis"].target or ("", 0)
+            async with connect(f"redis://:{password}@{host}:{port}/0") as admin:
+                await command(admin, "CONFIG", "SET", "requirepass", "another")
+                await command(admin, "CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+                kill_all(arena, but=("redis",))
+                await asyncio.sleep(6.0)
+                await command(admin, "CONFIG", "SET", "requirepass", password)
+            await back(arena)
+
+    asyncio.run(session())
+    assert logs.crashes(run.logs) == []
+    assert verify(run)["ok"]
 
 
 @pytest.mark.long

@@ -87,6 +87,20 @@ def test_the_last_two_are_kept_and_those_that_are_asked_for(tmp_path, monkeypatc
     assert {path.name for path in tmp_path.iterdir()} == {"beginning"}
 
 
+def test_a_version_whose_chunks_were_removed_is_published_again(tmp_path):
+    made, (weights,) = Publications(tmp_path / "published", "r"), steps(1)
+    version = published(made, 1, weights)
+    shutil.rmtree(tmp_path / "published")
+    assert not made.has_lost
+    with pytest.raises(NotFound):
+        made.read(version.manifest.blake3)
+    assert made.has_lost
+    again = published(made, 1, weights)
+    assert again.digest == version.digest
+    assert had(made, again, tmp_path / "had").tobytes() == weights.tobytes()
+    assert not made.has_lost
+
+
 def test_a_chunk_of_no_version_is_not_served(tmp_path):
     made = Publications(tmp_path, "r")
     for digest in ("0" * 64, "../beginning"):

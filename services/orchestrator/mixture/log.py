@@ -5,17 +5,20 @@ Invariants
   moment it learns which tickets are issued until its line is on disk, and whoever looks a ticket up waits for that. So
   a ticket that was reserved before is below the line, and one that was reserved since is looked up with it.
 - What a crash left of a line was never in force, and is blanked before the next one is written.
+- A file that is removed or cut while it is in use is written again: what tickets play follows from it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from shared.errors import StorageUnavailable
 from shared.files import locks, storage
 from shared.files.reading import ended_lines, open_file
 from shared.process import telemetry
@@ -34,7 +37,7 @@ class MixtureLog:
     def __init__(self, path: Path, weights: Weights, n_issued: Callable[[], Awaitable[int]]) -> None:
         self._path, self._lock, self._n_issued = path, path.with_suffix(".lock"), n_issued
         self.assignment = TicketAssignment(weights)
-        self._offset, self._highest = 0, 0
+        self._offset, self._kept, self._highest = 0, b"", 0
         self._read()
 
     @property
@@ -92,10 +95,25 @@ class MixtureLog:
         """What has been added to the file."""
         try:
             with open_file(self._path) as file:
+                is_cut = os.fstat(file.fileno()).st_size < self._offset
                 file.seek(self._offset)
                 lines = list(ended_lines(file))
         except FileNotFoundError:
+            is_cut, lines = self._offset > 0, []
+        if is_cut:
+            self._restore()
             return
         self._offset += sum(size for size, _ in lines)
+        self._kept += b"".join(line + b"\n" for _, line in lines)
         for wrong in replayed(self.assignment, (line for _, line in lines)):
             _log.error("a damaged line was left out: tickets may play others than before", reason=wrong)
+
+    def _restore(self) -> None:
+        """Writes the file as it was read; one that cannot be written now is written at the next look."""
+        try:
+            storage.replace(self._path, self._kept)
+        except StorageUnavailable as error:
+            _log.warning("the mixture's file is gone and cannot be written", reason=str(error))
+        else:
+            self._offset = len(self._kept)
+            _log.warning("the mixture's file was gone and is written again", file=str(self._path))

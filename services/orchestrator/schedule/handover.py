@@ -113,6 +113,8 @@ class RecordHandover:
             await asyncio.sleep(_POLL_S)
 
     async def _hand_over(self, record: Record, path: Path) -> None:
+        if await asyncio.to_thread(_size, path) < self._offsets[record]:
+            self._offsets[record] = 0  # it was removed, or cut, and begins again
         lines = await asyncio.to_thread(_lines, path, self._offsets[record])
         while lines:
             taken, size, n_bytes = list[str](), 0, 0
@@ -153,6 +155,10 @@ def _keep(folder: RunFolder, beginning: str) -> None:
             )
         if known != beginning or not path.exists():
             storage.replace(path, beginning.encode())
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _lines(path: Path, offset: int) -> list[tuple[int, str | None]]:

@@ -166,7 +166,8 @@ class TrainPlan:
 @dataclass(frozen=True, slots=True)
 class Collaborators:
     """What the loop works with. `warm_start` ends early when a stop is asked for; `publish` tells the servers of a
-    version, `beginning` names the beginning of the run; `bucket` follows the run's folder, if the run has one.
+    version, `beginning` names the beginning of the run; `bucket` follows the run's folder, if the run has one;
+    `has_lost` tells whether the newest version has to be published again.
     """
 
     backend: Backend
@@ -183,6 +184,7 @@ class Collaborators:
     publish: Callable[[PublishedVersion], Awaitable[Sequence[Delivery]]]
     beginning: Callable[[], str]
     bucket: RunBucket | None = None
+    has_lost: Callable[[], bool] = lambda: False
 
 
 def _called[*A, R](call: Callable[[*A], R], *args: *A) -> R:

@@ -95,7 +95,10 @@ class TrainLoop:
             if self._checkpointer.is_due:
                 await self._checkpointer.begin()
             status.checkpoint_wanted = False
-            if groups is None and not await self._has_starved():
+            if groups is None and self._parts.has_lost():
+                _log.warning("chunks of the newest version are gone: it is published again", run=status.run)
+                await self._publish({})
+            elif groups is None and not await self._has_starved():
                 await self._wait()
             else:
                 waited = time.perf_counter()

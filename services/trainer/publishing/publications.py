@@ -89,6 +89,8 @@ class Publications:
         self._last: WeightTree | None = None
         self._deltas = deque[dict[str, Delta]](maxlen=_N_DELTAS)  # of the last versions, by the chunk that each makes
         self.newest: PublishedVersion | None = None
+        self.has_lost = False
+        """Whether a chunk of the newest version was asked for and is gone: it has to be published again."""
 
     def publish(
         self,
@@ -105,6 +107,7 @@ class Publications:
         Raises StorageFull, StorageDenied.
         """
         started = time.perf_counter()
+        self.has_lost = False
         store = self._open(version.epoch)
         weights, take_s = self._written(store, leaves, arrays, self._last)
         told = PublishedManifest(self._run, self.beginning(), str(version), weights, model, probe, time.time(), adapter)
@@ -150,7 +153,11 @@ class Publications:
             raise NotFound(f"chunk {digest} is of no version that is kept")
         for one in kept:
             one.asked = time.monotonic()
-        return self._chunks.read(digest)
+        try:
+            return self._chunks.read(digest)
+        except NotFound:
+            self.has_lost = kept[-1] is self._kept[-1]
+            raise
 
     def close(self) -> None:
         if self._chunks is not None:
