@@ -19,6 +19,7 @@ import orjson
 
 from shared.errors import ConfigError
 from shared.files.reading import open_file
+from shared.text import without_halves
 
 MAX_LINE_BYTES = 2**26
 MAX_ARRAY_BYTES = 2**30
@@ -135,7 +136,7 @@ class _Recoded(io.RawIOBase):
 
 def _parsed(line: bytes, place: str) -> Any:
     try:
-        return orjson.loads(line)
+        return orjson.loads(without_halves(line))
     except orjson.JSONDecodeError as error:
         raise ConfigError(
             f"{place} is not JSON: {error}", "records are one a line, or one array, in UTF-8; is the file complete?"

@@ -1,6 +1,7 @@
 """Halves of surrogate pairs become U+FFFD where text enters; other text is left as it is."""
 
 import json
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from shared import codec
 from shared.errors import DecodeError
+from shared.files.rows import rows
 from shared.text import well_formed, without_halves
 
 ANY_TEXT = st.text(st.characters(codec=None, categories=None) | st.sampled_from("\ud83d\ude00\udc00\\u"), max_size=20)
@@ -46,6 +48,12 @@ def test_encoded_halves_are_mended_and_other_bytes_are_refused() -> None:
         with pytest.raises(DecodeError):
             codec.unpack(b"\xa1\xff", errors=errors)
     assert codec.from_json(b'"\xff"', errors="replace") == codec.unpack(b"\xa1\xff", errors="replace") == "\ufffd"
+
+
+def test_rows_of_data_files_are_mended(tmp_path: Path) -> None:
+    for name, text in (("lines.jsonl", r'{"a": "cut \ud83d"}'), ("array.json", r'[{"a": "cut \ud83d"}]')):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert [row for _, row in rows(tmp_path / name)] == [{"a": "cut \ufffd"}]
 
 
 def test_what_volley_has_written_is_read_strictly() -> None:

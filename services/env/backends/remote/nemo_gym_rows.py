@@ -72,7 +72,7 @@ def read_row(line: bytes) -> TaskRow:
     if len(line) > MAX_ROW_BYTES:
         raise InputError(f"it has {len(line)} bytes, at most {MAX_ROW_BYTES} are taken")
     try:
-        row = codec.from_json(line, "it", MAX_ROW_VALUES)
+        row = codec.from_json(line, "it", MAX_ROW_VALUES, "halves")
     except DecodeError as error:
         raise InputError(error.detail, _HINT) from error
     asked = row.get("responses_create_params") if isinstance(row, dict) else None
