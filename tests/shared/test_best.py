@@ -35,6 +35,7 @@ def best(tmp_path: Path, *rows: dict[str, object]) -> int | None:
         ((0, 100, 100, 0.7), (0, 2, 198, 1.0), 1),  # both incomplete
         ((2, 2, 198), (1, 200), 2),  # an incomplete evaluation comes last
         ((150, 200), (151, 198, 2), 2),  # a few tasks may fail
+        ((151, 200), (150, 196, 4), 1),  # and count as not solved
         ((150, 200), (150, 200), 2),  # the newest of equal ones
         ((150, 200), (149, 200), 1),
     ],
