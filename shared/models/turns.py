@@ -8,7 +8,7 @@ it is given, after what the prompt has opened.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -91,17 +91,28 @@ class TurnRenderer:
 
     def turn(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> Turn:
         """Turn of `message` after `before`. Raises InputError naming what the template does not write."""
-        turn = self._added(before, message, tools) or self._alone(before, message, tools)
+        turn = self._added(before, message, tools)
+        context = before if turn else [_QUESTION]
+        turn = turn or self._alone(before, message, tools)
         content, whole = message.get("content") or "", _squeezed(turn.prompt[-_CONTEXT:] + turn.opened + turn.said)
         calls = message.get("tool_calls") or []
         for key in REASONING:
-            if (value := message.get(key)) and _squeezed(value) not in whole:
+            value = message.get(key)
+            if value and (
+                _squeezed(value) not in whole
+                or self._drops(context, message, tools, [one for one in REASONING if message.get(one) == value])
+            ):
                 raise InputError(
                     f"the chat template leaves out {key}", "write it into content, as the model is to say it"
                 )
         for call in calls:
             _check_call(call, whole)
         legacy = message.get("function_call")
+        if calls and content and self._drops(context, message, tools, ["content"]):
+            raise InputError(
+                "the chat template leaves out content beside tool_calls",
+                "leave content empty there, or write the calls into it",
+            )
         if legacy and str(call_of(legacy).get("name") if isinstance(legacy, Mapping) else legacy) not in whole:
             raise InputError("the chat template leaves out function_call", "write it as tool_calls")
         if _squeezed(content) in whole and not _opens(content, turn.opened):
@@ -109,10 +120,21 @@ class TurnRenderer:
         answer = content.rpartition(_THOUGHT)[2]
         if _THOUGHT not in content or calls or not self._writes_content or _squeezed(answer) not in whole:
             raise InputError(
-                f"the chat template leaves out content{' beside tool_calls' if calls else ' of the assistant'}",
-                "leave content empty there, or write the calls into it",
+                "the chat template leaves out content of the assistant", "use a template that writes it whole"
             )
         return self._verbatim(turn, content)
+
+    def _drops(self, before: Messages, message: Mapping[str, Any], tools: Tools, keys: Sequence[str]) -> bool:
+        """Whether the template writes the same without these keys of a message."""
+        without = {key: one for key, one in message.items() if key not in keys}
+        try:
+            texts = [
+                self._templates.render([*before, {"content": "", **one}], tools, prompt=False)
+                for one in (message, without)
+            ]
+        except InputError:
+            return False
+        return texts[0] == texts[1]
 
     def _verbatim(self, turn: Turn, content: str) -> Turn:
         """The turn with its content as given: the template drops the reasoning in it."""

@@ -294,6 +294,20 @@ def test_what_the_template_leaves_out_is_refused_by_name(message, left_out):
         learned(TOKENIZER, said("") | message)
 
 
+def test_what_is_left_out_is_refused_also_where_the_same_text_stands_elsewhere(tmp_path):
+    with pytest.raises(InputError, match="leaves out reasoning_content"):
+        learned(TOKENIZER, said("4") | {"reasoning_content": "2"})
+    with pytest.raises(InputError, match="leaves out reasoning_content"):
+        learned(TOKENIZER, said("4") | {"reasoning_content": "4"})
+    llama = of_template(
+        tmp_path / "model", CHATML.replace("{{ m.content }}", CALLS["in place of the content, as Llama 3.1"])
+    )
+    with pytest.raises(InputError, match="leaves out content beside tool_calls"):
+        learned(llama, said("add") | {"tool_calls": [CALL]})
+    both = {"reasoning_content": "two", "reasoning": "two"}
+    assert learned(of_template(tmp_path / "both", THINKING), said("4") | both).startswith("<think>\ntwo\n</think>")
+
+
 CALLS = {
     "in place of the content, as Llama 3.1": "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}"
     "{% else %}{{ m.content }}{% endif %}",
