@@ -120,7 +120,7 @@ def test_missing_files_of_a_session_are_put_back_as_they_were_but_not_a_run_that
     logs.mkdir()
     secret.write_text("word", encoding="utf-8")
     secret.chmod(0o600)
-    files = SessionFiles.read(root, [secret], [secret.parent, logs])
+    files = SessionFiles.read(root, [secret, root / "absent"], [secret.parent, logs])
     shutil.rmtree(secret.parent)
     shutil.rmtree(logs)
     files.restore()

@@ -30,9 +30,9 @@ class SessionFiles:
 
     @classmethod
     def read(cls, root: Path, files: Iterable[Path], folders: Iterable[Path]) -> Self:
-        """Raises OSError."""
-        kept = {path: _Kept(path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) for path in files}
-        return cls(root, kept, {path: stat.S_IMODE(path.stat().st_mode) for path in folders})
+        """Leaves out what is not there. Raises OSError."""
+        kept = {path: _Kept(path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) for path in files if path.is_file()}
+        return cls(root, kept, {path: stat.S_IMODE(path.stat().st_mode) for path in folders if path.is_dir()})
 
     def restore(self) -> None:
         """Creates what is missing. A path that cannot be written is left to the service, which names it."""
