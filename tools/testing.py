@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 from services.cli.layout import PROJECT, python_of, variables_of
+from shared.process.utf8 import print_what_can_be_printed
 
 LONG = "--long"
 _NO_TESTS_COLLECTED = 5
@@ -77,6 +78,7 @@ def _others(named: Sequence[Suite]) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str]) -> int:
+    print_what_can_be_printed()
     started, wanted = time.monotonic(), suites(long=LONG in arguments)
     given = [argument for argument in arguments if argument != LONG]
     print(f"tests of {', '.join(suite.name for suite in wanted)}; each suite is shown when it is over", flush=True)
