@@ -41,7 +41,8 @@ def check(
         if checksum is not None and (folder.checkpoints / str(version) / _ORBAX).exists():
             expected[version] = checksum
     absent = [str(one.version) for one in found if one.version not in expected]
-    missing = [f"parameters of {', '.join(absent)}: no commit record tells their checksum"] if absent else []
+    why = "no commit record tells their checksum, or they are no arrays of Orbax"
+    missing = [f"parameters of {', '.join(absent)}: {why}"] if absent else []
     if not expected:
         return [], missing
     told = _told(folder, [one for one in found if one.version in expected])
