@@ -15,6 +15,8 @@ from shared.config import rooted, validate
 from shared.errors import ConfigError, WeightsError
 from shared.models import hub, origin
 from shared.run import state as states
+from shared.run import trust
+from shared.run.folder import RunFolder
 from shared.run.weights import MANIFEST, read_manifest
 from shared.schema import RunConfig
 from tools.simulated.trainer import NumpyArrays, SimulatedBackend
@@ -43,6 +45,7 @@ def source(tmp_path: Path) -> Path:
         yaml.safe_dump({"run": {"name": "a"}, "model": {"path": "models/tiny"}, "data": {"env": "e"}}), encoding="utf-8"
     )
     (folder / "run.json").write_bytes(orjson.dumps({"cwd": str(tmp_path)}))
+    trust.accept(RunFolder(folder))
     return folder
 
 
