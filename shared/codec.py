@@ -127,7 +127,7 @@ def from_record(data: bytes, what: str = "record", max_objects: int = MAX_OBJECT
 
 
 def _n_keys(value: Any) -> int:
-    """Of all objects in it."""
+    """Count the keys of all objects in a value."""
     n, left = 0, [value]
     while left:
         one = left.pop()

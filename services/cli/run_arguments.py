@@ -1,4 +1,4 @@
-"""What commands that read a run's folder have in common."""
+"""Arguments that all commands reading a run's folder share."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def _parts(entry: CatalogueEntry, store: SubmissionStore) -> Iterator[tuple[str,
 
 
 def _databases(kind: str, config: Mapping[str, Any]) -> Iterable[Path]:
-    """Those that tasks of text-to-SQL name."""
+    """Databases that tasks of text-to-SQL name."""
     if kind != "text_to_sql" or not config.get("databases"):
         return ()
     files = [Path(path) for part in _SPLITS if isinstance(path := config.get(part), str)]

@@ -50,7 +50,7 @@ class LinesBody(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class RecordsState:
-    """What the routes work on; lives in `app.state.records`.
+    """State of the routes; lives in `app.state.records`.
 
     `check_open` raises while the folder takes nothing; `check_mixture` is given the lines of mixture.jsonl, those that
     are new and those that are there, and raises InputError for a new one that is none of the run's.

@@ -155,7 +155,7 @@ class TurnRenderer:
         return replace(turn, prompt=self._templates.render(before, tools).removesuffix(turn.opened))
 
     def _added(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> Turn | None:
-        """What `message` adds to the prompt; None if the text before it changes."""
+        """Text that `message` adds to the prompt; None if the text before it changes."""
         prompt = self._templates.render(before, tools)
         whole, spans = self._templates.render_marked([*before, message], tools)
         if whole.startswith(prompt):

@@ -44,7 +44,7 @@ _SUFFIXES = {
     **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".npz", ".onnx"), _CONVERT),
 }
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "optimizer.bin")
-"""What trainers write beside weights."""
+"""Files that trainers write beside weights."""
 
 
 def weight_files(folder: Path) -> list[Path]:

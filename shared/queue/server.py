@@ -27,7 +27,7 @@ from shared.process.ports import free_port
 
 _OLDEST_REDIS = (6, 2)
 _UNREADABLE = re.compile(r"AOF|append.?only|RDB|loading the DB|appendonlydir", re.IGNORECASE)
-"""What the server says when it cannot load its data."""
+"""Messages of a server that cannot load its data."""
 _CONFIG = """\
 bind 127.0.0.1
 port {port}

@@ -25,7 +25,7 @@ _MOST_NAME, _DIGITS = 100, 64
 
 
 def files(run: RunFolder) -> tuple[Path, ...]:
-    """Those that are held: no trainer removes a line of them."""
+    """Files that are held: no trainer removes a line of them."""
     return (run.evals, run.samples, run.mixture, run.refused, run.demonstrations, run.saved)
 
 
@@ -60,7 +60,7 @@ class FollowedFiles:
         self._at = dict[str, _Followed]()
 
     def now(self) -> HeldFiles:
-        """What they hold; one that is not there, or cannot be read now, is left out."""
+        """Length and digest of each file; one that is not there, or cannot be read now, is left out."""
         found = dict[str, tuple[int, str]]()
         for path in self._paths:
             try:

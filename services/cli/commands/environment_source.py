@@ -38,8 +38,8 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class EnvSource:
-    """What is submitted: a file or folder, the import path of a package that is installed beside the service, or the
-    address of a remote environment, with the files of its tasks by split. `config` is a file with its settings.
+    """The environment to submit: a file or folder, the import path of a package that is installed beside the service,
+    or the address of a remote environment, with the files of its tasks by split. `config` is a file with its settings.
     """
 
     file: Path | None = None
@@ -51,7 +51,7 @@ class EnvSource:
     entry: str | None = None
 
     def body(self, name: str | None, weight: float) -> dict[str, Any]:
-        """Of POST /environments; `archive` holds a zip file's bytes. Raises ConfigError."""
+        """Body of POST /environments; `archive` holds a zip file's bytes. Raises ConfigError."""
         content = read_content(self.file) if self.file is not None else None
         whole: dict[str, Any] = {"config": settings_of(self.config), "weight": weight}
         whole["name"] = name or self._plain_name(content)

@@ -139,7 +139,7 @@ def reward_components(steps: Rows) -> dict[str, list[float]]:
 
 
 def _checked(rows: Iterable[dict[str, Any]]) -> Iterator[ledger.Line]:
-    """Those that are lines of a ledger."""
+    """Rows that are lines of a ledger."""
     for row in rows:
         with suppress(DecodeError):
             yield ledger.checked(row)

@@ -56,7 +56,7 @@ def check(folder: RunFolder) -> None:
 
 
 def look(folder: RunFolder) -> Survey:
-    """Of the files that commands read. What cannot be looked at is left to its reader to name."""
+    """Sizes of the files that commands read. A file that cannot be examined is left to its reader to name."""
     found, seen, parsed = Survey(), dict[tuple[int, int], int](), 0  # seen: what a file takes in memory
     streamed = {folder.samples, folder.demonstrations, folder.handovers}  # no reader holds all of one
     for n, (path, status) in enumerate(_entries(folder), start=1):
@@ -144,7 +144,7 @@ def _holes(path: str, status: os.stat_result) -> str | None:
 
 
 def _parsed_bytes(path: str, most: int) -> int:
-    """What reading a record takes in memory, about; no more is looked at than `most` makes necessary."""
+    """Estimate the memory that reading a record takes, looking no further than `most` makes necessary."""
     total = 0
     try:
         with open_file(Path(path)) as file:

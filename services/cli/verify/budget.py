@@ -38,7 +38,7 @@ class UnpackingBudget:
 
 
 def unbounded(n_bytes: int) -> None:
-    """Of a folder that its user trusts."""
+    """No bounds, for a folder that its user trusts."""
 
 
 def allowed_s(found: Survey) -> float:

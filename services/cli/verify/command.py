@@ -81,7 +81,7 @@ def verify(folder: RunFolder) -> Result:
 
 
 def _refused(*violations: Violation) -> Result:
-    """Of a folder that is not read, or not to its end."""
+    """Result for a folder that is not read, or not to its end."""
     findings = Findings()
     findings.add(violations)
     return _result(findings, None, {"set_aside": {}, "redis": "not asked"})

@@ -87,7 +87,7 @@ def gone(
 
 
 def told(missing: Collection[WeightVersion]) -> Iterator[Violation]:
-    """Those steps, as violations."""
+    """Turn the steps into violations."""
     for version in sorted(missing)[:_MOST_MISSING]:
         yield _of(version, "its tickets were trained, but its record is gone; the next start undoes it")
 

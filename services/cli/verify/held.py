@@ -23,7 +23,7 @@ type Expected = Mapping[int, Mapping[str, WeightVersion]]
 def check(
     folder: RunFolder, ancestors: Sequence[TrainerState], found: Sequence[RetainedCheckpoint]
 ) -> Iterator[Violation]:
-    """Of the states of the newest epoch: each epoch begins with the files as it found them."""
+    """States of the newest epoch only: each epoch begins with the files as it found them."""
     epoch = ancestors[-1].epoch
     expected = dict[str, dict[int, dict[str, WeightVersion]]]()
     for state in ancestors:
@@ -41,7 +41,7 @@ def check(
 
 
 def absent(found: Sequence[RetainedCheckpoint]) -> list[str]:
-    """What older trainers have left no witness of."""
+    """Checks that older trainers left no witness for."""
     old = [str(one.version) for one in found if one.state.files is None]
     return [f"checkpoints.jsonl does not name {', '.join(old)}: an older version made them"] if old else []
 

@@ -31,7 +31,7 @@ _START_S, _BYTES_A_SECOND = 20.0, 10**7
 def check(
     folder: RunFolder, found: Sequence[RetainedCheckpoint], records: Sequence[CommitRecord]
 ) -> tuple[list[Violation], list[str]]:
-    """What differs, and what could not be compared."""
+    """Differences found, and comparisons that could not be made."""
     known = {record.version: record.checksum for record in records}
     expected = dict[WeightVersion, str]()
     for one in found:
@@ -64,7 +64,7 @@ def _differs(told: Mapping[str, Any], version: str, expected: str) -> str | None
 
 
 def _told(folder: RunFolder, found: Sequence[RetainedCheckpoint]) -> Mapping[str, Any] | str:
-    """What the process says, or why there is none."""
+    """Answer of the process, or the reason why there is none."""
     versions = [str(one.version) for one in found]
     n_bytes = sum(path.stat().st_size for version in versions for path in _files(folder.checkpoints / version))
     try:

@@ -34,7 +34,7 @@ class QueueContents:
 
 
 async def ask(folder: RunFolder, run: str) -> QueueContents | str:
-    """What the run's Redis knows, or why it is not asked. Ask before the files are read: they only ever
+    """State of the run's Redis, or the reason why it is not asked. Ask before the files are read: they only ever
     know more.
 
     The folder names the address, and the file of the password that is sent there: only a trusted one is believed.

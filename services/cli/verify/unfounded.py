@@ -30,8 +30,9 @@ type Told = dict[WeightVersion, int]
 
 
 class MadeVersions:
-    """What the trainers of a run have made, by what they leave. Made after the lines are read: a running trainer goes
-    on.
+    """Steps and versions that the trainers of a run have made, by the files that they leave.
+
+    Make it after the lines are read: a running trainer goes on.
     """
 
     def __init__(self, folder: RunFolder, head: TrainerState) -> None:
@@ -100,7 +101,7 @@ def check(folder: RunFolder, head: TrainerState, but: Set[WeightVersion]) -> Ite
 
 
 def check_supervised(folder: RunFolder, head: TrainerState) -> Iterator[Violation]:
-    """Of a run that is done: before, lines of steps that no checkpoint holds yet are honest."""
+    """Check a run that is done: before, lines of steps that no checkpoint holds yet are honest."""
     for version, number in told(folder.sft)[0].items():
         if version.epoch == head.epoch and version.step > head.step:
             yield _of(

@@ -315,7 +315,7 @@ def _make_folder(given: Path | None) -> tuple[Path, int]:
 
 
 def _is_at(descriptor: int, folder: Path) -> bool:
-    """Whether an open folder still has its name."""
+    """Tell if an open folder still has its name."""
     try:
         return os.path.samestat(os.fstat(descriptor), folder.lstat())
     except OSError:

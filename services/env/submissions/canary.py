@@ -30,7 +30,7 @@ _MAX_CALLS = 1000
 
 @dataclass(slots=True)
 class LiveRecord:
-    """What was seen of one version since it became a canary, or since the service started."""
+    """Observations of one version since it became a canary, or since the service started."""
 
     n_ended: int = 0
     rates: FailureRates = field(default_factory=FailureRates)

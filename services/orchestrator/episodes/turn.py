@@ -169,7 +169,7 @@ class TurnSampler:
         raise Unavailable(f"one turn was cut short {_MAX_PARTS} times")
 
     def _sampled(self, episode: EpisodeState) -> SampledTurn:
-        """What an earlier attempt sampled in this turn, if it continues the same ids; else a turn without parts.
+        """Sample of an earlier attempt in this turn, if it continues the same ids; else a turn without parts.
 
         Where failures depend on the answer, another answer in its place would make a biased sample.
         """

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def checksum_of(folder: Path) -> str:
-    """Of the parameters under training in a checkpoint, those of a critic included, as `Policy.checksum` tells it.
+    """Checksum of the parameters under training in a checkpoint, those of a critic included, as in `Policy.checksum`.
 
     Raises WeightsError if its arrays are none, or others than its manifest says, and Unavailable.
     """
@@ -89,7 +89,7 @@ def _as_described(manifest: Manifest, params: Mapping[str, StoredArray]) -> None
 
 
 def _sum(leaf: StoredArray | np.ndarray) -> int:
-    """Of the hashes of all elements, modulo 2**32."""
+    """Sum of the hashes of all elements, modulo 2**32."""
     if leaf.dtype.itemsize not in _WORDS:
         raise WeightsError(f"a parameter is of {leaf.dtype}")
     total, at = 0, 0
@@ -119,7 +119,7 @@ def _parts(leaf: StoredArray | np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _limit_memory(n_bytes: int) -> None:
-    """Of addresses, which libraries take more of than of memory."""
+    """Bound the address space of this process, which is larger than the memory that its libraries use."""
     limit = _BESIDE_BYTES + n_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 

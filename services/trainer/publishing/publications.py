@@ -208,7 +208,7 @@ class Publications:
         return self._chunks
 
     def beginning(self) -> str:
-        """Of the run (see `publishing.beginning`). Blocks on disk."""
+        """Name of the run's beginning (see `publishing.beginning`). Blocks on disk."""
         return beginning(self._root)
 
     def _retain(self, store: ChunkFolder, chunks: frozenset[str]) -> None:

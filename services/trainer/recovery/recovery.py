@@ -155,7 +155,7 @@ class Recovery:
         self._status.memory, self._status.plan = self._parts.backend.memory, self._parts.backend.plan
 
     async def _contradicted(self, checkpoint: TrainerState) -> str | None:
-        """What the log says against the parameters that were built from the checkpoint. Raises Unavailable."""
+        """Objection of the log to the parameters that were built from the checkpoint. Raises Unavailable."""
         step = checkpoint.step
         made = WeightVersion(epoch_of(step, checkpoint.lineage) or checkpoint.epoch, step)
         for version in {checkpoint.version, made}:  # an epoch begins with the parameters of the step before it
