@@ -110,7 +110,7 @@ def test_settings_and_a_remote_environment_are_submitted(volley: Volley, url: st
     assert (code, "is no environment of a package that is installed beside the service" in err) == (1, True)
 
 
-SUMS = (PROJECT / "services/env/submissions/templates/sums.py").read_text()
+SUMS = (PROJECT / "services/env/submissions/templates/sums.py").read_text(encoding="utf-8")
 
 
 def packed(path: Path, **files: str) -> Path:
@@ -124,17 +124,17 @@ def test_a_zip_file_and_a_folder_are_submitted(volley: Volley, url: str, tmp_pat
     sized = SUMS.replace("class Sums:", "class Sums:\n    def __init__(self, size=3):\n        self.size = size\n")
     assert sized != SUMS
     settings = tmp_path / "settings.yaml"
-    settings.write_text("size: 7\n")
+    settings.write_text("size: 7\n", encoding="utf-8")
     whole = packed(tmp_path / "zipped.zip", zipped=sized)
     code, out, err = volley("submit", str(whole), "--config", str(settings), "--url", url)
     assert (code, "zipped@1 is active" in out) == (0, True), out + err
     (folder := tmp_path / "project").mkdir()
-    (folder / "pyproject.toml").write_text('[project]\nname = "project"\nversion = "1"\n')
+    (folder / "pyproject.toml").write_text('[project]\nname = "project"\nversion = "1"\n', encoding="utf-8")
     (folder / "src").mkdir()
-    (folder / "src" / "envs.py").write_text(SUMS)
+    (folder / "src" / "envs.py").write_text(SUMS, encoding="utf-8")
     code, out, err = volley("submit", str(folder), "--url", url)
     assert (code, "project@1 is active" in out) == (0, True), out + err
-    (folder / "src" / "more.py").write_text("x = 1\n")
+    (folder / "src" / "more.py").write_text("x = 1\n", encoding="utf-8")
     code, out, err = volley("submit", str(folder), "--url", url, "--replace")
     assert (code, "the archive holds envs, more" in err) == (1, True), out + err
     assert volley("submit", str(folder), "--url", url, "--replace", "--entry", "envs:Sums")[0] == 0
@@ -162,10 +162,10 @@ def test_standard_input_is_submitted(volley: Volley, url: str, tmp_path: Path, m
 
 def test_what_is_no_environment_is_named_before_anything_is_sent(volley: Volley, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "notes.txt").write_text("nothing")
+    (tmp_path / "folder" / "notes.txt").write_text("nothing", encoding="utf-8")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.py").touch()
-    (tmp_path / "text.zip").write_text("no zip file")
+    (tmp_path / "text.zip").write_text("no zip file", encoding="utf-8")
     whole = packed(tmp_path / "whole.zip", a=SUMS).read_bytes()
     (tmp_path / "torn.zip").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "bytes.py").write_bytes(b"x = '\xe9'\n")
@@ -191,7 +191,7 @@ def test_what_is_no_environment_is_named_before_anything_is_sent(volley: Volley,
 
 def test_a_zip_file_and_a_folder_are_tried_without_a_service(tmp_path: Path) -> None:
     (folder := tmp_path / "package").mkdir()
-    (folder / "__init__.py").write_text(SUMS)
+    (folder / "__init__.py").write_text(SUMS, encoding="utf-8")
     for path in (packed(tmp_path / "sums.zip", sums=SUMS), folder):
         command = [sys.executable, "-m", "services.cli", "env", "test", str(path)]
         ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)

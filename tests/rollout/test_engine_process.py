@@ -159,7 +159,7 @@ async def test_an_engine_too_busy_to_answer_is_not_waited_for(tmp_path: Path, mo
     monkeypatch.setattr("services.rollout.weights.updater.AUDIT_S", 0.01)
     model, root = models.write_hf(tmp_path / "model", CONFIG), tmp_path / "checkpoints"
     monkeypatch.setenv("SCRIPT", str(model))
-    async with open_engine(EngineSpec(str(model)), "tests.rollout.scripted_worker") as engine:
+    async with open_engine(EngineSpec(str(model), load_weights=False), "tests.rollout.scripted_worker") as engine:
         updates = WeightUpdater(engine, root, MODEL, "test")
         folder = models.write_checkpoint(root, VERSION, CONFIG, models.random_weights(CONFIG, 0))
         await updates.update(str(folder), None)
@@ -182,7 +182,7 @@ async def test_weights_that_nobody_waits_for_are_forgotten(tmp_path: Path, monke
     monkeypatch.setenv("SCRIPT", str(model))
     for op in ("stage", "forget"):
         (model / f"hang-{op}").touch()
-    async with open_engine(EngineSpec(str(model)), "tests.rollout.scripted_worker") as engine:
+    async with open_engine(EngineSpec(str(model), load_weights=False), "tests.rollout.scripted_worker") as engine:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.stage(StagedWeights(str(tmp_path), VERSION)), 0.2)
         await asyncio.to_thread(wait_until, (model / "reached-forget").exists)

@@ -5,6 +5,7 @@ The service checks all of it again: nothing that comes out of a sandbox is belie
 
 from __future__ import annotations
 
+import encodings.utf_16_le  # noqa: F401 - of `text`: later, a program may have left no descriptor to load it with
 import hashlib
 import json
 import math
