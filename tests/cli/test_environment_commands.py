@@ -194,7 +194,7 @@ def test_a_zip_file_and_a_folder_are_tried_without_a_service(tmp_path: Path) -> 
     (folder / "__init__.py").write_text(SUMS, encoding="utf-8")
     for path in (packed(tmp_path / "sums.zip", sums=SUMS), folder):
         command = [sys.executable, "-m", "services.cli", "env", "test", str(path)]
-        ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)
+        ended = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=120)
         assert (ended.returncode, "ok    loads" in ended.stdout) == (0, True), ended.stdout + ended.stderr
 
 

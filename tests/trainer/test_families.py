@@ -24,11 +24,10 @@ from tests.support import families, models
 OPTIMIZER = OptimizerOptions(1e-2, "constant", 0, 10, 0.9, 0.95, 0.0, 1.0)
 
 
-def load(folder: Path, dtype: str = "float32", mesh: tuple[int, int] = (1, 1)) -> family.Model:
+def load(folder: Path, dtype: str = "float32", mesh: tuple[int, int] = (1, 1), *, random: bool = False) -> family.Model:
     described = ModelConfig.read(folder)
-    return family.build(
-        described, leaves_of(folder, described, seed=0), family.make_mesh(mesh, ("fsdp", "tp")), dtype=dtype
-    )
+    leaves = leaves_of(folder, described, seed=0, random=random)
+    return family.build(described, leaves, family.make_mesh(mesh, ("fsdp", "tp")), dtype=dtype)
 
 
 def rows_of(ids: np.ndarray) -> list[Row]:
@@ -111,7 +110,7 @@ def test_adapters_of_experts_alone_are_refused() -> None:
 
 def test_random_weights_of_a_family_with_biases_begin_without_them(tmp_path: Path) -> None:
     folder = models.write_hf(tmp_path / "hf", families.case("qwen2").written)
-    assert not np.asarray(load(folder).layers[1].attn.k_bias.get_value()).any()
+    assert not np.asarray(load(folder, random=True).layers[1].attn.k_bias.get_value()).any()
 
 
 def test_random_norms_begin_as_those_that_change_nothing() -> None:

@@ -76,7 +76,7 @@ def test_what_may_not_change_ends_the_trainer_before_it_begins(folder: Path) -> 
 
 
 def older(folder: Path) -> None:
-    """The newest checkpoint as it was written before settings were recorded."""
+    """The newest checkpoint as it was written before settings and a line for each checkpoint were recorded."""
     from dataclasses import replace
 
     from shared.run.weights import MANIFEST, digest, read_manifest, write_manifest
@@ -84,11 +84,12 @@ def older(folder: Path) -> None:
     found = newest(folder / "checkpoints")
     assert found is not None
     raw = orjson.loads((found / states.STATE).read_bytes())
-    del raw["settings"]
+    del raw["settings"], raw["files"]
     for version in commits.versions(folder / "archive"):
         commits.path_of(folder / "archive", version).unlink()
     (found / states.STATE).write_bytes(orjson.dumps(raw))
     write_manifest(found, replace(read_manifest(found / MANIFEST), state=digest(found / states.STATE)))
+    (folder / "checkpoints.jsonl").unlink()
 
 
 def test_an_older_checkpoint_is_held_to_what_the_run_was_started_with(folder: Path) -> None:
