@@ -402,3 +402,56 @@ def test_every_service_renders_with_the_date_of_the_run() -> None:
     config = load(["configs/quickstart.yaml"], ["run.date=2024-07-26", "services.redis_url=redis://127.0.0.1:1"]).config
     for settings in (orchestrator.from_config(config), rollout.from_config(config)):
         assert settings.date == datetime.date(2024, 7, 26)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_of_an_older_version_goes_on_from_random_weights(tmp_path: Path, begun: bool) -> None:
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text("{}", encoding="utf-8")
+    wanted = loaded(tmp_path, model={"path": str(model)})
+    with runs.claimed(wanted) as (folder, record, _):
+        pass
+    if begun:
+        folder.ledger.write_text("{}\n", encoding="utf-8")
+    older = {key: value for key, value in record.config.items() if key != "model.initial_weights"}
+    runs.write_record(folder, replace(record, config=older))
+    said = list[str]()
+    with runs.claimed(runs.stored(folder.path)[0], said.append) as (_, again, _):
+        assert load([folder.config]).config.model.initial_weights == "random"
+        assert (again.config["model.initial_weights"], again.amendments) == ("random", ())
+    assert len(said) == 1
+    assert "model.initial_weights=random" in said[0]
+    with runs.claimed(runs.stored(folder.path)[0], said.append):
+        assert load([folder.config]).config.model.initial_weights == "random"
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("case", ["weights", "said", "recorded"])
+def test_other_runs_do_not_go_on_from_random_weights(tmp_path: Path, case: str) -> None:
+    model = tmp_path / "m"
+    model.mkdir()
+    if case == "weights":
+        (model / "model.safetensors").write_bytes(b"")
+    wanted = loaded(tmp_path, model={"path": str(model)})
+    with runs.claimed(wanted) as (folder, record, _):
+        pass
+    if case != "recorded":
+        older = {key: value for key, value in record.config.items() if key != "model.initial_weights"}
+        runs.write_record(folder, replace(record, config=older))
+    overrides = ["model.initial_weights=folder"] if case == "said" else []
+    with runs.claimed(runs.stored(folder.path, overrides)[0], lambda line: None):
+        assert load([folder.config]).config.model.initial_weights == "folder"
+
+
+@pytest.mark.parametrize("content", ["", "0123456789abcdef", "0" * 49, "no word of ours, " * 3])
+def test_a_token_that_is_not_whole_is_made_again(tmp_path: Path, content: str) -> None:
+    with runs.claimed(loaded(tmp_path)) as (folder, _, _):
+        path = runs.secret(folder, "token_service")
+    word = path.read_text(encoding="utf-8")
+    assert runs.secret(folder, "token_service").read_text(encoding="utf-8") == word
+    path.write_text(content, encoding="utf-8")
+    again = runs.secret(folder, "token_service").read_text(encoding="utf-8")
+    assert len(again) == len(word)
+    assert again not in (word, content)
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -113,7 +113,7 @@ async def test_what_a_process_needs_is_made_before_each_start_and_a_mended_cause
     assert mended == [True]
 
 
-def test_missing_files_of_a_session_are_put_back_as_they_were_but_not_a_run_that_is_gone(tmp_path: Path) -> None:
+def test_missing_and_changed_files_of_a_session_are_written_again_but_not_a_run_that_is_gone(tmp_path: Path) -> None:
     root = tmp_path / "run"
     secret, logs = root / "secrets" / "token", root / "logs"
     secret.parent.mkdir(parents=True, mode=0o700)
@@ -126,9 +126,11 @@ def test_missing_files_of_a_session_are_put_back_as_they_were_but_not_a_run_that
     files.restore()
     assert (secret.read_text(encoding="utf-8"), secret.stat().st_mode & 0o777) == ("word", 0o600)
     assert logs.is_dir()
-    secret.write_text("another", encoding="utf-8")
-    files.restore()
-    assert secret.read_text(encoding="utf-8") == "another"
+    for other in ("", "wo", "another"):
+        secret.write_text(other, encoding="utf-8")
+        files.restore()
+        assert (secret.read_text(encoding="utf-8"), secret.stat().st_mode & 0o777) == ("word", 0o600)
+    assert [path.name for path in secret.parent.iterdir()] == [secret.name]
     shutil.rmtree(root)
     files.restore()
     assert not root.exists()

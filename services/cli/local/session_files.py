@@ -1,4 +1,7 @@
-"""The files of a run's folder that its services read when they start: put back before a restart where they are gone."""
+"""Files of a run's folder that its services read when they start.
+
+The supervisor writes a missing or changed one again before a restart.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+from shared.files.reading import read_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +40,34 @@ class SessionFiles:
         return cls(root, kept, {path: stat.S_IMODE(path.stat().st_mode) for path in folders if path.is_dir()})
 
     def restore(self) -> None:
-        """Creates what is missing. A path that cannot be written is left to the service, which names it."""
+        """Write what is missing or holds something else. A path that cannot be written is left to the service, which
+        names it.
+        """
         if not self.root.is_dir():
             return
         for folder, mode in self.folders.items():
             with contextlib.suppress(OSError):
                 folder.mkdir(mode=mode, parents=True, exist_ok=True)
         for path, kept in self.files.items():
-            with (
-                contextlib.suppress(OSError),
-                open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, kept.mode), "wb") as file,
-            ):
-                file.write(kept.content)
+            with contextlib.suppress(OSError):
+                if not _holds(path, kept.content):
+                    write_private(path, kept.content, kept.mode)
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return read_file(path, len(content)) == content
+    except OSError:
+        return False
+
+
+def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
+    """Replace the file in one step by one that has this mode from the beginning. Raises OSError."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft.unlink(missing_ok=True)
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)

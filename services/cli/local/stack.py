@@ -241,13 +241,9 @@ class _Builder:
         if "env" in update and (reached := self._seams.reach("env", self.urls["env"])) != self.urls["env"]:
             update["env"] = update["env"].model_copy(update={"url": reached})
         if self.redis is not None:
-            password = self._folder.secrets / "redis"
-            password.unlink(missing_ok=True)
-            with open(os.open(password, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-                file.write(self.redis.password)
             update |= {
                 "redis_url": self._seams.reach("redis", f"redis://127.0.0.1:{self.redis.port}/0"),
-                "redis_password_file": password,
+                "redis_password_file": secret(self._folder, "redis", self.redis.password),
             }
         if services.token_files == TokenFiles():
             update["token_files"] = TokenFiles(

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import re
 import secrets
 import sys
 import time
@@ -23,7 +24,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from services.cli.layout import PROJECT
 from services.cli.local import reaper
+from services.cli.local.session_files import write_private
 from services.cli.printing import printed
+from services.cli.runs import beginning
 from shared import codec, config
 from shared.config import LoadedConfig
 from shared.errors import ConfigError, DecodeError
@@ -32,6 +35,7 @@ from shared.files.reading import open_file, read_file
 from shared.files.storage import replace
 from shared.models.hub import keep
 from shared.models.origin import LATEST
+from shared.models.weight_files import KEY
 from shared.run import commits, pinned, trust
 from shared.run.folder import RunFolder
 from shared.run.state import TrainerState
@@ -107,7 +111,15 @@ def claimed(loaded: LoadedConfig, say: Callable[[str], None] = printed) -> Itera
         origin = keep(loaded.config)
         if origin is not None:
             loaded = config.changed(loaded, {"model.path": origin.path})
-        loaded = dated(loaded, read_record(folder))
+        record = read_record(folder)
+        loaded = dated(loaded, record)
+        if record is not None and beginning.is_from_random(loaded, folder, record.config):
+            say(
+                f"run {folder.name} was begun by an older version of Volley from random weights, which model folder "
+                f"{loaded.config.model.path} without weights meant then; it goes on with {KEY}=random"
+            )
+            loaded = config.changed(loaded, {KEY: "random"})
+            write_record(folder, dataclasses.replace(record, config={**record.config, KEY: "random"}))
         record = _continued(folder, loaded, say) or _new(loaded)
         record = dataclasses.replace(record, origin=None if origin is None else dataclasses.asdict(origin))
         replace(folder.config, loaded.to_yaml().encode())
@@ -181,15 +193,25 @@ def write_json(path: Path, value: Any) -> None:
     replace(path, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE, default=str))
 
 
-def secret(folder: RunFolder, name: str) -> Path:
-    """A file with a random word that only this user can read, made at its first use."""
+def secret(folder: RunFolder, name: str, word: str | None = None) -> Path:
+    """A file with `word` that only this user can read, or a random one, kept from start to start while it is whole.
+
+    Raises ConfigError.
+    """
     path = folder.secrets / name
-    with (
-        contextlib.suppress(FileExistsError),
-        open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file,
-    ):
-        file.write(secrets.token_hex(24))
+    try:
+        if word is not None or not _is_whole(path):
+            write_private(path, (word or secrets.token_hex(24)).encode())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", "remove it") from error
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return re.fullmatch(rb"[0-9a-f]{48}", read_file(path, 48)) is not None
+    except OSError:
+        return False
 
 
 def finished(folder: RunFolder, record: RunRecord) -> RunRecord:
