@@ -140,7 +140,6 @@ class ChatTokenizer:
         return ids[1:] if repeated else ids
 
     def _continuation(self, messages: Messages) -> str:
-        self._turns.check_roles(messages)
         text = self._turns.before_next(messages)
         if text is None:
             raise ConfigError("the chat template does not write the content of an assistant's message")
@@ -168,7 +167,6 @@ class ChatTokenizer:
         """
         if not messages or messages[-1]["role"] != "assistant" or messages[0]["role"] == "assistant":
             raise InputError("a demonstration must end with an assistant message")
-        self._turns.check_roles(messages)
         counts = [True] * len(messages) if learned is None else learned
         ids, mask = list[int](), list[int]()
         last, at = None, 0
@@ -176,7 +174,7 @@ class ChatTokenizer:
             if message["role"] != "assistant":
                 continue
             turn = self._turns.turn(messages[:i], message, tools)
-            before, said = self._between(last, messages[at:i], turn), self._said(turn)
+            before, said = self._between(last, messages[:at], messages[at:i], turn, tools), self._said(turn)
             if last is not None and last.tail is None and before[:1] and before[0] in self.end_ids:
                 ids[-1] = before.pop(0)  # the next turn's header ends this one
             ids += before + said.ids
@@ -220,11 +218,13 @@ class ChatTokenizer:
         starts = [at for token, (at, _) in zip(encoding.ids, encoding.offsets, strict=True) if token in added]
         return tail[starts[-1] :] if starts else tail.rpartition("\n")[2]
 
-    def _between(self, last: _Said | None, messages: Messages, turn: Turn) -> list[int]:
+    def _between(self, last: _Said | None, before: Messages, messages: Messages, turn: Turn, tools: Tools) -> list[int]:
         """Ids from the end of the last turn to the beginning of this one; those of the whole prompt for the first."""
         if last is None:
+            self._turns.check_written(before, messages, tools)
             return self.encode(turn.prompt)
         if turn.prompt.startswith(last.whole):
+            self._turns.check_written(before, messages, tools, after=last.whole)
             end = self.token(last.ids[-1])
             ids = self.encode(end + (last.tail or "") + turn.prompt[len(last.whole) :])
             if ids[0] == last.ids[-1]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 from shared.errors import InputError
@@ -19,7 +19,6 @@ from shared.models.templates import ChatTemplates, Messages, Spans, Tools
 
 MARKER = "\u0001assistant\u0001"
 _QUESTION = {"role": "user", "content": "?"}
-_PROBE = "probe_content"
 _THOUGHT = "</think>"
 _CONTEXT = 64  # characters
 
@@ -44,25 +43,20 @@ class TurnRenderer:
 
     def __init__(self, templates: ChatTemplates) -> None:
         self._templates = templates
-        self._writes = cache(self._writes_role)
 
-    def check_roles(self, messages: Messages) -> None:
-        """Raises InputError for a role whose messages the template does not write."""
-        for role in dict.fromkeys(str(message["role"]) for message in messages):
-            if role != "assistant" and not self._writes(role):
-                raise InputError(
-                    f"the chat template leaves out messages of role {role}", "use a role that it writes, such as user"
-                )
+    def check_written(self, before: Messages, messages: Messages, tools: Tools = (), after: str = "") -> None:
+        """Raises InputError naming the role of a message that the template does not write.
 
-    def _writes_role(self, role: str) -> bool:
-        """Also true where the template refuses this conversation: it refuses others by itself."""
-        message = {"role": role, "content": _PROBE, "name": "f", "tool_call_id": "call00000"}
-        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
-        asked = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, message]
+        Args:
+            after: end of the text of `before`, after which messages have to stand.
+        """
+        probed = [_probed(message, i) for i, message in enumerate(messages)]
         try:
-            return _PROBE in self._templates.render(asked if role == "tool" else [message, _QUESTION])
-        except InputError:
-            return True
+            text = self._templates.render([*before, *probed], tools)
+        except InputError:  # the template reads the texts of messages
+            return
+        start = text.find(after)
+        _check_probes(probed, text[start + len(after) :] if start >= 0 else text)
 
     @property
     def writes_text(self) -> bool:
@@ -84,10 +78,16 @@ class TurnRenderer:
         return MARKER in self._templates.render([_QUESTION, said], prompt=False)
 
     def before_next(self, messages: Messages) -> str | None:
-        """Text after an assistant's words: its end, `messages`, and the next header. None if no words are written."""
-        asked = [_QUESTION, {"role": "assistant", "content": MARKER}, *messages]
-        _, found, text = self._templates.render(asked).partition(MARKER)
-        return text if found else None
+        """Text after an assistant's words: its end, `messages`, and the next header. None if no words are written.
+
+        Raises InputError naming the role of a message that the template does not write there.
+        """
+        before = [_QUESTION, {"role": "assistant", "content": MARKER}]
+        _, found, text = self._templates.render([*before, *messages]).partition(MARKER)
+        if not found:
+            return None
+        self.check_written(before, messages, after=MARKER)
+        return text
 
     def turn(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> Turn:
         """Turn of `message` after `before`. Raises InputError naming what the template does not write."""
@@ -105,15 +105,13 @@ class TurnRenderer:
                 raise InputError(
                     f"the chat template leaves out {key}", "write it into content, as the model is to say it"
                 )
-        for call in calls:
-            _check_call(call, whole)
-        legacy = message.get("function_call")
+        self._check_calls(context, message, tools)
         if calls and content and self._drops(context, message, tools, ["content"]):
             raise InputError(
                 "the chat template leaves out content beside tool_calls",
                 "leave content empty there, or write the calls into it",
             )
-        if legacy and str(call_of(legacy).get("name") if isinstance(legacy, Mapping) else legacy) not in whole:
+        if message.get("function_call") and not calls and self._drops(context, message, tools, ["function_call"]):
             raise InputError("the chat template leaves out function_call", "write it as tool_calls")
         if _squeezed(content) in whole and not _opens(content, turn.opened):
             return turn
@@ -123,6 +121,30 @@ class TurnRenderer:
                 "the chat template leaves out content of the assistant", "use a template that writes it whole"
             )
         return self._verbatim(turn, content)
+
+    def _check_calls(self, before: Messages, message: Mapping[str, Any], tools: Tools) -> None:
+        """Raises InputError naming a call or an argument that the template does not write."""
+        calls = message.get("tool_calls") or []
+        if not calls:
+            return
+        probed = {**message, "tool_calls": [_probed_call(call, i) for i, call in enumerate(calls)]}
+        try:
+            text = self._templates.render([*before, probed], tools, prompt=False).lower()
+        except InputError:  # the template reads names or arguments
+            return
+        for i, call in enumerate(calls):
+            inner = call_of(call)
+            if _probe(i) not in text:
+                raise InputError(
+                    f"the chat template leaves out the call of {inner['name']}: it knows no tool_calls",
+                    "write calls into content, in the format that the model is to use",
+                )
+            written = call_of(probed["tool_calls"][i])["arguments"]
+            for (key, value), (probe, other) in zip(
+                (inner.get("arguments") or {}).items(), written.items(), strict=True
+            ):
+                if probe not in text or (other != value and other not in text):
+                    raise InputError(f"the chat template leaves out the argument {key} of the call of {inner['name']}")
 
     def _drops(self, before: Messages, message: Mapping[str, Any], tools: Tools, keys: Sequence[str]) -> bool:
         """Whether the template writes the same without these keys of a message."""
@@ -196,14 +218,31 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _check_call(call: Mapping[str, Any], whole: str) -> None:
+def _probe(*place: object) -> str:
+    """A word that stands in no conversation."""
+    return "x".join(("probe", *map(str, place), "end"))
+
+
+def _probed(message: Mapping[str, Any], i: int) -> Mapping[str, Any]:
+    return message if message["role"] == "assistant" else {**message, "content": _probe(i)}
+
+
+def _check_probes(probed: Messages, text: str) -> None:
+    written = text.lower()
+    for message in probed:
+        if message["role"] != "assistant" and message["content"] not in written:
+            raise InputError(
+                f"the chat template leaves out messages of role {message['role']} at this place in the conversation",
+                "use a role that it writes there, such as user",
+            )
+
+
+def _probed_call(call: Mapping[str, Any], i: int) -> Mapping[str, Any]:
+    """A call with another name, other keys, and other texts as values."""
     inner = call_of(call)
-    name, arguments = str(inner["name"]), inner.get("arguments") or {}
-    if _squeezed(name) not in whole:
-        raise InputError(
-            f"the chat template leaves out the call of {name}: it knows no tool_calls",
-            "write calls into content, in the format that the model is to use",
-        )
-    missing = [key for key in arguments if _squeezed(key) not in whole and key.isascii()]
-    if missing:
-        raise InputError(f"the chat template leaves out the argument {missing[0]} of the call of {name}")
+    arguments = {
+        _probe(i, n, "key"): _probe(i, n, "value") if value and isinstance(value, str) else value
+        for n, value in enumerate((inner.get("arguments") or {}).values())
+    }
+    made = {**inner, "name": _probe(i), "arguments": arguments}
+    return {**call, "function": made} if call.get("function") else made

@@ -308,6 +308,48 @@ def test_what_is_left_out_is_refused_also_where_the_same_text_stands_elsewhere(t
     assert learned(of_template(tmp_path / "both", THINKING), said("4") | both).startswith("<think>\ntwo\n</think>")
 
 
+CLOCK = {"type": "function", "function": {"name": "time", "arguments": {}}}
+SUM = {"type": "function", "function": {"name": "add", "arguments": {"x": 1, "y": "two"}}}
+
+
+@pytest.mark.parametrize(
+    ("question", "message", "left_out"),
+    [
+        ("What is the time?", {"tool_calls": [CLOCK]}, "the call of time"),
+        ("Please add x and y", {"tool_calls": [SUM]}, "the call of add"),
+        ("hi", {"content": "I add x and y", "tool_calls": [SUM]}, "the call of add"),
+        ("What is the time?", {"function_call": {"name": "time", "arguments": "{}"}}, "function_call"),
+        ("hi", {"content": "let me add", "function_call": {"name": "add", "arguments": '{"a": 1}'}}, "function_call"),
+    ],
+)
+def test_a_call_that_is_left_out_is_refused_also_where_its_words_stand_elsewhere(question, message, left_out):
+    with pytest.raises(InputError, match=f"leaves out {left_out}"):
+        TOKENIZER.render_demonstration([user(question), said("") | message])
+
+
+@pytest.mark.parametrize(
+    ("written", "left_out"),
+    [
+        ("{{ c.function.name }}", "the argument x of the call of add"),
+        ("{{ c.function.name }} x y", "the argument x of the call of add"),
+        ("{{ c.function.name }}{{ c.function.arguments.keys() | list }}", "the argument y of the call of add"),
+        ("add {{ c.function.arguments | tojson }}", "the call of add"),
+    ],
+)
+def test_a_part_of_a_call_that_is_left_out_is_refused(tmp_path, written, left_out):
+    template = CHATML.replace(
+        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}" + written + "{% endfor %}"
+    )
+    with pytest.raises(InputError, match=f"leaves out {left_out}"):
+        learned(of_template(tmp_path / "model", template), said("") | {"tool_calls": [SUM]})
+
+
+def test_the_second_of_two_calls_is_not_left_out_in_silence(tmp_path):
+    llama = CHATML.replace("{{ m.content }}", CALLS["in place of the content, as Llama 3.1"])
+    with pytest.raises(InputError, match="leaves out the call of add"):
+        learned(of_template(tmp_path / "model", llama), said("") | {"tool_calls": [SUM, SUM]})
+
+
 CALLS = {
     "in place of the content, as Llama 3.1": "{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}"
     "{% else %}{{ m.content }}{% endif %}",
@@ -398,6 +440,49 @@ def test_a_role_that_the_template_leaves_out_is_refused(tmp_path, role):
         tokenizer.render_demonstration([*messages, said("b")])
     with pytest.raises(InputError, match=f"leaves out messages of role {role}"):
         tokenizer.render_continuation([left_out], ended=True)
+
+
+SYSTEM = {"role": "system", "content": "loud"}
+FIRST_ONLY = CHATML.replace("messages %}", "messages %}{% if m.role != 'system' or loop.first %}").replace(
+    "{% endfor %}", "{% endif %}{% endfor %}"
+)
+HOISTED = (  # DeepSeek's way
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    + CHATML.replace("in messages %}", "in messages if m.role != 'system' %}")
+)
+
+
+@pytest.mark.parametrize("template", [FIRST_ONLY, HOISTED])
+@pytest.mark.parametrize("messages", [[SYSTEM], [user("q2"), SYSTEM], [SYSTEM, user("loud")]])
+def test_a_later_message_that_the_template_leaves_out_is_refused(tmp_path, template, messages):
+    tokenizer = of_template(tmp_path / "model", template)
+    assert tokenizer.render_demonstration([SYSTEM, user("q"), said("a")])
+    with pytest.raises(InputError, match="leaves out messages of role system"):
+        tokenizer.render_demonstration([user("q"), said("a"), *messages, said("b")])
+    with pytest.raises(InputError, match="leaves out messages of role system"):
+        tokenizer.continue_after([*tokenizer.encode("a"), tokenizer.eos_id], messages)
+
+
+def test_a_second_system_message_that_the_template_leaves_out_is_refused(tmp_path):
+    tokenizer = of_template(tmp_path / "model", FIRST_ONLY)
+    with pytest.raises(InputError, match="leaves out messages of role system"):
+        tokenizer.render_demonstration([SYSTEM, SYSTEM, user("q"), said("a")])
+
+
+ANSWERS_OF_CALLS = CHATML.replace(  # Gemma 4's way: a call writes the answers that follow it
+    "in messages %}", "in messages if m.role != 'tool' %}"
+).replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function | tojson }}"
+    "{% set after = messages[messages.index(m) + 1:] %}{% for t in after if t.role == 'tool' %}[{{ t.content }}]"
+    "{% endfor %}{% endif %}",
+)
+
+
+def test_an_answer_that_no_call_precedes_is_refused(tmp_path):
+    tokenizer = of_template(tmp_path / "model", ANSWERS_OF_CALLS)
+    with pytest.raises(InputError, match="leaves out messages of role tool"):
+        tokenizer.continue_after([*tokenizer.encode("a"), tokenizer.eos_id], [{"role": "tool", "content": "5"}])
 
 
 def test_cleaning_of_decoded_text_is_refused_where_transformers_cleans(tmp_path):
