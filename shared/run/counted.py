@@ -70,8 +70,10 @@ def of_tickets(lines: Iterable[Line], head: TrainerState | None) -> list[Line]:
 
 
 def _all(row: Mapping[str, Any], head: TrainerState, fits: Callable[[WeightVersion, TrainerState], bool]) -> bool:
-    """Also of a line without versions, as older runs have."""
+    """A line without versions counts up to the step of the head."""
     try:
-        return all(fits(version, head) for version in versions_of(row))
-    except (DecodeError, TypeError, AttributeError):
+        if versions := versions_of(row):
+            return all(fits(version, head) for version in versions)
+        return row["step"] <= head.step
+    except (DecodeError, KeyError, TypeError, AttributeError):
         return False

@@ -7,7 +7,7 @@ from __future__ import annotations
 import filecmp
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,12 +167,55 @@ def lost_checkpoints(run: RunFolder) -> None:
     run.saved.unlink()
 
 
+def _added(run: RunFolder, n: int = -1, without: Sequence[str] = (), **change: Any) -> None:
+    line = lies.lines(run.evals)[n] | change
+    append(run.evals, {key: value for key, value in line.items() if key not in without})
+
+
+def evaluation_without_versions(run: RunFolder) -> None:
+    _added(run, without=("version_min", "version_max"), success=1.0)
+
+
+def only_evaluations_without_versions(run: RunFolder) -> None:
+    run.evals.write_bytes(b"")
+    append(run.evals, {"step": 500, "n_tasks": 100, "success": 1.0, "reward_mean": 1.0, "failed": 0})
+
+
+def evaluation_of_more_than_all(run: RunFolder) -> None:
+    _added(run, success=9.0)
+
+
+def evaluation_of_two_steps(run: RunFolder) -> None:
+    _added(run, version_min="e000002-s000003")
+
+
+def another_result_of_an_older_version(run: RunFolder) -> None:
+    _added(run, 2, success=1.0)
+
+
+def evaluation_that_is_cut(run: RunFolder) -> None:
+    append(run.evals, b'{"step":5,"version_min":"e000002-s000005"')
+
+
+def one_key_of_samples_twice(run: RunFolder) -> None:
+    append(run.samples, b'{"step":5,"step":5,"task":"eval/0","success":false,"success":true,"text":"a"}')
+
+
 def reversed_evaluations(run: RunFolder) -> None:
     lies.rewrite(run.evals, lies.lines(run.evals)[::-1])
 
 
 def emptied_evaluations(run: RunFolder) -> None:
     run.evals.write_bytes(b"")
+
+
+def test_evaluations_that_an_honest_run_repeats_are_not_named(valid: Path, tmp_path: Path):
+    """One that is handed over twice, and the newest version measured again after its line was lost."""
+    run = copied(valid, tmp_path)
+    _added(run, 2)
+    _added(run, 4, success=0.25)
+    append(run.evals, b" " * 30)
+    assert command.verify(run)["violations"] == []
 
 
 @pytest.mark.parametrize(
@@ -191,6 +234,13 @@ def emptied_evaluations(run: RunFolder) -> None:
         one_key_of_evaluations_twice,
         one_key_of_a_state_twice,
         lost_checkpoints,
+        evaluation_without_versions,
+        only_evaluations_without_versions,
+        evaluation_of_more_than_all,
+        evaluation_of_two_steps,
+        another_result_of_an_older_version,
+        evaluation_that_is_cut,
+        one_key_of_samples_twice,
         reversed_evaluations,
         emptied_evaluations,
     ],

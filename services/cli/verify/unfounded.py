@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+import orjson
+
+from services.cli.verify import evaluations
 from services.cli.verify.violation import Violation, ViolationKind
 from shared import codec
 from shared.bounds import MAX_LINE_VALUES
@@ -63,7 +66,7 @@ class MadeVersions:
 
 
 def told(path: Path) -> tuple[Told, list[Violation]]:
-    """The versions that the lines of a file name, and the lines that name none. What a crash tore is no line."""
+    """The versions that the lines of a file name, and the lines that cannot be read. What a crash tore is no line."""
     found, bad = dict[WeightVersion, int](), list[Violation]()
     try:
         for number, text in enumerate(whole_lines(path), start=1):
@@ -87,8 +90,11 @@ def check(folder: RunFolder, head: TrainerState, but: Set[WeightVersion]) -> Ite
     """
     files = (folder.metrics, folder.evals, folder.handovers, folder.saved)
     found = {path: told(path) for path in files}
+    unfit = [*evaluations.check(folder.evals)]
     sampled, bad = _sampled(folder.samples)
     made = MadeVersions(folder, head)
+    yield from unfit
+    yield from evaluations.beyond(folder.evals, made.last_step)
     for path, (versions, unreadable) in found.items():
         yield from unreadable if path != folder.metrics else ()  # which names its own
         for version, number in versions.items():
@@ -147,18 +153,30 @@ def _groups(folder: RunFolder, run: str, version: WeightVersion) -> Mapping[int,
 
 
 def _sampled(path: Path) -> tuple[int, list[Violation]]:
-    """The newest step that samples are of."""
-    newest = 0
+    """The newest step that samples are of, and the lines that cannot be read."""
+    newest, bad = 0, list[Violation]()
     try:
-        for text in whole_lines(path):
+        for number, text in enumerate(whole_lines(path), start=1):
             try:
                 step = codec.from_record(text, "a line", MAX_LINE_VALUES)["step"]
                 newest = max(newest, step if type(step) is int else 0)
-            except (DecodeError, KeyError, TypeError):
+            except (KeyError, TypeError):
                 continue
+            except DecodeError as error:
+                if _is_json(text):
+                    bad.append(_of(path, f"line {number} cannot be read: {error.detail}"))
     except OSError as error:
         return 0, [_of(path, f"it cannot be read: {error.strerror}")]
-    return newest, []
+    return newest, bad
+
+
+def _is_json(text: bytes) -> bool:
+    """Whether a line is whole: a torn one is no JSON."""
+    try:
+        orjson.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _of(path: Path, detail: str, step: int | None = None) -> Violation:
