@@ -99,6 +99,8 @@ NAMED = {
     "sparse ledger": (terabyte("ledger.jsonl"), "is sparse"),
     "linked ledger": (link("ledger.jsonl"), "is a link"),
     "linked checkpoints": (link("checkpoints"), "is a link"),
+    "linked lines of checkpoints": (link("checkpoints.jsonl"), "is a link"),
+    "sparse lines of checkpoints": (terabyte("checkpoints.jsonl"), "is sparse"),
     "linked tokenizer": (link_to_secret, "is a link"),
     "linked weights": (link(f"{PARAMS}/w.npy"), "is a link"),
     "fifo": (fifo, "is a FIFO"),
