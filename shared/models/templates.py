@@ -35,6 +35,8 @@ _NOT_MEANT = (TypeError, ValueError, AttributeError, LookupError, ArithmeticErro
 _BEGIN, _END = "\ue0f0", "\ue0f1"
 _marked: ContextVar[bool] = ContextVar("_marked", default=False)
 _PROBE = {"name": "probe_name", "arguments": {"probe_key": "1"}}
+_REPR = repr(_PROBE["arguments"])
+"""Arguments that a template writes as they are: it expects JSON text."""
 _NO_TEMPLATE = "add chat_template.jinja or chat_template in tokenizer_config.json"
 
 
@@ -84,9 +86,13 @@ class ChatTemplates:
         )
 
     def _form_of_calls(self, name: str) -> tuple[bool, bool]:
-        """Form in which a template writes calls: whether content has to be null, and arguments to be JSON text."""
+        """Form in which a template writes calls: whether content has to be null, and arguments to be JSON text.
+
+        A form whose arguments are written as Python's repr is taken if there is no other.
+        """
         call = {"id": "call00000", "type": "function", "function": _PROBE}
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        found = []
         for null, text in ((False, False), (True, False), (False, True), (True, True)):
             messages = [_with_calls(message, null=null, text=text) for message in asked]
             try:
@@ -96,8 +102,8 @@ class ChatTemplates:
             except (jinja2.TemplateError, *_NOT_MEANT):
                 continue
             if "probe_name" in written and "probe_key" in written:
-                return null, text
-        return False, False
+                found.append((_REPR in written, null, text))
+        return min(found, default=(False, False, False), key=lambda one: one[0])[1:]
 
 
 def read_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

@@ -111,7 +111,8 @@ class TurnRenderer:
                 "the chat template leaves out content beside tool_calls",
                 "leave content empty there, or write the calls into it",
             )
-        if message.get("function_call") and not calls and self._drops(context, message, tools, ["function_call"]):
+        legacy = message.get("function_call")
+        if legacy and not _repeats(legacy, calls) and self._drops(context, message, tools, ["function_call"]):
             raise InputError("the chat template leaves out function_call", "write it as tool_calls")
         if _squeezed(content) in whole and not _opens(content, turn.opened):
             return turn
@@ -216,6 +217,12 @@ def _opens(content: str, opened: str) -> bool:
 def _squeezed(text: str) -> str:
     """Text without whitespace, which templates trim and add."""
     return "".join(text.split())
+
+
+def _repeats(legacy: Any, calls: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a `function_call` names one of the calls."""
+    name = legacy.get("name") if isinstance(legacy, Mapping) else legacy
+    return any(call_of(call)["name"] == name for call in calls)
 
 
 def _probe(*place: object) -> str:

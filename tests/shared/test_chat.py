@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shared.errors import ConfigError, InputError
 from shared.models.chat import ChatTokenizer, tokenizer_of_run
+from shared.models.messages import read_messages
 from tests.support.templates import change_json, tiny_folder, write_json
 
 TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny"
@@ -369,6 +370,23 @@ def test_calls_are_learned_and_rendered_in_every_way_to_write_them(tmp_path, way
     written = '{"name": "add", "arguments": {"a": 2}}<|im_end|>'
     assert learned(tokenizer, call, answer, said("4")) == f"{written}4<|im_end|>"
     assert written in tokenizer.decode(tokenizer.render_prompt([user("2+2?"), call, answer]))
+
+
+@pytest.mark.parametrize("arguments", [{"a": True, "b": None, "c": "it's"}, '{"a": true, "b": null, "c": "it\'s"}'])
+def test_arguments_that_a_template_writes_as_they_are_become_json(tmp_path, arguments):
+    as_they_are = "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments }}{% endfor %}"
+    tokenizer = of_template(tmp_path / "model", CHATML.replace("{{ m.content }}", as_they_are + "{{ m.content }}"))
+    call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+    messages = read_messages([user("?"), said("") | {"tool_calls": [call]}])
+    assert learned(tokenizer, *messages[1:]) == 'add {"a": true, "b": null, "c": "it\'s"}<|im_end|>'
+
+
+def test_a_function_call_beside_another_call_is_not_left_out_in_silence(tmp_path):
+    tokenizer = of_template(tmp_path / "model", CHATML.replace("{{ m.content }}", CALLS["before the content"]))
+    both = said("") | {"tool_calls": [CALL], "function_call": {"name": "time", "arguments": "{}"}}
+    with pytest.raises(InputError, match="leaves out function_call"):
+        learned(tokenizer, both)
+    assert learned(tokenizer, both | {"function_call": {"name": "add", "arguments": '{"a": 2}'}})
 
 
 def test_content_that_is_left_out_beside_a_call_is_refused(tmp_path):
