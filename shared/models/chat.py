@@ -59,6 +59,11 @@ class ChatTokenizer:
         if "eos_token" not in files.special:
             raise ConfigError(f"{folder}/tokenizer_config.json names no eos_token")
         self._template = ChatTemplates(read_templates(folder, files.settings), files.special, date)
+        if unnamed := sorted(self._template.names & files.unnamed):
+            raise ConfigError(
+                f"{folder}: the chat template reads {unnamed[0]}, which tokenizer_config.json does not name",
+                f"the class of the tokenizer may have a default: write {unnamed[0]} there, or null for none",
+            )
         self._turns = TurnRenderer(self._template)
         if not self._turns.writes_text:
             raise ConfigError(

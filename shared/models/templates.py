@@ -44,6 +44,7 @@ class ChatTemplates:
     """The templates of a folder: `tool_use`, if there is one, renders conversations with tools, `default` all others.
 
     Attributes:
+        names: variables that the templates read.
         writes_date: a template calls `strftime_now`.
     """
 
@@ -51,7 +52,8 @@ class ChatTemplates:
         """Args: special: texts of the special tokens by name. Raises ConfigError."""
         self._templates = {name: compile_template(text, date) for name, text in texts.items()}
         self._special = dict(special)
-        self.writes_date = any(_writes_date(text) for text in texts.values())
+        self.names = frozenset[str]().union(*map(_names, texts.values()))
+        self.writes_date = "strftime_now" in self.names
         self._form = cache(self._form_of_calls)
 
     def render(self, messages: Messages, tools: Tools = (), *, prompt: bool = True) -> str:
@@ -207,9 +209,9 @@ def _to_json(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def _writes_date(text: str) -> bool:
+def _names(text: str) -> set[str]:
     parsed = jinja2.Environment(extensions=[_Generation, jinja2.ext.loopcontrols], autoescape=True).parse(text)
-    return "strftime_now" in jinja2.meta.find_undeclared_variables(parsed)
+    return jinja2.meta.find_undeclared_variables(parsed)
 
 
 def _read(path: Path) -> str:

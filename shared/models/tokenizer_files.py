@@ -18,17 +18,23 @@ from tokenizers import AddedToken, Tokenizer
 from shared.errors import ConfigError
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_GENERIC = ("PreTrainedTokenizerFast", "PreTrainedTokenizer", "TokenizersBackend")
+"""Classes of transformers that have no special tokens of their own."""
 _FOLDER = "model.path must name a Hugging Face folder with a tokenizer"
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """`special`: texts of the named special tokens; `end_ids`: tokens that the model's files say end a text."""
+    """`special`: texts of the named special tokens; `end_ids`: tokens that the model's files say end a text.
+
+    `unnamed`: special tokens that the files do not name, and for which the tokenizer's class may have a default.
+    """
 
     tokenizer: Tokenizer
     settings: Mapping[str, Any]
     special: Mapping[str, str]
     end_ids: frozenset[int]
+    unnamed: frozenset[str]
 
 
 def read_tokenizer(folder: Path) -> TokenizerFiles:
@@ -54,10 +60,27 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         settings |= _object(legacy)
     if padding:
         settings.setdefault("pad_token", padding["pad_token"])
-    special = {name: text for name in _NAMES if (text := _text(settings.get(name)))}
+    special = _special(settings)
     _add(tokenizer, settings, special, folder)
     ids = [_end_ids(folder / name) for name in ("config.json", "generation_config.json")]
-    return TokenizerFiles(tokenizer, settings, special, frozenset().union(*ids))
+    by_model = "tokenizer_class" not in settings and (folder / "config.json").is_file()
+    generic = settings.get("tokenizer_class") in (*_GENERIC, None) and not by_model
+    unnamed = frozenset() if generic else frozenset(_NAMES) - settings.keys() - special.keys()
+    return TokenizerFiles(tokenizer, settings, special, frozenset().union(*ids), unnamed)
+
+
+def _special(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens, also those of one model only, such as image_token."""
+    named = {key: value for key, value in settings.items() if _is_named(key, value)}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        if isinstance(more := settings.get(key), dict):
+            named = more | named
+    return {name: text for name, value in named.items() if (text := _text(value))}
+
+
+def _is_named(key: str, value: Any) -> bool:
+    saved = isinstance(value, str) or (isinstance(value, dict) and value.get("__type") == "AddedToken")
+    return key in _NAMES or (key.endswith("_token") and saved)
 
 
 def _add(tokenizer: Tokenizer, settings: Mapping[str, Any], special: Mapping[str, str], folder: Path) -> None:

@@ -12,7 +12,7 @@ import transformers
 
 from shared.errors import ConfigError, InputError
 from shared.models.chat import ChatTokenizer
-from tests.support.templates import model_folder, published, write_json
+from tests.support.templates import model_folder, published, tiny_folder, write_json
 
 transformers.logging.set_verbosity_error()
 PARTS = ("idefics3", "llava_next", "smolvlm")  # write the text of parts only
@@ -188,6 +188,40 @@ def test_masks_are_those_of_generation_blocks(name, pairs):
 def test_a_template_that_writes_no_text_is_refused(name, tmp_path):
     with pytest.raises(ConfigError, match="does not write the text of a message"):
         ChatTokenizer(model_folder(tmp_path / name, published()[name]))
+
+
+TOKEN = {"content": "<|im_start|>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"image_token": "<|im_start|>"},
+        {"image_token": "Right"},
+        {"image_token": TOKEN | {"special": True, "__type": "AddedToken"}},
+        {"image_token": TOKEN | {"special": True}},
+        {"extra_special_tokens": {"image_token": "<|im_start|>", "image": "Right"}},
+        {"extra_special_tokens": {"bos_token": "<|im_start|>"}},
+        {"extra_special_tokens": ["<|im_start|>"]},
+        {"tokenizer_class": "GPT2Tokenizer", "bos_token": None},
+        {"tokenizer_class": "Qwen2Tokenizer", "bos_token": "<|im_start|>"},
+    ],
+)
+def test_a_template_reads_the_named_tokens_of_transformers(settings, tmp_path):
+    names = "[{{ image_token }}|{{ image }}|{{ bos_token }}]{{ messages[0].content }}"
+    folder = tiny_folder(tmp_path / "model", chat_template=names, **settings)
+    expected = transformers.AutoTokenizer.from_pretrained(folder).apply_chat_template([user("aRightb")], tokenize=False)
+    tokenizer = ChatTokenizer(folder)
+    assert tokenizer.decode(tokenizer.render_prompt([user("aRightb")])) == expected
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "LlamaTokenizer"])
+def test_a_template_that_reads_the_default_of_a_tokenizer_class_is_refused(name, tmp_path):
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    folder = tiny_folder(tmp_path / "model", chat_template=template, tokenizer_class=name)
+    assert transformers.AutoTokenizer.from_pretrained(folder).bos_token
+    with pytest.raises(ConfigError, match="the chat template reads bos_token"):
+        ChatTokenizer(folder)
 
 
 TEXTS = [
