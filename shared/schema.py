@@ -70,6 +70,7 @@ class ModelSection(Section):
     With `initial_weights: random` a folder without weights starts from random ones; RUN@VERSION has its own in any
     case. With `routing_replay` the trainer sends the tokens of a model with experts to those that the
     engine has sent them to (shared.routing), which costs a group layers times experts a token, in bytes a token.
+    `content` holds digests of the folder's files (shared.models.content): the first start of a run sets it.
     """
 
     path: str
@@ -77,6 +78,7 @@ class ModelSection(Section):
     remat: Literal["none", "block", "decoder"] = "none"
     routing_replay: bool = True
     initial_weights: Literal["folder", "random"] = "folder"
+    content: dict[str, str] | None = None
 
 
 class MixtureEntry(Section):

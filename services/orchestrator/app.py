@@ -24,6 +24,7 @@ from shared.clients.rollout import RolloutClient
 from shared.clients.teacher import TeacherClient
 from shared.clients.trainer import TrainerClient
 from shared.files.spending import SpendingStore
+from shared.models import content
 from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from shared.models.config import ModelConfig
 from shared.models.hub import model_folder
@@ -50,6 +51,7 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
     tokens = read_tokens(settings.token_files)
     token = tokens.of(Role.SERVICE) if tokens else None
     folder = await asyncio.to_thread(model_folder, settings.model_path, settings.folder)
+    content.check(settings.model_content, await asyncio.to_thread(content.digests, folder), folder)
     tokenizer = await asyncio.to_thread(tokenizer_of_run, folder, settings.date)
     routing = ModelConfig.read(folder).routing if settings.routing_replay else None
     settings = replace(settings, routing_replay=routing is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class OrchestratorSettings:
     eval_every: int | None
     teacher: TeacherServer | None = None
     routing_replay: bool = False
+    model_content: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def n_groups(self) -> int:
@@ -71,6 +72,7 @@ def from_config(config: RunConfig) -> OrchestratorSettings:
         folder=config.run.folder,
         seed=config.run.seed,
         model_path=config.model.path,
+        model_content=config.model.content or {},
         date=config.run.date,
         env=config.data.env,
         members=configured(config.data),

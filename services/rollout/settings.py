@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.rollout.engines.base import CommitMode, EngineSpec
+from shared.models.content import with_content
 from shared.models.hub import model_folder
 from shared.run.folder import RunFolder
 from shared.schema import RunConfig
@@ -47,8 +48,10 @@ class RolloutSettings:
 def from_config(config: RunConfig) -> RolloutSettings:
     """A server of a run starts without weights: the run's newest checkpoint is loaded before it reports ready."""
     services, engine = config.services, config.rollout.engine
+    model = model_folder(config.model.path, config.run.folder)
+    with_content(config, model)
     spec = EngineSpec(
-        model_path=str(model_folder(config.model.path, config.run.folder)),
+        model_path=str(model),
         load_weights=False,
         dtype=config.model.dtype,
         device=engine.device,

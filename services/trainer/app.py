@@ -40,6 +40,7 @@ from shared.files.buckets import Bucket
 from shared.findings import findings
 from shared.models.chat import tokenizer_of_run
 from shared.models.config import ModelConfig
+from shared.models.content import with_content
 from shared.models.hub import keep, model_folder
 from shared.models.origin import Origin
 from shared.process import telemetry
@@ -92,10 +93,11 @@ async def open_trainer(
     for finding in findings(config):
         _log.warning("the configuration means less than it says", finding=finding)
     config, origin = await asyncio.to_thread(_of_its_origin, config)
+    model = await asyncio.to_thread(model_folder, config.model.path, config.run.folder, weights=True)
+    config = await asyncio.to_thread(with_content, config, model)
     settings = from_run.from_config(config)
     callers = read_tokens(settings.token_files)
     token, admin = (callers.of(Role.SERVICE), callers.of(Role.ADMIN)) if callers else (None, None)
-    model = await asyncio.to_thread(model_folder, config.model.path, config.run.folder, weights=True)
     status = TrainerStatus(settings.run, config.trainer.max_steps)
     async with AsyncExitStack() as stack:
         redis = connect(settings.redis_url, settings.redis_password_file, settings.ca_file, refused_s=REFUSED_S)

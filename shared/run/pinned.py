@@ -37,6 +37,7 @@ _BETA, _NAME, _TEACHER = "algorithm.beta", "algorithm.name", "algorithm.teacher_
 _ONE_MODE = (("rl", "sft+rl"), ("sft+rl", "rl"))
 """One thing under two names: whether there is a warm start is said by `sft`, which is pinned."""
 _PATHS = ("model.path", "data.train", "data.eval")
+CONTENT = "model.content."
 _MOST_NAMED = 5
 _MAX_RECORD = 4 * 2**20
 
@@ -67,6 +68,11 @@ RULES = (
     Rule("run.", False, "it is what the run is: every draw and every record rests on it"),
     Rule("model.initial_weights", True, "only a run without a checkpoint reads it"),
     Rule("model.routing_replay", True, "a group brings its experts or does not, and is trained by what it brings"),
+    Rule(
+        "model.content",
+        False,
+        "it is the digest of a file in the model's folder, which decides texts and token ids: put the file back",
+    ),
     Rule(
         "model.",
         False,
@@ -224,7 +230,11 @@ def changes(was: Flat, now: Flat) -> list[Change]:
 
 
 def _means_the_same(key: str, was: Any, now: Any) -> bool:
-    """Whether two values that differ change nothing: a path in two spellings, and the date of a run that had none."""
+    """Whether two values that differ change nothing: a path in two spellings, and what an older run did not record: its
+    date, the content of its model's folder.
+    """
+    if key.startswith(CONTENT):
+        return was is None or now is None
     return (key in _PATHS and same_path(was, now)) or (key == "run.date" and was is None)
 
 

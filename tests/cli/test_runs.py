@@ -455,3 +455,52 @@ def test_a_token_that_is_not_whole_is_made_again(tmp_path: Path, content: str) -
     assert len(again) == len(word)
     assert again not in (word, content)
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def model_of(folder: Path) -> Path:
+    model = folder / "m"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "chat_template.jinja"):
+        (model / name).write_text(name, encoding="utf-8")
+    return model
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_run_goes_on_only_with_the_files_of_its_model(tmp_path: Path, older: bool) -> None:
+    model = model_of(tmp_path)
+    wanted = loaded(tmp_path, model={"path": str(model)})
+    if older:
+        begun(tmp_path, model={"path": str(model)})  # its checkpoint records no digest
+    with runs.claimed(wanted) as (folder, record, _):
+        assert record.config["model.content.generation_config"] == "none"
+    if not older:
+        folder.ledger.write_text("{}\n", encoding="utf-8")
+    said = list[str]()
+    for again in (wanted, runs.stored(folder.path)[0]):
+        with runs.claimed(again, said.append):
+            pass
+    assert said == []
+    (model / "generation_config.json").write_text("{}", encoding="utf-8")
+    for again in (wanted, runs.stored(folder.path, ["model.content=null"])[0]):
+        with pytest.raises(ConfigError, match=r"generation_config\.json \(sha256 was none, is [0-9a-f]{64}\)"):
+            claim(again)
+    (model / "generation_config.json").unlink()
+    claim(wanted)
+
+
+def test_a_new_run_does_not_take_the_digests_of_the_file_that_it_is_given(tmp_path: Path) -> None:
+    model = model_of(tmp_path)
+    with runs.claimed(loaded(tmp_path, model={"path": str(model), "content": {"config": "1"}})) as (folder, _, _):
+        content = load([folder.config]).config.model.content
+    assert content is not None
+    assert len(content["config"]) == 64
+
+
+def test_a_finished_run_of_an_older_version_keeps_the_digests(tmp_path: Path) -> None:
+    model = model_of(tmp_path)
+    begun(tmp_path, model={"path": str(model)})
+    with runs.claimed(loaded(tmp_path, model={"path": str(model)})) as (folder, record, _):
+        assert (
+            runs.finished(folder, record).config["model.content.tokenizer"] == record.config["model.content.tokenizer"]
+        )
+    assert load([folder.config]).config.model.content is not None

@@ -33,6 +33,7 @@ from shared.errors import ConfigError, DecodeError
 from shared.files.locks import try_lock
 from shared.files.reading import open_file, read_file
 from shared.files.storage import replace
+from shared.models import content
 from shared.models.hub import keep
 from shared.models.origin import LATEST
 from shared.models.weight_files import KEY
@@ -120,6 +121,7 @@ def claimed(loaded: LoadedConfig, say: Callable[[str], None] = printed) -> Itera
             )
             loaded = config.changed(loaded, {KEY: "random"})
             write_record(folder, dataclasses.replace(record, config={**record.config, KEY: "random"}))
+        loaded = beginning.with_content(loaded, folder, {} if record is None else record.config)
         record = _continued(folder, loaded, say) or _new(loaded)
         record = dataclasses.replace(record, origin=None if origin is None else dataclasses.asdict(origin))
         replace(folder.config, loaded.to_yaml().encode())
@@ -221,7 +223,7 @@ def finished(folder: RunFolder, record: RunRecord) -> RunRecord:
     head = commits.newest(folder)
     record = dataclasses.replace(record, finished=True)
     if head is not None:
-        in_force = pinned.in_force(head.settings, head.epoch) or record.config
+        in_force = _content(record) | dict(pinned.in_force(head.settings, head.epoch) or record.config)
         record = dataclasses.replace(
             record, final=str(head.version), config=in_force, amendments=_amendments(record, head, in_force)
         )
@@ -269,8 +271,10 @@ def _amended(folder: RunFolder, record: RunRecord, loaded: LoadedConfig, say: Ca
     """The record of a run that goes on, perhaps with other settings from its newest step on. Raises ConfigError."""
     head, now = commits.newest(folder), pinned.relevant(loaded.config)
     step = head.step if head else 0
+    was = _in_force(record, head)
     try:
-        found = pinned.permitted(_in_force(record, head), now, step=step)
+        content.check(beginning.content_of(was), beginning.content_of(now), loaded.config.model.path)
+        found = pinned.permitted(was, now, step=step)
     except ConfigError as error:
         raise ConfigError(f"run {folder.name} in {folder.path}: {error.detail}", error.hint) from None
     if record.finished and loaded.config.is_supervised:
@@ -299,7 +303,12 @@ def _in_force(record: RunRecord, head: TrainerState | None) -> Mapping[str, Any]
     know.
     """
     recorded = pinned.in_force(head.settings, head.epoch) if head else {}
-    return recorded or pinned.undone(record.config, [one.changes for one in record.amendments])
+    return _content(record) | (recorded or pinned.undone(record.config, [one.changes for one in record.amendments]))
+
+
+def _content(record: RunRecord) -> dict[str, Any]:
+    """Digests of the model's files, which checkpoints of an older run do not hold."""
+    return {key: value for key, value in record.config.items() if key.startswith(pinned.CONTENT)}
 
 
 def _amendments(record: RunRecord, head: TrainerState | None, now: Mapping[str, Any]) -> tuple[Amendment, ...]:

@@ -33,6 +33,7 @@ from shared.config import under
 from shared.models import origin
 from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from shared.models.config import ModelConfig
+from shared.models.content import with_content
 from shared.models.hub import kept_in, model_folder
 from shared.models.origin import Origin
 from shared.run.folder import RunFolder
@@ -65,6 +66,7 @@ def open_following(config: RunConfig, follower: Follower) -> FollowingCalls:
     if found is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": found.path})})
     folder = model_folder(config.model.path, run.path, weights=True)
+    config = with_content(config, folder)
     checkpoints = FollowingCheckpoints(run.checkpoints, follower)
     publications = FollowingPublications(follower)
     own, _, options = _backend(

@@ -12,6 +12,9 @@ from shared.run import pinned
 from shared.schema import RunConfig
 from shared.web.access import Role, token_for
 
+_OWN = ("model.path", "model.content")
+"""Settings that each process has for itself; it compares the content of its model's folder."""
+
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
@@ -51,6 +54,6 @@ def group_options(config: RunConfig) -> GroupOptions | None:
         )
     host, _, port = endpoint.coordinator_address.rpartition(":")
     token = token_for(config.services.token_files, Role.SERVICE) or ""
-    alike = {key: value for key, value in pinned.relevant(config).items() if key != "model.path"}
+    alike = {key: value for key, value in pinned.relevant(config).items() if not key.startswith(_OWN)}
     settings = blake3.blake3(orjson.dumps(alike, option=orjson.OPT_SORT_KEYS)).hexdigest()
     return GroupOptions(n, endpoint.process_id, (host.strip("[]"), int(port)), token.encode(), settings)

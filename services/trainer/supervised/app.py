@@ -21,6 +21,7 @@ from services.trainer.supervised.loop import SupervisedPlan
 from services.trainer.supervised.worker import OpenedBackend, SupervisedParts, SupervisedWorker
 from shared.clients.env import EnvClient
 from shared.models.chat import ChatTokenizer, tokenizer_of_run
+from shared.models.content import with_content
 from shared.models.hub import keep, model_folder
 from shared.models.origin import Origin
 from shared.process.boot import RunningService
@@ -42,6 +43,7 @@ async def open_supervised(config: RunConfig) -> AsyncIterator[RunningService]:
     services, folder = config.services, RunFolder(config.run.folder.absolute())
     callers = read_tokens(services.token_files)
     model = await asyncio.to_thread(model_folder, config.model.path, config.run.folder, weights=True)
+    config = await asyncio.to_thread(with_content, config, model)
     tokenizer, status = tokenizer_of_run(model, config.run.date), TrainerStatus(config.run.name, config.sft.max_steps)
     async with AsyncExitStack() as stack:
         client = None
