@@ -89,6 +89,26 @@ def test_a_tree_that_says_other_shapes_than_the_arrays_have_is_named(tmp_path: P
     assert "its manifest says of x.w" in violation.detail
 
 
+@pytest.mark.parametrize("rounded", [False, True])
+def test_other_parameters_beside_the_true_ones_in_the_optimizer_are_named(tmp_path: Path, rounded: bool) -> None:
+    found, records = made(tmp_path, rounded=rounded)
+    first, second = (tmp_path / "checkpoints" / str(one.version) for one in found)
+    if rounded:
+        shutil.rmtree(second / "params")
+        shutil.copytree(first / "params", second / "params")
+    else:
+        arrays, stored = OrbaxArrays(), second / "optimizer"
+        masters = {f"master.{name}": np.asarray(value) for name, value in arrays.read(second / "params").items()}
+        training = {name: np.asarray(value) for name, value in arrays.read(stored).items()}
+        for folder in (stored, second / "params"):
+            shutil.rmtree(folder)
+        arrays.write(stored, training | masters)
+        shutil.copytree(first / "params", second / "params")
+    (violation,), _ = proof.check(RunFolder(tmp_path), found, records)
+    assert violation.step == 2
+    assert "optimizer holds" in violation.detail
+
+
 def test_what_cannot_be_compared_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, records = made(tmp_path, rounded=False)
     violations, (why,) = proof.check(RunFolder(tmp_path), found, records[1:])

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import orjson
 
@@ -58,6 +59,8 @@ def checksum_of(folder: Path) -> str:
     master = {name.removeprefix(_MASTER): value for name, value in training.items() if name.startswith(_MASTER)}
     state = {name.removeprefix(_OPTIMIZER): value for name, value in training.items() if name.startswith(_OPTIMIZER)}
     critic = {f"critic {name}": value for name, value in state.items() if name.startswith(_CRITIC)}
+    if master:
+        _as_rounded(master, params)
     return checksum({**(master or params), **critic})
 
 
@@ -86,6 +89,20 @@ def _as_described(manifest: Manifest, params: Mapping[str, StoredArray]) -> None
         if described.get(name) != found.get(name):
             said, there = described.get(name, "not there"), found.get(name, "not there")
             raise WeightsError(f"{manifest.version}: its manifest says of {name[:100]} {said}, its files {there}"[:300])
+
+
+def _as_rounded(master: Mapping[str, StoredArray], params: Mapping[str, StoredArray]) -> None:
+    """Raises WeightsError unless `params` are the float32 `master` in the precision that is published."""
+    for name in sorted(master.keys() | params.keys()):
+        exact, rounded = master.get(name), params.get(name)
+        if exact is None or rounded is None or exact.shape != rounded.shape:
+            raise WeightsError(f"{name[:100]} is not in parameters and optimizer alike")
+        if exact.dtype != np.float32 or rounded.dtype == np.float32:
+            raise WeightsError(f"{name[:100]} is of {rounded.dtype}, and the optimizer holds it in {exact.dtype}")
+        limits = ml_dtypes.finfo(rounded.dtype)  # devices differ in how they round, and in the smallest numbers
+        for one, other in zip(_parts(exact), _parts(rounded), strict=True):
+            if not np.allclose(one, other.astype(np.float32), limits.eps, limits.smallest_normal, equal_nan=True):
+                raise WeightsError(f"{name[:100]} is not what the optimizer holds of it in {rounded.dtype}")
 
 
 def _sum(leaf: StoredArray | np.ndarray) -> int:
