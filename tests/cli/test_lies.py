@@ -4,10 +4,12 @@ re-made.
 
 from __future__ import annotations
 
+import asyncio
 import filecmp
 import random
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from shared.run.folder import RunFolder
 from shared.types import WeightVersion
 from tests.support import lies
 from tests.support.lies import LIES, PARTS, REMOVALS, SETTINGS, Lie, Part, Remake, Removal
-from tests.support.small_run import RUN
+from tests.support.small_run import RUN, Incarnation
 
 _OF_A_LIE = 6
 
@@ -268,3 +270,48 @@ def test_a_key_of_the_runs_own_record_twice_is_named(valid: Path, tmp_path: Path
     run = copied(valid, tmp_path)
     run.record.write_bytes(b'{"final":"e000009-s000009",' + run.record.read_bytes().lstrip()[1:])
     assert command.verify(run)["violations"]
+
+
+def begun_again(run: RunFolder) -> None:
+    """A new epoch, which begins with the files as it finds them."""
+
+    async def script(trainer: Incarnation) -> None:
+        await trainer.until(lambda status: status.phase == "done")
+
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.run(Incarnation(run.path, executor).run(script))
+
+
+def rewritten_evaluations(run: RunFolder) -> None:
+    found = lies.lines(run.evals)
+    found[2]["success"] = 0.99
+    lies.rewrite(run.evals, found)
+
+
+def rewritten_samples(run: RunFolder) -> None:
+    found = lies.lines(run.samples)
+    found[1]["text"] = "9"
+    lies.rewrite(run.samples, found)
+
+
+@pytest.mark.parametrize("lie", [rewritten_evaluations, rewritten_samples], ids=lambda lie: lie.__name__)
+def test_a_lie_that_was_told_before_a_new_epoch_is_named(valid: Path, tmp_path: Path, lie: Callable[[RunFolder], None]):
+    run = copied(valid, tmp_path)
+    lie(run)
+    begun_again(run)
+    assert "are not those that" in str(command.verify(run)["violations"])
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_file_that_was_lost_before_a_new_epoch_is_told(valid: Path, tmp_path: Path, kept: int):
+    """And filled again later."""
+    run = copied(valid, tmp_path)
+    found = lies.lines(run.evals)
+    lies.rewrite(run.evals, found[:kept])
+    begun_again(run)
+    append(run.evals, *[line | {"success": 0.25} for line in found[kept:]])
+    result = command.verify(run)
+    assert result["violations"] == []
+    assert any("evals.jsonl before" in one for one in result["not_checked"])
+    begun_again(run)
+    assert command.verify(run)["violations"] == []

@@ -154,7 +154,7 @@ def _proof(folder: RunFolder, spend: Spend) -> Result:
         "logged": head.step - saved.step,
         "undone": [{key: line[key] for key in ("ticket", "step", "epoch")} for line in fates.undone[:_MOST_TOLD]],
         "set_aside": aside,
-        "not_checked": [*held.absent(found), *missing],
+        "not_checked": [*held.absent(found), *held.replaced(folder, ancestors), *missing],
         "changed_data": data.changed(folder, run.data),
         "superseded_archives": [str(version) for version in groups.superseded(folder.archive, head)][:_MOST_TOLD],
         "redis": seen if isinstance(seen, str) else "differs" if differing else "agrees",
