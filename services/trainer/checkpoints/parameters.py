@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import orjson
 
@@ -29,6 +28,8 @@ _MASTER, _OPTIMIZER, _CRITIC = "master.", "optimizer.", "critic."
 _BESIDE_BYTES = 4 * 2**30
 _PART = 2**22
 """Elements that are read at once, if a row has no more."""
+_PRECISION = {"bfloat16": (2.0**-7, 2.0**-126), "float16": (2.0**-10, 2.0**-14)}
+"""Relative, and the smallest normal number: devices differ in how they round, and in numbers below that."""
 _WORDS: Mapping[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _GOLDEN, _FIRST, _SECOND = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
 
@@ -97,11 +98,11 @@ def _as_rounded(master: Mapping[str, StoredArray], params: Mapping[str, StoredAr
         exact, rounded = master.get(name), params.get(name)
         if exact is None or rounded is None or exact.shape != rounded.shape:
             raise WeightsError(f"{name[:100]} is not in parameters and optimizer alike")
-        if exact.dtype != np.float32 or rounded.dtype == np.float32:
+        if exact.dtype != np.float32 or str(rounded.dtype) not in _PRECISION:
             raise WeightsError(f"{name[:100]} is of {rounded.dtype}, and the optimizer holds it in {exact.dtype}")
-        limits = ml_dtypes.finfo(rounded.dtype)  # devices differ in how they round, and in the smallest numbers
+        relative, least = _PRECISION[str(rounded.dtype)]
         for one, other in zip(_parts(exact), _parts(rounded), strict=True):
-            if not np.allclose(one, other.astype(np.float32), limits.eps, limits.smallest_normal, equal_nan=True):
+            if not np.allclose(one, other.astype(np.float32), relative, least, equal_nan=True):
                 raise WeightsError(f"{name[:100]} is not what the optimizer holds of it in {rounded.dtype}")
 
 
