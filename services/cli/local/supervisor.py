@@ -129,7 +129,7 @@ class Supervision:
                 await self._before_restart(child, end)
 
     async def _until_up(self, child: Child) -> bool:
-        """Whether it answers; False if it has ended."""
+        """Wait until it answers; False if it has ended."""
         deadline = time.monotonic() + self.member.start_s
         while child.exit_code is None and not await self.member.probe():
             if time.monotonic() > deadline:

@@ -45,8 +45,10 @@ def write(folder: RunFolder, urls: Mapping[str, str], external: Mapping[str, str
 
 
 def read(folder: RunFolder) -> Addresses:
-    """Of a run that was started here, or whose folder says where its services are. Raises ConfigError, also for a
-    folder that is not trusted: callers send a token from a file that it names to an address that it names.
+    """Addresses of a run that was started here, or whose folder says where its services are.
+
+    Raises ConfigError, also for a folder that is not trusted: callers send a token from a file that it names to an
+    address that it names.
     """
     recorded = _recorded(folder)
     if recorded is None and not folder.config.is_file():

@@ -17,7 +17,7 @@ from shared.run.pinned import Flat
 
 
 def is_from_random(loaded: LoadedConfig, folder: RunFolder, recorded: Flat) -> bool:
-    """Whether a run without a checkpoint was begun from random weights by a version without `model.initial_weights`.
+    """Tell if a version without `model.initial_weights` began a run, without a checkpoint yet, from random weights.
 
     Each later version records the key. Those before it took random weights where the model's folder held none.
     """

@@ -171,7 +171,7 @@ def _sampled(path: Path) -> tuple[int, list[Violation]]:
 
 
 def _is_json(text: bytes) -> bool:
-    """Whether a line is whole: a torn one is no JSON."""
+    """Tell if a line is whole: a torn one is no JSON."""
     try:
         orjson.loads(text)
     except ValueError:

@@ -55,7 +55,7 @@ class LiveRecord:
 
     @property
     def verdict(self) -> tuple[bool, str] | None:
-        """Whether a canary is good, and why; None while too little was seen."""
+        """Verdict on a canary, with the reason; None while too little was seen."""
         if (turn := self.rates.suspect(_CERTAIN)) is not None:
             return False, f"{self.n_ended} live episodes: {self.rates.told(turn)}"
         if self.n_ended < MIN_EPISODES:

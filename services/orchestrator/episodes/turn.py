@@ -183,7 +183,7 @@ class TurnSampler:
         return turns[number]
 
     def _is_usable(self, version: WeightVersion, need: VersionBounds) -> bool:
-        """Whether tokens of these weights are still wanted."""
+        """Tell if tokens of these weights may still be trained on."""
         return version.step >= (need.min_step or 0) and not self._balancer.is_undone(version)
 
     async def _part(self, episode: EpisodeState, max_new_tokens: int) -> Generation:

@@ -96,7 +96,7 @@ class EnvironmentTallies:
         return _bounded(base_name(env), self._labels)
 
     def versioned_label(self, env: str) -> str:
-        """Of a metric: the name with its version, and `other` beyond so many."""
+        """Label of a metric: the name with its version, and `other` beyond so many."""
         return _bounded(env, self._versioned)
 
 

@@ -122,7 +122,7 @@ def _write_adapter(
 
 
 def _holds(model: Path, params: Mapping[str, np.ndarray]) -> bool:
-    """Whether the folder's weights are these, bit by bit in their dtype."""
+    """Compare the folder's weights with these, bit by bit in their dtype."""
     try:
         leaves = safetensors_leaves(model, weight_files(model))
         return all(

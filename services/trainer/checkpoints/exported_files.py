@@ -35,7 +35,7 @@ _TEXTS = (
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Whether the model's folder has a tokenizer, which then is in `target`. Raises WeightsError."""
+    """Copy the tokenizer of the model's folder to `target`; False if there is none. Raises WeightsError."""
     if not (source / TOKENIZER).is_file():
         return False
     for pattern in _COPIED:

@@ -17,7 +17,7 @@ _WORDS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def is_learned(message: Mapping[str, Any], at: str) -> bool:
-    """Whether the tokens of a message are learned, as far as its flags tell. Raises InputError."""
+    """Read from the flags of a message if its tokens are learned. Raises InputError."""
     found = {key: _meant(message[key], key, at) for key in FLAGS if message.get(key) is not None}
     if unclear := next((key for key in _UNCLEAR if message.get(key) is not None), None):
         raise InputError(f"{at} has the flag {unclear}, whose meaning differs between programs", _HINT)

@@ -90,7 +90,7 @@ class Publications:
         self._deltas = deque[dict[str, Delta]](maxlen=_N_DELTAS)  # of the last versions, by the chunk that each makes
         self.newest: PublishedVersion | None = None
         self.has_lost = False
-        """Whether a chunk of the newest version was asked for and is gone: it has to be published again."""
+        """Tell if a chunk of the newest version was asked for and is gone, so that it has to be published again."""
 
     def publish(
         self,

@@ -34,7 +34,7 @@ _METADATA = tuple(
         ),
     )
 )
-"""Where the metadata services of clouds are."""
+"""Networks of the metadata services of clouds."""
 _LAST = (12, 13, 14, 15)
 _EMBEDDING = tuple(
     (ipaddress.ip_network(net), at)
