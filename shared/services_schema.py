@@ -43,7 +43,8 @@ class EnvEndpoint(Endpoint):
     """`folder` keeps submitted environments (default: in the run's folder). `unsandboxed` names those that may be
     submitted where this machine cannot confine their code; `python` there allows that tool. `sandbox_memory_mb` is what
     one episode's process may use. `processes` run the episodes of built-in environments, each with threads of its own
-    (0: threads of the service).
+    (0: threads of the service). `allow_changed_code` plays submitted environments whose files have changed since the
+    run began: `volley reverify` sets it, a run that trains refuses them.
     `package_index` is the only place that their dependencies come from. `remote_tokens_file` is a secret file with a
     line `URL TOKEN` for each server of remote environments that asks for a token. `reward_servers` are the judges and
     reward services that `data.rewards` names.
@@ -54,6 +55,7 @@ class EnvEndpoint(Endpoint):
     unsandboxed: tuple[str, ...] = ()
     sandbox_memory_mb: PositiveInt = 512
     processes: Annotated[int, Field(ge=0, le=256)] = 0
+    allow_changed_code: bool = False
     package_index: Url = "https://pypi.org/simple"
     remote_tokens_file: Path | None = None
     reward_servers: dict[str, RewardServer] = Field(default_factory=dict)

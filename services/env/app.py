@@ -60,10 +60,8 @@ async def open_env(settings: EnvSettings) -> AsyncIterator[RunningService]:
     rewarding = Rewards(settings.rewards, settings.reward_servers, settings.folder, settings.ca_file)
     async with sandboxes, servers, pool, rewarding as rewards:
         store = SubmissionStore(settings.folder / "submitted")
-        submissions, content = (
-            _submissions(settings, store, catalogue, sandboxes),
-            ContentRecord(settings.folder, store),
-        )
+        submissions = _submissions(settings, store, catalogue, sandboxes)
+        content = ContentRecord(settings.folder, store, allow_changed_code=settings.allow_changed_code)
         await submissions.open()
         for full_name, source in settings.sources.items():
             await configured(submissions, full_name, source)

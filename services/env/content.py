@@ -29,6 +29,8 @@ _SPLITS = ("train", "eval")
 _PACKAGES = {"reasoning_gym": "reasoning-gym", "gymnasium": "gymnasium"}
 """The package whose version decides the tasks of a kind of environment."""
 _SHOWN = 16
+_SOURCE = "source"
+"""The part that is the code of a submitted environment."""
 
 
 class ContentPart(BaseModel):
@@ -45,10 +47,15 @@ _RECORD = TypeAdapter(dict[str, dict[str, ContentPart]])
 
 
 class ContentRecord:
-    """Args: folder: of the service, where the record is; store: of the submitted environments."""
+    """Args:
+    folder: of the service, where the record is.
+    store: of the submitted environments.
+    allow_changed_code: whether a submitted environment is played although its files are not those of the record.
+    """
 
-    def __init__(self, folder: Path, store: SubmissionStore) -> None:
+    def __init__(self, folder: Path, store: SubmissionStore, *, allow_changed_code: bool = False) -> None:
         self._file, self._store = folder / FILE, store
+        self._allowed = frozenset({_SOURCE}) if allow_changed_code else frozenset[str]()
         self._known: dict[str, Content] = {}
         self._alone = asyncio.Lock()
 
@@ -85,7 +92,7 @@ class ContentRecord:
         record = _read(self._file)
         known = record.get(entry.name, {})
         for part, one in found.items():
-            if part in known and known[part].digest != one.digest:
+            if part in known and known[part].digest != one.digest and part not in self._allowed:
                 raise _changed(entry.name, part, known[part], one)
         if new := {part: one for part, one in found.items() if part not in known}:
             with storage.storage(self._file.parent.parent):
@@ -127,7 +134,7 @@ def _parts(entry: CatalogueEntry, store: SubmissionStore) -> Iterator[tuple[str,
     name, _, number = entry.name.partition("@")
     source = store.folder / name / number / "source"
     if number.isdecimal() and source.is_dir():
-        yield "source", ContentPart(source=str(source), digest=_of_tree(source))
+        yield _SOURCE, ContentPart(source=str(source), digest=_of_tree(source))
 
 
 def _databases(kind: str, config: Mapping[str, Any]) -> Iterable[Path]:

@@ -48,7 +48,8 @@ class EnvSettings:
 
     `folder` keeps what is submitted; `unsandboxed` names what may be submitted where nothing confines it, `sandbox` is
     what one process of submitted code may use, `max_sandboxes` how many there are at once, `package_index` where their
-    dependencies come from.
+    dependencies come from. `allow_changed_code` plays submitted environments whose files have changed since the run
+    began.
 
     `sources` are those that the configuration names by files or import paths, under the names that took their place.
 
@@ -71,6 +72,7 @@ class EnvSettings:
     package_index: str
     n_processes: int = 0
     unsandboxed: tuple[str, ...] = ()
+    allow_changed_code: bool = False
     others: tuple[str, ...] = ()
     variants: Mapping[str, tuple[str, Mapping[str, Any]]] = field(
         default_factory=dict[str, tuple[str, Mapping[str, Any]]]
@@ -108,6 +110,7 @@ def from_config(config: RunConfig) -> EnvSettings:
         package_index=env.package_index,
         n_processes=env.processes,
         unsandboxed=env.unsandboxed,
+        allow_changed_code=env.allow_changed_code,
         remote_tokens_file=env.remote_tokens_file,
         ca_file=config.services.tls.ca_file,
         rewards=data.rewards,

@@ -123,8 +123,8 @@ async def test_the_version_of_a_package_that_makes_the_tasks_is_recorded(tmp_pat
         await record_in(tmp_path).ensure(entry)
 
 
-def record_in(folder: Path) -> ContentRecord:
-    return ContentRecord(folder / "environments", SubmissionStore(folder / "environments/submitted"))
+def record_in(folder: Path, **options: bool) -> ContentRecord:
+    return ContentRecord(folder / "environments", SubmissionStore(folder / "environments/submitted"), **options)
 
 
 async def test_an_environment_that_joins_later_is_recorded_when_it_does(
@@ -171,6 +171,25 @@ async def test_the_files_of_a_submitted_version_are_recorded(tmp_path: Path) -> 
     (source / "env.py").write_text("a = 2", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"adder@1: .*source has changed"):
         await record_in(tmp_path).ensure(entry)
+
+
+async def test_changed_code_is_played_where_it_is_allowed_but_not_changed_data(
+    tmp_path: Path, gsm8k_files: dict[str, Path]
+) -> None:
+    source = tmp_path / "environments/submitted/adder/1/source"
+    source.mkdir(parents=True)
+    code = CatalogueEntry("adder@1", "python", {}, None)  # type: ignore[arg-type]
+    data = CatalogueEntry("gsm8k", "gsm8k", {"train": str(gsm8k_files["train"])}, None)  # type: ignore[arg-type]
+    (source / "env.py").write_text("a = 1", encoding="utf-8")
+    await record_in(tmp_path).ensure_all([code, data])
+    recorded = (tmp_path / "environments/data.json").read_bytes()
+    (source / "env.py").write_text("a = 2", encoding="utf-8")
+    written(gsm8k_files["train"], ROWS)
+    mended = record_in(tmp_path, allow_changed_code=True)
+    await mended.ensure(code)
+    with pytest.raises(ConfigError):
+        await mended.ensure(data)
+    assert (tmp_path / "environments/data.json").read_bytes() == recorded
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from services.cli.reverify import command as reverify
 from services.cli.verify.command import verify
 from shared.process.ports import free_port
+from shared.run import trust
 from shared.run.folder import RunFolder
 from tests.support import answering
 from tests.support.stack import Training, training
@@ -86,7 +87,8 @@ def reverified(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> dict[st
 
 
 def read_otherwise(folder: RunFolder) -> None:
-    """A mended scorer: the same answers of the judge are worth half."""
+    """A mended scorer: the same answers of the judge are worth half. As with `--trust`: the file was changed by hand."""
     text = folder.config.read_text(encoding="utf-8")
     assert f"weight: {WEIGHT}" in text
     folder.config.write_text(text.replace(f"weight: {WEIGHT}", f"weight: {WEIGHT / 2}"), encoding="utf-8")
+    trust.accept(folder)

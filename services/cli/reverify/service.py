@@ -52,8 +52,8 @@ async def _started(folder: RunFolder) -> AsyncIterator[str]:
     """A service with the run's configuration, and what was submitted to the run; it does not outlive us. Raises
     ConfigError, Unavailable.
 
-    It refuses data files that have changed since the run was made; what it records of a run that recorded none is
-    removed again.
+    It refuses data files that have changed since the run was made, but not the code of submitted environments, which
+    is what episodes are played again for. What it records of a run that recorded none is removed again.
     """
     is_recorded = folder.environment_data.exists()
     with tempfile.TemporaryDirectory() as logs, Reaper.running() as reaper:
@@ -76,7 +76,7 @@ def _service(folder: RunFolder, log: Path) -> tuple[ProcessSpec, str]:
         port: int = held.getsockname()[1]
     command = [str(python_of("base")), "-m", "services.env", "--config", str(folder.config.absolute())]
     command += [f"services.env.port={port}", "services.env.host=127.0.0.1", "services.token_files={}"]
-    command += [f"services.env.folder={folder.environments.absolute()}"]
+    command += [f"services.env.folder={folder.environments.absolute()}", "services.env.allow_changed_code=true"]
     environment = {**variables_of("base", cpu=True), "PYTHONPATH": str(PROJECT)}
     return ProcessSpec("env", tuple(command), environment, log, cwd=base), f"http://127.0.0.1:{port}"
 
