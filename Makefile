@@ -42,13 +42,13 @@ format: install  ## format, and mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 
 chaos: install  ## kill, pause, wipe, cut everything of a run, and prove that nothing came of it
-	@$(BIN)/volley chaos $(ARGS)
+	@$(BIN)/python -m tools.chaos $(ARGS)
 
 soak: install  ## run the whole stack for half an hour and see that nothing grows
-	@$(BIN)/volley soak $(ARGS)
+	@$(BIN)/python -m tools.soak $(ARGS)
 
 bench: install  ## measure; writes bench.json
-	@$(BIN)/volley bench --json bench.json $(ARGS)
+	@$(BIN)/python -m tools.bench --json bench.json $(ARGS)
 
 lower: install  ## compile a configuration's steps for TPUs that are not here; ARGS="FILE.yaml --tpu v5e"
 	@$(BIN)/python -m tools.lower $(ARGS)

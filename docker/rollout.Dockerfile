@@ -21,6 +21,5 @@ COPY configs configs
 COPY docker docker
 COPY shared shared
 COPY services services
-COPY tools tools
-RUN python -m compileall -q services shared tools
+RUN python -m compileall -q services shared
 USER volley

@@ -1,24 +1,17 @@
-"""The `volley` command. Heavy imports happen in the command that needs them; an error is one line on stderr.
-
-Exit codes: 0 done, 1 failed, 2 wrong configuration or usage, 130 stopped by Ctrl-C, 143 stopped by SIGTERM.
-"""
+"""The `volley` command. Heavy imports happen in the command that needs them."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import math
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from services.cli import environment_arguments, model_arguments, sft_arguments
-from services.cli.printing import complain
+from services.cli.program import run_program
 from services.cli.run_arguments import accept, add_run_dir, add_trust
 from shared.config import add_arguments
-from shared.errors import ConfigError, VolleyError
-from shared.process.utf8 import print_what_can_be_printed, restart_in_utf8
+from shared.errors import ConfigError
 
 QUICKSTART = "configs/quickstart.yaml"
 type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -26,27 +19,14 @@ type _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of `volley`."""
-    restart_in_utf8()
-    print_what_can_be_printed()  # not every encoding has the signs of curves, bars and tables
+    run_program(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = parsed(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
-    try:
-        accept(arguments)
-        code = _flushed(command(arguments))
-    except VolleyError as error:
-        complain(f"volley: {error}")
-        code = 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        code = 130
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 1
-    except OSError as error:
-        if error.filename is None:
-            raise
-        complain(f"volley: {error.filename}: {error.strerror}")
-        code = 1
-    raise SystemExit(code)
+    accept(arguments)
+    return command(arguments)
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -58,19 +38,6 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     if late:
         arguments.overrides = [*arguments.overrides, *late]
     return arguments
-
-
-def _flushed(code: int) -> int:
-    """The exit code of a command that ended with `code`: no 0 where its output cannot be written."""
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):
-            with contextlib.suppress(OSError):
-                complain(f"volley: standard output: {error.strerror}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return code or 1
-    return code
 
 
 def parser() -> argparse.ArgumentParser:
@@ -198,50 +165,6 @@ def _add_proving(commands: _Commands) -> None:
     reverify.add_argument("--json", action="store_true", help="for programs")
     reverify.set_defaults(command=_reverify)
 
-    chaos = commands.add_parser(
-        "chaos", help="break a run in every way, and require that nothing is lost, doubled or different"
-    )
-    chaos.add_argument("--seed", type=int, default=0, metavar="N", help="which faults, when and where (default: 0)")
-    chaos.add_argument(
-        "--kills",
-        type=_count,
-        default=40,
-        metavar="N",
-        help="SIGKILLs over all services; not with --real (default: 40)",
-    )
-    chaos.add_argument(
-        "--wipes",
-        type=_count,
-        default=2,
-        metavar="N",
-        help="times that Redis forgets everything; not with --real (default: 2)",
-    )
-    chaos.add_argument(
-        "--zombies",
-        type=_count,
-        default=3,
-        metavar="N",
-        help="trainers that wake up after they were replaced; not with --real (default: 3)",
-    )
-    chaos.add_argument(
-        "--real", action="store_true", help="the real engine and trainer, on a clock, instead of simulated ones"
-    )
-    chaos.add_argument(
-        "--minutes", type=_minutes, default=3.0, metavar="M", help="how long with --real, more than 0 (default: 3)"
-    )
-    chaos.add_argument(
-        "--dir", type=Path, default=Path("runs"), metavar="DIR", help="where the run's folder is made (default: runs)"
-    )
-    chaos.add_argument(
-        "--save-interval-steps",
-        type=int,
-        default=1,
-        metavar="N",
-        help="steps from checkpoint to checkpoint (default: 1)",
-    )
-    chaos.add_argument("--json", action="store_true", help="for programs")
-    chaos.set_defaults(command=_chaos)
-
 
 def _add_measuring(commands: _Commands) -> None:
     evaluate = commands.add_parser(
@@ -258,34 +181,6 @@ def _add_measuring(commands: _Commands) -> None:
     evaluate.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
     evaluate.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
     evaluate.set_defaults(command=_evaluate)
-
-    soak = commands.add_parser("soak", help="run the whole stack for some minutes and see that nothing grows")
-    soak.add_argument("--minutes", type=_minutes, default=30.0, metavar="M", help="how long (default: 30)")
-    soak.add_argument("--config", action="append", metavar="FILE.yaml", help="of the run (default: configs/soak.yaml)")
-    soak.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
-    soak.add_argument("--json", action="store_true", help="for programs")
-    soak.set_defaults(command=_soak)
-
-    bench = commands.add_parser("bench", help="measure; prints a table")
-    bench.add_argument("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
-    bench.set_defaults(command=_bench)
-
-
-def _count(text: str) -> int:
-    """Raises ArgumentTypeError."""
-    with contextlib.suppress(ValueError):
-        if (n := int(text)) >= 0:
-            return n
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
-
-
-def _minutes(text: str) -> float:
-    """Raises ArgumentTypeError."""
-    with contextlib.suppress(ValueError):
-        if math.isfinite(60 * (minutes := float(text))) and minutes >= 0:
-            return minutes
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes, 0 or more")
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -365,32 +260,10 @@ def _reverify(arguments: argparse.Namespace) -> int:
     return command.main(arguments.run_dir, only=arguments.env, instead=arguments.by, as_json=arguments.json)
 
 
-def _chaos(arguments: argparse.Namespace) -> int:
-    from tools.chaos import command
-    from tools.chaos.campaign import CampaignSpec
-    from tools.chaos.plan import Amounts
-
-    amounts = Amounts(arguments.kills, arguments.wipes, arguments.zombies)
-    wanted = CampaignSpec(arguments.seed, amounts, arguments.minutes, arguments.dir, arguments.save_interval_steps)
-    return command.main(wanted, real=arguments.real, as_json=arguments.json)
-
-
 def _evaluate(arguments: argparse.Namespace) -> int:
     from services.cli.commands import evaluate
 
     return evaluate.main(arguments.target, arguments.config or [], arguments.overrides, arguments.json)
-
-
-def _soak(arguments: argparse.Namespace) -> int:
-    from tools.soak import command
-
-    return command.main(arguments.minutes, arguments.config or [], arguments.overrides, as_json=arguments.json)
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    from tools.bench import command as frame
-
-    return frame.main(arguments.names, arguments.json)
 
 
 if __name__ == "__main__":

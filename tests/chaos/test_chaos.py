@@ -1,4 +1,4 @@
-"""`volley chaos` as a command: whole runs under faults, in which nothing may be lost, doubled, or different."""
+"""`make chaos` as a program: whole runs under faults, in which nothing may be lost, doubled, or different."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = {"kill", "pause", "wipe", "zombie", "disk_full", "delay", "stall", "cut"
 
 def chaos(folder: Path, *arguments: str) -> dict[str, Any]:
     """The result of a run that broke no requirement."""
-    command = [sys.executable, "-m", "services.cli", "chaos", "--json", "--dir", str(folder), *arguments]
+    command = [sys.executable, "-m", "tools.chaos", "--json", "--dir", str(folder), *arguments]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-5000:]}"
     return orjson.loads(done.stdout)

@@ -47,12 +47,10 @@ def volley(*arguments: str, variables: Mapping[str, str] | None = None) -> subpr
         (["up", "/missing"], "/missing: no such folder"),
         (["up", "configs"], "its run.json is missing"),
         (["up", "--config", CONFIG, "configs"], "key.path=value"),
-        (["soak", "--minutes", "0"], "too short"),
         (["report", "/missing"], "/missing"),
         (["status", "/missing"], "/missing"),
         (["verify", "/missing"], "/missing"),
         (["replay", "/missing", "--from-step", "1"], "/missing"),
-        (["bench", "warp"], "no benchmark warp"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -79,22 +77,6 @@ def assert_one_line(text: str, named: str) -> None:
     assert named in text.replace(f"{PROJECT}/", "")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(["chaos", f"--{what}", "-1"] for what in ("kills", "wipes", "zombies")),
-        ["chaos", "--real", "--minutes", "nan"],
-        ["soak", "--minutes", "nan"],
-        ["soak", "--minutes", "inf"],
-    ],
-)
-def test_a_number_that_means_nothing_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
-    assert f"argument {arguments[-2]}: '{arguments[-1]}' is not a" in capsys.readouterr().err
-
-
 def test_a_runs_folder_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"is the folder of a run, not of a model \(.*{tmp_path}@latest"):
@@ -105,8 +87,7 @@ def test_help_lists_the_commands() -> None:
     done = volley("--help")
     assert done.returncode == 0
     assert all(
-        command in done.stdout
-        for command in ("train", "up", "quickstart", "report", "status", "verify", "replay", "soak")
+        command in done.stdout for command in ("train", "up", "quickstart", "report", "status", "verify", "replay")
     )
 
 

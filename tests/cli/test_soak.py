@@ -14,7 +14,7 @@ from shared.config import load
 from shared.queue.scripts import Keys
 from shared.schema import RunConfig
 from tests.support.redis import redis, redis_server  # noqa: F401
-from tools.soak.command import told
+from tools.soak.__main__ import told
 from tools.soak.judgement import SoakSample, judged
 from tools.soak.samples import ProcessUsage, QueueUsage, queue_usage, usage
 from tools.soak.trend import trend

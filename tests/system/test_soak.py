@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 def test_ten_minutes_of_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "services.cli", "soak", "--minutes", "10", "--json", f"run.dir={tmp_path}"]
+    command = [sys.executable, "-m", "tools.soak", "--minutes", "10", "--json", f"run.dir={tmp_path}"]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, encoding="utf-8", timeout=1150, check=False)
     assert done.returncode in (0, 1), done.stderr[-3000:]
     result = orjson.loads(done.stdout)

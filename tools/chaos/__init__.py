@@ -1,1 +1,1 @@
-"""`volley chaos`: real processes, seeded faults, and the proof that nothing came of them."""
+"""`make chaos`: real processes, seeded faults, and the proof that nothing came of them."""

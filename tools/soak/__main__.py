@@ -1,9 +1,11 @@
-"""`volley soak`: runs the whole stack for some minutes, samples what its processes hold, and says whether anything
-grows.
+"""`make soak`: run the whole stack for some minutes and see that nothing grows.
+
+make soak ARGS="--minutes 10 run.dir=/tmp/runs"
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import time
@@ -18,6 +20,7 @@ from services.cli.commands import train
 from services.cli.layout import PROJECT
 from services.cli.local.stack import LocalStack
 from services.cli.printing import complain, printed_block, printed_json, told_lines
+from services.cli.program import run_program
 from services.cli.reporting.progress import PlainLines, RecordTails
 from services.cli.runs.record import claimed, write_json
 from shared import config
@@ -26,6 +29,7 @@ from shared.errors import ConfigError, VolleyError
 from shared.queue.client import command, connect
 from shared.queue.scripts import Keys
 from shared.run.folder import RunFolder
+from tools.arguments import minutes
 from tools.soak.judgement import SoakSample, judged
 from tools.soak.samples import queue_usage, usage, usage_alone
 
@@ -36,15 +40,30 @@ _SHORTEST_MINUTES = 1.0
 _ENOUGH = 12
 
 
-def main(minutes: float, paths: Sequence[str], overrides: Sequence[str], *, as_json: bool) -> int:
-    """Prints the result, which is also `soak.json` of the run; 0 if nothing grows, else 1. Raises VolleyError."""
-    if minutes < _SHORTEST_MINUTES:
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the result, which is also `soak.json` of the run; the exit code is 0 if nothing grows, else 1."""
+    run_program(lambda: _run(_parser().parse_intermixed_args(argv)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make soak", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=minutes, default=30.0, metavar="M", help="how long (default: 30)")
+    parser.add_argument("--config", action="append", metavar="FILE.yaml", help=f"of the run (default: {CONFIG})")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Raises VolleyError."""
+    length_min: float = arguments.minutes
+    if length_min < _SHORTEST_MINUTES:
         raise ConfigError(
-            f"--minutes {minutes:g} is too short to see anything grow", f"give {_SHORTEST_MINUTES:g} or more"
+            f"--minutes {length_min:g} is too short to see anything grow", f"give {_SHORTEST_MINUTES:g} or more"
         )
-    if not paths:
+    if not arguments.config:
         os.chdir(PROJECT)
-    loaded = _new_run(paths or [CONFIG], overrides)
+    loaded = _new_run(arguments.config or [CONFIG], arguments.overrides)
     samples: list[SoakSample] = []
     train.check_inputs(loaded)
     with claimed(loaded, _tell) as claim:
@@ -52,7 +71,7 @@ def main(minutes: float, paths: Sequence[str], overrides: Sequence[str], *, as_j
             train.supervise(
                 loaded,
                 claim,
-                lambda running: _soak(running, claim.folder, loaded, minutes * 60, samples),
+                lambda running: _soak(running, claim.folder, loaded, length_min * 60, samples),
                 _tell,
                 seen=PlainLines(0, _tell).service,
             )
@@ -62,7 +81,7 @@ def main(minutes: float, paths: Sequence[str], overrides: Sequence[str], *, as_j
             raise VolleyError(f"only {len(samples)} samples were taken", "soak for longer")
         result = judged(samples, loaded.config)
         write_json(claim.folder.soak, result)
-    printed_json(result) if as_json else printed_block(told(result))
+    printed_json(result) if arguments.json else printed_block(told(result))
     return 0 if result["ok"] else 1
 
 
@@ -165,3 +184,7 @@ def _news(sample: SoakSample) -> str:
 
 def _tell(line: str) -> None:
     complain(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,13 @@
-"""`volley bench`: runs the benchmarks one after the other, each in its own virtual environment; a table and JSON.
+"""`make bench`: run benchmarks one after the other, each in its own virtual environment; a table and bench.json.
+
+    make bench ARGS="recovery sandbox"
 
 Every ratio compares two things measured in the same run on the same machine, so it means something elsewhere too.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ import orjson
 
 from services.cli.layout import PROJECT, python_of, variables_of
 from services.cli.printing import complain, printed_block
+from services.cli.program import run_program
 from services.cli.runs.record import write_json
 from shared.errors import ConfigError, VolleyError
 
@@ -81,8 +85,23 @@ BENCHMARKS = {
 }
 
 
-def main(names: Sequence[str], json_path: Path | None) -> int:
-    """Prints the table; the exit code is 1 if a benchmark failed. Raises ConfigError for an unknown name."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the table; the exit code is 1 if a benchmark failed."""
+    run_program(lambda: _run(_parser().parse_intermixed_args(argv)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="make bench", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"which benchmarks (default: all): {', '.join(BENCHMARKS)}"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigError for an unknown name."""
+    names: list[str] = arguments.names
     unknown = sorted(set(names) - BENCHMARKS.keys())
     if unknown:
         raise ConfigError(f"no benchmark {', '.join(unknown)}", f"there are: {', '.join(BENCHMARKS)}")
@@ -91,17 +110,17 @@ def main(names: Sequence[str], json_path: Path | None) -> int:
     for name in names or BENCHMARKS:
         complain(f"{name}: {BENCHMARKS[name].about} …")
         try:
-            results |= run(BENCHMARKS[name])
+            results |= measured(BENCHMARKS[name])
         except VolleyError as error:
             failed.append(name)
             complain(f"{name} failed: {error}")
     printed_block(table(results))
-    if json_path is not None:
-        write_json(json_path, results)
+    if arguments.json is not None:
+        write_json(arguments.json, results)
     return 1 if failed else 0
 
 
-def run(benchmark: Benchmark) -> dict[str, dict[str, Any]]:
+def measured(benchmark: Benchmark) -> dict[str, dict[str, Any]]:
     """{name: {value, unit, reference, ratio}}. Raises VolleyError with the last line of what the program said."""
     variables = variables_of(benchmark.environment, cpu=True)
     command = [str(python_of(benchmark.environment)), "-m", benchmark.module]
@@ -149,3 +168,7 @@ def _figure(value: float | None) -> str:
 def _last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""
+
+
+if __name__ == "__main__":
+    main()
