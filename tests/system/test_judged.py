@@ -87,7 +87,7 @@ def reverified(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> dict[st
 
 
 def read_otherwise(folder: RunFolder) -> None:
-    """A mended scorer: the same answers of the judge are worth half. As with `--trust`: the file was changed."""
+    """A mended scorer: the same answers of the judge are worth half. The folder is trusted as with `--trust`."""
     text = folder.config.read_text(encoding="utf-8")
     assert f"weight: {WEIGHT}" in text
     folder.config.write_text(text.replace(f"weight: {WEIGHT}", f"weight: {WEIGHT / 2}"), encoding="utf-8")

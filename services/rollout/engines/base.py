@@ -162,11 +162,11 @@ class StagedWeights:
     the arrays in the stream, in their order; a `base` is of chunks as well. Those that are still on their way come in
     the order that the `seed` draws (shared.weights.order).
 
-    A checkpoint's `files` are as its manifest names them: an engine reads each once (`shared.run.weights.copy_files`)
-    and loads the very bytes whose digest it has taken. What they hold must have exactly the leaves of `tree`. With a
-    probe (int32[n] ids, float32[n-1] log-probabilities of all but the first, and the noise of the trainer's dtype in
-    nats, if known) the engine must agree with it. With a `base` these are adapters of it.
-    """
+    A checkpoint's `files` are as its manifest names them: an engine reads each once (see
+    `shared.run.weights.copy_files`) and loads the very bytes whose digest it has taken. What they hold must have
+    exactly the leaves of `tree`. With a probe (int32[n] ids, float32[n-1] log-probabilities of all but the first,
+    and the noise of the trainer's dtype in nats, if known) the engine must agree with it. With a `base` these are
+    adapters of it."""
 
     folder: str
     version: str
