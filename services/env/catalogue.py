@@ -42,7 +42,7 @@ from shared.process import telemetry
 MAX_VARIANTS = 64
 
 _MAX_ERRORS = 10
-_log = telemetry.Log("env")
+_log = telemetry.Log("catalogue")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 

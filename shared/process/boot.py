@@ -5,7 +5,7 @@ Four ends, each with all resources released:
 - a worker raises: the same, exit code 1 (a crashed worker never leaves a zombie that still answers 200), or 2 if what
   it found wrong is the configuration: to start it again would change nothing;
 - connections that never finish: cut off when the grace is over; a cleanup or a thread that hangs: `CLEANUP_S` later;
-- start-up fails (configuration, taken port, unreachable Redis): one line on stderr, exit code 2 or 1.
+- start-up fails (configuration, taken port, unreachable Redis): the event `CANNOT_START`, exit code 2 or 1.
 
 The socket is bound before resources are opened, so a taken port costs nothing; heavy imports happen after both.
 """
@@ -20,7 +20,6 @@ import importlib.util
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -32,6 +31,7 @@ import uvloop
 from shared import config
 from shared.errors import ConfigError, VolleyError
 from shared.process import telemetry, watchdog
+from shared.process.events import CANNOT_START, CRASHED, FORCED
 from shared.process.imports import uncollected
 from shared.process.ports import host_problem
 from shared.process.utf8 import restart_in_utf8
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 CLEANUP_S = 10.0
 """How long a process may live on after its grace, in seconds: for its resources, and for threads that Python waits for.
 """
-CRASHED, FORCED = "worker crashed", "did not end in time: ended by force"
-"""Events of ends that nobody intends: a worker that raises what is no error of Volley's own, a thread that hangs."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _log = telemetry.Log("boot")
 
@@ -85,7 +83,7 @@ def main(name: str, *, requires: str | None = None, open_service: OpenService | 
         with bind(endpoint) as listener:
             code = run(loaded.config, open_service or _load(name, requires), listener)
     except VolleyError as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        _log.error(CANNOT_START, error=type(error).__name__, detail=str(error))
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
     raise SystemExit(code)
 

@@ -1,6 +1,8 @@
-"""One structured event a line on stderr, and Prometheus metrics. Services never print.
+"""Structured logging to stderr, and Prometheus metrics. Services never print.
 
-Event fields follow one vocabulary: run, ticket, episode, step, version; durations end in _s.
+An event has a time (ISO-8601, UTC, milliseconds), a level, a logger, a name and fields. In files and pipes it is a line
+of JSON; a terminal gets the same as a line of text. Fields follow one vocabulary: run, ticket, episode, step, version;
+durations end in _s.
 """
 
 from __future__ import annotations
@@ -8,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
-import time
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import orjson
@@ -20,7 +23,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from shared.text import without_halves
-from shared.visible import visible_json
+from shared.visible import visible, visible_json
 
 __all__ = ["REGISTRY", "Counter", "Gauge", "Histogram", "Log", "Totals", "configure", "exposition"]
 
@@ -34,28 +37,65 @@ _LEVELS = {
     logging.ERROR: "error",
     logging.CRITICAL: "error",
 }
+_WORD = re.compile(r"[\w./:@%+,-]+")
 
 
-class _Lines(logging.Formatter):
+class _JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, service, logger, event, fields, traceback."""
+
     def __init__(self, service: str) -> None:
         super().__init__()
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
         event: dict[str, Any] = {
-            "t": time.strftime("%H:%M:%S", time.localtime(record.created)) + f".{int(record.msecs):03d}",
-            "level": _LEVELS.get(record.levelno, "info"),
+            "time": _time(record),
+            "level": _level(record),
             "service": self._service,
+            "logger": record.name,
             "event": record.getMessage(),
-            **getattr(record, "fields", {}),
         }
+        event |= {f"{name}_" if name in event else name: value for name, value in _fields(record).items()}
         if record.exc_info:
             event["traceback"] = self.formatException(record.exc_info)
-        try:
-            line = orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY).decode()
-        except TypeError:  # a name of a file that is not UTF-8, or an integer beyond 64 bits
-            line = without_halves(json.dumps(event, default=str).encode()).decode()
-        return visible_json(line)
+        return _json(event)
+
+
+class _TerminalLines(logging.Formatter):
+    """The same event as text: `TIME LEVEL LOGGER: EVENT name=value`, then the traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = "".join(f" {visible(name)}={_value(value)}" for name, value in _fields(record).items())
+        head = f"{_time(record)} {_level(record).upper():7} {record.name}:"
+        line = f"{head} {visible(record.getMessage())}{fields}"
+        trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
+        return "\n".join([line, *map(visible, trace)])
+
+
+def _time(record: logging.LogRecord) -> str:
+    utc = datetime.fromtimestamp(record.created, UTC).replace(tzinfo=None)
+    return utc.isoformat(timespec="milliseconds") + "Z"
+
+
+def _level(record: logging.LogRecord) -> str:
+    return _LEVELS.get(record.levelno, "info")
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+    return getattr(record, "fields", {})
+
+
+def _value(value: object) -> str:
+    """The value as it stands if it is one plain word, else as JSON."""
+    return value if isinstance(value, str) and _WORD.fullmatch(value) else _json(value)
+
+
+def _json(value: object) -> str:
+    try:
+        text = orjson.dumps(value, default=str, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+    except TypeError:  # a name of a file that is not UTF-8, or an integer beyond 64 bits
+        text = without_halves(json.dumps(value, default=str).encode()).decode()
+    return visible_json(text)
 
 
 class _Whole(logging.StreamHandler[Any]):
@@ -107,9 +147,12 @@ class Log:
 
 
 def configure(service: str, level: int = logging.INFO) -> None:
-    """Routes all logging of the process to stderr as JSON lines; libraries only from warning on."""
+    """Route all logging of the process to stderr; libraries only from warning on.
+
+    Lines are text where stderr is a terminal, else JSON.
+    """
     handler = _Whole(sys.stderr)
-    handler.setFormatter(_Lines(service))
+    handler.setFormatter(_TerminalLines() if sys.stderr.isatty() else _JsonLines(service))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)

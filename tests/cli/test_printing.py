@@ -24,7 +24,7 @@ from services.cli.reporting.live import LiveDisplay
 from services.cli.verify import command
 from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import Unavailable
-from shared.process.telemetry import _Lines
+from shared.process.telemetry import _JsonLines
 from shared.run.folder import RunFolder
 from shared.visible import visible, visible_json
 from tests.support import small_run
@@ -179,6 +179,6 @@ def test_a_line_of_a_log_holds_no_controls(caplog: pytest.LogCaptureFixture) -> 
     import logging
 
     record = logging.LogRecord("volley", logging.INFO, "", 0, HOSTILE.replace("\udc80", ""), None, None)
-    line = _Lines("env").format(record)
+    line = _JsonLines("env").format(record)
     assert not FORBIDDEN.search(line)
     assert orjson.loads(line)["event"] == HOSTILE.replace("\udc80", "")

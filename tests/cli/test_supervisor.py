@@ -19,6 +19,7 @@ from services.cli.local.session_files import SessionFiles
 from services.cli.local.supervisor import RestartPolicy, ServiceFailed, SupervisedProcess, Supervision, keeping
 from shared.clients.base import HttpClient
 from shared.errors import ConfigError, VolleyError, first_error
+from shared.process.events import CANNOT_START
 from shared.process.ports import free_port
 
 LIVES = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
@@ -144,9 +145,9 @@ async def test_a_process_that_never_answers_fails_the_run(
 
 
 async def test_exit_code_2_is_a_wrong_configuration(member: Callable[..., SupervisedProcess], reaper: Reaper) -> None:
-    error = await fails(
-        member("import sys; print('trainer: data.train is missing', file=sys.stderr); sys.exit(2)"), reaper, []
-    )
+    log = "from shared.process import telemetry; telemetry.configure('trainer'); log = telemetry.Log('boot')"
+    failure = f"log.error({CANNOT_START!r}, error='ConfigError', detail='data.train is missing')"
+    error = await fails(member(f"{log}; {failure}; raise SystemExit(2)"), reaper, [])
     assert isinstance(error, ConfigError)
     assert str(error) == "trainer: data.train is missing"
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from shared.process.events import CANNOT_START, parse
 from tests.rollout.server import running_server, wait_until
 from tests.support import models
 
@@ -35,7 +36,7 @@ def test_a_model_that_is_not_computed_is_one_line_and_a_code(tmp_path: Path) -> 
     )
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=200, check=False)
     assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("rollout: ")]
+    lines = [line for line in done.stderr.splitlines() if parse(line).get("event") == CANNOT_START]
     assert len(lines) == 1
     assert "NoSuchModel" in lines[0]
 

@@ -167,7 +167,7 @@ log.info("last")
         file.seek(LIMIT - 200)
         lines = file.read().splitlines()
     assert [orjson.loads(line)["event"] for line in (lines[0], *lines[2:])] == ["before", "after", "last"]
-    assert lines[1].startswith(b'{"t":')
+    assert lines[1].startswith(b'{"time":')
 
 
 def test_what_others_append_while_a_torn_line_is_mended_stays(tmp_path: Path):

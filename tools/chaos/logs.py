@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
-
-import orjson
 
 from services.cli.local.supervisor import ProcessEnd
 from shared.errors import VolleyError
-from shared.process import boot
+from shared.process.events import CRASHED, FORCED, parse
 
 _TRACEBACK = "Traceback (most recent call last):"
 _EXPECTED = (-signal.SIGKILL, 1)
@@ -34,7 +31,7 @@ def failed_with(log: Path, start: int, kind: type[VolleyError]) -> bool:
     """
     with log.open("rb") as lines:
         lines.seek(start)
-        return any(_event(line).get("error") == kind.__name__ for line in lines)
+        return any(parse(line).get("error") == kind.__name__ for line in lines)
 
 
 def _of(path: Path) -> Iterator[str]:
@@ -42,15 +39,6 @@ def _of(path: Path) -> Iterator[str]:
     for line in lines:
         if line.startswith(_TRACEBACK):
             yield next((text for text in lines if text and not text.startswith(" ")), _TRACEBACK)
-        elif (event := _event(line)).get("event") in (boot.CRASHED, boot.FORCED):
+        elif (event := parse(line)).get("event") in (CRASHED, FORCED):
             traceback = str(event.get("traceback") or "").strip().splitlines()
             yield ": ".join([event["event"], *traceback[-1:]])
-
-
-def _event(line: str | bytes) -> Mapping[str, Any]:
-    """The structured event that a line of a log is; empty if it is none."""
-    try:
-        event = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return {}
-    return event if isinstance(event, dict) else {}

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Self
 
-import orjson
-
 from shared.errors import ConfigError
+from shared.process.events import CANNOT_START, parse
 
 _TAIL_BYTES = 65536
 
@@ -171,16 +170,14 @@ def _end_line(log: IO[bytes]) -> None:
 
 def _readable(line: str) -> tuple[str, bool]:
     """A log line as text, and whether it is an error: a structured event, or a line not made by our logging."""
-    try:
-        event = orjson.loads(line)
-        fields = [str(event.get(key)) for key in ("event", "error", "detail") if event.get(key)]
-        traceback = str(event.get("traceback") or "").strip().splitlines()
-        return ": ".join(fields + traceback[-1:]), event.get("level") == "error"
-    except (orjson.JSONDecodeError, AttributeError):
-        return (
-            line.strip(),
-            line.startswith(("env: ", "rollout: ", "orchestrator: ", "trainer: ")) or "Error" in line.split(":")[0],
-        )
+    event = parse(line)
+    if not event:
+        return line.strip(), "Error" in line.split(":")[0]
+    if event.get("event") == CANNOT_START:
+        return f"{event.get('service')}: {event.get('detail')}", True
+    fields = [str(event.get(key)) for key in ("event", "error", "detail") if event.get(key)]
+    traceback = str(event.get("traceback") or "").strip().splitlines()
+    return ": ".join(fields + traceback[-1:]), event.get("level") == "error"
 
 
 def _kill_group(group: int) -> None:

@@ -36,7 +36,7 @@ from shared.process import telemetry
 _HUNG = telemetry.Gauge(
     "volley_env_hung_calls", "Calls that were given up and still run", ["kind"], registry=telemetry.REGISTRY
 )
-_log = telemetry.Log("env")
+_log = telemetry.Log("threads")
 
 
 class ThreadRunner:

@@ -42,7 +42,7 @@ WAIT_S = 5.0
 _AGAIN_S = 0.2
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 _MOST_TOLD = 200
-_log = telemetry.Log("env")
+_log = telemetry.Log("rewards")
 _REQUESTS = telemetry.Counter(
     "volley_env_reward_requests_total",
     "Questions to judges and reward services, by what became of them (answered, kept: known from before, failed)",

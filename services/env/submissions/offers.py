@@ -29,7 +29,7 @@ from shared.errors import InputError, VolleyError
 from shared.process import telemetry
 
 MAX_KEPT, _MAX_LINE = 20, 500
-_log = telemetry.Log("env")
+_log = telemetry.Log("submissions")
 
 
 class Offers:

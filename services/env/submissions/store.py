@@ -22,7 +22,7 @@ from shared.files import storage
 from shared.process import telemetry
 
 _RECORD, _SOURCE, _FAILURES = "record.json", "source", "failures.log"
-_log = telemetry.Log("env")
+_log = telemetry.Log("submissions")
 
 
 class SubmissionStore:

@@ -49,7 +49,7 @@ _RESERVED = frozenset({"environments", "episodes", "splits", "num_tasks", "task"
 _VERSIONS = telemetry.Gauge(
     "volley_env_submissions", "Versions of submitted environments by state", ["state"], registry=telemetry.REGISTRY
 )
-_log = telemetry.Log("env")
+_log = telemetry.Log("submissions")
 
 
 class Submissions:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_CONNECTIONS = 256
 _AT_ONCE = 4
 """Servers that are started at once: each is a program that has to load."""
-_log = telemetry.Log("env")
+_log = telemetry.Log("mcp")
 
 
 class McpConnection:

@@ -35,7 +35,7 @@ _STOP_S = 2.0
 _ENDED = telemetry.Counter(
     "volley_env_workers_ended", "Worker processes that ended and were replaced", registry=telemetry.REGISTRY
 )
-_log = telemetry.Log("env")
+_log = telemetry.Log("workers")
 
 
 @dataclass(frozen=True, slots=True)

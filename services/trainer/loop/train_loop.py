@@ -26,7 +26,7 @@ from shared.process.wedge import Wait
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
 
-_log = telemetry.Log("train loop")
+_log = telemetry.Log("train_loop")
 
 
 class TrainLoop:

@@ -20,7 +20,7 @@ from services.trainer.supervised.training import SupervisedOptions
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
 
-_log = telemetry.Log("warm start")
+_log = telemetry.Log("warm_start")
 
 
 class WarmStarting(Protocol):

@@ -30,7 +30,7 @@ from shared.process.imports import uncollected
 from shared.process.telemetry import Log, configure
 from shared.run.weights import ManifestFile, ManifestLeaf
 
-log = Log("rollout.engine")
+log = Log("engine")
 IDLE_WAIT_S = 0.2
 _PR_SET_PDEATHSIG = 1
 
