@@ -1,8 +1,7 @@
 """The one config loader: layered YAML, `key.path=value` overrides, merged by OmegaConf, validated by pydantic.
 
-Every error is one line that names the key, or the file and the line. OmegaConf is imported where a value refers to
-another one (`${run.name}`) or an override has to be parsed: its import is a sixth of what the start of a light service
-costs, and what a supervisor starts services with needs neither.
+Every error is one line that names the key, or the file and the line. OmegaConf is imported when a configuration is
+loaded, so that `--help` does not wait for it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import argparse
 import copy
 import hashlib
 import os
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,12 +35,8 @@ _MAX_NAMED = 10  # mistakes in one message
 _MAX_BYTES = 2**18
 _MAX_VALUES = 20_000
 _MAX_LEVELS = 64
-"""Of a plain tree; a deeper one is left to OmegaConf, which says so where it is too deep."""
+"""Of the configuration in a run's folder."""
 _MODEL = "model.path"
-_PLAIN_OVERRIDE = re.compile(
-    r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)=(?:(0|[1-9]\d{0,17})|(https?://[\w.:/-]*[\w/]))", re.ASCII
-)
-"""A number or an address: every parser of YAML reads them alike."""
 _PATHS = (
     _MODEL,
     "data.train",
@@ -98,26 +92,13 @@ def load(
             trees.append(_read(Path(path)))
     if given:
         paths, trees = [*paths, "of the command line"], [*trees, dict(given)]
-    plain = [_PLAIN_OVERRIDE.fullmatch(override) for override in overrides]
-    if all(map(_is_plain, trees)) and all(plain):
-        whole: dict[str, Any] = {}
-        for what, tree in (
-            *((f"config file {path}", tree) for path, tree in zip(paths, trees, strict=True)),
-            *((f"override {match[0][:200]!r}", _tree_of(match)) for match in plain if match),
-        ):
-            with _translated(what):
-                whole = merged(whole, tree)
-        with _in_file(paths, overrides):
-            return _sourced(validate(whole), Path.cwd())
-    from omegaconf import OmegaConf
-
-    referring = OmegaConf.create({})
+    whole: Any = {}
     for path, tree in zip(paths, trees, strict=True):
         with _translated(f"config file {path}"):
-            referring = OmegaConf.merge(referring, OmegaConf.create(tree))
-    tree = _overridden(referring, overrides)
+            whole = _merged(whole, tree)
+    whole = _overridden(whole, overrides)
     with _in_file(paths, overrides):
-        return _sourced(validate(tree), Path.cwd())
+        return _sourced(validate(whole), Path.cwd())
 
 
 @contextmanager
@@ -139,19 +120,25 @@ def _sourced(loaded: LoadedConfig, base: Path) -> LoadedConfig:
     return loaded if tree is None else validate(tree)
 
 
-def merged(under: Any, over: Any, at: str = "") -> Any:
-    """Of two plain trees, as OmegaConf merges them: mappings key by key, of all else `over`. Shares nothing with
-    either. Raises TypeError for a list and a mapping, naming their key, which is below `at`.
-    """
+def _merged(under: Any, over: Any) -> Any:
+    """Tree of OmegaConf. Raises TypeError naming the key where a list and a mapping meet."""
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.merge(under, over)
+    except TypeError as error:
+        trees = (OmegaConf.to_container(OmegaConf.create(tree)) for tree in (under, over))
+        raise TypeError(_conflict(*trees) or error) from error
+
+
+def _conflict(under: Any, over: Any, at: str = "") -> str | None:
+    """Sentence on the first key that holds a list in one tree and a mapping in the other."""
     if {type(under), type(over)} == {list, dict}:
-        raise TypeError(f"{at}: a list and a mapping cannot be merged")
-    if isinstance(over, dict):
-        base: dict[str, Any] = under if isinstance(under, dict) else {}
-        return {
-            key: merged(base.get(key), over.get(key, base.get(key)), f"{at}.{key}" if at else key)
-            for key in {**base, **over}
-        }
-    return [merged(None, value) for value in over] if isinstance(over, list) else over
+        return f"{at}: a list and a mapping cannot be merged"
+    if not (isinstance(under, dict) and isinstance(over, dict)):
+        return None
+    found = (_conflict(under[key], over[key], f"{at}.{key}" if at else str(key)) for key in under.keys() & over.keys())
+    return next(filter(None, found), None)
 
 
 def _is_plain(tree: Any, levels: int = _MAX_LEVELS) -> bool:
@@ -165,14 +152,6 @@ def _is_plain(tree: Any, levels: int = _MAX_LEVELS) -> bool:
     return type(tree) in (int, float, bool, type(None)) or (type(tree) is str and "${" not in tree and tree != "???")
 
 
-def _tree_of(override: re.Match[str]) -> dict[str, Any]:
-    path, number, address = override.groups()
-    tree: Any = int(number) if number else address
-    for key in reversed(path.split(".")):
-        tree = {key: tree}
-    return tree
-
-
 def _overridden(tree: Any, overrides: Sequence[str]) -> Any:
     """Raises ConfigError naming the one that cannot be used."""
     from omegaconf import OmegaConf
@@ -182,7 +161,7 @@ def _overridden(tree: Any, overrides: Sequence[str]) -> Any:
         if not sign or not key:
             raise ConfigError(f"override {override!r} is not of the form key.path=value")
         with _translated(f"override {override[:200]!r}"):
-            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([override]))
+            tree = _merged(tree, OmegaConf.from_dotlist([override]))
     return tree
 
 

@@ -4,10 +4,6 @@ import functools
 from pathlib import Path
 
 import pytest
-import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from shared import config
 from shared.errors import ConfigError
@@ -209,33 +205,11 @@ def test_naming_the_address_of_a_service_keeps_its_port(tmp_path):
     )
 
 
-KEYS = st.sampled_from(["a", "b", "c"])
-VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("ab: -", max_size=3)
-TREES = st.dictionaries(
-    KEYS,
-    st.recursive(VALUES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(KEYS, inner, max_size=3)),
-    max_size=3,
-)
-
-
-@settings(max_examples=100, deadline=None)
-@given(TREES, TREES)
-def test_plain_trees_are_merged_as_omegaconf_merges_them(under, over):
-    try:
-        expected = OmegaConf.to_container(OmegaConf.merge(under, over))
-    except TypeError:
-        with pytest.raises(TypeError, match="a list and a mapping"):
-            config.merged(under, over)
-    else:
-        assert config.merged(under, over) == expected
-
-
-@pytest.mark.parametrize("plain", [True, False], ids=["plain", "omegaconf"])
-def test_a_list_and_a_mapping_of_one_key_name_where_they_meet(tmp_path, plain):
-    minimal = MINIMAL.replace("frozen_lake", "frozen_lake, env_config: {sizes: [1]}")
-    first = write(tmp_path, minimal if plain else minimal + "run: {name: '${data.env}'}\n")
+@pytest.mark.parametrize("more", ["", "run: {name: '${data.env}'}\n"], ids=["plain", "referring"])
+def test_a_list_and_a_mapping_of_one_key_name_where_they_meet(tmp_path, more):
+    first = write(tmp_path, MINIMAL.replace("frozen_lake", "frozen_lake, env_config: {sizes: [1]}") + more)
     second = write(tmp_path, "data: {env_config: {sizes: {a: 1}}}\n", "d.yaml")
-    key = r"data\.env_config\.sizes: a list and a mapping" if plain else ""
+    key = r"data\.env_config\.sizes: a list and a mapping"
     with pytest.raises(ConfigError, match=f"config file {second} cannot be used: {key}"):
         config.load([first, second])
     with pytest.raises(ConfigError, match=rf"override 'data\.env_config\.sizes\.a=1' cannot be used: {key}"):
@@ -251,24 +225,6 @@ def test_a_deep_tree_is_read_or_refused(tmp_path, levels):
     else:
         with pytest.raises(ConfigError, match=f"config file {path} is nested too deep"):
             config.load([path])
-
-
-def test_a_merged_tree_shares_nothing():
-    shared = {"x": [1]}
-    tree = config.merged({"kept": shared}, {"a": shared, "b": shared})
-    assert tree["a"] is not tree["b"]
-    assert tree["kept"] is not shared
-    assert tree["a"]["x"] is not tree["b"]["x"]
-
-
-@pytest.mark.parametrize("override", ["services.env.port=18001", "services.env.url=http://127.0.0.1:80/x"])
-def test_a_plain_override_means_what_omegaconf_reads(tmp_path, override):
-    path = tmp_path / "c.yaml"
-    minimal = {"model": {"path": "x"}, "data": {"env": "e"}}
-    path.write_text(yaml.safe_dump(minimal), encoding="utf-8")
-    plain = config.load([path], [override])
-    assert plain.tree == OmegaConf.to_container(OmegaConf.merge(minimal, OmegaConf.from_dotlist([override])))
-    assert config.load([path], [override, "run.seed=0x2"]).config.services == plain.config.services
 
 
 def test_a_value_may_refer_to_another(tmp_path):
