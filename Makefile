@@ -6,7 +6,7 @@ unexport PYTHONDONTWRITEBYTECODE
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-long check audit format fuzz bench lower simulate chaos soak clean
+.PHONY: help install quickstart test test-long check audit format fuzz bench lower chaos soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -52,9 +52,6 @@ bench: install  ## measure; writes bench.json
 
 lower: install  ## compile a configuration's steps for TPUs that are not here; ARGS="FILE.yaml --tpu v5e"
 	@$(BIN)/python -m tools.lower $(ARGS)
-
-simulate: install  ## hand-over and recovery with 8 to 512 servers and 4B to 235B parameters, from constants it prints
-	@$(BIN)/python -m tools.simulate $(ARGS)
 
 clean:  ## remove environments, caches and tools, not runs/
 	rm -rf .venvs .cache .tools .ruff_cache .pytest_cache .hypothesis bench.json

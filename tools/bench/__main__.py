@@ -34,7 +34,6 @@ class Benchmark:
 
 
 BENCHMARKS = {
-    "codec": Benchmark("tools.bench.codec", "base", "the wire format of groups against JSON"),
     "queue": Benchmark("tools.bench.queue", "base", "the ticket queue against a raw Redis client"),
     "rollout": Benchmark(
         "tools.bench.rollout", "rollout", "tokens/s through HTTP against the engine called in process (aim ≥ 0.95)"
@@ -44,29 +43,11 @@ BENCHMARKS = {
         "trainer",
         "a trainer step against the bare jitted step (aim ≤ 1.10), and packed against a sequence a row",
     ),
-    "memory": Benchmark(
-        "tools.bench.memory", "trainer", "memory of loss and gradient beside Tunix's own GRPO loss (aim ≤ 0.2)", 1800.0
-    ),
-    "learner": Benchmark(
-        "tools.bench.learner",
-        "trainer",
-        "trained tokens/s beside Tunix's own learner (aim ≥ 3), a quickstart's step",
-        1800.0,
-    ),
     "recovery": Benchmark(
         "tools.bench.recovery", "trainer", "from an empty trainer to the end of its log, by the checkpoint's distance"
     ),
-    "startup": Benchmark(
-        "tools.bench.startup", "base", "CPU seconds from a service's start to /ready, against its bare imports", 1800.0
-    ),
     "sandbox": Benchmark(
         "tools.bench.sandbox", "base", "from the fork to a sandbox's first answer, against a bare Python (aim ≤ 20 ms)"
-    ),
-    "abuse": Benchmark(
-        "tools.bench.abuse", "base", "latency of a route while 27 rude clients are at work, against without them"
-    ),
-    "fairness": Benchmark(
-        "tools.bench.fairness", "base", "latency of steps while others' submitted code loops, against without (aim ≤ 2)"
     ),
     "environments": Benchmark(
         "tools.bench.environments",

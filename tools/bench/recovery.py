@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from services.trainer import options as from_run
 from services.trainer.backend.tunix import TunixBackend
 from services.trainer.checkpoints.orbax_arrays import OrbaxArrays
@@ -25,12 +27,25 @@ from shared.run.archive import Archive
 from shared.run.commits import CommitLog
 from shared.run.state import TrainerState, initial_state
 from shared.schema import RunConfig
-from shared.types import WeightVersion
-from tools.bench.learner import BOARDS, held_groups
+from shared.types import Group, Trajectory, VersionSpan, WeightVersion
 from tools.bench.result import BenchResult, emit
 
 _MODEL = Path(__file__).parents[2] / "configs" / "models" / "quickstart"
 DISTANCES = (0, 1, 5, 20)
+_N_GROUPS, _GROUP_SIZE, _PROMPT, _ANSWER = 16, 8, 20, 20
+_N_STEPS = 3
+"""Different ones; the log repeats them."""
+_CONFIG = {
+    "model": {"path": str(_MODEL), "initial_weights": "random"},
+    "data": {"env": "none"},
+    "grpo_config": {"num_generations": _GROUP_SIZE, "max_response_length": _ANSWER},
+    "rollout": {"engine": {"context_length": _PROMPT + _ANSWER}},
+    "trainer": {
+        "groups_per_step": _N_GROUPS,
+        "micro_batch_tokens": _N_GROUPS * _GROUP_SIZE * (_PROMPT + _ANSWER),
+        "length_buckets": [_PROMPT + _ANSWER],
+    },
+}
 
 
 class LoggedRun:
@@ -38,9 +53,7 @@ class LoggedRun:
 
     def __init__(self, folder: Path) -> None:
         self._folder, described = folder, ModelConfig.read(_MODEL)
-        config = RunConfig.model_validate(
-            BOARDS.config().model_dump() | {"model": {"path": str(_MODEL), "initial_weights": "random"}}
-        )
+        config = RunConfig.model_validate(_CONFIG)
         self._parts = (
             from_run.model_options(config, _MODEL),
             described,
@@ -87,14 +100,44 @@ class LoggedRun:
 
 
 def main() -> None:
-    groups = [held_groups(step, BOARDS.group_size) for step in BOARDS.steps()]
-    groups = [[ready_group(one.group, one.group.encode(), "") for one in held] for held in groups]
-    steps = [groups[n % len(groups)] for n in range(max(DISTANCES))]
+    rng, n_tokens = np.random.default_rng(0), ModelConfig.read(_MODEL).vocab_size
+    groups = [[_group(rng, n_tokens, n) for n in range(1, _N_GROUPS + 1)] for _ in range(_N_STEPS)]
+    steps = [groups[n % _N_STEPS] for n in range(max(DISTANCES))]
     with tempfile.TemporaryDirectory() as temporary:
         run = LoggedRun(Path(temporary) / "bench")
         step_s = run.make(steps)
         found = {n: run.recover(n) for n in DISTANCES}
     emit({f"recovery_{n}_steps": BenchResult(found[n], "s", n * step_s or None) for n in DISTANCES})
+
+
+def _group(rng: np.random.Generator, n_tokens: int, ticket: int) -> ReadyGroup:
+    """Episodes of one turn that share a prompt."""
+    prompt = rng.integers(2, n_tokens, rng.integers(_PROMPT // 2, _PROMPT + 1))
+    episodes = tuple(_episode(rng, n_tokens, prompt, ticket, index) for index in range(_GROUP_SIZE))
+    group = Group(ticket, "bench", f"bench/{ticket}", episodes)
+    return ready_group(group, group.encode(), "")
+
+
+def _episode(rng: np.random.Generator, n_tokens: int, prompt: np.ndarray, ticket: int, index: int) -> Trajectory:
+    answer = rng.integers(2, n_tokens, rng.integers(10, _ANSWER + 1))
+    ids, reward = np.concatenate([prompt, answer]).astype(np.int32), float(rng.integers(0, 2))
+    mask = (np.arange(len(ids)) >= len(prompt)).astype(np.uint8)
+    return Trajectory(
+        ticket=ticket,
+        sample_index=index,
+        attempt=0,
+        env="bench",
+        task=f"bench/{ticket}",
+        prompt_len=len(prompt),
+        token_ids=ids,
+        loss_mask=mask,
+        logprobs=np.where(mask, -7.6, 0.0).astype(np.float32),
+        versions=(VersionSpan(str(WeightVersion(1, 0)), len(prompt), len(ids)),),
+        turns=(),
+        reward=reward,
+        success=reward > 0,
+        status="completed",
+    )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from services.trainer.batches.batch import Batch, BatchLayout, Row, micro_batche
 from services.trainer.learner.optimizer import OptimizerOptions, make_optimizer
 from services.trainer.learner.scoring import objective, params_of
 from services.trainer.learner.train_step import Learner
-from services.trainer.models.family import Model, Remat, build, make_mesh
+from services.trainer.models.family import Model, build, make_mesh
 from services.trainer.models.initial_weights import random_leaves
 from shared.models.config import ModelConfig
 
@@ -68,17 +68,17 @@ def compared(ours: Callable[[], object], reference: Callable[[], object], n_roun
     return {"value": a, "unit": "ms", "reference": b, "ratio": a / b}
 
 
-def make_model(config: ModelConfig = MODEL, remat: Remat = "none") -> Model:
+def make_model() -> Model:
     mesh = make_mesh((1, 1), ("fsdp", "tp"))
-    return build(config, random_leaves(config, seed=0), mesh, dtype="float32", remat=remat)
+    return build(MODEL, random_leaves(MODEL, seed=0), mesh, dtype="float32", remat="none")
 
 
-def make_batch(rng: np.random.Generator, n_rows: int = N_ROWS, length: int = LENGTH) -> Batch:
+def make_batch(rng: np.random.Generator) -> Batch:
     """Full rows, all but the first quarter sampled."""
-    mask = (np.arange(length) >= length // 4).astype(np.uint8)
-    ids = [rng.integers(1, MODEL.vocab_size, length).astype(np.int32) for _ in range(n_rows)]
+    mask = (np.arange(LENGTH) >= LENGTH // 4).astype(np.uint8)
+    ids = [rng.integers(1, MODEL.vocab_size, LENGTH).astype(np.int32) for _ in range(N_ROWS)]
     rows = [Row(x, mask, -7.6 * mask.astype(np.float32), mask, mask * rng.standard_normal()) for x in ids]
-    return micro_batches(rows, row_weights(rows, "token-mean", length), BatchLayout((length,), n_rows, 0), 1)[0]
+    return micro_batches(rows, row_weights(rows, "token-mean", LENGTH), BatchLayout((LENGTH,), N_ROWS, 0), 1)[0]
 
 
 def groups(layout: BatchLayout) -> list[Batch]:
