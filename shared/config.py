@@ -127,8 +127,8 @@ def _merged(under: Any, over: Any) -> Any:
     try:
         return OmegaConf.merge(under, over)
     except TypeError as error:
-        trees = (OmegaConf.to_container(OmegaConf.create(tree)) for tree in (under, over))
-        raise TypeError(_conflict(*trees) or error) from error
+        under, over = (OmegaConf.to_container(OmegaConf.create(tree)) for tree in (under, over))
+        raise TypeError(_conflict(under, over) or str(error)) from error
 
 
 def _conflict(under: Any, over: Any, at: str = "") -> str | None:
