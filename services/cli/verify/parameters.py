@@ -83,11 +83,27 @@ def _told(folder: RunFolder, found: Sequence[RetainedCheckpoint]) -> Mapping[str
             timeout=_START_S + n_bytes / _BYTES_A_SECOND,
             check=False,
         )
-        told = orjson.loads(done.stdout.splitlines()[-1])
-        return told if isinstance(told, dict) and {"checksums", "damaged"} <= told.keys() else "the reader says nothing"
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+    except (OSError, subprocess.SubprocessError) as error:
         damage = f"reading them failed: {type(error).__name__}"
         return {"checksums": {}, "damaged": dict.fromkeys(versions, damage)}
+    return _with_unread(done, versions)
+
+
+def _with_unread(done: subprocess.CompletedProcess[bytes], versions: Sequence[str]) -> Mapping[str, Any]:
+    """What the process said, and of the checkpoints that it was not able to read: at which of them it ended."""
+    try:
+        told = orjson.loads(done.stdout.splitlines()[-1])
+        checksums, damaged = dict(told["checksums"]), dict(told["damaged"])
+    except (ValueError, IndexError, KeyError, TypeError):
+        checksums, damaged = {}, {}
+    unread = [version for version in versions if version not in checksums and version not in damaged]
+    if unread:
+        how = f"signal {-done.returncode}" if done.returncode < 0 else f"code {done.returncode}"
+        bound = (
+            "it takes more memory or CPU time than checkpoints of its size do" if done.returncode < 0 else "no result"
+        )
+        damaged |= dict.fromkeys(unread, f"not compared: the process that read {unread[0]} ended with {how}: {bound}")
+    return {"checksums": checksums, "damaged": damaged}
 
 
 def _files(folder: Path) -> list[Path]:

@@ -14,7 +14,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from services.trainer.checkpoints.contents import Arrays, HostArray
-from services.trainer.checkpoints.stored_arrays import open_arrays, os_error
+from services.trainer.checkpoints.stored_arrays import open_arrays
+from shared.weights.array_files import os_error
 
 
 class OrbaxArrays:

@@ -1,7 +1,9 @@
 """The parameters of a run's checkpoints by the checksum that the commit records tell: `python -m
-services.trainer.checkpoints.parameters RUN_DIR VERSION…`, whose last line is {ok, checksums, damaged}, both by version.
+services.trainer.checkpoints.parameters RUN_DIR VERSION…`, which writes {ok, checksums, damaged}, both by version, after
+each of them; the last line holds all.
 
-It reads a folder that anybody may have filled: no more of an array than the files have bytes, a part at a time.
+It reads a folder that anybody may have filled: no more of an array than the files have bytes, a part at a time, in a
+process whose memory and CPU time are bounded.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ from shared.run.state import OPTIMIZER
 from shared.run.weights import Manifest
 
 _MASTER, _OPTIMIZER, _CRITIC = "master.", "optimizer.", "critic."
-_BESIDE_BYTES = 4 * 2**30
+_BESIDE_BYTES = 768 * 2**20
+_COPIES = 2
+"""Of an array in memory: as it lies in the file, and in numpy."""
+_CPU_S, _BYTES_A_SECOND = 20, 10**7
 _PART = 2**22
 """Elements that are read at once, if a row has no more."""
 _PRECISION = {"bfloat16": (2.0**-7, 2.0**-126), "float16": (2.0**-10, 2.0**-14)}
@@ -45,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             damaged[version] = error.detail
         except (OSError, ValueError, MemoryError, OverflowError) as error:
             damaged[version] = f"{type(error).__name__}: {error}"[:300]
-    sys.stdout.write(orjson.dumps({"ok": True, "checksums": checksums, "damaged": damaged}).decode() + "\n")
+        sys.stdout.write(orjson.dumps({"ok": True, "checksums": checksums, "damaged": damaged}).decode() + "\n")
+        sys.stdout.flush()
     return 0
 
 
@@ -55,7 +61,7 @@ def checksum_of(folder: Path) -> str:
     Raises WeightsError if its arrays are none, or others than its manifest says, and Unavailable.
     """
     manifest = weights.read_manifest(folder)
-    params, training = _bounded(folder / manifest.path), _bounded(folder / OPTIMIZER)
+    params, training = open_arrays(folder / manifest.path), open_arrays(folder / OPTIMIZER)
     _as_described(manifest, params)
     master = {name.removeprefix(_MASTER): value for name, value in training.items() if name.startswith(_MASTER)}
     state = {name.removeprefix(_OPTIMIZER): value for name, value in training.items() if name.startswith(_OPTIMIZER)}
@@ -71,15 +77,6 @@ def checksum(arrays: Mapping[str, StoredArray | np.ndarray]) -> str:
     told = hashlib.sha256("\n".join(names).encode())
     told.update(np.array([_sum(arrays[name]) for name in names], np.uint32).tobytes())
     return told.hexdigest()[:32]
-
-
-def _bounded(folder: Path) -> dict[str, StoredArray]:
-    """The arrays below a folder. They are not compressed, so they hold no more than its files."""
-    found = open_arrays(folder)
-    most = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if (n := sum(math.prod(one.shape) * one.dtype.itemsize for one in found.values())) > most:
-        raise WeightsError(f"the arrays in {folder} would have {n} bytes, its files have {most}")
-    return found
 
 
 def _as_described(manifest: Manifest, params: Mapping[str, StoredArray]) -> None:
@@ -127,21 +124,36 @@ def _sum(leaf: StoredArray | np.ndarray) -> int:
 
 
 def _parts(leaf: StoredArray | np.ndarray) -> Iterator[np.ndarray]:
-    """All elements in their order, some rows at a time."""
+    """All elements in their order, some rows at a time; a chunk of a file is read twice at most."""
     if not leaf.shape:
         yield np.asarray(leaf[...]).reshape(1)
         return
     rows = max(1, _PART // max(1, math.prod(leaf.shape[1:])))
-    for begin in range(0, leaf.shape[0], rows):
-        yield np.asarray(leaf[begin : min(begin + rows, leaf.shape[0])])
+    chunk = leaf.chunk_rows if isinstance(leaf, StoredArray) else 1
+    held = rows * -(-chunk // rows)
+    for begin in range(0, leaf.shape[0], held):
+        block = np.asarray(leaf[begin : min(begin + held, leaf.shape[0])])
+        yield from (block[at : at + rows] for at in range(0, len(block), rows))
 
 
-def _limit_memory(n_bytes: int) -> None:
-    """Bound the address space of this process, which is larger than the memory that its libraries use."""
-    limit = _BESIDE_BYTES + n_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+def _limit(n_bytes: int) -> None:
+    """Bound memory and CPU time of this process by the bytes that it is to read. The system ends it beyond them: a
+    database of some kilobytes may unpack to gigabytes in TensorStore.
+    """
+    limits = {
+        resource.RLIMIT_DATA: _BESIDE_BYTES + _COPIES * n_bytes,
+        resource.RLIMIT_CPU: _CPU_S + n_bytes // _BYTES_A_SECOND,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, most in limits.items():
+        resource.setrlimit(kind, (most, most))
+
+
+def _bytes_of(run_dir: str, versions: Sequence[str]) -> int:
+    folders = [RunFolder(Path(run_dir)).checkpoints / version for version in versions]
+    return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
 
 
 if __name__ == "__main__":
-    _limit_memory(sum(path.stat().st_size for path in RunFolder(Path(sys.argv[1])).checkpoints.rglob("*")))
+    _limit(_bytes_of(sys.argv[1], sys.argv[2:]))
     raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Weights as numpy arrays, one at a time, out of files that are read once; the only importer of TensorStore.
+"""Weights as numpy arrays, one at a time, out of files that are read once.
 
 A checkpoint's files are copied into memory while their digests are taken, and its arrays are decoded from these copies:
 between what was verified and what is loaded there is no second look at the disk. Host memory then holds the checkpoint
@@ -19,14 +19,13 @@ from typing import Any, Never
 import ml_dtypes
 import numpy as np
 import safetensors
-import tensorstore as ts
 
 from shared.errors import ConfigError, WeightsError
 from shared.files.reading import read_file
 from shared.models.weight_files import weight_files
 from shared.run.weights import ManifestFile, confined, copy_files, unreadable
+from shared.weights import array_files
 
-_ARRAY = "/.zarray"
 _SAFETENSORS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 
 
@@ -57,8 +56,7 @@ def open_checkpoint(
     """
     below = str(confined(folder, below).relative_to(folder.resolve()))
     with _copied(folder, below, files, version, check) as copies:
-        base = {"driver": "file", "path": f"{copies / below}/", "file_io_mode": {"mode": "memmap"}}
-        yield _leaves({"driver": "ocdbt", "base": base}, version)
+        yield _leaves(copies / below, version)
 
 
 class _MemoryFile(io.FileIO):
@@ -104,16 +102,9 @@ def _copied(
         yield links
 
 
-def _leaves(database: dict[str, Any], version: str) -> dict[str, CheckpointLeaf]:
-    context = ts.Context()
-    try:
-        keys = [key.decode() for key in ts.KvStore.open(database, context=context).result().list().result()]
-        leaves = {key.removesuffix(_ARRAY): _open_leaf(database, key, context) for key in keys if key.endswith(_ARRAY)}
-    except (ValueError, NotImplementedError, OverflowError) as error:
-        raise _not_whole(version, error) from error
-    if not leaves:
-        raise WeightsError(f"{version} holds no arrays", "its files are not those of an Orbax checkpoint")
-    return {name.removesuffix(".value"): leaf for name, leaf in leaves.items()}  # nnx wraps each leaf in a `value`
+def _leaves(folder: Path, version: str) -> dict[str, CheckpointLeaf]:
+    found = array_files.open_arrays(folder, version, file_io_mode={"mode": "memmap"})
+    return {name.removesuffix(".value"): _leaf(name, array) for name, array in found.items()}  # nnx wraps each leaf
 
 
 def open_hugging_face(folder: Path) -> dict[str, CheckpointLeaf]:
@@ -144,25 +135,14 @@ def open_hugging_face(folder: Path) -> dict[str, CheckpointLeaf]:
     return leaves
 
 
-def _open_leaf(database: dict[str, Any], key: str, context: ts.Context) -> CheckpointLeaf:
-    spec = {
-        "driver": "zarr",
-        "kvstore": {**database, "path": key.removesuffix(_ARRAY) + "/"},
-        "fill_missing_data_reads": False,
-    }
-    array = ts.open(spec, context=context, open=True, read=True).result()
-
+def _leaf(name: str, array: Any) -> CheckpointLeaf:
     def read() -> np.ndarray:
         try:
             return array.read().result()
         except ValueError as error:
-            raise _not_whole(key, error) from error
+            raise array_files.translated(name, error) from error
 
     return CheckpointLeaf(tuple(array.shape), array.dtype.numpy_dtype, read)
-
-
-def _not_whole(what: str, error: Exception) -> WeightsError:
-    return WeightsError(f"{what} cannot be read as an Orbax checkpoint: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:
