@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,9 @@ def _check(name: str, metadata: bytes, n_bytes: int) -> None:
     raw = orjson.loads(metadata)
     if not isinstance(raw, dict):
         raise ValueError(f"the metadata of {name[:100]} is no object")
-    shape, chunks = raw.get("shape"), raw.get("chunks")
-    if not (_is_shape(shape) and _is_shape(chunks) and len(shape) == len(chunks) <= _MAX_RANK):
-        raise WeightsError(f"{name[:100]} has shape {str(shape)[:60]} and chunks {str(chunks)[:60]}")
+    shape, chunks = _sizes(raw, "shape"), _sizes(raw, "chunks")
+    if not len(shape) == len(chunks) <= _MAX_RANK:
+        raise WeightsError(f"{name[:100]} has {len(shape)} axes, and chunks of {len(chunks)}")
     if any(not 0 < chunk <= max(1, size) for chunk, size in zip(chunks, shape, strict=True)):
         raise WeightsError(f"{name[:100]} has chunks of {str(chunks)[:60]}, larger than its shape {str(shape)[:60]}")
     if math.prod(chunks) > n_bytes:
@@ -77,8 +78,12 @@ def _check(name: str, metadata: bytes, n_bytes: int) -> None:
             raise WeightsError(f"{name[:100]} has the {key} {str(raw[key])[:60]}; no trainer packs its arrays")
 
 
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+def _sizes(raw: Mapping[str, Any], key: str) -> list[int]:
+    """Raises ValueError."""
+    value = raw.get(key)
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+        raise ValueError(f"{key} is {str(value)[:60]}, no list of sizes")
+    return value
 
 
 def translated(what: str, error: Exception) -> VolleyError:
