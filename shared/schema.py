@@ -277,9 +277,17 @@ class EngineSection(Section):
 
 
 class SamplingSection(Section):
-    temperature: PositiveFloat = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: int = -1
+    """The bounds are those of the rollout server. Below the least temperature it would sample greedily."""
+
+    temperature: Annotated[float, Field(ge=1e-4, le=1e3)] = 1.0
+    top_p: Annotated[float, Field(ge=1e-6, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, le=2**30)] = -1
+
+    @model_validator(mode="after")
+    def _keeps_a_token(self) -> SamplingSection:
+        if self.top_k == 0:
+            raise ValueError("top_k=0 keeps no token: use -1 for all")
+        return self
 
 
 class RolloutSection(Section):

@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenizers import Encoding
 
 from shared.errors import ConfigError, InputError
-from shared.models.templates import ChatTemplates, Messages, Tools, read_templates
+from shared.models.templates import ChatTemplates, Messages, Tools, Variables, read_templates
 from shared.models.tokenizer_files import read_tokenizer
 from shared.models.turns import Turn, TurnRenderer
 
@@ -122,9 +122,20 @@ class ChatTokenizer:
             n -= 1
         return self.decode(sampled_ids[:n])
 
-    def render_prompt(self, messages: Messages, tools: Tools = ()) -> list[int]:
-        """Ids of a conversation up to and including the header of the next assistant turn. Raises InputError."""
-        return self.encode(self._template.render(messages, tools))
+    def render_prompt(
+        self, messages: Messages, tools: Tools = (), variables: Variables | None = None, *, header: bool = True
+    ) -> list[int]:
+        """Ids of a conversation up to and including the header of the next assistant turn. Raises InputError.
+
+        Args:
+            variables: for the template, such as `enable_thinking`.
+            header: False: without that header.
+        """
+        return self.encode(self._template.render(messages, tools, variables or {}, prompt=header))
+
+    def render_unfinished(self, messages: Messages, tools: Tools = (), variables: Variables | None = None) -> list[int]:
+        """Ids of a conversation whose last message the model is to continue, without its end. Raises InputError."""
+        return self.encode(self._template.render_unfinished(messages, tools, variables or {}))
 
     def render_continuation(self, messages: Messages, *, ended: bool) -> list[int]:
         """Ids to append after an assistant turn: its missing end, `messages`, and the next assistant header.

@@ -17,6 +17,7 @@ from shared.text import without_halves
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant's message that hold its reasoning; which of them is written depends on the template."""
+_PARTS = ("text", "input_text", "output_text", "refusal")
 _CALL = 'a call is {"function": {"name": "…", "arguments": {…}}}'
 
 
@@ -75,10 +76,24 @@ def _message(value: Any, at: str) -> dict[str, Any]:
     for key in REASONING:
         if role == "assistant" and not isinstance(made.get(key, ""), str):
             raise InputError(f"{at}: its {key} is {kind(made[key])}, not text")
+    content = _spoken(value, at) if role == "assistant" else value.get("content")
     said_otherwise = role == "assistant" and any(made.get(key) for key in ("tool_calls", "function_call", *REASONING))
-    content = value.get("content")
     made["content"] = "" if said_otherwise and content is None else _text(content, at)
     return made
+
+
+def _spoken(value: Mapping[str, Any], at: str) -> Any:
+    """Content of an assistant's message, or OpenAI's `refusal`, which stands in its place."""
+    content, refusal = value.get("content"), value.get("refusal")
+    if value.get("audio"):
+        raise InputError(f"{at} has audio, and chat templates write text alone", "send what it says as content")
+    if not refusal:
+        return content
+    if content:
+        raise InputError(f"{at} has both content and a refusal", "keep the one that the assistant said")
+    if not isinstance(refusal, str):
+        raise InputError(f"{at}: its refusal is {kind(refusal)}, not text")
+    return refusal
 
 
 def _text(content: Any, at: str) -> str:
@@ -87,13 +102,16 @@ def _text(content: Any, at: str) -> str:
         return content
     if not isinstance(content, Sequence):
         raise InputError(f"{at}: its content is {kind(content)}, not text")
+    texts = list[str]()
     for part in content:
         type_ = part.get("type", "text") if isinstance(part, Mapping) else None
         if type_ in ("thinking", "reasoning"):
             raise InputError(f"{at} has a part of type {type_}", f"write its text as {REASONING[0]} of the message")
-        if type_ not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
+        text = part.get("refusal" if type_ == "refusal" else "text") if type_ in _PARTS else None
+        if not isinstance(text, str):
             raise InputError(f"{at} has parts that are no text: images and sounds cannot be trained on")
-    return "".join(part["text"] for part in content)
+        texts.append(text)
+    return "".join(texts)
 
 
 def _calls(calls: Any, at: str) -> list[dict[str, Any]]:

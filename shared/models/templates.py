@@ -28,6 +28,8 @@ from shared.models.messages import call_of
 
 type Messages = Sequence[Mapping[str, Any]]
 type Tools = Sequence[Mapping[str, Any]]
+type Variables = Mapping[str, Any]
+"""Values of a template's own variables, such as `enable_thinking`."""
 type Spans = tuple[tuple[int, int], ...]
 """Parts of a text, in characters, from the first to before the last."""
 _NOT_MEANT = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError)
@@ -37,6 +39,11 @@ _marked: ContextVar[bool] = ContextVar("_marked", default=False)
 _PROBE = {"name": "probe_name", "arguments": {"probe_key": "1"}}
 _REPR = repr(_PROBE["arguments"])
 """Arguments that a template writes as they are: it expects JSON text."""
+_NONE: Variables = {}
+_OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"})
+"""Names that a template reads and that are no variables of its own."""
+_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+"""Marks the end of words to continue; a template that trims them also trims its space."""
 _NO_TEMPLATE = "add chat_template.jinja or chat_template in tokenizer_config.json"
 
 
@@ -52,16 +59,37 @@ class ChatTemplates:
         """Args: special: texts of the special tokens by name. Raises ConfigError."""
         self._templates = {name: compile_template(text, date) for name, text in texts.items()}
         self._special = dict(special)
-        self.names = frozenset[str]().union(*map(_names, texts.values()))
+        self._names = {name: _names(text) for name, text in texts.items()}
+        self.names = frozenset[str]().union(*self._names.values())
         self.writes_date = "strftime_now" in self.names
         self._form = cache(self._form_of_calls)
 
-    def render(self, messages: Messages, tools: Tools = (), *, prompt: bool = True) -> str:
+    def render(
+        self, messages: Messages, tools: Tools = (), variables: Variables = _NONE, *, prompt: bool = True
+    ) -> str:
         """Text of a conversation; with `prompt` up to the header of the assistant's next turn. Raises InputError."""
         try:
-            return self._render(messages, tools, prompt)
+            return self._render(messages, tools, prompt, variables)
         except (jinja2.TemplateError, *_NOT_MEANT) as error:
             raise InputError(f"the chat template refuses the conversation: {error}") from error
+
+    def render_unfinished(self, messages: Messages, tools: Tools = (), variables: Variables = _NONE) -> str:
+        """Text of a conversation up to the last word of its last message, as `continue_final_message` asks for.
+
+        Raises InputError if the template does not write the content of that message as it is.
+        """
+        *before, last = messages
+        content = last["content"]
+        if last.get("tool_calls"):
+            raise InputError(
+                "the message to continue has tool_calls, which the text after its content would cut off",
+                "leave them out, or write them into content",
+            )
+        text = self.render([*before, {**last, "content": content + _TAG}], tools, variables, prompt=False)
+        text, found, after = text.rpartition(_TAG.strip())
+        if not found or content.strip() not in text:
+            raise InputError("the chat template does not write the content of the message to continue as it is")
+        return text if after.startswith(" ") else text.rstrip()
 
     def render_marked(self, messages: Messages, tools: Tools) -> tuple[str, Spans | None]:
         """Text of a finished conversation, and what lies in `{% generation %}` blocks; None without such blocks."""
@@ -78,13 +106,19 @@ class ChatTemplates:
             )
         return plain, spans
 
-    def _render(self, messages: Messages, tools: Tools, prompt: bool) -> str:
+    def _render(self, messages: Messages, tools: Tools, prompt: bool, variables: Variables = _NONE) -> str:
         name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        if unread := sorted(variables.keys() - (self._names[name] - _OWN)):
+            known = ", ".join(sorted(self._names[name] - _OWN - self._special.keys()))
+            raise InputError(
+                f"the chat template has no variable {unread[0][:80]!r}", f"variables that it reads: {known or 'none'}"
+            )
         if any(message.get("tool_calls") for message in messages):
             null, text = self._form(name)
             messages = [_with_calls(message, null=null, text=text) for message in messages]
+        given = {**self._special, **variables}
         return self._templates[name].render(
-            messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **self._special
+            messages=messages, tools=list(tools) or None, documents=None, add_generation_prompt=prompt, **given
         )
 
     def _form_of_calls(self, name: str) -> tuple[bool, bool]:

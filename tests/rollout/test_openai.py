@@ -100,9 +100,6 @@ async def told(http: httpx.AsyncClient, path: str, **fields: Any) -> tuple[int, 
         ("presence_penalty", 0.5),
         ("repetition_penalty", 1.1),
         ("min_p", 0.1),
-        ("continue_final_message", True),
-        ("add_generation_prompt", False),
-        ("chat_template_kwargs", {"enable_thinking": False}),
         ("enable_thinking", False),
         ("chat_template", "{{ messages }}"),
         ("reasoning_effort", "low"),
@@ -122,6 +119,19 @@ async def test_a_field_that_is_not_honoured_is_refused_by_name(
     status, message = await told(http, path, **{name: value})
     assert (status, message.partition("=")[0]) == (422, name)
     assert "is not supported (leave out" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("continue_final_message", True),
+        ("add_generation_prompt", False),
+        ("chat_template_kwargs", {"enable_thinking": False}),
+    ],
+)
+async def test_a_field_of_chats_is_refused_beside_a_text(http: httpx.AsyncClient, name: str, value: object) -> None:
+    status, message = await told(http, TEXT, **{name: value})
+    assert (status, message.partition("=")[0]) == (422, name)
 
 
 async def test_all_refused_fields_are_named_at_once(http: httpx.AsyncClient) -> None:
@@ -227,6 +237,18 @@ async def test_special_tokens_are_left_out_of_the_text_on_request(http: httpx.As
     assert "<|im_start|>" not in texts[1]
 
 
+@pytest.mark.parametrize(("given", "used"), [(1e-38, 0), (1e-320, 0), (5e-5, 0), (1e-4, 1e-4), (1e3, 1e3), (0, 0)])
+async def test_a_temperature_that_logits_cannot_be_divided_by_is_greedy(
+    http: httpx.AsyncClient, engine: Recorded, given: float, used: float
+) -> None:
+    for path in (CHAT, TEXT):
+        assert await told(http, path, temperature=given) == (200, "")
+        assert engine.sampling.temperature == used
+    sampling = {"temperature": given, "max_new_tokens": 2}
+    assert (await http.post("/generate", json={"input_ids": [5], "sampling_params": sampling})).status_code == 200
+    assert engine.sampling.temperature == used
+
+
 # messages
 async def prompt_of(http: httpx.AsyncClient, messages: list[Any], **fields: Any) -> list[int]:
     body = json.dumps({"messages": messages, "max_tokens": 2, **fields})
@@ -249,6 +271,69 @@ async def test_parts_of_text_are_the_text(http: httpx.AsyncClient) -> None:
     image = {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
     answer = await http.post(CHAT, json={"messages": [{"role": "user", "content": [image]}]})
     assert (answer.status_code, "messages[0]" in answer.json()["detail"]) == (422, True)
+
+
+USER, CUT = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is "}
+
+
+async def test_the_last_message_is_continued(http: httpx.AsyncClient) -> None:
+    """By the field of vLLM and SGLang, or DeepSeek's or Moonshot's mark on the message."""
+    whole = ChatTokenizer(Path(SETTINGS.engine.model_path)).render_prompt([USER, CUT], header=False)
+    cut = await prompt_of(http, [USER, CUT], continue_final_message=True)
+    assert cut == whole[: len(cut)]
+    assert len(whole) == len(cut) + 2  # <|im_end|> and a line break
+    assert await prompt_of(http, [USER, CUT], continue_final_message=True, add_generation_prompt=False) == cut
+    for mark in ("prefix", "partial"):
+        assert await prompt_of(http, [USER, {**CUT, mark: True}]) == cut
+        assert await prompt_of(http, [USER, {**CUT, mark: False}], add_generation_prompt=False) == whole
+
+
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "named"),
+    [
+        ([USER, CUT], {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt=true"),
+        ([USER, {**CUT, "prefix": True}], {"add_generation_prompt": True}, "add_generation_prompt=true"),
+        ([USER, {**CUT, "content": None}], {"continue_final_message": True}, "messages[1] has no content"),
+        ([USER, {**CUT, "tool_calls": CALLS}], {"continue_final_message": True}, "tool_calls"),
+        ([USER, {**CUT, "prefix": True}, USER], {}, "messages[1]: prefix=True"),
+        ([USER, {**CUT, "partial": "yes"}], {}, "messages[1]: partial='yes'"),
+        ([{**USER, "prefix": True}], {}, "messages[0]: prefix=True"),
+        ([USER], {"chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking"),
+        ([USER], {"chat_template_kwargs": {"messages": []}}, "messages"),
+        ([USER, {**CUT, "audio": {"id": "audio_1"}}], {}, "messages[1] has audio"),
+        ([USER, {**CUT, "refusal": "No."}], {}, "messages[1] has both"),
+        ([USER, {**CUT, "content": None, "refusal": 3}], {}, "messages[1]: its refusal"),
+    ],
+)
+async def test_what_cannot_be_continued_or_written_is_refused_by_name(
+    http: httpx.AsyncClient, messages: list[Any], fields: dict[str, Any], named: str
+) -> None:
+    status, message = await told(http, CHAT, messages=messages, **fields)
+    assert (status, named in message) == (422, True), message
+
+
+async def test_variables_of_the_template_are_given_to_it(engine: Recorded, tmp_path: Path) -> None:
+    folder = shutil.copytree(SETTINGS.engine.model_path, tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings["chat_template"] += "{% if add_generation_prompt and not thinking %}<think></think>{% endif %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    tokenizer = ChatTokenizer(folder)
+    async with client_of(engine, tmp_path, str(folder)) as http:
+        plain = await prompt_of(http, [USER])
+        thinking = await prompt_of(http, [USER], chat_template_kwargs={"thinking": True})
+    assert tokenizer.decode(plain) == tokenizer.decode(thinking) + "<think></think>"
+
+
+async def test_a_refusal_is_what_the_assistant_said(http: httpx.AsyncClient) -> None:
+    said = await prompt_of(http, [USER, {"role": "assistant", "content": "No."}, USER])
+    parts = [{"type": "refusal", "refusal": "No."}]
+    nothing = {"audio": None, "function_call": None, "tool_calls": None, "annotations": []}
+    for content, refusal in ((None, "No."), ("No.", None), (parts, None), ([], "No.")):
+        message = {"role": "assistant", "content": content, "refusal": refusal, **nothing}
+        assert await prompt_of(http, [USER, message, USER]) == said
 
 
 CALL_TEMPLATE = """{%- for message in messages -%}<|im_start|>{{ message.role }}

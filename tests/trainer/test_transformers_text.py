@@ -4,6 +4,7 @@ import base64
 import importlib.util
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import jinja2
@@ -83,7 +84,7 @@ def theirs(tokenizer, name, messages, tools, **options):
     """Transformers' rendering; None if the template refuses the conversation."""
     try:
         return tokenizer.apply_chat_template(as_written(name, messages), tools=tools, **options)
-    except (jinja2.TemplateError, TypeError, AttributeError):
+    except (jinja2.TemplateError, TypeError, AttributeError, ValueError):
         return None
 
 
@@ -103,6 +104,57 @@ def test_prompts_are_those_of_transformers(name, pairs):
             expected = theirs(reference, name, messages[:n], tools, **options)
             found = ours(tokenizer.render_prompt, messages[:n], tools or ())
             assert isinstance(found, InputError) if expected is None else found == expected, case
+
+
+UNFINISHED = {
+    "word": ([user("2+2?"), assistant("It is")], None),
+    "space": ([user("2+2?"), assistant(" It is \n")], None),
+    "empty": ([user("2+2?"), assistant("")], None),
+    "turns": ([SYSTEM, user("2+2?"), assistant("4"), user("3+3?"), assistant("größe 🙂")], None),
+    "tools": ([user("2+3?"), assistant("", tool_calls=[CALL]), answer("5"), assistant("It is")], [ADD]),
+    "reasoning": ([user("2+2?"), assistant("It is", reasoning_content="two and two")], None),
+    "opened": ([user("2+2?"), assistant("<think>\ntwo and")], None),
+    "thought": ([user("2+2?"), assistant("<think>\ntwo and two\n</think>\n\nIt is")], None),
+    "user": ([user("2+")], None),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_unfinished_message_is_that_of_transformers(name, pairs):
+    reference, tokenizer = pairs(name)
+    n_compared = 0
+    for case, (messages, tools) in UNFINISHED.items():
+        expected = theirs(reference, name, messages, tools, continue_final_message=True, return_dict=False)
+        found = ours(tokenizer.render_unfinished, messages, tools or ())
+        assert isinstance(found, InputError) if expected is None else found == expected, case
+        n_compared += expected is not None
+    assert n_compared >= 5
+
+
+VARIABLES = [
+    *({"enable_thinking": flag} for flag in (False, True)),
+    *({"thinking": flag} for flag in (False, True)),
+    {"reasoning_effort": "high"},
+    {"date_string": "1 Jan 2026"},
+    {"bos_token": "x"},
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_variables_reach_the_template_as_they_do_in_transformers(name, pairs):
+    """One that the template does not read is refused: transformers ignores it."""
+    reference, tokenizer = pairs(name)
+    messages, tools = CONVERSATIONS["tools"]
+    plain = theirs(reference, name, messages[:-1], tools, add_generation_prompt=True, return_dict=False)
+    for variables in VARIABLES:
+        for header in (True, False):
+            options = {"add_generation_prompt": header, "return_dict": False}
+            expected = theirs(reference, name, messages[:-1], tools, **options, **variables)
+            found = ours(partial(tokenizer.render_prompt, header=header), messages[:-1], tools, variables)
+            if not isinstance(found, InputError):
+                assert found == expected, variables
+            elif expected is not None and header:
+                assert expected == plain, variables
 
 
 def reduced(text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import reprlib
 import time
 import uuid
 from dataclasses import replace
@@ -81,7 +82,14 @@ _CHAT: JsonDict = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], 
 
 
 class ChatCompletion(OpenAISampling, json_schema_extra={"examples": [_CHAT]}):
+    """`continue_final_message`, `add_generation_prompt` and `chat_template_kwargs` are those of vLLM and of
+    transformers' `apply_chat_template`.
+    """
+
     logprobs: bool | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     tools: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
 
@@ -114,13 +122,46 @@ async def chat_completions(request: Request, state: Rollout) -> Response:
     answer and are not supported are refused by name; a null field is an absent one.
     """
     tokenizer, body = _tokenizer(state), await read_model(request, ChatCompletion)
-    messages = read_messages([_with_calls(message) for message in body.messages])
-    prompt = tokenizer.render_prompt(messages, body.tools or ())
+    prompt = _rendered(tokenizer, body)
     results = await _sample(request, state, body, prompt, default_new=None)
     if results is None:
         return Response(status_code=499)
     choices = [_chat_choice(tokenizer, result, i, body) for i, result in enumerate(results)]
     return respond(request, _envelope("chat.completion", "chatcmpl", state, choices, prompt, results))
+
+
+def _rendered(tokenizer: ChatTokenizer, body: ChatCompletion) -> list[int]:
+    """Ids of the conversation, up to the header of the answer or the last word to continue. Raises InputError."""
+    messages = read_messages([_with_calls(message) for message in body.messages])
+    tools, variables, header = body.tools or (), body.chat_template_kwargs, body.add_generation_prompt
+    if not _continues(body):
+        return tokenizer.render_prompt(messages, tools, variables, header=header is not False)
+    if header:
+        raise InputError(
+            "add_generation_prompt=true begins a message, and the last message is to be continued", "leave one out"
+        )
+    if body.messages[-1].content is None:
+        raise InputError(f"messages[{len(messages) - 1}] has no content to continue", "send a text, which may be empty")
+    return tokenizer.render_unfinished(messages, tools, variables)
+
+
+def _continues(body: ChatCompletion) -> bool:
+    """Whether the answer goes on with the last message: `continue_final_message`, or on the message itself DeepSeek's
+    `prefix` or Moonshot's `partial`. Raises InputError naming such a mark that has no meaning.
+    """
+    marks = [
+        (i, name, value)
+        for i, message in enumerate(body.messages)
+        for name in ("prefix", "partial")
+        if (value := (message.model_extra or {}).get(name)) not in (None, False)
+    ]
+    for i, name, value in marks:
+        if value is not True or i + 1 < len(body.messages) or body.messages[i].role != "assistant":
+            raise InputError(
+                f"messages[{i}]: {name}={reprlib.repr(value)} is not supported",
+                f"{name}=true may stand in the last message, if it is the assistant's",
+            )
+    return bool(body.continue_final_message or marks)
 
 
 def _with_calls(message: ChatMessage) -> dict[str, Any]:
@@ -155,7 +196,7 @@ def _sampling(body: OpenAISampling, limit: int, state: RolloutState, i: int) -> 
     ends = () if body.ignore_eos else tuple(sorted(state.tokenizer.end_ids))
     return SamplingParams(
         max_new_tokens=limit,
-        temperature=1.0 if body.temperature is None else body.temperature,
+        temperature=1.0 if body.temperature is None else validation.computable(body.temperature),
         top_p=body.top_p or 1.0,
         top_k=body.top_k or -1,
         stop_token_ids=(*ends, *validation.check_stops(body.stop_token_ids, state.info.vocab_size)),

@@ -63,7 +63,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that would change an answer, with the values that ask for nothing."""
 
-_TEMPLATE = frozenset({"continue_final_message", "add_generation_prompt", "chat_template_kwargs", "chat_template"})
+_HINTS = {
+    "chat_template": "; render the prompt yourself, and send its ids to /v1/completions",
+    "enable_thinking": "; send it to /v1/chat/completions in chat_template_kwargs",
+}
 _MOST_NAMED = 10
 
 
@@ -76,10 +79,8 @@ def honoured(raw: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]
     refused = [name for name in given.keys() - known.keys() - IGNORED if not _asks_for_nothing(name, given[name])]
     if refused:
         told = [f"{name[:80]}={reprlib.repr(given[name])}" for name in sorted(refused)[:_MOST_NAMED]]
-        by_hand = "; render the prompt yourself, and send its ids to /v1/completions" if _TEMPLATE & {*refused} else ""
-        raise InputError(
-            f"{', '.join(told)} {'is' if len(refused) == 1 else 'are'} not supported", f"leave out{by_hand}"
-        )
+        hints = "".join(_HINTS.get(name, "") for name in sorted(refused))
+        raise InputError(f"{', '.join(told)} {'is' if len(refused) == 1 else 'are'} not supported", f"leave out{hints}")
     return {name: value for name, value in given.items() if name in known}
 
 

@@ -217,13 +217,18 @@ def sampling_params(raw: Any, info: EngineInfo, n_prompt: int) -> SamplingParams
     default_new = max(1, min(DEFAULT_NEW_TOKENS, room(info) - n_prompt))
     return SamplingParams(
         max_new_tokens=_integer("max_new_tokens", raw.get("max_new_tokens"), default_new, 1, MAX_NEW_TOKENS),
-        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+        temperature=computable(temperature),
         top_p=_number("top_p", raw.get("top_p"), 1.0, MIN_TOP_P, 1.0),
         top_k=_top_k(raw.get("top_k")),
         stop_token_ids=check_stops(raw.get("stop_token_ids"), info.vocab_size),
         ignore_eos=_boolean("ignore_eos", raw.get("ignore_eos")),
         sampling_seed=None if seed is None else _integer("sampling_seed", seed, 0, 0, MAX_SEED),
     )
+
+
+def computable(temperature: float) -> float:
+    """The temperature to sample at: 0, which is greedy, where logits divided by it might not be finite."""
+    return temperature if temperature >= GREEDY_BELOW else 0.0
 
 
 def _ids(value: Any, vocab_size: int) -> np.ndarray:
