@@ -22,12 +22,12 @@ import asyncio
 from http import HTTPStatus
 from typing import Any
 
-import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from shared.process import telemetry
 from shared.services_schema import Limits
 from shared.web.chunks import MAX_ASIDE, MAX_LINE, ChunkError, Chunks
+from shared.web.problems import MEDIA_TYPE, problem_body
 
 MAX_HEAD_BYTES = 64 * 1024
 MAX_HEADERS = 100
@@ -72,6 +72,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(**uvicorn)
         self._limits, self._n_max = limits, n_max
         self._service, self.app = self.app, self._answer
+        self.url = b""  # of the newest request
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._rest_timer: asyncio.TimerHandle | None = None
@@ -295,8 +296,9 @@ class Connection(HttpToolsProtocol):
             self._close()  # the request that goes on arriving has its answer
             return
         title = HTTPStatus(status).phrase
-        body = orjson.dumps({"type": "about:blank", "title": title, "status": status, "detail": _DETAILS[reason]})
-        head = b"content-type: application/problem+json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        problem = {"type": "about:blank", "title": title, "status": status, "detail": _DETAILS[reason]}
+        body = problem_body(problem, self.url.partition(b"?")[0].decode("latin-1"))
+        head = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n".encode()
         self.transport.write(STATUS_LINE[status] + head + body)
         if self.pipeline:  # an earlier request has not been answered yet
             self._close()

@@ -46,6 +46,7 @@ from shared.web.access import AccessTokens, Role, RoleTable
 from shared.web.connection import WHOLE_BODY
 from shared.web.limits import RateLimiter
 from shared.web.openapi import PROBLEMS
+from shared.web.problems import MEDIA_TYPE, problem_body
 
 COMMON_ROLES = {
     "GET /health": Role.ANYONE,
@@ -60,7 +61,6 @@ _REQUESTS = telemetry.Histogram(
 )
 _METHODS_COUNTED = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _MAX_ERRORS, _MAX_NAME = 10, 80
-_OPENAI = "/v1/"  # paths whose problem bodies carry OpenAI's `error` too, all that its clients show of an answer
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 _log = telemetry.Log("http")
 
@@ -188,10 +188,7 @@ def problem_response(error: VolleyError, path: str = "") -> Response:
 
 
 def _problem(body: dict[str, Any], headers: Mapping[str, str], path: str) -> Response:
-    if path.startswith(_OPENAI):
-        message = f"{body['detail']} ({body['hint']})" if "hint" in body else body["detail"]
-        body = {**body, "error": {"message": message, "type": body["type"], "param": None, "code": None}}
-    return Response(orjson.dumps(body), body["status"], headers, "application/problem+json")
+    return Response(problem_body(body, path), body["status"], headers, MEDIA_TYPE)
 
 
 async def _on_volley_error(request: Request, error: Exception) -> Response:
