@@ -55,7 +55,7 @@ def secret(role: str) -> str:
 @asynccontextmanager
 async def rollout(folder: Path) -> AsyncIterator[Server]:
     for role in ("viewer", "service", "admin"):
-        (folder / role).write_text(secret(role))
+        (folder / role).write_text(secret(role), encoding="utf-8")
         (folder / role).chmod(0o600)
     tokens = read_tokens(TokenFiles(**{role: str(folder / role) for role in ("viewer", "service", "admin")}))
     assert tokens.of(Role.SERVICE) == secret("service")
