@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -252,7 +254,7 @@ def test_a_file_with_many_names_is_hashed_once(run: RunFolder, monkeypatch: pyte
 
 
 def test_a_proof_that_takes_too_long_ends_with_the_reason(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "allowed_s", lambda found: 0.2)
+    monkeypatch.setattr(budget, "allowed", lambda found: budget.Allowance(0.2, LIMIT_S))
 
     def endless(*_: object) -> object:
         while True:
@@ -262,3 +264,27 @@ def test_a_proof_that_takes_too_long_ends_with_the_reason(run: RunFolder, monkey
     with within(LIMIT_S):
         result = command.verify(run)
     assert "CPU time" in result["violations"][0]["detail"]
+
+
+def test_a_proof_on_a_busy_machine_is_not_finished(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says nothing of the run: no violation, and no proof."""
+    monkeypatch.setattr(budget, "allowed", lambda found: budget.Allowance(LIMIT_S, 0.2))
+    monkeypatch.setattr(command.checkpoints, "retained", lambda *_: time.sleep(LIMIT_S))
+    with within(LIMIT_S):
+        result = command.verify(run)
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 0, "the alarm of `within`"
+    assert (result["ok"], result["violations"]) == (False, [])
+    assert command.told(result).splitlines()[-1].startswith("NOT FINISHED: ")
+
+
+def test_checkpoints_that_are_not_read_in_time_leave_a_proof_unfinished(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a folder that the user trusts, whose proof has no bound."""
+
+    def late(*_: object) -> object:
+        raise budget.NotFinished("late")
+
+    monkeypatch.setattr(command.parameters, "check", late)
+    monkeypatch.setattr(trust, "_accepted", {os.path.realpath(run.path)})
+    assert command.verify(run)["not_finished"] == "late"

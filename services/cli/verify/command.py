@@ -51,7 +51,7 @@ type Result = dict[str, Any]
 
 
 def main(run_dir: Path, as_json: bool) -> int:
-    """Prints the result; 0 if nothing is violated, else 1. Raises ConfigError if the folder is not that of a run."""
+    """Prints the result; 0 if the run is proven, else 1. Raises ConfigError if the folder is not that of a run."""
     folder = RunFolder(run_dir.absolute())
     if not folder.config.exists():
         raise ConfigError(f"{run_dir} is not the folder of a run", "it holds no config.yaml")
@@ -66,18 +66,18 @@ def verify(folder: RunFolder) -> Result:
     What no run leaves in its folder is named before anything is read, and the work is bounded by the bytes that are
     there, unless the folder's user trusts it.
     """
-    if trust.is_accepted(folder):
-        return _proof(folder, budget.unbounded)
-    found = survey.look(folder)
-    if found.problems:
-        return _refused(*(Violation(ViolationKind.FOLDER, reason, file=name) for name, reason in found.problems))
-    seconds = budget.allowed_s(found)
     try:
-        with budget.bounded(seconds):
+        if trust.is_accepted(folder):
+            return _proof(folder, budget.unbounded)
+        found = survey.look(folder)
+        if found.problems:
+            return _refused(*(Violation(ViolationKind.FOLDER, reason, file=name) for name, reason in found.problems))
+        with budget.bounded(budget.allowed(found)):
             return _proof(folder, budget.UnpackingBudget(found.archives).spend)
-    except budget.OutOfTime:
-        detail = f"the proof takes more than {seconds:.0f} s of CPU time, far more than that of a run of this size"
-        return _refused(Violation(ViolationKind.FOLDER, detail))
+    except budget.OutOfTime as error:
+        return _refused(Violation(ViolationKind.FOLDER, str(error)))
+    except budget.NotFinished as error:
+        return {**_refused(), "ok": False, "not_finished": str(error)}
 
 
 def _refused(*violations: Violation) -> Result:
@@ -220,7 +220,13 @@ def told(result: Result) -> str:
     ]
     if result["ok"] and result.get("steps") == 0 and "head" not in result:
         lines.append("nothing has been trained yet")
-    return told_lines([*lines, "proven" if result["ok"] else f"NOT PROVEN: {len(result['violations'])} violations"])
+    return told_lines([*lines, _verdict(result)])
+
+
+def _verdict(result: Mapping[str, Any]) -> str:
+    if (why := result.get("not_finished")) is not None:
+        return f"NOT FINISHED: {why}"
+    return "proven" if result["ok"] else f"NOT PROVEN: {len(result['violations'])} violations"
 
 
 def _result(findings: Findings, fates: tickets.TicketFates | None, about: Result) -> Result:

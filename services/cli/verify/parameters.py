@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from services.cli.layout import python_of, variables_of
+from services.cli.verify import budget
 from services.cli.verify.checkpoints import RetainedCheckpoint
 from services.cli.verify.violation import Violation, ViolationKind
 from shared.errors import ConfigError
@@ -73,6 +74,7 @@ def _told(folder: RunFolder, found: Sequence[RetainedCheckpoint]) -> Mapping[str
         return f"not compared with the log: {error.detail}"
 
     command = [str(python), "-P", "-m", _MODULE, str(folder.path), *versions]
+    seconds = _START_S + n_bytes / _BYTES_A_SECOND
     try:
         done = subprocess.run(
             command,
@@ -80,10 +82,12 @@ def _told(folder: RunFolder, found: Sequence[RetainedCheckpoint]) -> Mapping[str
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             stdin=subprocess.DEVNULL,
-            timeout=_START_S + n_bytes / _BYTES_A_SECOND,
+            timeout=seconds,
             check=False,
         )
-    except (OSError, subprocess.SubprocessError) as error:
+    except subprocess.TimeoutExpired as error:
+        raise budget.NotFinished(f"the checkpoints were not read within {seconds:.0f} s: run it again") from error
+    except OSError as error:
         damage = f"reading them failed: {type(error).__name__}"
         return {"checksums": {}, "damaged": dict.fromkeys(versions, damage)}
     return _with_unread(done, versions)
