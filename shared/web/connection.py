@@ -35,6 +35,7 @@ MAX_AHEAD = 8
 WHOLE_BODY = "volley.whole_body"
 """Extension of a request's scope: its body has arrived, so that reading it waits for nothing."""
 _HELD_BACK = 64 * 1024
+_CLOSE = (b"connection", b"close")
 _END = b"\r\n\r\n"  # of a head
 _REST_BYTES = 64 * 1024
 _REST_S = 1.0
@@ -225,7 +226,8 @@ class Connection(HttpToolsProtocol):
         on their way to it, the system would reset it, and the client lose the answer.
         """
         self._ending = not cycle.keep_alive or self._chunks is not None or self._body_left > _REST_BYTES
-        cycle.keep_alive = not self._ending
+        if self._ending and _CLOSE not in (headers := list(message.get("headers", ()))):
+            message = {**message, "headers": [*headers, _CLOSE]}  # uvicorn 0.35 does not add it
         await send(message)
         if self._ending:
             cycle.keep_alive = True
