@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
+from services.orchestrator import metrics
 from services.orchestrator.episodes.dispatch import Dispatcher
 from services.orchestrator.episodes.runner import EpisodeRunner
 from services.orchestrator.episodes.teacher import EpisodeTeaching, TeachingBudget
@@ -29,6 +30,7 @@ from shared.models.chat import ChatTokenizer, tokenizer_of_run
 from shared.models.config import ModelConfig
 from shared.models.hub import model_folder
 from shared.process.boot import RunningService
+from shared.process.sinks import MetricsFanout, PrometheusSink
 from shared.queue.client import REFUSED_S, connect
 from shared.queue.queue import TicketQueue
 from shared.queue.registry import Registry
@@ -85,8 +87,9 @@ async def open_orchestrator(settings: OrchestratorSettings) -> AsyncIterator[Run
         )
         queue = TicketQueue(redis, settings.run)
         handover = RecordHandover(trainer, RunFolder(settings.folder), status)
+        sinks = stack.enter_context(MetricsFanout.opened([PrometheusSink(metrics.show)]))
         orchestrator = Orchestrator(
-            settings, queue, environments, tokenizer, balancer, status, ReservationGate(), dispatcher, handover
+            settings, queue, environments, tokenizer, balancer, status, ReservationGate(), dispatcher, handover, sinks
         )
         app = create_app("orchestrator", limits=settings.limits, tokens=tokens, ready=lambda: None, roles=ROLES)
         app.state.orchestrator = orchestrator

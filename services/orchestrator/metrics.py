@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
+from shared.process.sinks import Line, LineKind
 from shared.process.telemetry import REGISTRY, Counter, Gauge, Histogram
 from shared.types import Trajectory
 
@@ -63,6 +65,27 @@ ENV_TURNS = Counter(
     registry=REGISTRY,
 )
 _MOST_TURNS = 9
+_EVALUATION = {
+    name: Gauge(
+        f"volley_evaluation_{name}",
+        f"{text} (of the main environment's last evaluation; NaN before)",
+        registry=REGISTRY,
+    )
+    for name, text in {
+        "step": "Step of the weights",
+        "success": "Share of the held-out tasks that were solved",
+        "reward_mean": "Mean reward of the held-out tasks",
+    }.items()
+}
+for _gauge in _EVALUATION.values():
+    _gauge.set(math.nan)
+
+
+def show(kind: LineKind, line: Line) -> None:
+    """Show the last evaluation of the run's main environment."""
+    if kind == "evaluation" and "env" not in line:
+        for name, gauge in _EVALUATION.items():
+            gauge.set(line[name])
 
 
 def count_turn(env: str, turn: int, reward: float, outcome: Literal["answered", "failed"]) -> None:

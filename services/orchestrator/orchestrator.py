@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from services.orchestrator.episodes.dispatch import Dispatcher
@@ -24,6 +24,7 @@ from shared.clients.env import EnvClient
 from shared.errors import VolleyError, first_error
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry, wedge
+from shared.process.sinks import MetricsFanout
 from shared.process.wedge import ServiceReport
 from shared.queue.queue import TicketQueue
 from shared.run.folder import RunFolder
@@ -47,6 +48,7 @@ class Orchestrator:
     gate: ReservationGate
     dispatcher: Dispatcher
     handover: RecordHandover
+    sinks: MetricsFanout = field(default_factory=MetricsFanout)
     schedule: RunSchedule | None = None
     evaluator: Evaluator | None = None
     mixture: RunMixture | None = None
@@ -186,5 +188,5 @@ class Orchestrator:
             return [HeldOutTasks(env, min(settings.n_eval_tasks, n)) for env, n in mixture.evaluated().items()]
 
         return Evaluator(
-            self.dispatcher, self.status, self.tokenizer, plan, settings.folder, others, offer=mixture.offer
+            self.dispatcher, self.status, self.tokenizer, plan, settings.folder, others, mixture.offer, self.sinks
         )

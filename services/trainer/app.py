@@ -13,7 +13,7 @@ from pathlib import Path
 from fastapi import FastAPI
 from redis.asyncio import Redis
 
-from services.trainer import records
+from services.trainer import prometheus, records
 from services.trainer import settings as from_run
 from services.trainer.backend.inputs import BackendInputs, OpenedBackend
 from services.trainer.bucket.restore import FolderRestore
@@ -46,6 +46,7 @@ from shared.models.origin import Origin
 from shared.process import telemetry
 from shared.process.boot import RunningService
 from shared.process.imports import uncollected
+from shared.process.sinks import MetricsFanout, PrometheusSink
 from shared.queue.client import REFUSED_S, connect
 from shared.queue.queue import TicketQueue
 from shared.queue.registry import Registry
@@ -104,6 +105,7 @@ async def open_trainer(
         stack.push_async_callback(redis.aclose)
         env = EnvClient(settings.env_url, token=token, ca_file=settings.ca_file)
         environments = await stack.enter_async_context(env)
+        sinks = stack.enter_context(MetricsFanout.opened([PrometheusSink(prometheus.show)]))
         thread = ThreadPoolExecutor(1, thread_name_prefix="train")
         stack.callback(thread.shutdown, wait=False, cancel_futures=True)
         folder = RunFolder(settings.run_folder)
@@ -117,7 +119,9 @@ async def open_trainer(
             settings.update_mode,
         )
         opened = open_backend(
-            BackendInputs(config, settings, model, tokenizer_of_run(model, config.run.date), origin, publications)
+            BackendInputs(
+                config, settings, model, tokenizer_of_run(model, config.run.date), origin, publications, sinks
+            )
         )
         stack.callback(opened.close)
         plan = from_run.plan(config, opened.tokens, origin)
@@ -137,6 +141,7 @@ async def open_trainer(
             beginning=publications.beginning,
             bucket=_bucket(config, settings, model, publications.beginning, status, plan),
             has_lost=lambda: publications.has_lost,
+            sinks=sinks,
         )
         known = records.KnownEnvironments(configured(config.data), environments.versions)
         app = _app(settings, callers, status, parts.bucket, known)

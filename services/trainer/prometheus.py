@@ -5,12 +5,10 @@ up is counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from services.trainer.learner.metrics import StepMetrics
-from services.trainer.supervised.metrics import SupervisedMetrics
+from shared.process.sinks import Line, LineKind
 from shared.process.telemetry import REGISTRY, Counter, Gauge, Histogram
+from shared.types import WeightVersion
 
 _OF_THE_LAST_STEP = {
     "loss": "Loss",
@@ -32,19 +30,15 @@ _LAST = {
     name: Gauge(f"volley_trainer_{name}", f"{text} (of the last step)", registry=REGISTRY)
     for name, text in _OF_THE_LAST_STEP.items()
 }
-_SHARES = {
+_LAST |= {
     name: Gauge(f"volley_trainer_{name}", f"Share of the {what} (of the last step)", registry=REGISTRY)
     for name, what in {
         "zero_variance_groups": "groups whose rewards are equal",
         "zero_variance_tokens": "sampled tokens whose group has equal rewards",
+        "routing_diff": "layers, in the mean over tokens, whose experts are others than the trainer's choice;"
+        " NaN without any",
     }.items()
 }
-_ROUTING = Gauge(
-    "volley_trainer_routing_diff",
-    "Share of the layers, in the mean over tokens, whose experts are others than the trainer's choice; NaN without any"
-    " (of the last step)",
-    registry=REGISTRY,
-)
 _EPOCH = Gauge("volley_trainer_epoch", "Epoch of the trainer: how often one has begun on this run", registry=REGISTRY)
 _STEP = Gauge(
     "volley_trainer_step",
@@ -76,36 +70,42 @@ PART_SECONDS = Histogram(
     registry=REGISTRY,
 )
 
-for _gauge in (*_LAST.values(), *_SHARES.values(), _ROUTING):
+for _gauge in _LAST.values():
     _gauge.set(math.nan)
 
 
-def show(metrics: StepMetrics, epoch: int) -> None:
-    """A step was made."""
-    for name, gauge in _LAST.items():
-        value: Any = getattr(metrics, name)
-        gauge.set(math.nan if value is None else value)
-    routing: Any = metrics.more.get("routing_diff")
-    _ROUTING.set(math.nan if routing is None else routing)
-    _EPOCH.set(epoch)
-    _STEP.set(metrics.step)
+def show(kind: LineKind, line: Line) -> None:
+    """Show the last step, and count what steps add up."""
+    if kind == "step":
+        _show_step(line)
+    elif kind == "supervised" and line["step"]:
+        _show_supervised(line)
+
+
+def _show_step(line: Line) -> None:
+    for name in _LAST:
+        _show_value(name, line)
+    _show_version(line)
     _STEPS.inc()
-    _TOKENS.inc(metrics.tokens)
-    _SEQUENCE_TOKENS.inc(metrics.sequence_tokens)
-    _GROUPS.inc(metrics.groups)
-    _EPISODES.inc(metrics.episodes)
+    _TOKENS.inc(line["tokens"])
+    _SEQUENCE_TOKENS.inc(line["sequence_tokens"])
+    _GROUPS.inc(line["groups"])
+    _EPISODES.inc(line["episodes"])
 
 
-def show_supervised(metrics: SupervisedMetrics, epoch: int) -> None:
-    """A step was made of a run of supervised training."""
-    _LAST["loss"].set(metrics.loss)
-    _LAST["grad_norm"].set(metrics.grad_norm)
-    _EPOCH.set(epoch)
-    _STEP.set(metrics.step)
-    _TOKENS.inc(metrics.tokens)
+def _show_supervised(line: Line) -> None:
+    for name in ("loss", "grad_norm"):
+        _show_value(name, line)
+    _show_version(line)
+    _TOKENS.inc(line["tokens"])
 
 
-def show_shares(shares: Mapping[str, float]) -> None:
-    """Of the step that was made."""
-    for name, gauge in _SHARES.items():
-        gauge.set(shares[name])
+def _show_value(name: str, line: Line) -> None:
+    value = line.get(name)
+    _LAST[name].set(math.nan if value is None else value)
+
+
+def _show_version(line: Line) -> None:
+    version = WeightVersion.parse(line["version"])
+    _EPOCH.set(version.epoch)
+    _STEP.set(version.step)

@@ -131,12 +131,10 @@ class TrainerStatus:
 
     def trained(self, metrics: StepMetrics) -> None:
         self.step, self.version, self.last = metrics.step, metrics.version, metrics
-        prometheus.show(metrics, self.epoch)
 
     def learned(self, metrics: SupervisedMetrics, version: str) -> None:
         """A step of a run of supervised training."""
         self.step, self.version, self.last = metrics.step, version, metrics
-        prometheus.show_supervised(metrics, self.epoch)
 
     def not_finite(self) -> None:
         prometheus.REFUSED.inc()
@@ -162,10 +160,6 @@ class TrainerStatus:
         if rule is not None:
             self.filtered[rule] = self.filtered.get(rule, 0) + 1
             prometheus.FILTERED.labels(rule).inc()
-
-    def uniform(self, shares: Mapping[str, float]) -> None:
-        """What of the step just made had rewards without variance; see `filters.shares_without_variance`."""
-        prometheus.show_shares(shares)
 
     def timed(self, part: str, seconds: float) -> None:
         prometheus.PART_SECONDS.labels(part).observe(seconds)

@@ -44,6 +44,7 @@ from shared.errors import ConfigError, StorageUnavailable, Unavailable, VolleyEr
 from shared.files import locks
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
+from shared.process.sinks import MetricsFanout
 from shared.run.data import check
 from shared.run.folder import RunFolder
 from shared.types import Lineage, Trajectory
@@ -105,6 +106,7 @@ class Evaluator:
     folder: of the run; evals.jsonl and samples.jsonl are appended there.
     others: the environments beside the main one that are to be measured now.
     offer: what the environment service told of an environment last, with the digests of its data.
+    sinks: get each line of evals.jsonl.
     """
 
     def __init__(
@@ -116,7 +118,9 @@ class Evaluator:
         folder: Path,
         others: Callable[[], Sequence[HeldOutTasks]] = tuple,
         offer: Callable[[str], Offer | None] = lambda _env: None,
+        sinks: MetricsFanout | None = None,
     ) -> None:
+        self._sinks = sinks or MetricsFanout()
         self._others, self._offer = others, offer
         self._dispatcher, self._status, self._tokenizer, self.plan = dispatcher, status, tokenizer, plan
         self._evals, self._samples = RunFolder(folder).evals, RunFolder(folder).samples
@@ -173,7 +177,9 @@ class Evaluator:
         record = summarize(step, trajectories, failed, time.monotonic() - started, env, digests)
         samples = [self._sample(step, t, env) for t in trajectories[:_N_SAMPLES]]
         await once_there_is_room(lambda: append(self._samples, samples), self._waiting)
-        await once_there_is_room(lambda: append(self._evals, as_rows([record])), self._waiting)
+        lines = as_rows([record])
+        await once_there_is_room(lambda: append(self._evals, lines), self._waiting)
+        self._sinks.send("evaluation", lines[0])
         _log.info("evaluated", **dataclasses.asdict(record))
         return record
 

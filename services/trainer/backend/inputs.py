@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.trainer.checkpoints.store import CheckpointFolders
@@ -15,13 +15,14 @@ from services.trainer.status import TrainerStatus
 from shared.clients.env import EnvClient
 from shared.models.chat import ChatTokenizer
 from shared.models.origin import Origin
+from shared.process.sinks import MetricsFanout
 from shared.schema import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
 class BackendInputs:
     """What a backend is made from; `folder` holds the model's config.json and tokenizer, `origin` the first weights if
-    it is set; versions go to `publications`.
+    it is set; versions go to `publications`, lines of metrics to `sinks`.
     """
 
     config: RunConfig
@@ -30,6 +31,7 @@ class BackendInputs:
     tokenizer: ChatTokenizer
     origin: Origin | None
     publications: Publications
+    sinks: MetricsFanout = field(default_factory=MetricsFanout)
 
 
 @dataclass(frozen=True, slots=True)

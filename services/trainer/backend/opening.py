@@ -53,7 +53,8 @@ def open_backend(given: BackendInputs) -> OpenedBackend:
     backend = leading or own
 
     async def warm_start(environments: EnvClient, status: TrainerStatus, executor: Executor) -> None:
-        start = WarmStart(data_settings(config), options, environments, given.tokenizer, StepLog(folder.sft))
+        data, log = data_settings(config), StepLog(folder.sft)
+        start = WarmStart(data, options, environments, given.tokenizer, log, given.sinks)
         await start(backend, status, executor)
 
     return OpenedBackend(backend, checkpoints, tokens, warm_start, close=leading.close if leading else lambda: None)

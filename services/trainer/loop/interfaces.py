@@ -23,6 +23,7 @@ from services.trainer.status import TrainerStatus
 from shared.errors import QueueUnavailable, Unavailable
 from shared.outcomes import FilterRule
 from shared.process import telemetry
+from shared.process.sinks import MetricsFanout
 from shared.queue.records import Finished, QueueState, StreamEntry
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog
@@ -167,7 +168,7 @@ class TrainPlan:
 class Collaborators:
     """What the loop works with. `warm_start` ends early when a stop is asked for; `publish` tells the servers of a
     version, `beginning` names the beginning of the run; `bucket` follows the run's folder, if the run has one;
-    `has_lost` tells whether the newest version has to be published again.
+    `has_lost` tells whether the newest version has to be published again; `sinks` get each line of `metrics`.
     """
 
     backend: Backend
@@ -185,6 +186,7 @@ class Collaborators:
     beginning: Callable[[], str]
     bucket: RunBucket | None = None
     has_lost: Callable[[], bool] = lambda: False
+    sinks: MetricsFanout = field(default_factory=MetricsFanout)
 
 
 def _called[*A, R](call: Callable[[*A], R], *args: *A) -> R:

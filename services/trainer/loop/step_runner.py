@@ -9,20 +9,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
-from services.trainer.groups.filters import shares_without_variance
 from services.trainer.groups.group_buffer import GroupBuffer, ReadyGroup
-from services.trainer.learner.metrics import StepMetrics, of_components, of_environments, of_teacher
+from services.trainer.learner.metrics import StepMetrics
 from services.trainer.loop.interfaces import Collaborators, TrainPlan, Waiter
+from services.trainer.metrics.lines import step_line
 from services.trainer.recovery.recovery import LoggedSteps
 from services.trainer.settlement.refusals import RefusedStep
 from services.trainer.settlement.settlement import Settlement
 from services.trainer.status import TrainerStatus
 from shared.errors import NonFinite, WeightsError
 from shared.process import telemetry
-from shared.run.chain import as_read
 from shared.types import WeightVersion
 
 _MOST_SKIPPED = 3
@@ -108,14 +106,7 @@ class StepRunner:
         """The step's line of metrics.jsonl; its times are observed."""
         for part, took in seconds.items():
             self._status.timed(part, took)
-        rate = metrics.tokens / (seconds["step"] + seconds["wait"])
-        rounded = {f"{part}_s": round(took, 4) for part, took in seconds.items()}
-        trained = [one.group for one in groups]
-        shares, line = shares_without_variance(trained), asdict(metrics)
-        self._status.uniform(shares)
-        more = line.pop("more") | shares | of_environments(trained, self._plan.env) | of_components(trained)
-        more |= of_teacher(trained)
-        return as_read(line | more | {"time": time.time(), **rounded, "tokens_per_sec": round(rate, 1)})
+        return step_line(metrics, [one.group for one in groups], seconds, self._plan.env)
 
     async def _refuse(
         self, error: NonFinite, before: WeightVersion, groups: Sequence[ReadyGroup], digests: Sequence[str]

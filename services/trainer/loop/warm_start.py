@@ -6,19 +6,20 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from time import time
 from typing import Protocol
 
 from services.trainer.conversations.data import DataSettings, load
 from services.trainer.conversations.dataset import Example
 from services.trainer.conversations.demonstrations import Demonstrator
 from services.trainer.loop.interfaces import Waiter
+from services.trainer.metrics.lines import warm_start_line
 from services.trainer.settlement.ledger import StepLog
 from services.trainer.status import TrainerStatus
 from services.trainer.supervised.metrics import SupervisedMetrics
 from services.trainer.supervised.training import SupervisedOptions
 from shared.models.chat import ChatTokenizer
 from shared.process import telemetry
+from shared.process.sinks import MetricsFanout
 
 _log = telemetry.Log("warm_start")
 
@@ -38,6 +39,7 @@ class WarmStart:
     client: Demonstrator
     tokenizer: ChatTokenizer
     log: StepLog
+    sinks: MetricsFanout
 
     async def __call__(self, backend: WarmStarting, status: TrainerStatus, executor: Executor) -> None:
         """Ends early when the status asks to stop. Raises ConfigError, NotFound."""
@@ -49,7 +51,9 @@ class WarmStart:
         _log.info("data", **data.told())
         steps = backend.warm_start(data.examples, self.options)
         while (metrics := await waiter.blocking(next, steps, None)) is not None:
-            self.log.append(metrics.to_line() | {"time": time()})
+            line = warm_start_line(metrics)
+            self.log.append(line)
+            self.sinks.send("warm_start", line)
             if metrics.step % 20 == 0 or metrics.step == metrics.max_steps:
                 _log.info("supervised step", step=metrics.step, loss=round(metrics.loss, 4))
             if status.stopping:

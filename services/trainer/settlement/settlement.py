@@ -98,8 +98,9 @@ class Settlement:
             self._status.durable(version.step)
 
     async def settle(self, metrics: Line) -> None:
-        """The queue and metrics.jsonl learn of the step that was just recorded. Raises as `drop`."""
+        """Tell metrics.jsonl, the sinks and the queue of the step that was just recorded. Raises as `drop`."""
         await self._metrics.append(metrics)
+        self._parts.sinks.send("step", metrics)
         async with self.exclusive:
             finished = self._pending.finished
             await self._commit(finished)

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from services.trainer import prometheus
 from services.trainer.conversations.data import RunData, data_settings, load
 from services.trainer.loop.interfaces import Waiter
 from services.trainer.routes import ROLES, router
@@ -26,6 +27,7 @@ from shared.models.hub import keep, model_folder
 from shared.models.origin import Origin
 from shared.process.boot import RunningService
 from shared.process.imports import uncollected
+from shared.process.sinks import MetricsFanout, PrometheusSink
 from shared.run import pinned
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
@@ -63,6 +65,7 @@ async def open_supervised(config: RunConfig) -> AsyncIterator[RunningService]:
             log=StepLog(folder.sft),
             executor=thread,
             data=data,
+            sinks=stack.enter_context(MetricsFanout.opened([PrometheusSink(prometheus.show)])),
         )
         app = create_app("trainer", limits=services.limits, tokens=callers, ready=status.not_ready, roles=ROLES)
         app.state.status = status

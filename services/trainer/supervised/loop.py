@@ -15,9 +15,11 @@ from typing import Any, Protocol
 from services.trainer.conversations.data import RunData
 from services.trainer.conversations.dataset import Example
 from services.trainer.loop.interfaces import Waiter
+from services.trainer.metrics.lines import supervised_line, supervised_step
 from services.trainer.settlement.ledger import FencedLog
 from services.trainer.status import TrainerStatus
 from services.trainer.supervised.metrics import SupervisedMetrics
+from shared.process.sinks import MetricsFanout
 from shared.run.pinned import Flat
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
@@ -69,13 +71,15 @@ class SupervisedLoop:
         plan: SupervisedPlan,
         backend: Backend,
         log: FencedLog,
+        sinks: MetricsFanout,
         status: TrainerStatus,
         waiter: Waiter,
         data: RunData,
         state: TrainerState,
         last: int,
     ) -> None:
-        self._plan, self._backend, self._log, self._status, self._waiter = plan, backend, log, status, waiter
+        self._plan, self._backend, self._status, self._waiter = plan, backend, status, waiter
+        self._log, self._sinks = log, sinks
         self._data, self._state, self._last = data, state, last
         self._unsaved: list[Mapping[str, Any]] = []
         self._durable: WeightVersion | None = None
@@ -122,23 +126,22 @@ class SupervisedLoop:
         phase = "done" if metrics.step >= self._last else "rl"
         self._state = replace(self._state, step=metrics.step, phase=phase)
         self._status.learned(metrics, str(self._state.version))
-        await self._tell(metrics.to_line() | {"step_s": step_s, "tokens_per_sec": metrics.tokens / step_s})
+        await self._tell(supervised_step(metrics, step_s))
 
-    async def _tell(self, line: Mapping[str, Any]) -> None:
-        """The line of the present step, with what is measured then."""
-        state = self._state
-        known = {"epoch": self._passed() / self._n_examples, "version": str(state.version), "time": time.time()}
-        line = {**line, **await self._measured(), **known}
+    async def _tell(self, told: Mapping[str, Any]) -> None:
+        """Write the line of the present step, with what is measured then, and send it to the sinks."""
+        held_out = await self._measured()
+        line = supervised_line(told, self._state.version, self._passed() / self._n_examples, held_out)
         self._unsaved.append(line)
         await self._log.append(line)
+        self._sinks.send("supervised", line)
 
-    async def _measured(self) -> dict[str, float]:
+    async def _measured(self) -> Mapping[str, float]:
         """On what is held out, where it is time for it: figures by name."""
         step, every = self._state.step, self._plan.eval_every_n_steps
         if not self._data.held_out or not (step in (0, self._last) or (every and step % every == 0)):
             return {}
-        found = await self._waiter.blocking(self._backend.evaluate, self._data.held_out)
-        return {f"eval_{name}": value for name, value in found.items()}
+        return await self._waiter.blocking(self._backend.evaluate, self._data.held_out)
 
     async def _save(self) -> None:
         """Durable with the weights: the place in the data, and the lines since the last checkpoint."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from services.trainer.checkpoints.store import CheckpointFolders
@@ -25,6 +25,7 @@ from services.trainer.status import TrainerStatus
 from services.trainer.supervised.loop import Backend, SupervisedLoop, SupervisedPlan
 from shared.errors import ConfigError
 from shared.process import telemetry
+from shared.process.sinks import MetricsFanout
 from shared.run.archive import Archive
 from shared.run.folder import RunFolder
 from shared.run.held import FollowedFiles
@@ -38,7 +39,7 @@ _log = telemetry.Log("supervised")
 @dataclass(frozen=True, slots=True)
 class SupervisedParts:
     """What the worker works with; `data` reads and tokenizes, before the backend is opened. `archive` only says whose
-    epoch it is.
+    epoch it is; `sinks` get each line of `log`.
     """
 
     open_backend: Callable[[], OpenedBackend]
@@ -46,6 +47,7 @@ class SupervisedParts:
     log: StepLog
     executor: Executor
     data: Callable[[Waiter], Awaitable[RunData]]
+    sinks: MetricsFanout = field(default_factory=MetricsFanout)
 
 
 class SupervisedWorker:
@@ -77,7 +79,7 @@ class SupervisedWorker:
         last = await waiter.blocking(backend.open, data.train.examples)
         _log.info("started", run=status.run, version=str(state.version), resumed=found is not None)
         log = FencedLog(parts.log, parts.archive, state.epoch)
-        loop = SupervisedLoop(self._plan, backend, log, status, waiter, data, state, last)
+        loop = SupervisedLoop(self._plan, backend, log, parts.sinks, status, waiter, data, state, last)
         await loop.run(resumed=found is not None)
 
     def _continued(self, found: TrainerState, data: RunData) -> TrainerState:

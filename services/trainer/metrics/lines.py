@@ -1,0 +1,55 @@
+"""Lines of metrics.jsonl and sft.jsonl: every line of the trainer is assembled here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from services.trainer.groups.filters import shares_without_variance
+from services.trainer.learner.metrics import StepMetrics, of_components, of_environments, of_teacher
+from services.trainer.supervised.metrics import SupervisedMetrics
+from shared.run.chain import as_read
+from shared.types import Group, WeightVersion
+
+
+def step_line(
+    metrics: StepMetrics, groups: Sequence[Group], seconds: Mapping[str, float], main_env: str
+) -> dict[str, Any]:
+    """Return the line of metrics.jsonl of a step of RL, as it is read back from the file.
+
+    Args:
+        groups: that the step was trained on.
+        seconds: by part of the step: `step` and `wait` at least.
+        main_env: the environment of the run that has no figures of its own.
+    """
+    line = asdict(metrics)
+    more = line.pop("more") | shares_without_variance(groups) | of_environments(groups, main_env)
+    more |= of_components(groups) | of_teacher(groups)
+    rate = metrics.tokens / (seconds["step"] + seconds["wait"])
+    rounded = {f"{part}_s": round(took, 4) for part, took in seconds.items()}
+    return as_read(line | more | {"time": time.time(), **rounded, "tokens_per_sec": round(rate, 1)})
+
+
+def supervised_line(
+    told: Mapping[str, Any], version: WeightVersion, epochs: float, held_out: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return a line of sft.jsonl of a supervised run.
+
+    Args:
+        told: of the step, see `supervised_step`, or of the data before the first one.
+        epochs: how often the data have been trained on.
+        held_out: figures on held-out data, by name; empty where none were measured.
+    """
+    measured = {f"eval_{name}": value for name, value in held_out.items()}
+    return {**told, **measured, "epoch": epochs, "version": str(version), "time": time.time()}
+
+
+def supervised_step(metrics: SupervisedMetrics, step_s: float) -> dict[str, Any]:
+    return metrics.to_line() | {"step_s": step_s, "tokens_per_sec": metrics.tokens / step_s}
+
+
+def warm_start_line(metrics: SupervisedMetrics) -> dict[str, Any]:
+    """Return a line of sft.jsonl of the warm start of a run of RL."""
+    return metrics.to_line() | {"time": time.time()}
