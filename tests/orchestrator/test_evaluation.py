@@ -12,24 +12,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.orchestrator import metrics
 from services.orchestrator.evaluation.evaluator import EvalPlan, Evaluator, HeldOutTasks
 from services.orchestrator.evaluation.records import read_records
 from services.orchestrator.mixture.members import Offer, offers_in
 from services.orchestrator.status import RunStatus
 from shared.errors import ConfigError, DecodeError, NotFound, Unavailable
 from shared.models.chat import ChatTokenizer
+from shared.process.sinks import MetricsFanout, PrometheusSink
+from shared.process.telemetry import REGISTRY
 from shared.types import WeightVersion
 from tests.orchestrator.fakes import Say, ScriptedEngine, ScriptedEnv, balancer_of, dispatcher_of
+from tests.support.sinks import KeepingSink, raising
 from tests.support.tokenizer import tiny_tokenizer
 
 PLAN = EvalPlan("demo", 6, 7, every=5, last_step=20)
 EOS = tiny_tokenizer().eos_id
 
 
-def evaluator(folder, env=None, engine=None, plan=PLAN, other=None, others=tuple, offer=lambda env: None):
+def evaluator(folder, env=None, engine=None, plan=PLAN, other=None, others=tuple, offer=lambda env: None, sinks=None):
     balancer = balancer_of(engine or ScriptedEngine(), *filter(None, [other]))
     return Evaluator(
-        dispatcher_of(env or ScriptedEnv(), balancer), RunStatus(), tiny_tokenizer(), plan, folder, others, offer
+        dispatcher_of(env or ScriptedEnv(), balancer), RunStatus(), tiny_tokenizer(), plan, folder, others, offer, sinks
     )
 
 
@@ -49,6 +53,18 @@ async def test_the_record_is_written_and_samples_beside_it(tmp_path):
     samples = [orjson.loads(row) for row in (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(samples) == 4
     assert "<|im_start|>assistant" in samples[0]["text"]
+
+
+async def test_sinks_get_the_lines_of_the_file(tmp_path):
+    kept, bad = KeepingSink(), KeepingSink("bad", raising(OSError("away")))
+    with MetricsFanout.opened([bad, PrometheusSink(metrics.show), kept]) as sinks:
+        found = evaluator(tmp_path, others=lambda: [HeldOutTasks("beside", 2)], sinks=sinks)
+        await found.run(0)
+    lines = [orjson.loads(line) for line in (tmp_path / "evals.jsonl").read_bytes().splitlines()]
+    assert [line.get("env") for line in lines] == ["beside", None]
+    assert kept.lines == [("evaluation", line) for line in lines]
+    for name in ("step", "success", "reward_mean"):
+        assert REGISTRY.get_sample_value(f"volley_evaluation_{name}") == lines[-1][name]
 
 
 async def test_evaluations_of_other_data_end_the_run_with_path_and_digests(tmp_path):

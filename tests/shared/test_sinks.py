@@ -14,27 +14,7 @@ import pytest
 from shared.process import sinks
 from shared.process.sinks import MetricsFanout
 from shared.process.telemetry import REGISTRY
-
-
-class Sink:
-    def __init__(self, name: str, on_write: Callable[[Mapping[str, Any]], object] = lambda line: None) -> None:
-        self.name, self.on_write = name, on_write
-        self.lines: list[tuple[str, Mapping[str, Any]]] = []
-        self.closed = False
-
-    def write(self, kind: sinks.LineKind, line: sinks.Line) -> None:
-        self.on_write(line)
-        self.lines.append((kind, line))
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def raising(error: BaseException) -> Callable[[object], None]:
-    def write(_line: object) -> None:
-        raise error
-
-    return write
+from tests.support.sinks import KeepingSink, raising
 
 
 class Unprintable(Exception):
@@ -52,7 +32,7 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_every_sink_gets_every_line_in_order_as_the_file_holds_it():
-    one, two = Sink("one"), Sink("two")
+    one, two = KeepingSink("one"), KeepingSink("two")
     with MetricsFanout.opened([one, two]) as fanout:
         for step in range(100):
             fanout.send("step", {"step": step, "loss": np.float32(0.5), "kl": float("nan")})
@@ -68,7 +48,7 @@ def test_a_sink_that_fails_is_logged_once_and_counted_and_the_others_go_on(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ):
     name = f"bad {type(error).__name__}"
-    bad, good = Sink(name, raising(error)), Sink("good")
+    bad, good = KeepingSink(name, raising(error)), KeepingSink("good")
     with caplog.at_level(logging.WARNING), MetricsFanout.opened([bad, good]) as fanout:
         for step in range(5):
             fanout.send("evaluation", {"step": step})
@@ -82,7 +62,7 @@ def test_a_sink_that_fails_for_a_while_goes_on_afterwards():
         if line["step"] < 3:
             raise ConnectionError("away")
 
-    sink = Sink("back", write)
+    sink = KeepingSink("back", write)
     with MetricsFanout.opened([sink]) as fanout:
         for step in range(6):
             fanout.send("step", {"step": step})
@@ -94,7 +74,7 @@ def test_a_sink_that_hangs_delays_nothing_and_keeps_a_bounded_queue(
 ):
     monkeypatch.setattr(sinks, "_CLOSE_S", 0.2)
     released = threading.Event()
-    hung, good = Sink("hung", lambda line: released.wait(60)), Sink("beside")
+    hung, good = KeepingSink("hung", lambda line: released.wait(60)), KeepingSink("beside")
     n = sinks._MOST_QUEUED + 500
     with caplog.at_level(logging.WARNING):
         started = time.monotonic()
@@ -116,14 +96,14 @@ def test_a_sink_cannot_change_what_another_or_the_caller_has():
     def spoil(line: Any) -> None:
         line["ends"].clear()
 
-    line, good = {"step": 1, "ends": {"answered": 1.0}}, Sink("later")
-    with MetricsFanout.opened([Sink("spoiling", spoil), good]) as fanout:
+    line, good = {"step": 1, "ends": {"answered": 1.0}}, KeepingSink("later")
+    with MetricsFanout.opened([KeepingSink("spoiling", spoil), good]) as fanout:
         fanout.send("step", line)
     assert line["ends"] == good.lines[0][1]["ends"] == {"answered": 1.0}
 
 
-@pytest.mark.parametrize("sinks_of", [list, lambda: [Sink("strict")]])
-def test_a_line_that_is_no_json_raises_nothing(sinks_of: Callable[[], list[Sink]]):
+@pytest.mark.parametrize("sinks_of", [list, lambda: [KeepingSink("strict")]])
+def test_a_line_that_is_no_json_raises_nothing(sinks_of: Callable[[], list[KeepingSink]]):
     with MetricsFanout.opened(sinks_of()) as fanout:
         fanout.send("step", {"step": 2**70})
         fanout.send("step", {1: 2})  # type: ignore[dict-item]

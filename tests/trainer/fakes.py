@@ -24,6 +24,7 @@ from services.trainer.settlement.ledger import LedgerFile, StepLog
 from services.trainer.settlement.refusals import Refusals
 from services.trainer.status import TrainerStatus
 from shared.errors import Fenced, NonFinite, QueueUnavailable, StorageFull, WeightsError
+from shared.process.sinks import MetricsFanout
 from shared.queue.records import StreamEntry
 from shared.run.archive import Archive
 from shared.run.commits import CommitLog
@@ -241,6 +242,7 @@ class Bench:
     on_nonfinite: OnNonFinite = "stop"
     filters: FilterOptions = NO_FILTERS
     settings: Mapping[str, Any] = field(default_factory=dict)
+    sinks: MetricsFanout = field(default_factory=MetricsFanout)
 
     def __post_init__(self) -> None:
         self.events: list[str] = []
@@ -274,6 +276,7 @@ class Bench:
             warm_start,
             publish,
             lambda: "anew",
+            sinks=self.sinks,
         )
         rules = AdmissionRules(self.order, self.max_staleness, 32, 96, 2, self.filters)
         plan = TrainPlan(

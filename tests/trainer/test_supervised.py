@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 import pytest
 
+from services.trainer import prometheus
 from services.trainer.algorithms.dpo import pair_terms, weighted_likelihood
 from services.trainer.backend.tunix import ModelOptions
 from services.trainer.batches.batch import BatchLayout
@@ -39,10 +40,13 @@ from services.trainer.supervised.worker import SupervisedParts, SupervisedWorker
 from shared.errors import ConfigError, Fenced, StorageFull
 from shared.models.adapter import is_adapter, is_b
 from shared.models.config import ModelConfig
+from shared.process.sinks import MetricsFanout, PrometheusSink
+from shared.process.telemetry import REGISTRY
 from shared.run.archive import Archive
 from shared.run.state import TrainerState
 from shared.types import WeightVersion
 from tests.support import decoder_reference, models
+from tests.support.sinks import KeepingSink, raising
 from tests.trainer.support import CONFIG, model_of
 from tools.simulated.trainer import NumpyArrays
 
@@ -181,6 +185,7 @@ class Run:
         self.data = RunData(Dataset(examples(n, 2 if beta else 1)), examples(3, 2 if beta else 1, seed=9))
         self.plan = replace(SupervisedPlan(0, 2, 2, 3, 5.0, beta is not None), **plan)
         self.at: Callable[[int], None] = lambda step: None
+        self.sinks = MetricsFanout()
 
     def checkpoints(self) -> CheckpointFolders:
         return CheckpointFolders(self.folder / "checkpoints", "r", 9, OrbaxArrays() if self.model else NumpyArrays())
@@ -210,7 +215,7 @@ class Run:
 
         with ThreadPoolExecutor(1) as thread:
             archive, log = Archive(self.folder / "archive", "r"), StepLog(self.folder / "sft.jsonl")
-            parts = SupervisedParts(self.backend, archive, log, thread, data)
+            parts = SupervisedParts(self.backend, archive, log, thread, data, self.sinks)
             work = asyncio.create_task(SupervisedWorker(self.plan, parts, self.status).run())
             while not work.done() and not until(self.status):
                 await asyncio.sleep(0.01)
@@ -323,6 +328,18 @@ async def test_a_stop_saves_what_is_trained_and_a_finished_run_trains_no_more(tm
     await again.run()
     assert run.newest().state.lineage == ((1, 0), (2, 3), (3, 7))
     assert [one["step"] for one in run.lines()] == [*range(8)]
+
+
+async def test_sinks_get_the_lines_of_the_file_and_stop_nothing(tmp_path: Path):
+    run, kept = Run(tmp_path), KeepingSink()
+    bad = [KeepingSink("bad", raising(OSError("away"))), PrometheusSink(prometheus.show)]
+    with MetricsFanout.opened([*bad, kept]) as run.sinks:
+        await run.run()
+    lines = [orjson.loads(line) for line in (tmp_path / "sft.jsonl").read_bytes().splitlines()]
+    assert [line["step"] for line in lines] == list(range(8))
+    assert kept.lines == [("supervised", line) for line in lines]
+    assert REGISTRY.get_sample_value("volley_trainer_step") == 7
+    assert REGISTRY.get_sample_value("volley_trainer_loss") == lines[-1]["loss"]
 
 
 async def test_other_data_are_refused(tmp_path: Path):

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import threading
+from collections.abc import Callable
 from typing import Any
 
+import orjson
 import pytest
 
+from services.trainer import prometheus
 from services.trainer.status import TrainerStatus
 from shared.errors import Fenced, WeightsError
+from shared.process import sinks
+from shared.process.sinks import MetricsFanout, PrometheusSink
+from shared.process.telemetry import REGISTRY
 from shared.queue.progress import TicketProgress
 from shared.run import archive, ledger
 from shared.run.archive import Archive
 from shared.run.state import initial_state
 from shared.types import Group, WeightVersion
+from tests.support.sinks import KeepingSink, raising
 from tests.trainer.fakes import Bench, stopped
 from tests.trainer.support import group
 
@@ -184,6 +193,55 @@ async def test_a_trainer_that_wakes_up_after_a_step_and_was_replaced_adds_nothin
         await asyncio.wait_for(running, 60)
     assert "step [1, 2]" in bench.events
     assert (bench.folder / "metrics.jsonl").read_bytes() == b""
+
+
+def a_hung_sink() -> KeepingSink:
+    return KeepingSink("hung", lambda line: threading.Event().wait(60))
+
+
+@pytest.mark.parametrize("bad", [a_hung_sink, lambda: KeepingSink("bad", raising(OSError("away")))])
+async def test_sinks_get_the_lines_of_the_file_and_stop_nothing(
+    bench: Bench, bad: Callable[[], KeepingSink], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sinks, "_CLOSE_S", 0.2)
+    kept = KeepingSink()
+    with MetricsFanout.opened([bad(), kept]) as bench.sinks:
+        bench.feed(1, 2, 3, 4)
+        await bench.run_to_the_end()
+    assert bench.status.phase == "stopped"
+    lines = [orjson.loads(line) for line in (bench.folder / "metrics.jsonl").read_bytes().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert kept.lines == [("step", line) for line in lines]
+
+
+async def test_sinks_get_no_line_that_the_file_refuses(bench: Bench):
+    bench.backend.during_step = lambda: Archive(bench.folder / "archive", "r").claim(2)
+    kept = KeepingSink()
+    with MetricsFanout.opened([kept]) as bench.sinks:
+        running = asyncio.ensure_future(bench.worker().run())
+        await bench.until((bench.folder / "handovers.jsonl").exists)
+        bench.feed(1, 2)
+        with pytest.raises(Fenced):
+            await asyncio.wait_for(running, 60)
+    assert kept.lines == []
+
+
+async def test_prometheus_shows_the_line_of_the_last_step(bench: Bench):
+    def shown(name: str) -> float:
+        return REGISTRY.get_sample_value(f"volley_trainer_{name}") or 0.0
+
+    tokens = shown("tokens_total")
+    with MetricsFanout.opened([PrometheusSink(prometheus.show)]) as bench.sinks:
+        bench.feed(1, 2, 3, 4)
+        await bench.run_to_the_end()
+    lines = [orjson.loads(line) for line in (bench.folder / "metrics.jsonl").read_bytes().splitlines()]
+    assert shown("step") == 2
+    assert shown("epoch") == 1
+    assert shown("tokens_total") - tokens == sum(line["tokens"] for line in lines)
+    for name in ("loss", "reward_mean", "staleness_max", "zero_variance_groups", "logprob_abs_diff_current"):
+        value = lines[-1][name]
+        assert math.isnan(shown(name)) if value is None else shown(name) == value, name
+    assert math.isnan(shown("routing_diff"))
 
 
 async def test_the_queue_opens_only_when_no_older_trainer_has_made_a_newer_checkpoint(bench: Bench):
