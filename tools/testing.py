@@ -2,7 +2,8 @@
 
 A suite is one pytest. As many run beside each other as keep two cores busy, since most of them wait for processes part
 of the time; the longest begins first, so that all end at about the same time. Each is shown when it is over, and a
-failure in one does not keep the others from running. Arguments go to pytest.
+failure in one does not keep the others from running. Arguments go to pytest; `--part 0/2` of tests/conftest.py runs
+half of the tests.
 """
 
 from __future__ import annotations
