@@ -30,9 +30,12 @@ class Block:
 
 def first_example() -> str:
     """The environment on the first page of docs/environments.md."""
-    found = re.search(
-        r"```python\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(encoding="utf-8"), re.DOTALL
-    )
+    return example_of("docs/environments.md")
+
+
+def example_of(page: str) -> str:
+    """First block of Python of a page."""
+    found = re.search(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert found is not None
     return found[1]
 
