@@ -47,5 +47,7 @@ def _section(old: Mapping[str, Any]) -> dict[str, Any]:
     if loss == _SEQUENCE:
         return {"name": loss, _ESTIMATOR: estimator, **_DEFAULTS, **kept}
     if loss != "grpo":
-        raise ValueError(f"{_OLD}.{_LOSS}={loss!r} is none of the losses it had; it is now {_NEW}.name, see docs/algorithms.md")
+        raise ValueError(
+            f"{_OLD}.{_LOSS}={loss!r} is none of the losses it had; it is now {_NEW}.name, see docs/algorithms.md"
+        )
     return {"name": estimator, **({} if estimator == "grpo" else _DEFAULTS), **kept}
