@@ -22,7 +22,6 @@ FRESH_S = 5.0
 _AT_WORK = ("loading", "warm start", "starting", "training", "saving")
 
 State = Literal["running", "waiting", "wedged", "finished", "failed", "stopped", "unknown"]
-Kind = Literal["trainer", "orchestrator", "rollout", "env"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -245,10 +245,6 @@ def replayed(assignment: TicketAssignment, lines: Iterable[bytes], until: int = 
     return wrong
 
 
-def names_without_version(names: Iterable[str]) -> list[str]:
-    return sorted({base_name(name) for name in names})
-
-
 def base_name(env: str) -> str:
     """`adder` of `adder@2`."""
     return env.partition("@")[0]

@@ -25,14 +25,12 @@ from shared.clients.env import Opening, StepReply
 from shared.errors import Conflict, NotFound, RateLimited, Unavailable, VolleyError
 from shared.models.chat import ChatTokenizer
 from shared.outcomes import End, end_of_turn
-from shared.process import telemetry
 from shared.run import seeding
 from shared.types import MAX_MESSAGE, Message, Status, Trajectory
 
 _DELETE_S = 2.0
 _POLL_S, _AGAIN_S = 0.5, 0.1
 _LONG_TEXT = 20_000  # characters; tokenizing more at once would hold up the event loop
-_log = telemetry.Log("episode")
 
 
 class Environments(Protocol):

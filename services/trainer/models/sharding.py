@@ -5,7 +5,6 @@ Invariant: no process ever needs more of a value than its own devices hold, but 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -42,8 +41,3 @@ def to_host(x: jax.Array) -> np.ndarray:
     if not x.is_fully_addressable and not x.is_fully_replicated:
         x = jax.jit(lambda y: y, out_shardings=replicated(x.sharding.mesh))(x)
     return np.asarray(x)
-
-
-def whole(arrays: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
-    """`to_host` of all of them."""
-    return {name: to_host(value) for name, value in arrays.items()}

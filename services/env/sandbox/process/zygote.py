@@ -33,7 +33,6 @@ _KEPT = ("LD_LIBRARY_PATH",)
 tasks.
 """
 _MAX_PACKET = 2**16
-_MAX_ERROR = 2000
 _LANDLOCK_SCOPES_SIGNALS = 6
 
 type ProcessSignal = Literal["kill", "pause", "resume"]
