@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from services.cli.__main__ import main
+from services.cli.__main__ import COMMANDS, main
 from services.cli.layout import PROJECT
 from services.cli.local import ports
 from services.cli.runs import record as runs
@@ -83,12 +83,22 @@ def test_a_runs_folder_is_no_model(tmp_path: Path) -> None:
         model_folder(str(tmp_path))
 
 
-def test_help_lists_the_commands() -> None:
-    done = volley("--help")
-    assert done.returncode == 0
-    assert all(
-        command in done.stdout for command in ("train", "up", "quickstart", "report", "status", "verify", "replay")
+def test_help_lists_the_commands_and_imports_none_of_them() -> None:
+    heavy = "{'aiohttp', 'numpy', 'pydantic'} & set(sys.modules)"
+    code = (
+        f"import sys; from services.cli.__main__ import parser; parser('').print_help(); sys.exit({heavy} and 1 or 0)"
     )
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, encoding="utf-8", check=True)
+    assert all(f"\n    {name} " in done.stdout for name in COMMANDS if name != "quickstart")
+    assert "train (up)" in done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_its_own_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: volley {name} [-h] ")
 
 
 def test_going_on_with_a_finished_run_shows_its_report(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def configured(monkeypatch: pytest.MonkeyPatch, *words: str) -> LoadedConfig:
         found.append(loaded)
         return 0
 
-    monkeypatch.setattr(sft.train, "run", run)
+    monkeypatch.setattr(sft.train, "start_or_continue", run)
     arguments = parsed(words)
     assert arguments.command(arguments) == 0
     return found[0]

@@ -6,6 +6,7 @@ Lines for `eval "$(volley access RUN)"`, or JSON. No token is ever printed: a sh
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import shlex
 from collections.abc import Mapping
@@ -13,11 +14,22 @@ from pathlib import Path
 
 from services.cli.printing import as_json as json_of
 from services.cli.printing import printed_block, printed_for_shell
+from services.cli.run_arguments import add_run_dir
 from services.cli.runs import addresses, identity
 from services.cli.runs.addresses import Addresses
 from shared.errors import ServiceUnreachable
 from shared.run.folder import RunFolder
 from shared.services_schema import TokenFiles
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.run_dir, as_json=arguments.json)
 
 
 def main(run_dir: Path, *, as_json: bool = False) -> int:

@@ -5,6 +5,7 @@ Everything is read from the runs' folders, as `volley report` reads them.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import re
@@ -17,6 +18,7 @@ from services.cli.commands import train
 from services.cli.printing import printed, printed_block, printed_json, told_lines
 from services.cli.reporting import jsonl, report
 from services.cli.reporting.intervals import SuccessRate
+from services.cli.run_arguments import add_trust
 from services.cli.runs.record import read_record
 from shared import config
 from shared.errors import ConfigError
@@ -37,6 +39,35 @@ class ComparedRun:
     steps: int
     elapsed_s: float
     warm_start: Mapping[str, Any] | None
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", action="append", metavar="FILE.yaml", help="of the runs that --vary trains")
+    parser.add_argument(
+        "--vary",
+        action="append",
+        nargs="+",
+        default=[],
+        metavar=("KEY", "VALUE"),
+        help="train a run for each value of a setting, one after the other, e.g. --vary algorithm.name grpo ppo;"
+        " given again: for each combination",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where the picture goes")
+    add_trust(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("rest", nargs="*", metavar="RUN_DIR | key.path=value", help="runs, or values for --vary")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigError where one of --config and --vary is missing, and as `main`."""
+    if bool(arguments.config) != bool(arguments.vary):
+        raise ConfigError("--config and --vary belong together", "to compare runs that exist, give their folders")
+    folders = (
+        varied(arguments.config, arguments.rest, arguments.vary)
+        if arguments.vary
+        else [Path(one) for one in arguments.rest]
+    )
+    return main(folders, arguments.plot, as_json=arguments.json)
 
 
 def varied(paths: Sequence[str], overrides: Sequence[str], variations: Sequence[Sequence[str]]) -> list[Path]:

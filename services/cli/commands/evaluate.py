@@ -8,6 +8,7 @@ that version, and trains nothing.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from services.cli.printing import printed
 from services.cli.reporting import jsonl
 from services.cli.reporting.intervals import SuccessRate
 from services.cli.reporting.progress import Activity, ProgressDisplay, printed_text, shown
+from services.cli.run_arguments import add_trust
 from services.cli.runs.record import claimed, dated, read_record, stored, write_json
 from shared import config
 from shared.config import LoadedConfig
@@ -46,6 +48,24 @@ _ALONE: Mapping[str, Any] = {
     **{f"services.{name}.url": None for name in ("rollout", "orchestrator", "trainer")},
 }
 """What a configuration says of a run that is somebody else's: its bucket, warm start, queue, servers and ports."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="RUN|RUN@VERSION|MODEL", help="RUN: its newest version")
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="FILE.yaml",
+        help="on what, and how (default: the run's own); given again, the later file wins",
+    )
+    add_trust(parser)
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="values that win over the files")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.target, arguments.config or [], arguments.overrides, arguments.json)
 
 
 def main(

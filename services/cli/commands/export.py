@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from services.cli.layout import variables_of
 from services.cli.local import trainer_program
 from services.cli.printing import printed
+from services.cli.run_arguments import add_run_dir
+from shared.models.origin import LATEST
 from shared.run import trust
 from shared.run.folder import RunFolder
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a new one")
+    parser.add_argument("--version", default=LATEST, metavar="VERSION", help="e000001-s000020 (default: the newest)")
+    parser.add_argument(
+        "--adapter", action="store_true", help="of trainer.lora: the adapters alone, as PEFT saves them"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.run_dir, arguments.folder, arguments.version, adapter=arguments.adapter)
 
 
 def main(run_dir: Path, folder: Path, version: str, *, adapter: bool = False) -> int:

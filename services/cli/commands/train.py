@@ -6,6 +6,7 @@ is left.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import signal
 import time
@@ -54,6 +55,32 @@ class Stopped(Exception):
         self.exit_code = 128 + number
 
 
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="FILE.yaml",
+        help="of a run to start or continue; given again, the later file wins",
+    )
+    parser.add_argument(
+        "rest",
+        nargs="*",
+        metavar="RUN_DIR | key.path=value",
+        help="a run's folder continues that run; values win over the files",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigError where neither a run nor a configuration is given, and as `main`."""
+    if arguments.config:
+        return main(arguments.config, arguments.rest)
+    if not arguments.rest or "=" in Path(arguments.rest[0]).name:
+        raise ConfigError(
+            "neither a run's folder nor --config is given", "`volley train --config FILE.yaml` or `volley up RUN_DIR`"
+        )
+    return resume(Path(arguments.rest[0]), arguments.rest[1:])
+
+
 def main(
     paths: Sequence[str], overrides: Sequence[str], seams: stack.StackSeams = stack.REAL, *, prove: bool = False
 ) -> int:
@@ -62,7 +89,7 @@ def main(
     Relative paths count from the present directory, and are stored absolute. With `prove` a finished run is verified,
     which reads all its checkpoints.
     """
-    return run(config.rooted(config.load(paths, overrides), Path.cwd()), seams, prove=prove)
+    return start_or_continue(config.rooted(config.load(paths, overrides), Path.cwd()), seams, prove=prove)
 
 
 def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = stack.REAL) -> int:
@@ -74,10 +101,10 @@ def resume(run_dir: Path, overrides: Sequence[str], seams: stack.StackSeams = st
             more = f"; `volley up {run_dir} {MAX_STEPS}=N`, N above {config.trainer.max_steps}, goes on with it"
         say(f"run {config.run.name} is finished{more}")
         return report.main(run_dir)
-    return run(loaded, seams)
+    return start_or_continue(loaded, seams)
 
 
-def run(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False) -> int:
+def start_or_continue(loaded: LoadedConfig, seams: stack.StackSeams, *, prove: bool = False) -> int:
     """Begins or goes on with the run of this configuration, whatever its mode. Raises as `main`."""
     from services.cli.commands import sft
 

@@ -7,6 +7,7 @@ become so.
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from services.cli.reporting import closing, environments, jsonl, supervised
 from services.cli.reporting.curve import curve
 from services.cli.reporting.intervals import SuccessRate, success_rates
 from services.cli.reporting.progress import printed_text
+from services.cli.run_arguments import add_run_dir
 from services.cli.runs import survey
 from services.cli.runs.record import RunRecord, read_record, write_json
 from shared.errors import ConfigError, DecodeError
@@ -34,6 +36,15 @@ _MAIN, _UNNAMED = "data.env", "main environment"
 _COMPONENT = "reward/"
 
 type Rows = Sequence[Mapping[str, Any]]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.run_dir)
 
 
 def main(run_dir: Path) -> int:

@@ -7,6 +7,7 @@ is written into the run. A group teaches by the differences of its rewards, so w
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import math
 from collections import Counter, defaultdict
@@ -19,6 +20,7 @@ from typing import Any
 from services.cli.printing import printed_block, printed_json, told_lines
 from services.cli.reverify.episodes import Rejudged, rejudge
 from services.cli.reverify.service import environments_of
+from services.cli.run_arguments import add_run_dir
 from shared import config
 from shared.clients.env import EnvClient
 from shared.errors import ConfigError
@@ -50,6 +52,18 @@ class _Tally:
     silenced: int = 0
     awakened: int = 0
     skipped: Counter[str] = field(default_factory=Counter[str])
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+    parser.add_argument("--env", metavar="NAME", help="only episodes of that environment")
+    parser.add_argument("--by", metavar="NAME", help="the environment that judges them, e.g. its next version NAME@2")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.run_dir, only=arguments.env, instead=arguments.by, as_json=arguments.json)
 
 
 def main(run_dir: Path, *, only: str | None, instead: str | None, as_json: bool = False) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import orjson
 
 from services.cli.printing import printed_block, printed_json, told_lines
+from services.cli.run_arguments import add_run_dir
 from services.cli.runs import survey
 from services.cli.runs.record import read_record
 from services.cli.verify import (
@@ -48,6 +50,16 @@ _MOST_TOLD = 1000
 _BEYOND = 10_000
 """Tickets that may be out beside those that have ended."""
 type Result = dict[str, Any]
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_run_dir(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises as `main`."""
+    return main(arguments.run_dir, arguments.json)
 
 
 def main(run_dir: Path, as_json: bool) -> int:
